@@ -1,0 +1,49 @@
+"""Errors that a person or a client will read. Each message is one line: what, where, what to do instead."""
+
+from __future__ import annotations
+
+
+class RookeryError(Exception):
+    """Base. ``status`` is what an HTTP face answers."""
+
+    status = 500
+
+
+class UserError(RookeryError):
+    """The request cannot be carried out as it stands; asking again unchanged will not help."""
+
+    status = 400
+
+
+class Unauthorized(RookeryError):
+    """No key, or one that is not known."""
+
+    status = 401
+
+
+class NotFound(RookeryError):
+    """Nothing by that name belongs to this tenant. Another tenant's things answer the same."""
+
+    status = 404
+
+
+class Conflict(RookeryError):
+    """The thing exists but its state does not allow this now."""
+
+    status = 409
+
+
+class Unavailable(RookeryError):
+    """Nothing is wrong with the request; what it needs is not there now. Trying again later can help."""
+
+    status = 503
+
+
+class StorageFull(RookeryError):
+    """The data folder's disk took no more bytes. Nothing half-written is visible."""
+
+    status = 507
+
+
+class CorruptArtifact(RookeryError):
+    """Stored bytes do not have the hash that names them."""

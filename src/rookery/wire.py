@@ -1,0 +1,477 @@
+"""Messages between the controller and the processes that dial in: workers and environment hosts.
+
+Invariants:
+
+* One binary WebSocket frame carries one message: MessagePack of a tagged, typed ``msgspec.Struct``. A frame that
+  does not decode raises :class:`BadFrame`; the receiver closes the link, the other end becomes *suspect*.
+* Every frame that a worker sends after ``Welcome`` carries the epoch it was given there. The controller ignores
+  frames of any other epoch, so a worker given up for dead can never be counted twice.
+* Tokens of a request are numbered from 0; ``Chunk.offset`` is the number of the chunk's first token. A receiver
+  takes only the part that extends what it has.
+* Big things (adapters, optimizer states, training batches) never travel here. A message names them by content hash
+  and carries a ticket, good for a short time, with which the bytes are read or written over HTTP (ranges allowed).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+import msgspec
+
+PROTOCOL = 1
+
+
+class BadFrame(ValueError):
+    """A frame that is no message of this protocol."""
+
+
+class Message(msgspec.Struct, tag=True, omit_defaults=True):
+    """Base of everything that crosses a link."""
+
+
+class Part(msgspec.Struct, omit_defaults=True):
+    """Base of the pieces that messages are made of."""
+
+
+# --- things named by hash -------------------------------------------------------------------------------------------
+
+
+class Shard(Part, kw_only=True):
+    """One file of an artifact: its name inside the folder, its size in bytes, the SHA-256 of its bytes in hex."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class Manifest(Part, kw_only=True):
+    """An artifact: a PEFT adapter folder, with or without the trainer's state beside it.
+
+    ``hash`` is the SHA-256 over the sorted shards' (name, size, sha256) and names the artifact everywhere.
+    """
+
+    hash: str
+    shards: list[Shard]
+
+
+class AdapterRef(Part, kw_only=True):
+    """One immutable version of a policy, as a worker must find it. ``hash`` names its manifest."""
+
+    policy: str
+    version: int
+    hash: str
+    rank: int
+    alpha: float
+    ticket: str = ""
+    """Reads ``GET {base}/wire/artifacts/{hash}/{shard}``; ``Want`` asks for a new one when it has expired."""
+
+
+# --- worker → controller --------------------------------------------------------------------------------------------
+
+
+class Hello(Message, kw_only=True):
+    """First frame of a worker. ``instance`` is drawn once per process; ``running`` are requests still held from
+    an earlier connection, so that a controller that knows them takes up their streams instead of resending."""
+
+    protocol: int
+    token: str
+    name: str
+    instance: str
+    model: str
+    model_hash: str
+    roles: list[Literal["rollout", "train"]]
+    kind: Literal["reserved", "preemptible"] = "reserved"
+    max_rows: int
+    """Sequences that decode at the same time."""
+    max_context: int
+    max_rank: int
+    device: str
+    dtype: str
+    pid: int = 0
+    host: str = ""
+    adapters: list[str] = msgspec.field(default_factory=list)
+    running: list[str] = msgspec.field(default_factory=list)
+
+
+class Beat(Message, kw_only=True):
+    """Heartbeat. ``progress`` counts finished compute slices: a beat whose progress stands still while ``active`` or
+    ``training`` is not zero tells of a worker that is stuck rather than dead."""
+
+    epoch: int
+    progress: int
+    active: int
+    waiting: int
+    training: int
+    adapters: int
+    generated: int
+    """Tokens sampled since the process began."""
+    trained: int
+    """Tokens trained on since the process began (loss or not, prompts counted once)."""
+    decode_seconds: float
+    train_seconds: float
+    memory_bytes: int
+
+
+class Chunk(Part, kw_only=True):
+    """Freshly sampled tokens of one request. ``finish`` is empty until the last chunk.
+
+    ``logprobs`` are natural logs under the distribution sampled from (temperature applied). ``version`` is the adapter
+    version that the engine really applied to these tokens (0 with ``policy`` empty: the base model)."""
+
+    request: str
+    offset: int
+    tokens: list[int]
+    logprobs: list[float]
+    version: int
+    policy: str = ""
+    finish: Literal["", "stop", "length", "abort", "error"] = ""
+    error: str = ""
+
+
+class Output(Message, kw_only=True):
+    epoch: int
+    chunks: list[Chunk]
+
+
+class Want(Message, kw_only=True):
+    """Asks for a new ticket for an artifact that a request or an operation named."""
+
+    epoch: int
+    hash: str
+
+
+class Done(Message, kw_only=True):
+    """Answer to ``ForwardBackward`` or ``OptimStep``. ``error`` is empty on success; ``category`` tells whether
+    another attempt can help: ``stale`` (parent or lease does not match: send again with state), ``failed`` (this
+    operation cannot succeed), ``lost`` (the worker had to give it up; anyone may try again)."""
+
+    epoch: int
+    op: str
+    error: str = ""
+    category: Literal["", "stale", "failed", "lost"] = ""
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    logprobs: bytes = b""
+    """forward_only: float32 little-endian, the members' loss tokens in order of the batch."""
+    manifest: Manifest | None = None
+    """OptimStep with a commit: what was uploaded."""
+
+
+class Bye(Message, kw_only=True):
+    """The worker drains: it takes nothing new and its unfinished requests go on elsewhere."""
+
+    epoch: int
+
+
+# --- controller → worker --------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, kw_only=True):
+    """``epoch`` is valid for this connection alone. ``base_url`` is where tickets are used."""
+
+    name: str
+    epoch: int
+    heartbeat_seconds: float
+    flush_seconds: float
+    """Tokens wait at most this long in the worker before they are sent."""
+
+
+class Refused(Message, kw_only=True):
+    """The other end must not try again as it is; ``reason`` is one line for its operator."""
+
+    reason: str
+
+
+class Generate(Message, kw_only=True):
+    """One generation. The sequence is ``prompt`` + ``given`` + what is sampled; sampled token i uses noise from
+    (``seed``, i), i counted from the first token of ``given``, so text goes on as if never interrupted.
+
+    ``shared`` tokens at the front of ``prompt`` are common to the episode's group: their cache is kept once for all
+    requests that agree on (adapter, these tokens). ``episode`` names the cache that a later turn may extend."""
+
+    request: str
+    adapter: AdapterRef | None
+    prompt: list[int]
+    shared: int
+    given: list[int] = msgspec.field(default_factory=list)
+    max_tokens: int
+    """Counted from the first token of ``given``."""
+    temperature: float
+    """0 is greedy; its log-probabilities are those at temperature 1."""
+    seed: int
+    stop_tokens: list[int]
+    stop: list[str] = msgspec.field(default_factory=list)
+    """A stop string ends the text with the token that completes it; that token is kept."""
+    episode: str = ""
+
+
+class Abort(Message, kw_only=True):
+    request: str
+
+
+class Granted(Message, kw_only=True):
+    hash: str
+    ticket: str
+
+
+class Loss(Part, kw_only=True):
+    """A loss by name with its parameters (algorithms/losses). A pure sum over tokens."""
+
+    name: str
+    params: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class ForwardBackward(Message, kw_only=True):
+    """Adds the gradient of Σ weight·term over the batch to the policy's accumulated gradient.
+
+    ``parent`` names the committed state from which the policy's current step began, ``steps`` the optimizer steps
+    taken since on this lease: the worker answers ``stale`` unless it holds (policy, lease, parent, steps) or steps is 0
+    and it can load the parent. ``attempt`` 1 with ``steps`` 0 discards any gradient left from an abandoned attempt."""
+
+    op: str
+    policy: str
+    lease: int
+    parent: AdapterRef
+    steps: int
+    batch_ticket: str
+    """``GET {base}/wire/offers/{ticket}`` answers an encoded :class:`Batch`."""
+    loss: Loss
+    temperature: float
+    kl_weight: float = 0.0
+    forward_only: bool = False
+    fresh: bool = False
+    """Drop the gradient accumulated so far (first operation of a step)."""
+    tenant: str = ""
+
+
+class Adam(Part, kw_only=True):
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled (AdamW)."""
+    clip: float = 0.0
+    """Global gradient norm; 0 is off."""
+
+
+class OptimStep(Message, kw_only=True):
+    """One AdamW step of one policy on its accumulated gradient. Not a number in gradient or loss: nothing is applied,
+    the state stays as it was, and ``Done.metrics['skipped']`` is 1. With ``commit`` the worker then writes adapter and
+    trainer state as artifact files, ``PUT {base}/wire/uploads/{commit}/{shard}`` each, and answers with the manifest."""
+
+    op: str
+    policy: str
+    lease: int
+    parent: AdapterRef
+    steps: int
+    adam: Adam
+    commit: str = ""
+    """An upload ticket, or empty for no commit after this step."""
+    tenant: str = ""
+
+
+class Committed(Message, kw_only=True):
+    """The controller made ``ref`` durable: the worker's state of that policy is now this version with 0 steps."""
+
+    policy: str
+    lease: int
+    ref: AdapterRef
+
+
+class Cancel(Message, kw_only=True):
+    """Give up a training operation that has not answered."""
+
+    op: str
+
+
+class Forget(Message, kw_only=True):
+    """No request or operation will name these artifacts again, or this policy's trainer state is not needed here."""
+
+    hashes: list[str] = msgspec.field(default_factory=list)
+    policy: str = ""
+
+
+class InitAdapter(Message, kw_only=True):
+    """Make version 0: a LoRA with B = 0 and A drawn from ``seed`` (or the weights of ``source``, a PEFT artifact given
+    with a reading ticket), no optimizer state. Uploaded under ``commit`` and answered by ``Done`` with the manifest."""
+
+    op: str
+    policy: str
+    rank: int
+    alpha: float
+    targets: list[str]
+    """Any of q k v o gate up down."""
+    seed: int
+    commit: str
+    source: AdapterRef | None = None
+
+
+# --- the training batch (fetched with a ticket) ------------------------------------------------------------------------
+
+
+class Member(Part, kw_only=True):
+    """One trajectory after its unit's prompt: parallel lists, one entry per token of the tail.
+
+    ``logprobs`` are the behaviour policy's; entries where ``weights`` is 0 are ignored (tokens of the environment carry
+    no loss). ``weights`` multiply the token's loss term: the algorithm's normalisation lives there, not in the loss."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    advantages: list[float]
+    weights: list[float]
+
+
+class Unit(Part, kw_only=True):
+    """Trajectories with one common prompt, which the trainer computes once, forward and backward. A prompt has at
+    least one token: the first tail token is predicted from the prompt's last."""
+
+    prompt: list[int]
+    members: list[Member]
+
+
+class Batch(Part, kw_only=True):
+    units: list[Unit]
+
+
+# --- environment hosts ----------------------------------------------------------------------------------------------
+
+
+class HostedEnvironment(Part, kw_only=True):
+    """``name`` is what a job says under ``environment.hosted``; built-ins are offered as ``builtin:<id>``."""
+
+    name: str
+    deterministic: bool = False
+
+
+class HostHello(Message, kw_only=True):
+    protocol: int
+    token: str
+    """A tenant's API key, or the service's own token for a host that it spawned."""
+    instance: str
+    environments: list[HostedEnvironment]
+    episodes: list[str] = msgspec.field(default_factory=list)
+    """Episodes still alive in this process from an earlier connection."""
+
+
+class HostWelcome(Message, kw_only=True):
+    epoch: int
+    heartbeat_seconds: float
+
+
+class HostBeat(Message, kw_only=True):
+    epoch: int
+    active: int
+
+
+class Turn(Part, kw_only=True):
+    """A chat message."""
+
+    role: str
+    content: str
+
+
+class GetPrompts(Message, kw_only=True):
+    """Prompts number ``start`` … ``start + count - 1`` of a split, in the job's order: finite splits are shuffled anew
+    each epoch from ``seed`` when ``shuffle``, and start over at their end."""
+
+    call: str
+    job: str
+    environment: str
+    options: dict
+    split: Literal["train", "eval"]
+    start: int
+    count: int
+    seed: int
+    shuffle: bool
+
+
+class Prompts(Message, kw_only=True):
+    """``size`` is the split's length where it is finite, else -1. Fewer prompts than asked only on error or for eval."""
+
+    epoch: int
+    call: str
+    prompts: list[bytes] = msgspec.field(default_factory=list)
+    """Each the JSON of one prompt."""
+    size: int = -1
+    error: str = ""
+
+
+class Reset(Message, kw_only=True):
+    """Begin an episode: builds the environment from (environment, options), answers ``Observed`` with turn 0."""
+
+    call: str
+    episode: str
+    job: str
+    environment: str
+    options: dict
+    prompt: bytes
+    seed: int
+
+
+class StepEpisode(Message, kw_only=True):
+    """The policy's reply to turn ``turn``; ``turns`` is the whole conversation so far, the reply last."""
+
+    call: str
+    episode: str
+    turn: int
+    text: str
+    tokens: list[int]
+    turns: list[Turn]
+
+
+class Observed(Message, kw_only=True):
+    """What ``reset`` or ``step`` gave. A raised exception arrives as ``error`` (one line, with the exception's type)."""
+
+    epoch: int
+    call: str
+    episode: str
+    turns: list[Turn] = msgspec.field(default_factory=list)
+    reward: float = 0.0
+    done: bool = False
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    error: str = ""
+
+
+class CloseEpisode(Message, kw_only=True):
+    episode: str
+
+
+FromWorker = Hello | Beat | Output | Want | Done | Bye
+ToWorker = (
+    Welcome
+    | Refused
+    | Generate
+    | Abort
+    | Granted
+    | ForwardBackward
+    | OptimStep
+    | Committed
+    | Cancel
+    | Forget
+    | InitAdapter
+)
+FromHost = HostHello | HostBeat | Prompts | Observed
+ToHost = HostWelcome | Refused | GetPrompts | Reset | StepEpisode | CloseEpisode
+
+_encoder = msgspec.msgpack.Encoder()
+from_worker = msgspec.msgpack.Decoder(FromWorker)
+to_worker = msgspec.msgpack.Decoder(ToWorker)
+from_host = msgspec.msgpack.Decoder(FromHost)
+to_host = msgspec.msgpack.Decoder(ToHost)
+batches = msgspec.msgpack.Decoder(Batch)
+
+
+def encode(message: Message | Batch) -> bytes:
+    """The bytes of one frame."""
+    return _encoder.encode(message)
+
+
+T = TypeVar("T")
+
+
+def decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
+    """The message in ``frame``; raises :class:`BadFrame` for anything else."""
+    try:
+        return decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BadFrame(str(error)) from None
