@@ -1,0 +1,1 @@
+"""Text without torch: which base models there are, their chat templates, their tokenizers."""
