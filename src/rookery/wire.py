@@ -257,7 +257,7 @@ class Adam(Part, kw_only=True):
 class OptimStep(Message, kw_only=True):
     """One AdamW step of one policy on its accumulated gradient. Not a number in gradient or loss: nothing is applied,
     the state stays as it was, and ``Done.metrics['skipped']`` is 1. With ``commit`` the worker then writes adapter and
-    trainer state as artifact files, ``PUT {base}/wire/uploads/{commit}/{shard}`` each, and answers with the manifest."""
+    trainer state as artifact files, ``PUT {base}/wire/uploads/{commit}/{shard}``, and answers with the manifest."""
 
     op: str
     policy: str
@@ -306,7 +306,7 @@ class InitAdapter(Message, kw_only=True):
     source: AdapterRef | None = None
 
 
-# --- the training batch (fetched with a ticket) ------------------------------------------------------------------------
+# --- the training batch (fetched with a ticket) ---------------------------------------------------------------------
 
 
 class Member(Part, kw_only=True):
@@ -386,7 +386,7 @@ class GetPrompts(Message, kw_only=True):
 
 
 class Prompts(Message, kw_only=True):
-    """``size`` is the split's length where it is finite, else -1. Fewer prompts than asked only on error or for eval."""
+    """``size`` is the split's length where it is finite, else -1. Fewer prompts than asked: only on error or in eval."""
 
     epoch: int
     call: str
@@ -420,7 +420,7 @@ class StepEpisode(Message, kw_only=True):
 
 
 class Observed(Message, kw_only=True):
-    """What ``reset`` or ``step`` gave. A raised exception arrives as ``error`` (one line, with the exception's type)."""
+    """What ``reset`` or ``step`` gave. A raised exception arrives as ``error`` (one line, with its type)."""
 
     epoch: int
     call: str

@@ -1,0 +1,105 @@
+"""Settings of the service and of a worker: one model, filled from ``ROOKERY_*`` variables, passed in, never global.
+
+A job's own settings are in ``spec``. Whatever is tuned stands here by name, with its reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rookery.errors import UserError
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # --- where things lie -------------------------------------------------------------------------------------------
+    data: Path = Path("~/.rookery")
+    """Database, artifacts, metrics, keys, logs: all that must survive."""
+    cache: Path = Path("~/.cache/rookery")
+    """Base models and pulled adapters: all that can be made again."""
+    database: str = ""
+    """A SQLAlchemy URL; empty is SQLite in the data folder."""
+
+    # --- the service ------------------------------------------------------------------------------------------------
+    host: str = "127.0.0.1"
+    port: int = Field(7077, ge=0, le=65535)
+    url: str = ""
+    """The service that clients and the command line use; empty is the address above, when something answers there."""
+    key: str = ""
+    """The API key that clients use; empty is the admin key in the data folder."""
+    models: str = "smollm2-135m-instruct"
+    """Base models, comma-separated, for which the service starts local workers at once."""
+    workers: int = Field(1, ge=0, le=64)
+    """Local worker processes per model. One process holds the base model once and plays both roles."""
+    log_level: str = "INFO"
+    tensorboard: bool = False
+    """Also write each job's metrics as TensorBoard events in its folder."""
+    wandb_project: str = ""
+    """Also log each job's metrics to this Weights & Biases project."""
+
+    # --- links ------------------------------------------------------------------------------------------------------
+    heartbeat_seconds: float = Field(2.0, gt=0)
+    suspect_seconds: float = Field(10.0, gt=0)
+    """No beat for this long: the worker's requests go on elsewhere. Five beats, so that one slow slice is no alarm."""
+    stuck_seconds: float = Field(120.0, gt=0)
+    """Beats that show work but no finished compute slice for this long mean a stuck worker; the longest honest slice is
+    one prompt of a whole context."""
+    flush_seconds: float = Field(0.1, gt=0)
+    """Sampled tokens wait at most this long in a worker: what a kill can cost."""
+    ticket_seconds: float = Field(600.0, gt=0)
+    """How long a ticket for bytes is good."""
+    worker_wait_seconds: float = Field(600.0, gt=0)
+    """A request or a training step that finds no worker for this long fails its job's step, with that reason."""
+
+    # --- a worker ---------------------------------------------------------------------------------------------------
+    max_rows: int = Field(64, ge=1)
+    """Sequences that decode together: on two cores throughput is flat from about 64 on."""
+    kv_bytes: int = Field(2 << 30, ge=1 << 20)
+    """Room for attention caches."""
+    max_rank: int = Field(64, ge=1)
+    """The largest adapter rank that shares batches with others; higher ranks are refused at submit."""
+    slice_tokens: int = Field(1024, ge=16)
+    """Tokens of one training micro-batch: about a second on two cores, which bounds how long decoding waits."""
+    adapter_cache_bytes: int = Field(4 << 30, ge=1 << 20)
+    """Pulled adapter folders kept on disk by a worker."""
+
+    # --- jobs -------------------------------------------------------------------------------------------------------
+    dispatch_ahead: int = Field(16, ge=0)
+    """Requests handed to a worker beyond its rows, so that a freed row is filled without a round trip."""
+    retry_limit: int = Field(3, ge=0)
+    """Attempts of a training step on other workers before the job fails."""
+    failing_share: float = Field(0.5, gt=0, le=1)
+    """A job pauses when more than this share of its recent episodes failed …"""
+    failing_window: int = Field(32, ge=2)
+    """… among this many."""
+    trajectory_keep: int = Field(2000, ge=1)
+    """Finished episodes per job whose text stays readable after their group was consumed."""
+
+    @property
+    def base_url(self) -> str:
+        return self.url or f"http://{self.host}:{self.port}"
+
+    @classmethod
+    def load(cls, environment: Mapping[str, str] = os.environ, **given: object) -> Self:
+        """Settings from ``ROOKERY_<NAME>`` variables; ``given`` (None is absent) wins. Raises :class:`UserError`."""
+        values: dict[str, object] = {
+            name: environment[f"ROOKERY_{name.upper()}"]
+            for name in cls.model_fields
+            if f"ROOKERY_{name.upper()}" in environment
+        }
+        values.update({name: value for name, value in given.items() if value is not None})
+        try:
+            settings = cls.model_validate(values)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = str(first["loc"][0])
+            raise UserError(f"setting ROOKERY_{name.upper()}: given {first['input']!r}, {first['msg']}") from None
+        return settings.model_copy(
+            update={"data": settings.data.expanduser().absolute(), "cache": settings.cache.expanduser().absolute()}
+        )
