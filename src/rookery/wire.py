@@ -386,7 +386,7 @@ class GetPrompts(Message, kw_only=True):
 
 
 class Prompts(Message, kw_only=True):
-    """``size`` is the split's length where it is finite, else -1. Fewer prompts than asked: only on error or in eval."""
+    """``size`` is the split's length where it is finite, else -1. Fewer than asked: only on error or in eval."""
 
     epoch: int
     call: str

@@ -95,7 +95,7 @@ CATALOGUE: dict[str, Model] = dict(
         _entry("qwen2.5-1.5b-instruct", "Qwen/Qwen2.5-1.5B-Instruct", "1.5B parameters"),
         _entry("qwen3-0.6b", "Qwen/Qwen3-0.6B", "0.6B parameters"),
         _entry("qwen3-1.7b", "Qwen/Qwen3-1.7B", "1.7B parameters"),
-        _entry("llama-3.2-1b-instruct", "meta-llama/Llama-3.2-1B-Instruct", "1B parameters; the hub asks for a licence"),
+        _entry("llama-3.2-1b-instruct", "meta-llama/Llama-3.2-1B-Instruct", "1B parameters; gated on the hub"),
         _entry("mistral-7b-instruct-v0.3", "mistralai/Mistral-7B-Instruct-v0.3", "7B parameters"),
     ]
 )
@@ -195,4 +195,4 @@ def status(cache: Path, name: str) -> Status:
     except UserError as error:
         return Status(name, "refused", reason=str(error))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return Status(name, "refused", reason=f"{name}: {PREPARED} in the cache is damaged ({error}); delete its folder")
+        return Status(name, "refused", reason=f"{name}: its {PREPARED} is damaged, delete its folder ({error})")

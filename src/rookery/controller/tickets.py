@@ -1,0 +1,65 @@
+"""Tickets: short-lived permission to read or write named bytes over HTTP.
+
+* A read ticket is bound to one artifact hash by an HMAC under this process's secret: knowing a hash gives nothing.
+* An offer holds bytes in memory (a training batch) for whoever was told its ticket, until withdrawn.
+* An upload ticket names one staging folder of the artifact store, until its operation ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+
+from rookery.controller.ports import Clock
+from rookery.storage.artifacts import Artifacts, Staging
+
+
+class Tickets:
+    def __init__(self, artifacts: Artifacts, clock: Clock, seconds: float) -> None:
+        self.artifacts = artifacts
+        self._clock = clock
+        self._seconds = seconds
+        self._secret = secrets.token_bytes(32)
+        self._offers: dict[str, bytes] = {}
+        self._uploads: dict[str, Staging] = {}
+
+    def grant(self, digest: str) -> str:
+        """A ticket that reads the artifact ``digest`` for a while."""
+        until = str(int(self._clock.time() + self._seconds))
+        return f"{until}.{self._sign(digest, until)}"
+
+    def reads(self, ticket: str, digest: str) -> bool:
+        """Whether ``ticket`` opens the artifact ``digest`` now."""
+        until, _, signature = ticket.partition(".")
+        if not until.isdigit() or int(until) < self._clock.time():
+            return False
+        return hmac.compare_digest(signature, self._sign(digest, until))
+
+    def _sign(self, digest: str, until: str) -> str:
+        return hmac.new(self._secret, f"{digest}.{until}".encode(), hashlib.sha256).hexdigest()
+
+    def offer(self, content: bytes) -> str:
+        ticket = secrets.token_urlsafe(24)
+        self._offers[ticket] = content
+        return ticket
+
+    def offered(self, ticket: str) -> bytes | None:
+        return self._offers.get(ticket)
+
+    def withdraw(self, ticket: str) -> None:
+        self._offers.pop(ticket, None)
+
+    def upload(self) -> str:
+        """A ticket under which a worker may write one artifact's shards."""
+        ticket = secrets.token_urlsafe(24)
+        self._uploads[ticket] = self.artifacts.begin()
+        return ticket
+
+    def staging(self, ticket: str) -> Staging | None:
+        """The folder that ``ticket`` writes to, or None when the ticket is over."""
+        return self._uploads.get(ticket)
+
+    def collect(self, ticket: str) -> Staging | None:
+        """End an upload: the caller commits or abandons what was staged."""
+        return self._uploads.pop(ticket, None)

@@ -1,0 +1,68 @@
+"""What the controller tells about its things: plain typed data that every face shows as it is."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+JobState = Literal["queued", "running", "paused", "completed", "failed", "cancelled"]
+
+ENDED: tuple[JobState, ...] = ("completed", "failed", "cancelled")
+"""States that a job never leaves."""
+
+
+class PolicyView(msgspec.Struct, kw_only=True):
+    name: str
+    id: str
+    rank: int
+    alpha: float
+    version: int
+    """The newest durable one."""
+
+
+class JobView(msgspec.Struct, kw_only=True):
+    """A job as its owner sees it. Times are Unix seconds, 0 where the thing has not happened."""
+
+    id: str
+    name: str
+    tenant: str
+    """The tenant's name."""
+    state: JobState
+    reason: str
+    """Why it is paused or failed, or how it ended."""
+    waits_for: str
+    """What a running job waits for right now: ``engine``, ``environment``, ``trainer``, ``worker: …``, or nothing."""
+    base_model: str
+    step: int
+    steps: int | None
+    reward: float | None
+    """Mean training reward of the newest step."""
+    rewards: list[float]
+    """The last steps' mean rewards, for a sparkline."""
+    tokens_per_second: float
+    """Sampled tokens over the last half minute."""
+    staleness: float | None
+    """Mean staleness of the newest step's groups, in optimizer steps."""
+    groups_in_flight: int
+    groups_ready: int
+    tokens: int
+    counters: dict[str, int]
+    """episodes, episodes_failed, groups_dropped_stale, groups_failed, groups_no_variance, steps_skipped, splits, …"""
+    policies: list[PolicyView]
+    created: float
+    started: float
+    finished: float
+    spec: dict[str, Any]
+
+
+class Sampled(msgspec.Struct, kw_only=True):
+    """One completion. ``logprobs`` under the distribution sampled from; ``version`` stamped by the engine."""
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    finish: str
+    version: int
+    policy: str
+    prompt_tokens: int
