@@ -1,0 +1,97 @@
+"""``metrics.jsonl`` of one job: one JSON object per optimizer step, in order of steps.
+
+Promises:
+
+* A row that :meth:`MetricsLog.append` returned from has left this process: a killed process keeps it.
+* A line torn by a crash is never shown, and is cut off before the next row is written.
+* Every line is strict JSON: a number that is not finite is written as null.
+* Only one process appends (the controller); any number may read.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+log = logging.getLogger("rookery.telemetry")
+
+FILE = "metrics.jsonl"
+
+
+class MetricsLog:
+    """The metrics file in ``folder`` (made when the first row comes). Every row has an integer ``step``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / FILE
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Write one row behind the others. ``row["step"]`` is an int; other values are JSON, non-finite numbers become
+        null. Raises ValueError for a row without a step, OSError where the disk refuses."""
+        if not isinstance(row.get("step"), int):
+            raise ValueError(f"a metrics row needs an integer step, given {row.get('step')!r}")
+        line = json.dumps(_finite(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a+b") as file:
+            self._cut_torn_line(file)
+            file.write(line)
+
+    def read(self, after: int = -1) -> list[dict[str, Any]]:
+        """Rows of steps greater than ``after``, oldest first; none where there is no file yet."""
+        return [row for row, _ in self._rows() if row["step"] > after]
+
+    def truncate_after(self, step: int) -> None:
+        """Drop every row of a step greater than ``step``, as recovery does with rows of steps that were never
+        committed. What is kept is written aside and renamed, so a crash leaves the one or the other file."""
+        if not self.path.exists():
+            return
+        kept = [line for row, line in self._rows() if row["step"] <= step]
+        aside = self.path.with_suffix(".new")
+        with aside.open("wb") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(self.path)
+
+    def _rows(self) -> list[tuple[dict[str, Any], bytes]]:
+        """Whole rows with their lines."""
+        try:
+            content = self.path.read_bytes()
+        except FileNotFoundError:
+            return []
+        rows = []
+        for line in content.splitlines(keepends=True):
+            try:
+                row = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:
+                row = None
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                rows.append((row, line))
+            else:
+                log.debug("%s: a torn line of %d bytes is left out", self.path, len(line))
+        return rows
+
+    def _cut_torn_line(self, file: BinaryIO) -> None:
+        if file.seek(0, os.SEEK_END) == 0:
+            return
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) == b"\n":
+            return
+        file.seek(0)
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        log.warning("%s: cutting off %d bytes of a line that a crash left unfinished", self.path, len(content) - whole)
+        file.truncate(whole)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return value
