@@ -1,0 +1,167 @@
+"""One decoder for every supported family, for the engine and for the trainer.
+
+Promises:
+
+* The decoder works on a flat stream of tokens and owns no cache. How tokens attend to each other, and which adapter
+  belongs to which token, is brought in by two callables, so that generation and training run the same arithmetic.
+* Base weights are frozen; gradients flow through what ``attend`` and ``lora`` bring in.
+* On a CPU in bfloat16 every token's result depends on that token's own inputs only, bit for bit, whatever else is in
+  the stream, as long as the stream has at least two tokens (see ``engine/exact.py``).
+* No RoPE table depends on how many tokens asked for it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+
+from rookery.worker.model.config import DecoderConfig
+
+WEIGHTS = "model.safetensors"
+SITES = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+"""The fused projections and the parts each is made of, in order of their output rows."""
+
+_FIRST_TABLE = 1024
+"""Positions in the first RoPE table; it doubles when a sequence grows past it, so that a long context costs memory
+only where it is used."""
+
+
+class Attend(Protocol):
+    """Attention of one layer over the whole stream."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], rotated and normalised but not scaled
+        → [tokens, heads, head_dim]."""
+        ...
+
+
+class Lora(Protocol):
+    """Adds each token's own adapter to a projection of the base."""
+
+    def __call__(self, layer: int, site: str, x: Tensor, y: Tensor) -> Tensor:
+        """x [tokens, in], y = base(x) [tokens, out] → y + delta; ``site`` is a key of ``SITES``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Frozen weights of one layer, projections as [out, in]."""
+
+    attention_norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Tensor
+    o_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+def best_dtype(device: str = "cpu") -> torch.dtype:
+    """bfloat16 where the device multiplies it natively, else float32 (emulated bfloat16 is slower than float32)."""
+    if torch.device(device).type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+class Decoder:
+    """The base model."""
+
+    def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor]) -> None:
+        """``weights`` under the fused names that ``weights.fuse`` gives, all of one dtype and on one device."""
+        self.config = config
+        self.embedding = weights["embed"]
+        self.norm = weights["norm"]
+        self.head = self.embedding if config.tied else weights["head"]
+        self.dtype = self.embedding.dtype
+        self.device = self.embedding.device
+        self.layers = [
+            Layer(**{name: weights.get(f"layers.{i}.{name}") for name in Layer.__dataclass_fields__})
+            for i in range(config.layers)
+        ]
+        self._frequencies = torch.tensor(config.inverse_frequencies, dtype=torch.float32)
+        self._cos, self._sin = self._rotations(min(_FIRST_TABLE, config.context))
+
+    @classmethod
+    def load(cls, folder: Path, dtype: torch.dtype | None = None, device: str = "cpu") -> Decoder:
+        """From a prepared model folder. On CPU in the file's own dtype the weights stay mapped: processes share them."""
+        config = DecoderConfig.from_hf(json.loads((folder / "config.json").read_text()))
+        dtype = dtype or best_dtype(device)
+        with safe_open(folder / WEIGHTS, framework="pt", device=device) as file:
+            weights = {name: file.get_tensor(name).to(dtype) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        return cls(config, weights)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, lora: Lora | None) -> Tensor:
+        """tokens, positions [tokens] int64 → hidden states after the final norm [tokens, hidden], base dtype."""
+        cfg = self.config
+        cos, sin = self._rotation(positions)
+        x = F.embedding(tokens, self.embedding)
+        for i, w in enumerate(self.layers):
+            h = F.rms_norm(x, (cfg.hidden,), w.attention_norm, cfg.eps)
+            y = F.linear(h, w.qkv, w.qkv_bias)
+            if lora is not None:
+                y = lora(i, "qkv", h, y)
+            q, k, v = self._heads(i, w, y, cos, sin)
+            h = attend(i, q, k, v).reshape(len(x), cfg.heads * cfg.head_dim)
+            y = F.linear(h, w.o, w.o_bias)
+            x = x + (lora(i, "o", h, y) if lora is not None else y)
+            h = F.rms_norm(x, (cfg.hidden,), w.mlp_norm, cfg.eps)
+            y = F.linear(h, w.gate_up, w.gate_up_bias)
+            if lora is not None:
+                y = lora(i, "gate_up", h, y)
+            gate, up = y.split(cfg.inner, -1)
+            h = F.silu(gate) * up
+            y = F.linear(h, w.down, w.down_bias)
+            x = x + (lora(i, "down", h, y) if lora is not None else y)
+        return F.rms_norm(x, (cfg.hidden,), self.norm, cfg.eps)
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """hidden [n, hidden] → logits [n, vocab] in the base dtype."""
+        return F.linear(hidden, self.head)
+
+    def _heads(self, layer: int, w: Layer, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """y [tokens, (heads + 2 kv_heads) · head_dim] → q, k, v by head."""
+        cfg = self.config
+        heads = y.view(len(y), cfg.heads + 2 * cfg.kv_heads, cfg.head_dim)
+        qk, v = heads.split((cfg.heads + cfg.kv_heads, cfg.kv_heads), 1)
+        if w.q_norm is not None and w.k_norm is not None:
+            q, k = qk.split((cfg.heads, cfg.kv_heads), 1)
+            q = F.rms_norm(q, (cfg.head_dim,), w.q_norm, cfg.eps)
+            k = F.rms_norm(k, (cfg.head_dim,), w.k_norm, cfg.eps)
+            qk = torch.cat((q, k), 1)
+        if cfg.rope[layer]:
+            qk = qk * cos + qk.roll(cfg.head_dim // 2, -1) * sin
+        q, k = qk.split((cfg.heads, cfg.kv_heads), 1)
+        return q, k, v
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [tokens, 1, head_dim]; the sine's first half is negated, so that rotating is
+        x·cos + roll(x)·sin (RoFormer, arXiv:2104.09864, in the half-split layout of the published checkpoints)."""
+        needed = int(positions.max()) + 1
+        if needed > len(self._cos):
+            size = len(self._cos)
+            while size < needed:
+                size *= 2
+            self._cos, self._sin = self._rotations(size)
+        return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
+
+    def _rotations(self, size: int) -> tuple[Tensor, Tensor]:
+        # The angle is rounded to float32 as in the published code; its functions are taken in float64, where a
+        # vectorised and a scalar implementation cannot differ by enough to show after rounding.
+        angle = torch.outer(torch.arange(size, dtype=torch.float32), self._frequencies).double()
+        cos, sin = angle.cos() * self.config.rope_scale, angle.sin() * self.config.rope_scale
+        both = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+        return both[0].to(self.device, self.dtype), both[1].to(self.device, self.dtype)
