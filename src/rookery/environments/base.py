@@ -52,8 +52,8 @@ class Environment:
     """Base class of tasks. Subclasses define ``prompts``, ``reset`` and ``step``."""
 
     deterministic: bool = False
-    """True promises that the same (prompt, seed) and the same replies always give the same messages and rewards. Episodes
-    whose host was lost are then replayed in another; otherwise they fail and are replaced."""
+    """True promises that the same prompt, seed and replies always give the same messages and rewards. Episodes whose
+    host was lost are then replayed in another; otherwise they fail and are replaced."""
 
     prompt: Any = None
     """This episode's prompt, as JSON gives it back (a tuple has become a list)."""
@@ -72,10 +72,10 @@ class Environment:
         """Answers a reply. May be ``async``."""
         raise NotImplementedError(f"{type(self).__name__} does not define step(reply)")
 
-    def close(self) -> None | Awaitable[None]:  # noqa: B027 (optional: nothing to close unless a subclass says so)
+    def close(self) -> Awaitable[None] | None:
         """Called once when the episode is over, however it ended, if it began. May be ``async``."""
 
     def for_episode(self) -> Environment:
-        """A fresh object for one episode, called on the object that was handed over. A deep copy, so that episodes share
-        nothing by accident; override it where the object holds what cannot or need not be copied."""
+        """A fresh object for one episode, called on the object that was handed over. A deep copy, so that episodes
+        share nothing by accident; override it where the object holds what cannot or need not be copied."""
         return copy.deepcopy(self)
