@@ -1,0 +1,125 @@
+"""One engine, two kinds of transaction, the same on SQLite and PostgreSQL.
+
+* ``_writing`` commits as a whole or not at all. On SQLite it takes the write lock at its start, so that it never fails
+  half-way for another writer; the commit returns after the log is on disk (``synchronous=FULL``), since what is
+  published after it must survive a power cut.
+* ``_reading`` sees one snapshot however many queries it makes, and never waits for a writer.
+* A full disk is :class:`~rookery.errors.StorageFull`, a lost server :class:`~rookery.errors.Unavailable`; both leave
+  the database as it was, except that a connection lost during the commit itself leaves its outcome to be read back.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import Connection, create_engine, event, insert, select
+from sqlalchemy.engine import Engine, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
+from sqlalchemy.pool import StaticPool
+
+from rookery.errors import StorageFull, Unavailable, UserError
+from rookery.storage import schema
+
+LOCK_WAIT_SECONDS = 30.0
+"""How long a SQLite writer waits for another one: far above any transaction here, so that reaching it means trouble."""
+
+_POSTGRES_DISK_FULL = "53100"
+
+
+class Store:
+    """Base of :class:`~rookery.storage.database.Database`: the engine and its transactions."""
+
+    def __init__(self, url: str) -> None:
+        """``url``: a SQLAlchemy URL. ``sqlite://`` alone lives in memory and serves one thread at a time.
+
+        Raises :class:`UserError` for one that names no usable database.
+        """
+        try:
+            parsed = make_url(url)
+            if parsed.drivername in ("postgres", "postgresql"):
+                parsed = parsed.set(drivername="postgresql+psycopg")
+            options: dict[str, Any] = {"pool_pre_ping": True}
+            if parsed.get_backend_name() == "sqlite":
+                options = {"connect_args": {"check_same_thread": False, "timeout": LOCK_WAIT_SECONDS}}
+                if parsed.database in (None, "", ":memory:"):
+                    options["poolclass"] = StaticPool
+            self._engine: Engine = create_engine(parsed, **options)
+        except ModuleNotFoundError as error:
+            raise UserError(f"database: {error.name} is missing; pip install 'rookery[postgres]'") from None
+        except (ArgumentError, NoSuchModuleError) as error:
+            raise UserError(f"database: {error}; give a URL like sqlite:////path/rookery.db") from None
+        if self._engine.dialect.name == "sqlite":
+            event.listen(self._engine, "connect", _prepare_sqlite)
+            event.listen(self._engine, "begin", _begin_sqlite)
+            self._reader = self._engine.execution_options(begin="BEGIN")
+        elif self._engine.dialect.name == "postgresql":
+            self._reader = self._engine.execution_options(isolation_level="REPEATABLE READ")
+        else:
+            raise UserError(f"database: {self._engine.dialect.name} is not supported; use SQLite or PostgreSQL")
+
+    def create(self) -> None:
+        """Makes the tables where there are none. Raises :class:`UserError` if the database cannot be opened or was
+        written by another version of Rookery."""
+        try:
+            with self._writing() as connection:
+                schema.metadata.create_all(connection)
+                found = connection.execute(select(schema.meta.c.value).where(schema.meta.c.name == "schema")).scalar()
+                if found is None:
+                    found = str(schema.SCHEMA_VERSION)
+                    connection.execute(insert(schema.meta).values(name="schema", value=found))
+        except (DBAPIError, Unavailable) as error:
+            reason = str(getattr(error, "orig", error)).strip().splitlines()[0]
+            raise UserError(f"database {self._shown_url()} cannot be opened: {reason}") from None
+        if found != str(schema.SCHEMA_VERSION):
+            raise UserError(
+                f"database {self._shown_url()} has schema {found}, this Rookery has schema {schema.SCHEMA_VERSION};"
+                " use the version that wrote it, or another data folder"
+            )
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def _shown_url(self) -> str:
+        return self._engine.url.render_as_string(hide_password=True)
+
+    @contextmanager
+    def _writing(self) -> Iterator[Connection]:
+        with _plain_errors(), self._engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        with _plain_errors(), self._reader.begin() as connection:
+            yield connection
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    try:
+        yield
+    except DBAPIError as error:
+        if isinstance(error.orig, sqlite3.Error):
+            code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # the rest says where it happened
+            full, busy = code == sqlite3.SQLITE_FULL, code == sqlite3.SQLITE_BUSY
+        else:
+            full = getattr(error.orig, "sqlstate", None) == _POSTGRES_DISK_FULL
+            busy = isinstance(error, OperationalError)  # connection lost or refused, deadlock, shutting down
+        if full:
+            raise StorageFull("the database's disk is full; free some space, nothing was half-written") from error
+        if busy:
+            raise Unavailable(f"the database does not answer: {str(error.orig).strip().splitlines()[0]}") from error
+        raise
+
+
+def _prepare_sqlite(connection: sqlite3.Connection, record: object) -> None:
+    connection.isolation_level = None  # transactions begin where _begin_sqlite says, not where the driver guesses
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=FULL")
+    connection.execute("PRAGMA foreign_keys=ON")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    connection.exec_driver_sql(connection.get_execution_options().get("begin", "BEGIN IMMEDIATE"))

@@ -1,0 +1,174 @@
+"""Jobs and their policies.
+
+* A job and its policies come into being in one transaction, once per (tenant, idempotency key).
+* ``finished`` is set exactly when the state is final; a finished job changes its state no more.
+* A policy's lease only grows. Whoever holds an older one can commit nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import asdict
+from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from rookery.errors import Conflict, NotFound
+from rookery.storage import schema
+from rookery.storage.connection import Store
+from rookery.storage.rows import FINAL_JOB_STATES, JobRow, JobState, NewPolicy, PolicyRow
+
+
+class Jobs(Store):
+    def submit_job(
+        self,
+        *,
+        id: str,
+        tenant: str,
+        name: str,
+        spec: Mapping[str, Any],
+        created: float,
+        policies: Sequence[NewPolicy],
+        idempotency_key: str | None = None,
+        rng: Mapping[str, Any] | None = None,
+    ) -> tuple[JobRow, bool]:
+        """The job, in state ``queued``, and True; or, if the tenant used this idempotency key before, that job as it is
+        now and False (whether it is the same job is for the caller to see: ``spec`` is in the row)."""
+        row = JobRow(
+            id=id,
+            tenant=tenant,
+            name=name,
+            spec=dict(spec),
+            idempotency_key=idempotency_key,
+            state="queued",
+            reason="",
+            error="",
+            created=created,
+            started=None,
+            finished=None,
+            step=0,
+            cursor=0,
+            counters={},
+            rng=dict(rng or {}),
+        )
+        table = schema.jobs
+        try:
+            with self._writing() as connection:
+                connection.execute(insert(table).values(asdict(row)))
+                for policy in policies:
+                    _insert_policy(connection, tenant, id, policy)
+        except IntegrityError:
+            if idempotency_key is None:
+                raise
+            with self._reading() as connection:
+                earlier = connection.execute(
+                    select(table).where(table.c.tenant == tenant, table.c.idempotency_key == idempotency_key)
+                ).one_or_none()
+            if earlier is None:
+                raise
+            return JobRow(**earlier._mapping), False
+        return row, True
+
+    def get_job(self, tenant: str, job: str) -> JobRow:
+        """Raises :class:`NotFound` if this tenant has no such job."""
+        with self._reading() as connection:
+            row = connection.execute(select(schema.jobs).filter_by(id=job, tenant=tenant)).one_or_none()
+        if row is None:
+            raise NotFound(f"no job {job}")
+        return JobRow(**row._mapping)
+
+    def list_jobs(self, tenant: str) -> list[JobRow]:
+        """Newest first."""
+        table = schema.jobs
+        with self._reading() as connection:
+            rows = connection.execute(
+                select(table).where(table.c.tenant == tenant).order_by(table.c.created.desc(), table.c.id)
+            ).all()
+        return [JobRow(**row._mapping) for row in rows]
+
+    def all_unfinished_jobs(self) -> list[JobRow]:
+        """Of every tenant, oldest first: what a starting controller takes up."""
+        table = schema.jobs
+        with self._reading() as connection:
+            rows = connection.execute(
+                select(table).where(table.c.finished.is_(None)).order_by(table.c.created, table.c.id)
+            ).all()
+        return [JobRow(**row._mapping) for row in rows]
+
+    def set_job_state(self, job: str, state: JobState, reason: str, time: float, error: str = "") -> JobRow:
+        """The job afterwards. ``started`` is set the first time it runs. Raises :class:`Conflict` if it is finished."""
+        table = schema.jobs
+        values: dict[str, Any] = {"state": state, "reason": reason, "error": error}
+        if state in FINAL_JOB_STATES:
+            values["finished"] = time
+        if state == "running":
+            values["started"] = func.coalesce(table.c.started, time)
+        with self._writing() as connection:
+            changed = connection.execute(
+                update(table).where(table.c.id == job, table.c.finished.is_(None)).values(values)
+            )
+            row = connection.execute(select(table).where(table.c.id == job)).one_or_none()
+            if row is None:
+                raise NotFound(f"no job {job}")
+            if changed.rowcount == 0:
+                raise Conflict(f"job {job} is {row.state} already")
+        return JobRow(**row._mapping)
+
+    def save_counters(self, job: str, counters: Mapping[str, Any]) -> None:
+        """Between commits, for what is only shown; a commit writes its own."""
+        table = schema.jobs
+        with self._writing() as connection:
+            if connection.execute(update(table).where(table.c.id == job).values(counters=dict(counters))).rowcount == 0:
+                raise NotFound(f"no job {job}")
+
+    def add_policy(self, tenant: str, job: str, policy: NewPolicy) -> PolicyRow:
+        """Raises :class:`NotFound` for a job that is not this tenant's, :class:`Conflict` for a name it has already."""
+        with self._writing() as connection:
+            if connection.execute(select(schema.jobs.c.id).filter_by(id=job, tenant=tenant)).one_or_none() is None:
+                raise NotFound(f"no job {job}")
+            try:
+                return _insert_policy(connection, tenant, job, policy)
+            except IntegrityError:
+                raise Conflict(f"job {job} has a policy {policy.name} already") from None
+
+    def policies(self, tenant: str, job: str) -> list[PolicyRow]:
+        """By name; empty for a job that is not this tenant's."""
+        table = schema.policies
+        with self._reading() as connection:
+            rows = connection.execute(select(table).filter_by(job=job, tenant=tenant).order_by(table.c.name)).all()
+        return [PolicyRow(**row._mapping) for row in rows]
+
+    def get_policy(self, tenant: str, job: str, name: str) -> PolicyRow:
+        """Raises :class:`NotFound` if this tenant has no such job, or the job no such policy."""
+        with self._reading() as connection:
+            row = connection.execute(select(schema.policies).filter_by(job=job, tenant=tenant, name=name)).one_or_none()
+        if row is None:
+            raise NotFound(f"no policy {name} of job {job}")
+        return PolicyRow(**row._mapping)
+
+    def next_lease(self, policy: str) -> int:
+        """A lease greater than all before; from now on only its holder can commit. Raises :class:`NotFound`."""
+        table = schema.policies
+        with self._writing() as connection:
+            connection.execute(update(table).where(table.c.id == policy).values(lease=table.c.lease + 1))
+            lease = connection.execute(select(table.c.lease).where(table.c.id == policy)).scalar()
+        if lease is None:
+            raise NotFound(f"no policy {policy}")
+        return int(lease)
+
+
+def _insert_policy(connection: Connection, tenant: str, job: str, policy: NewPolicy) -> PolicyRow:
+    row = PolicyRow(
+        id=policy.id,
+        tenant=tenant,
+        job=job,
+        name=policy.name,
+        rank=policy.rank,
+        alpha=policy.alpha,
+        targets=list(policy.targets),
+        head_version=None,
+        lease=0,
+    )
+    connection.execute(insert(schema.policies).values(asdict(row)))
+    return row
