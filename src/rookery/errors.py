@@ -21,6 +21,12 @@ class Unauthorized(RookeryError):
     status = 401
 
 
+class Forbidden(RookeryError):
+    """A valid key, but not one that may do this."""
+
+    status = 403
+
+
 class NotFound(RookeryError):
     """Nothing by that name belongs to this tenant. Another tenant's things answer the same."""
 

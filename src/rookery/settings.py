@@ -37,6 +37,10 @@ class Settings(BaseModel):
     """Base models, comma-separated, for which the service starts local workers at once."""
     workers: int = Field(1, ge=0, le=64)
     """Local worker processes per model. One process holds the base model once and plays both roles."""
+    upload_bytes: int = Field(256 << 20, ge=1 << 10)
+    """The largest dataset or adapter that one upload may bring: it is held in memory while it is checked."""
+    stop_seconds: float = Field(5.0, gt=0)
+    """How long open connections and child processes get to end by themselves when the service stops."""
     log_level: str = "INFO"
     tensorboard: bool = False
     """Also write each job's metrics as TensorBoard events in its folder."""
@@ -47,6 +51,8 @@ class Settings(BaseModel):
     heartbeat_seconds: float = Field(2.0, gt=0)
     suspect_seconds: float = Field(10.0, gt=0)
     """No beat for this long: the worker's requests go on elsewhere. Five beats, so that one slow slice is no alarm."""
+    grace_seconds: float = Field(60.0, gt=0)
+    """A suspect worker that has not come back by then is gone."""
     stuck_seconds: float = Field(120.0, gt=0)
     """Beats that show work but no finished compute slice for this long mean a stuck worker; the longest honest slice is
     one prompt of a whole context."""
