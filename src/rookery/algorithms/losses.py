@@ -1,0 +1,148 @@
+"""Losses: pure sums over tokens, as their sources state them.
+
+Promises:
+
+* A loss is ``Σ weight · term`` over the tokens it is given. Nothing is averaged or normalised here: an algorithm's
+  normalisation lies in the weights. Twice the weights, or the batch given twice, is twice the gradient.
+* A token's loss depends on the model through that token's log-probability alone (``gspo`` adds its sequence's mean
+  ratio as a constant), so a caller needs no more than ``d total / d logp`` to differentiate a whole model.
+* Works in whatever floating type it is given; no parameter has a default here (``spec.LOSS_PARAMETERS`` holds them).
+
+Notation, per token: ``logp`` the log-probability under the policy that is trained, ``q`` the one recorded by the
+engine under the policy that sampled it (same temperature), ``r = exp(logp - q)``, ``A`` the advantage, ``sg`` a
+constant for differentiation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossOut:
+    """``total`` is a scalar that can be differentiated with respect to ``logp``; ``metrics`` are sums over tokens."""
+
+    total: Tensor
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+LossFn = Callable[..., LossOut]
+"""``loss(logp, q, advantages, weights, segments, **params)``: four floating tensors ``[tokens]`` and ``segments``,
+int64 ``[tokens]``, numbers from 0 that say which trajectory a token belongs to. Tokens without loss are left out by
+the caller. Unknown or missing parameters raise ``TypeError``."""
+
+
+def _count(which: Tensor) -> float:
+    return float(which.sum())
+
+
+def cross_entropy(logp: Tensor, q: Tensor, advantages: Tensor, weights: Tensor, segments: Tensor) -> LossOut:
+    """``Σ −w·logp``: maximum likelihood on the given tokens (advantages and ``q`` play no part)."""
+    return LossOut((-weights * logp).sum())
+
+
+def importance_sampling(logp: Tensor, q: Tensor, advantages: Tensor, weights: Tensor, segments: Tensor) -> LossOut:
+    """``Σ −w·r·A``: the off-policy policy gradient, unclipped (as in the Tinker API's ``importance_sampling``)."""
+    ratio = (logp - q).exp()
+    return LossOut((-weights * ratio * advantages).sum())
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, weights: Tensor, low: float, high: float) -> LossOut:
+    plain = ratio * advantages
+    bounded = ratio.clamp(low, high) * advantages
+    return LossOut(
+        (-weights * torch.minimum(plain, bounded)).sum(), {"clipped:sum": _count((bounded < plain).detach())}
+    )
+
+
+def ppo(
+    logp: Tensor,
+    q: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    segments: Tensor,
+    *,
+    clip_low_threshold: float,
+    clip_high_threshold: float,
+) -> LossOut:
+    """``Σ −w·min(r·A, clamp(r, lo, hi)·A)``: Schulman et al. 2017 (arXiv 1707.06347), eq. 7, with separate bounds
+    ``lo`` = 1 − ε and ``hi`` = 1 + ε. Clipped tokens, those without gradient, are counted."""
+    return _clipped((logp - q).exp(), advantages, weights, clip_low_threshold, clip_high_threshold)
+
+
+def cispo(
+    logp: Tensor,
+    q: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    segments: Tensor,
+    *,
+    clip_low_threshold: float,
+    clip_high_threshold: float,
+) -> LossOut:
+    """``Σ −w·sg(clamp(r, lo, hi))·A·logp``: MiniMax-M1 (arXiv 2506.13585), eq. 4–5. The clamp is a weight, not a gate:
+    a clipped token keeps a gradient."""
+    ratio = (logp.detach() - q).exp()
+    weight = ratio.clamp(clip_low_threshold, clip_high_threshold)
+    return LossOut((-weights * weight * advantages * logp).sum(), {"clipped:sum": _count(weight != ratio)})
+
+
+def aipo(logp: Tensor, q: Tensor, advantages: Tensor, weights: Tensor, segments: Tensor, *, rho: float) -> LossOut:
+    """``Σ −w·sg(min(r, ρ))·A·logp``: LlamaRL (arXiv 2505.24034), section on AIPO; one-sided.
+
+    The bounded ratio is a constant: the published update is ``min(r, ρ)·A·∇logp``, which keeps ``ρ·A·∇logp`` above the
+    bound. A differentiable ``min(r, ρ)·A`` would have no gradient there."""
+    ratio = (logp.detach() - q).exp()
+    return LossOut((-weights * ratio.clamp(max=rho) * advantages * logp).sum(), {"clipped:sum": _count(ratio > rho)})
+
+
+def dro(logp: Tensor, q: Tensor, advantages: Tensor, weights: Tensor, segments: Tensor, *, beta: float) -> LossOut:
+    """``Σ −w·(A·logp − β/2·(logp − q)²)``: direct reward optimisation (Richemond et al. 2024, arXiv 2405.19107), per
+    token and with the advantage in the place of reward minus value, as the Tinker API states it."""
+    return LossOut((-weights * (advantages * logp - beta / 2 * (logp - q).square())).sum())
+
+
+def gspo(
+    logp: Tensor,
+    q: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    segments: Tensor,
+    *,
+    clip_low_threshold: float,
+    clip_high_threshold: float,
+) -> LossOut:
+    """``ppo`` with the sequence's ratio ``exp(mean(sg(logp) − q) + logp − sg(logp))``, the mean over the trajectory's
+    loss tokens: GSPO-token (Zheng et al. 2025, arXiv 2507.18071), eq. 13–14. Its value is the same for all tokens of a
+    trajectory, its gradient is each token's own."""
+    gap = logp.detach() - q
+    sequences = int(segments.max()) + 1 if segments.numel() else 0
+    sums = torch.zeros(sequences, dtype=gap.dtype, device=gap.device).index_add_(0, segments, gap)
+    means = sums / torch.bincount(segments, minlength=sequences).clamp(min=1)
+    ratio = (means[segments] + logp - logp.detach()).exp()
+    return _clipped(ratio, advantages, weights, clip_low_threshold, clip_high_threshold)
+
+
+LOSSES: dict[str, LossFn] = {
+    "cross_entropy": cross_entropy,
+    "importance_sampling": importance_sampling,
+    "ppo": ppo,
+    "cispo": cispo,
+    "aipo": aipo,
+    "dro": dro,
+    "gspo": gspo,
+}
+"""By the names that a job and the wire use."""
+
+
+def kl_penalty(logp: Tensor, base: Tensor, weights: Tensor) -> LossOut:
+    """``Σ w·(exp(d) − d − 1)``, d = base − logp: the k3 estimator of KL(policy ‖ base), unbiased for tokens that the
+    policy sampled and never negative (Schulman, "Approximating KL Divergence", 2020; the penalty of GRPO, arXiv
+    2402.03300, eq. 4). ``base`` is a constant. ``kl:sum`` is the sum without the weights."""
+    gap = base - logp
+    term = gap.exp() - gap - 1
+    return LossOut((weights * term).sum(), {"kl:sum": float(term.detach().sum())})
