@@ -14,6 +14,8 @@ Invariants:
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from typing import Literal, TypeVar
 
 import msgspec
@@ -52,6 +54,13 @@ class Manifest(Part, kw_only=True):
 
     hash: str
     shards: list[Shard]
+
+
+def manifest_of(shards: Iterable[Shard]) -> Manifest:
+    """The manifest of these files; its hash is that of the compact JSON ``[[name, size, sha256], …]``, by name."""
+    ordered = sorted(shards, key=lambda shard: shard.name)
+    listing = msgspec.json.encode([[shard.name, shard.size, shard.sha256] for shard in ordered])
+    return Manifest(hash=hashlib.sha256(listing).hexdigest(), shards=ordered)
 
 
 class AdapterRef(Part, kw_only=True):

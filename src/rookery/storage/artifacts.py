@@ -1,0 +1,273 @@
+"""Artifacts: folders of hashed files, named by the hash of their manifest, in one local folder.
+
+* What :meth:`Artifacts.open` finds is whole: an artifact is written aside, every file and the manifest are fsynced, and
+  one rename makes it visible. A crash at any point leaves either all of it or nothing but a leftover that
+  :meth:`Artifacts.sweep` removes.
+* It never changes afterwards. Committing the same content again is no error and mends a damaged copy.
+* A full disk raises :class:`~rookery.errors.StorageFull`; the staging it happened in can only be abandoned.
+* Who may read an artifact is not decided here: a hash is no authority (the database knows the owners).
+
+Layout: ``<root>/<hash>/{manifest.json, shards…}``; ``<root>/.staging/<random>/`` while being written.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from rookery.errors import Conflict, CorruptArtifact, NotFound, StorageFull, UserError
+from rookery.wire import Manifest, Shard, manifest_of
+
+MANIFEST = "manifest.json"
+
+MAX_ARTIFACT_BYTES = 64 << 30
+"""Of all shards together. An upload ticket is given for one adapter with its trainer state; this is far above the
+largest, and keeps a broken or hostile worker from filling the disk."""
+
+READ_BYTES = 1 << 20
+"""Read and hashed at a time: large enough that the calls cost nothing, small enough to be no memory to speak of."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+
+
+class Artifacts:
+    """The artifacts below ``root``, which is made if missing. Methods may be called from any thread."""
+
+    def __init__(self, root: Path, max_bytes: int = MAX_ARTIFACT_BYTES) -> None:
+        self._root = root
+        self._staging = root / ".staging"
+        self._max_bytes = max_bytes
+        with _plain_errors():
+            self._staging.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def begin(self) -> Staging:
+        """A place to write a new artifact."""
+        with _plain_errors():
+            return Staging(Path(tempfile.mkdtemp(dir=self._staging)), self, self._max_bytes)
+
+    def open(self, hash: str) -> Manifest:
+        """The manifest of a visible artifact; its files are there with their sizes (:meth:`verify` reads them).
+
+        Raises :class:`NotFound`, or :class:`CorruptArtifact` if manifest or sizes are not what the hash says."""
+        folder = self._folder(hash)
+        try:
+            manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+            if manifest != manifest_of(manifest.shards) or manifest.hash != hash:
+                raise CorruptArtifact(f"artifact {hash}: {MANIFEST} does not have the hash that names it")
+            for shard in manifest.shards:
+                if (folder / shard.name).stat().st_size != shard.size:
+                    raise CorruptArtifact(f"artifact {hash}: {shard.name} does not have {shard.size} bytes")
+        except FileNotFoundError as error:
+            if not folder.exists():
+                raise NotFound(f"no artifact {hash}") from None
+            raise CorruptArtifact(f"artifact {hash}: {Path(error.filename).name} is missing") from None
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            raise CorruptArtifact(f"artifact {hash}: {MANIFEST} cannot be read") from None
+        return manifest
+
+    def path(self, hash: str, shard: str) -> Path:
+        """Where the bytes of one file lie. Raises :class:`NotFound`, :class:`CorruptArtifact`."""
+        if not any(known.name == shard for known in self.open(hash).shards):
+            raise NotFound(f"no {shard} in artifact {hash}")
+        return self._folder(hash) / shard
+
+    def verify(self, hash: str) -> Manifest:
+        """Reads and hashes everything. Raises :class:`NotFound`, or :class:`CorruptArtifact` naming the bad file."""
+        manifest = self.open(hash)
+        for shard in manifest.shards:
+            digest = hashlib.sha256()
+            with (self._folder(hash) / shard.name).open("rb") as file:
+                while block := file.read(READ_BYTES):
+                    digest.update(block)
+            if digest.hexdigest() != shard.sha256:
+                raise CorruptArtifact(f"artifact {hash}: {shard.name} does not have the hash in its manifest")
+        return manifest
+
+    def delete(self, hash: str) -> None:
+        """Makes it invisible at once, then frees its bytes; one that is not there is no error."""
+        trash = self._staging / f"{hash}.{secrets.token_hex(8)}"  # nothing is created first: the disk may be full
+        with suppress(FileNotFoundError):
+            self._folder(hash).rename(trash)
+            _sync_folder(self._root)
+            shutil.rmtree(trash)
+
+    def hashes(self) -> set[str]:
+        """Names of all visible artifacts."""
+        return {entry.name for entry in self._root.iterdir() if _HASH.fullmatch(entry.name)}
+
+    def sweep(self) -> int:
+        """Removes what a crash left half-written, and answers how many. Only at start: it would also remove what is
+        being written now."""
+        leftovers = list(self._staging.iterdir())
+        for leftover in leftovers:
+            shutil.rmtree(leftover)
+        return len(leftovers)
+
+    def prune(self, live: Collection[str]) -> list[str]:
+        """Deletes every artifact that is not in ``live`` (:meth:`Database.live_hashes`): those whose commit never came.
+        Only at start, for the same reason. Answers their hashes."""
+        dead = sorted(self.hashes().difference(live))
+        for hash in dead:
+            self.delete(hash)
+        return dead
+
+    def _folder(self, hash: str) -> Path:
+        if not _HASH.fullmatch(hash):
+            raise NotFound("no such artifact: a hash is 64 hexadecimal digits")
+        return self._root / hash
+
+    def _publish(self, folder: Path, manifest: Manifest) -> None:
+        """Renames a complete, synced folder to where it is visible, durably."""
+        target = self._folder(manifest.hash)
+        try:
+            self.verify(manifest.hash)
+        except NotFound:
+            pass
+        except CorruptArtifact:
+            self.delete(manifest.hash)
+        else:
+            shutil.rmtree(folder)
+            return
+        try:
+            folder.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            shutil.rmtree(folder)  # another thread committed the same content first
+        _sync_folder(self._root)
+
+
+class Staging:
+    """An artifact being written. Ends with :meth:`commit` or :meth:`abandon`; as a context manager it abandons what was
+    not committed."""
+
+    def __init__(self, folder: Path, artifacts: Artifacts, max_bytes: int) -> None:
+        self._folder = folder
+        self._artifacts = artifacts
+        self._shards: dict[str, Shard] = {}
+        self._max_bytes = max_bytes
+
+    def begin(self, name: str) -> ShardWriter:
+        """A file to be filled piece by piece. Raises :class:`UserError` for a name that is none."""
+        if not _NAME.fullmatch(name) or name.lower() == MANIFEST:
+            raise UserError(f"shard {name[:200]!r}: a name is letters, digits, dot, dash, underscore, not {MANIFEST}")
+        others = sum(shard.size for shard in self._shards.values() if shard.name != name)
+        with _plain_errors(), _known_upload():
+            return ShardWriter(self._folder, name, self._max_bytes - others, self._shards)
+
+    def write(self, name: str, chunks: Iterable[bytes]) -> Shard:
+        """Writes one file, durable when this returns; a file of the same name is replaced (an upload tried again).
+
+        Raises :class:`UserError` for a bad name or too many bytes, :class:`StorageFull`; then nothing of it stays."""
+        with self.begin(name) as writer:
+            for chunk in chunks:
+                writer.write(chunk)
+            return writer.finish()
+
+    def commit(self) -> Manifest:
+        """Makes the artifact visible; it is durable when this returns. Raises :class:`Conflict` if nothing was written,
+        :class:`StorageFull`."""
+        if not self._shards:
+            raise Conflict("an artifact has at least one file")
+        manifest = manifest_of(self._shards.values())
+        with _plain_errors(), _known_upload():
+            with (self._folder / MANIFEST).open("wb") as file:
+                file.write(msgspec.json.encode(manifest))
+                file.flush()
+                os.fsync(file.fileno())
+            _sync_folder(self._folder)
+            self._artifacts._publish(self._folder, manifest)
+        return manifest
+
+    def abandon(self) -> None:
+        """Removes what was written; after a commit it does nothing. What another thread writes at this moment stays for
+        the next :meth:`Artifacts.sweep`, never visible."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.abandon()
+
+
+class ShardWriter:
+    """One file of a staging, open for writing. As a context manager it removes what was not finished."""
+
+    def __init__(self, folder: Path, name: str, room: int, shards: dict[str, Shard]) -> None:
+        self._target = folder / name
+        self._room = room
+        self._shards = shards
+        self._digest = hashlib.sha256()
+        self._size = 0
+        handle, part = tempfile.mkstemp(prefix=".", dir=folder)  # the dot: never a shard's name
+        self._file = os.fdopen(handle, "wb")
+        self._part = Path(part)
+
+    def write(self, chunk: bytes) -> None:
+        """Raises :class:`UserError` if the artifact grows too large, :class:`StorageFull`."""
+        self._size += len(chunk)
+        if self._size > self._room:
+            raise UserError(f"shard {self._target.name}: the artifact would exceed its limit of bytes")
+        self._digest.update(chunk)
+        with _plain_errors():
+            self._file.write(chunk)
+
+    def finish(self) -> Shard:
+        """The file is whole and durable. Raises :class:`StorageFull`, or :class:`Conflict` if the staging ended."""
+        with _plain_errors(), _known_upload():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._part.replace(self._target)
+        shard = Shard(name=self._target.name, size=self._size, sha256=self._digest.hexdigest())
+        self._shards[shard.name] = shard
+        return shard
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with suppress(OSError):  # closing flushes what a full disk has refused already, which was reported
+            self._file.close()
+        self._part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull("the disk of the artifacts is full; free some space, nothing was half-written") from error
+        raise
+
+
+@contextmanager
+def _known_upload() -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise Conflict("this artifact was committed or abandoned meanwhile") from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the names in it durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,122 @@
+"""The data folder: one service at a time, and secrets that only its user can read.
+
+* While a :class:`DataFolder` is open, no other process opens the same one: the lock is the kernel's, so it ends with
+  the process however that ends, and child processes do not inherit it.
+* The admin key and the worker token are made once, whole or not at all, readable by the user alone (mode 0600).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from sqlalchemy import URL
+
+from rookery.errors import UserError
+from rookery.storage.keys import new_key
+
+ADMIN_KEY_FILE = "admin.key"
+WORKER_TOKEN_FILE = "worker.token"
+_LOCK_FILE = "lock"
+
+
+class DataFolder:
+    """The service's folder, locked. Its parts: ``artifacts``, ``jobs`` (their metrics), ``logs``, ``database_url``."""
+
+    def __init__(self, root: Path) -> None:
+        """Makes the folder (mode 0700) where it is missing and locks it.
+
+        Raises :class:`UserError` if it is not a folder that can be written, or another service runs on it."""
+        self.root = root
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(root / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise UserError(
+                f"data folder {root} cannot be written ({error.strerror}); set ROOKERY_DATA to one that can"
+            ) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock, 32, 0).decode("ascii", "replace").strip() or "unknown"
+            os.close(self._lock)
+            raise UserError(
+                f"data folder {root} is in use by another service (pid {holder});"
+                " stop it, or set ROOKERY_DATA to another folder"
+            ) from None
+        try:
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+            for part in (self.artifacts, self.jobs, self.logs):
+                part.mkdir(mode=0o700, exist_ok=True)
+            with tempfile.TemporaryFile(dir=root):  # an existing lock file says nothing about room for new ones
+                pass
+        except OSError as error:
+            os.close(self._lock)
+            raise UserError(f"data folder {root} cannot be written ({error.strerror})") from None
+
+    @property
+    def artifacts(self) -> Path:
+        return self.root / "artifacts"
+
+    @property
+    def jobs(self) -> Path:
+        return self.root / "jobs"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def database_url(self) -> str:
+        """The SQLite database that lives here."""
+        return URL.create("sqlite", database=str(self.root / "rookery.db")).render_as_string()
+
+    def admin_key(self) -> str:
+        """The first tenant's API key, made at the first call of all."""
+        return _secret(self.root / ADMIN_KEY_FILE)
+
+    def worker_token(self) -> str:
+        """What workers and the service's own environment host say hello with."""
+        return _secret(self.root / WORKER_TOKEN_FILE)
+
+    def close(self) -> None:
+        """Others may open it from now on."""
+        os.close(self._lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def read_secret(root: Path, name: str) -> str | None:
+    """A local command's way to the admin key (or another secret): without the lock; None where there is none.
+
+    Raises :class:`UserError` if it belongs to another user."""
+    try:
+        return (root / name).read_text(encoding="ascii").strip() or None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError:
+        raise UserError(f"{root / name} belongs to another user; set ROOKERY_KEY to a key of your own") from None
+
+
+def _secret(path: Path) -> str:
+    known = read_secret(path.parent, path.name)
+    if known is not None:
+        path.chmod(0o600)
+        return known
+    key = new_key()
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp: mode 0600 from the start
+    with os.fdopen(handle, "w", encoding="ascii") as file:
+        file.write(key + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    return key
