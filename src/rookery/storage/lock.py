@@ -17,10 +17,8 @@ from typing import Self
 from sqlalchemy import URL
 
 from rookery.errors import UserError
-from rookery.storage.keys import new_key
+from rookery.storage.keys import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, new_key, read_secret
 
-ADMIN_KEY_FILE = "admin.key"
-WORKER_TOKEN_FILE = "worker.token"
 _LOCK_FILE = "lock"
 
 
@@ -93,18 +91,6 @@ class DataFolder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-
-def read_secret(root: Path, name: str) -> str | None:
-    """A local command's way to the admin key (or another secret): without the lock; None where there is none.
-
-    Raises :class:`UserError` if it belongs to another user."""
-    try:
-        return (root / name).read_text(encoding="ascii").strip() or None
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except PermissionError:
-        raise UserError(f"{root / name} belongs to another user; set ROOKERY_KEY to a key of your own") from None
 
 
 def _secret(path: Path) -> str:
