@@ -24,6 +24,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.gradients import rms_norm, rotate, swiglu
 
 WEIGHTS = "model.safetensors"
 SITES = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
@@ -69,6 +70,26 @@ class Layer:
     down_bias: Tensor | None
 
 
+def _layer(cfg: DecoderConfig, weights: Mapping[str, Tensor], at: str) -> Layer:
+    def perhaps(present: bool, name: str) -> Tensor | None:
+        return weights[at + name] if present else None
+
+    return Layer(
+        attention_norm=weights[at + "attention_norm"],
+        qkv=weights[at + "qkv"],
+        qkv_bias=perhaps(cfg.qkv_bias, "qkv_bias"),
+        q_norm=perhaps(cfg.qk_norm, "q_norm"),
+        k_norm=perhaps(cfg.qk_norm, "k_norm"),
+        o=weights[at + "o"],
+        o_bias=perhaps(cfg.o_bias, "o_bias"),
+        mlp_norm=weights[at + "mlp_norm"],
+        gate_up=weights[at + "gate_up"],
+        gate_up_bias=perhaps(cfg.mlp_bias, "gate_up_bias"),
+        down=weights[at + "down"],
+        down_bias=perhaps(cfg.mlp_bias, "down_bias"),
+    )
+
+
 def best_dtype(device: str = "cpu") -> torch.dtype:
     """bfloat16 where the device multiplies it natively, else float32 (emulated bfloat16 is slower than float32)."""
     if torch.device(device).type == "cuda":
@@ -88,16 +109,14 @@ class Decoder:
         self.head = self.embedding if config.tied else weights["head"]
         self.dtype = self.embedding.dtype
         self.device = self.embedding.device
-        self.layers = [
-            Layer(**{name: weights.get(f"layers.{i}.{name}") for name in Layer.__dataclass_fields__})
-            for i in range(config.layers)
-        ]
+        self.layers = [_layer(config, weights, f"layers.{i}.") for i in range(config.layers)]
         self._frequencies = torch.tensor(config.inverse_frequencies, dtype=torch.float32)
         self._cos, self._sin = self._rotations(min(_FIRST_TABLE, config.context))
 
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype | None = None, device: str = "cpu") -> Decoder:
-        """From a prepared model folder. On CPU in the file's own dtype the weights stay mapped: processes share them."""
+        """From a prepared model folder. On CPU, in the file's own dtype, the weights stay mapped and are shared between
+        processes."""
         config = DecoderConfig.from_hf(json.loads((folder / "config.json").read_text()))
         dtype = dtype or best_dtype(device)
         with safe_open(folder / WEIGHTS, framework="pt", device=device) as file:
@@ -106,27 +125,34 @@ class Decoder:
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, lora: Lora | None) -> Tensor:
         """tokens, positions [tokens] int64 → hidden states after the final norm [tokens, hidden], base dtype."""
-        cfg = self.config
-        cos, sin = self._rotation(positions)
+        rotation = self.rotation(positions)
         x = F.embedding(tokens, self.embedding)
-        for i, w in enumerate(self.layers):
-            h = F.rms_norm(x, (cfg.hidden,), w.attention_norm, cfg.eps)
-            y = F.linear(h, w.qkv, w.qkv_bias)
-            if lora is not None:
-                y = lora(i, "qkv", h, y)
-            q, k, v = self._heads(i, w, y, cos, sin)
-            h = attend(i, q, k, v).reshape(len(x), cfg.heads * cfg.head_dim)
-            y = F.linear(h, w.o, w.o_bias)
-            x = x + (lora(i, "o", h, y) if lora is not None else y)
-            h = F.rms_norm(x, (cfg.hidden,), w.mlp_norm, cfg.eps)
-            y = F.linear(h, w.gate_up, w.gate_up_bias)
-            if lora is not None:
-                y = lora(i, "gate_up", h, y)
-            gate, up = y.split(cfg.inner, -1)
-            h = F.silu(gate) * up
-            y = F.linear(h, w.down, w.down_bias)
-            x = x + (lora(i, "down", h, y) if lora is not None else y)
-        return F.rms_norm(x, (cfg.hidden,), self.norm, cfg.eps)
+        for i in range(self.config.layers):
+            x = self.layer(i, x, rotation, attend, lora)
+        return self.finish(x)
+
+    def layer(self, i: int, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend, lora: Lora | None) -> Tensor:
+        """One block: x [tokens, hidden] → [tokens, hidden]; ``rotation`` of the tokens' positions."""
+        cfg, w = self.config, self.layers[i]
+        h = rms_norm(x, w.attention_norm, cfg.eps)
+        y = F.linear(h, w.qkv, w.qkv_bias)
+        if lora is not None:
+            y = lora(i, "qkv", h, y)
+        q, k, v = self._heads(i, w, y, *rotation)
+        h = attend(i, q, k, v).reshape(len(x), cfg.heads * cfg.head_dim)
+        y = F.linear(h, w.o, w.o_bias)
+        x = x + (lora(i, "o", h, y) if lora is not None else y)
+        h = rms_norm(x, w.mlp_norm, cfg.eps)
+        y = F.linear(h, w.gate_up, w.gate_up_bias)
+        if lora is not None:
+            y = lora(i, "gate_up", h, y)
+        h = swiglu(y)
+        y = F.linear(h, w.down, w.down_bias)
+        return x + (lora(i, "down", h, y) if lora is not None else y)
+
+    def finish(self, x: Tensor) -> Tensor:
+        """The final norm: x [tokens, hidden] after the last layer → what ``project`` reads."""
+        return rms_norm(x, self.norm, self.config.eps)
 
     def project(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] → logits [n, vocab] in the base dtype."""
@@ -139,15 +165,15 @@ class Decoder:
         qk, v = heads.split((cfg.heads + cfg.kv_heads, cfg.kv_heads), 1)
         if w.q_norm is not None and w.k_norm is not None:
             q, k = qk.split((cfg.heads, cfg.kv_heads), 1)
-            q = F.rms_norm(q, (cfg.head_dim,), w.q_norm, cfg.eps)
-            k = F.rms_norm(k, (cfg.head_dim,), w.k_norm, cfg.eps)
+            q = rms_norm(q, w.q_norm, cfg.eps)
+            k = rms_norm(k, w.k_norm, cfg.eps)
             qk = torch.cat((q, k), 1)
         if cfg.rope[layer]:
-            qk = qk * cos + qk.roll(cfg.head_dim // 2, -1) * sin
+            qk = rotate(qk, cos, sin)
         q, k = qk.split((cfg.heads, cfg.kv_heads), 1)
         return q, k, v
 
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine [tokens, 1, head_dim]; the sine's first half is negated, so that rotating is
         x·cos + roll(x)·sin (RoFormer, arXiv:2104.09864, in the half-split layout of the published checkpoints)."""
         needed = int(positions.max()) + 1
