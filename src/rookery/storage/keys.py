@@ -1,4 +1,4 @@
-"""API keys and tokens: drawn here, shown once, stored as hashes. Nothing heavy is imported: the command line reads keys too."""
+"""API keys and tokens: drawn here, shown once, stored as hashes. Light: the command line reads keys too."""
 
 from __future__ import annotations
 
