@@ -47,6 +47,10 @@ class Options(BaseModel):
             raise ValueError(f"the row has no field {self.answer!r}; it has {', '.join(map(repr, row)) or 'none'}")
         return row[self.answer]
 
+    def check(self, row: Row) -> None:
+        """Raises ValueError where ``row`` cannot be judged by."""
+        self.expected(row)
+
     def verdict(self, right: bool) -> Verdict:
         return (self.right if right else self.wrong), {"right": float(right)}
 
@@ -77,6 +81,9 @@ class Number(Options):
     """Largest absolute difference that is still right."""
     found: float | None = None
     """Reward, in place of ``wrong``, of a reply that holds a number, though not the right one."""
+
+    def check(self, row: Row) -> None:
+        _number_of(self.expected(row))
 
     def judge(self, text: str, row: Row) -> Verdict:
         expected = _number_of(self.expected(row))
@@ -119,6 +126,14 @@ class Regex(Options):
             raise ValueError(f"group is one of the pattern's: {', '.join(map(str, known))}")
         return self
 
+    @property
+    def _compared(self) -> int | str | None:
+        return self.group if self.group is not None else (1 if regex.compile(self.pattern).groups else None)
+
+    def check(self, row: Row) -> None:
+        if self._compared is not None:
+            self.expected(row)
+
     def judge(self, text: str, row: Row) -> Verdict:
         pattern = regex.compile(self.pattern)
         search = pattern.fullmatch if self.whole else pattern.search
@@ -128,13 +143,12 @@ class Regex(Options):
             match = search(text.strip() if self.whole else text, timeout=REGEX_SECONDS, concurrent=True)
         except TimeoutError:
             unjudged = True
-        group = self.group if self.group is not None else (1 if pattern.groups else None)
         if match is None:
             right = False
-        elif group is None:
+        elif self._compared is None:
             right = True
         else:
-            right = (match[group] or "").strip() == _as_text(self.expected(row)).strip()
+            right = (match[self._compared] or "").strip() == _as_text(self.expected(row)).strip()
         reward, metrics = self.verdict(right)
         if match is not None and not right and self.found is not None:
             reward = self.found
@@ -144,7 +158,7 @@ class Regex(Options):
 class Expectation(BaseModel):
     """What one field of a JSON reply has to be: the row's ``from`` field, or ``equals`` as it stands."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     from_: str | None = Field(None, alias="from")
     equals: Any = None
@@ -158,6 +172,13 @@ class Expectation(BaseModel):
         if (self.from_ is None) == ("equals" not in self.model_fields_set):
             raise ValueError("exactly one of from (a field of the row) and equals (a value)")
         return self
+
+    def expected(self, name: str, row: Row) -> Any:
+        if self.from_ is None:
+            return self.equals
+        if self.from_ not in row:
+            raise ValueError(f"the row has no field {self.from_!r}, which fields.{name} compares with")
+        return row[self.from_]
 
 
 class Json(BaseModel):
@@ -187,6 +208,10 @@ class Json(BaseModel):
             return {name: {"from": field} if isinstance(field, str) else field for name, field in value.items()}
         return value
 
+    def check(self, row: Row) -> None:
+        for name, field in self.fields.items():
+            field.expected(name, row)
+
     def judge(self, text: str, row: Row) -> Verdict:
         said = _first_object(text, self.strict)
         if said is not None and self.only and set(said) - set(self.fields):
@@ -194,11 +219,7 @@ class Json(BaseModel):
         metrics = {"valid": float(said is not None)}
         earned = 0.0
         for name, field in self.fields.items():
-            expected = field.equals
-            if field.from_ is not None:
-                if field.from_ not in row:
-                    raise ValueError(f"the row has no field {field.from_!r}, which fields.{name} compares with")
-                expected = row[field.from_]
+            expected = field.expected(name, row)
             right = said is not None and name in said and _same(said[name], expected, field.tolerance)
             metrics[f"right/{name}"] = float(right)
             earned += field.weight * right

@@ -1,0 +1,80 @@
+"""Environments that come with the service, by the ``id`` that a job gives; hosts offer them as ``builtin:<id>``.
+
+Options are checked before anything is built: every mistake is named by its path, with what was given and what is
+allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from rookery.environments.base import Environment
+from rookery.environments.calculator import Calculator, CalculatorOptions
+from rookery.environments.jsonl import Jsonl, JsonlOptions
+from rookery.environments.reasoning_gym import ReasoningGym, ReasoningGymOptions
+from rookery.environments.verifiers import VERIFIERS
+from rookery.errors import UserError
+
+
+@dataclass(frozen=True)
+class Builtin:
+    """An environment class whose constructor takes its validated options."""
+
+    environment: type[Environment]
+    options: type[BaseModel]
+
+    def check(self, options: Mapping[str, Any]) -> BaseModel:
+        """The options, validated and with defaults. Raises :class:`UserError` naming every mistake."""
+        try:
+            return self.options.model_validate(dict(options))
+        except ValidationError as error:
+            raise UserError("; ".join(_problem(detail, self.options) for detail in error.errors())) from None
+
+    def __call__(self, options: Mapping[str, Any]) -> Environment:
+        """The environment from which episodes are made. Raises :class:`UserError`; reads files that options name."""
+        build: Any = self.environment
+        return build(self.check(options))
+
+
+BUILTINS: dict[str, Builtin] = {
+    "jsonl": Builtin(Jsonl, JsonlOptions),
+    "calculator": Builtin(Calculator, CalculatorOptions),
+    "reasoning-gym": Builtin(ReasoningGym, ReasoningGymOptions),
+}
+
+
+def find(id: str) -> Builtin:
+    """Raises :class:`UserError` for an id that there is not."""
+    if id in BUILTINS:
+        return BUILTINS[id]
+    near = difflib.get_close_matches(id, BUILTINS, 1)
+    hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(BUILTINS)}"
+    raise UserError(f"environment.id: given {json.dumps(id)}; {hint}")
+
+
+def _problem(error: Any, model: type[BaseModel]) -> str:
+    where = list(error["loc"])
+    if where[:1] == ["verifier"] and len(where) > 1:
+        model = VERIFIERS[where.pop(1)]  # pydantic names the alternative that it took; the job's path does not
+    path = ".".join(["environment", *map(str, where)])
+    if error["type"] == "extra_forbidden":
+        known = list(model.model_fields) if len(where) == 1 or where[0] == "verifier" else []
+        near = difflib.get_close_matches(str(where[-1]), known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(known)}" if known else "no such field"
+        return f"{path}: unknown field; {hint}"
+    if error["type"] == "missing":
+        return f"{path}: missing"
+    message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if error["type"].startswith("union_tag"):
+        path, message = f"{path}.name", f"one of {', '.join(VERIFIERS)}"
+    elif error["type"] == "value_error" and isinstance(error["input"], dict):
+        return f"{path}: {message}"
+    given = error["input"].get("name") if error["type"].startswith("union_tag") else error["input"]
+    shown = json.dumps(given, default=str, ensure_ascii=False)
+    return f"{path}: given {shown if len(shown) <= 80 else shown[:77] + '...'}, allowed: {message}"

@@ -1,0 +1,146 @@
+"""A task of several turns with a tool: sums that a small model cannot do in its head, and a calculator that can.
+
+The policy has to write ``CALC(expression)``, is told the result, and has to answer with it. A right answer earns its
+reward only after the calculator gave it: guessing does not pay. Train and eval sums are disjoint.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from random import Random
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from rookery.environments.base import Environment, Message, Reply, Split, Step
+from rookery.environments.verifiers import Number
+
+_CALL = re.compile(r"CALC\((.{1,100})\)")
+_ANSWER = Number.model_validate({"where": "only"})
+_OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+class CalculatorOptions(BaseModel):
+    """Options of ``{id: calculator}``. The three rewards add up to an episode's reward."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    operations: tuple[Literal["+", "-", "*"], ...] = Field(("+", "*"), min_length=1)
+    low: int = Field(11, ge=0, le=10**9)
+    high: int = Field(99, ge=1, le=10**9)
+    """Operands are drawn from low … high, both included."""
+    prompts: int = Field(512, ge=1, le=100_000)
+    eval_prompts: int = Field(64, ge=0, le=100_000)
+    seed: int = 0
+    """Draws the sums."""
+    instruction: str = (
+        "You have a calculator. To use it, reply with CALC and the expression in brackets, and nothing else.\n"
+        "What is {expression}?"
+    )
+    result: str = "The calculator says {result}. Reply with that number only."
+    tool_role: Literal["user", "tool"] = "user"
+    """The role under which results are told; many chat templates know no ``tool``."""
+    called: float = 0.2
+    """For a first call that the calculator understands …"""
+    asked: float = 0.3
+    """… and that computes what was asked …"""
+    answered: float = 0.5
+    """… and for then giving its result as the answer."""
+
+    @field_validator("instruction", "result")
+    @classmethod
+    def _placeholder(cls, value: str, info: Any) -> str:
+        name = "expression" if info.field_name == "instruction" else "result"
+        if "{" + name + "}" not in value:
+            raise ValueError(f"a text that contains {{{name}}}")
+        return value
+
+    @model_validator(mode="after")
+    def _enough_sums(self) -> CalculatorOptions:
+        if self.low > self.high:
+            raise ValueError("low is at most high")
+        there = len(set(self.operations)) * (self.high - self.low + 1) ** 2
+        if self.prompts + self.eval_prompts > there:
+            raise ValueError(f"prompts + eval_prompts is at most {there}, the sums that there are")
+        return self
+
+
+class Calculator(Environment):
+    """Turn 0: the call. Turn 1: the answer."""
+
+    deterministic = True
+
+    def __init__(self, options: CalculatorOptions) -> None:
+        self._options = options
+
+    def prompts(self, split: Split) -> Iterable[Any]:
+        options = self._options
+        operations = list(dict.fromkeys(options.operations))
+        width = options.high - options.low + 1
+        count = options.prompts + options.eval_prompts
+        drawn = []
+        for number in Random(f"calculator:{options.seed}").sample(range(len(operations) * width * width), count):
+            which, pair = divmod(number, width * width)
+            left, right = (options.low + part for part in divmod(pair, width))
+            expression = f"{left} {operations[which]} {right}"
+            drawn.append({"expression": expression, "answer": calculate(expression)})
+        return drawn[options.eval_prompts :] if split == "train" else drawn[: options.eval_prompts]
+
+    def reset(self, prompt: Any, seed: int) -> Sequence[Message]:
+        text = self._options.instruction.replace("{expression}", prompt["expression"])
+        return [{"role": "user", "content": text}]
+
+    def step(self, reply: Reply) -> Step:
+        if reply.turn > 0:
+            return self._judge_answer(reply.text)
+        call = _CALL.search(reply.text)
+        try:
+            result = calculate(call[1]) if call else None
+        except ValueError:
+            result = None
+        if result is None:
+            return Step(done=True, metrics={"called": 0.0, "asked": 0.0, "right": 0.0})
+        asked = result == self.prompt["answer"]
+        told = self._options.result.replace("{result}", str(result))
+        return Step(
+            messages=[{"role": self._options.tool_role, "content": told}],
+            reward=self._options.called + self._options.asked * asked,
+            # A call that computed something else cannot lead to the answer.
+            done=not asked,
+            metrics={"called": 1.0, "asked": float(asked), "right": 0.0},
+        )
+
+    def _judge_answer(self, text: str) -> Step:
+        _, metrics = _ANSWER.judge(text, self.prompt)
+        return Step(reward=self._options.answered * metrics["right"], done=True, metrics={"right": metrics["right"]})
+
+    def for_episode(self) -> Environment:
+        return copy.copy(self)
+
+
+def calculate(expression: str) -> int | float:
+    """The value of numbers joined by ``+ - * /`` and brackets. Raises ValueError for anything else."""
+    try:
+        value = _value(ast.parse(expression.strip().replace("×", "*"), mode="eval").body)
+    except (SyntaxError, ZeroDivisionError, OverflowError, RecursionError, MemoryError) as error:
+        raise ValueError(f"{expression!r}: {error}") from None
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    raise ValueError("only numbers, + - * / and brackets")

@@ -1,0 +1,176 @@
+"""Single-turn tasks from a JSONL file and a named verifier: no Python needed.
+
+A row is ``{"prompt": "…"}`` or ``{"messages": [{"role": …, "content": …}, …]}``, with whatever the verifier compares
+with beside it (``"answer": …`` unless its options say otherwise). Rows are checked whole, verifier's needs included,
+before the first episode; what is wrong with one is said with its number. A row is its own prompt, so an episode that
+goes on after a crash needs no file.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
+
+from rookery.environments.base import Environment, Message, Reply, Split, Step
+from rookery.environments.verifiers import Verifier
+from rookery.errors import UserError
+
+
+def _named(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
+class JsonlOptions(BaseModel):
+    """Options of ``{id: jsonl}``. Rows arrive by exactly one of ``rows``, ``path`` and ``dataset``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    verifier: Annotated[Verifier, Discriminator("name"), BeforeValidator(_named)]
+    """A verifier's name (exact, number, regex, json, math), or ``{name: …}`` with its options."""
+    rows: list[dict[str, Any]] | None = None
+    path: str | None = None
+    """A file on the machine that runs the environment host."""
+    dataset: str | None = None
+    """An uploaded file by its hash; the service puts the path of its copy in its place."""
+    eval_rows: list[dict[str, Any]] | None = None
+    """Held-out prompts, given like the others …"""
+    eval_path: str | None = None
+    eval_dataset: str | None = None
+    eval_last: int = Field(0, ge=0)
+    """… or so many rows at the end of the file, kept from training."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> JsonlOptions:
+        if sum(source is not None for source in (self.rows, self.path, self.dataset)) != 1:
+            raise ValueError("exactly one of rows, path and dataset")
+        held_out = (self.eval_rows, self.eval_path, self.eval_dataset, self.eval_last or None)
+        if sum(source is not None for source in held_out) > 1:
+            raise ValueError("at most one of eval_rows, eval_path, eval_dataset and eval_last")
+        return self
+
+
+class Jsonl(Environment):
+    """One row, one reply, one verdict."""
+
+    deterministic = True
+
+    def __init__(self, options: JsonlOptions) -> None:
+        """Reads and checks the rows; raises :class:`UserError`."""
+        if options.dataset is not None or options.eval_dataset is not None:
+            raise UserError("dataset: names an upload, which only the service can read; give rows or path")
+        self._verifier = options.verifier
+        rows = _rows("dataset", options.rows, options.path)
+        held_out = _rows("eval", options.eval_rows, options.eval_path)
+        if options.eval_last:
+            if options.eval_last >= len(rows):
+                raise UserError(f"eval_last: given {options.eval_last}, allowed: less than the {len(rows)} rows")
+            rows, held_out = rows[: -options.eval_last], rows[-options.eval_last :]
+        for where, part in (("dataset", rows), ("eval", held_out)):
+            for number, row in enumerate(part, 1):
+                try:
+                    self._verifier.check(row)
+                except ValueError as error:
+                    raise UserError(f"{where}: row {number}: {error} (verifier {self._verifier.name})") from None
+        self._splits: dict[str, Sequence[dict[str, Any]]] = {"train": rows, "eval": held_out}
+
+    def prompts(self, split: Split) -> Iterable[Any]:
+        return self._splits[split]
+
+    def reset(self, prompt: Any, seed: int) -> Sequence[Message]:
+        return messages_of(prompt)
+
+    def step(self, reply: Reply) -> Step:
+        reward, metrics = self._verifier.judge(reply.text, self.prompt)
+        return Step(reward=reward, done=True, metrics=metrics)
+
+    def for_episode(self) -> Environment:
+        return copy.copy(self)  # rows and verifier are never written to
+
+
+def messages_of(row: Mapping[str, Any]) -> list[Message]:
+    """The messages with which a row's episode begins."""
+    if "prompt" in row:
+        return [{"role": "user", "content": row["prompt"]}]
+    return [{"role": message["role"], "content": message["content"]} for message in row["messages"]]
+
+
+def read_jsonl(content: str | bytes, where: str = "dataset") -> list[dict[str, Any]]:
+    """The rows in a JSONL file's content; blank lines are skipped.
+
+    Raises :class:`UserError`, one line that names ``where``, the line's number, what is wrong and what to do.
+    """
+    text = content if isinstance(content, str) else _decoded(content, where)
+    rows = []
+    # Only \n ends a line: str.splitlines would also cut at characters that may stand inside a JSON string.
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
+        if line.strip():
+            try:
+                row = json.loads(line, parse_constant=_no_constant)
+            except (ValueError, RecursionError) as error:
+                raise UserError(
+                    f"{where}: line {number} is not JSON ({error}); write one JSON object per line"
+                ) from None
+            check_row(row, f"{where}: line {number}")
+            rows.append(row)
+    if not rows:
+        raise UserError(f'{where}: no rows; write one JSON object per line, like {{"prompt": "2+2?", "answer": "4"}}')
+    return rows
+
+
+def _decoded(content: bytes, where: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content[: error.start].count(b"\n") + 1
+        raise UserError(f"{where}: line {line} is not UTF-8; save the file as UTF-8") from None
+
+
+def check_row(row: Any, where: str) -> None:
+    """Raises :class:`UserError` unless ``row`` has the shape that this module's first lines say."""
+    if not isinstance(row, dict):
+        raise UserError(f'{where} is {type(row).__name__}, not an object; write {{"prompt": …, "answer": …}}')
+    if "prompt" in row and "messages" in row:
+        raise UserError(f"{where} has both prompt and messages; give one of them")
+    if "prompt" not in row and "messages" not in row:
+        raise UserError(f"{where} has neither prompt nor messages, but {_names(row)}; give one of them")
+    if "prompt" in row:
+        if not isinstance(row["prompt"], str) or not row["prompt"].strip():
+            raise UserError(f"{where}: prompt is {_short(row['prompt'])}; give a text that is not empty")
+        return
+    messages = row["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise UserError(f'{where}: messages is {_short(messages)}; give a list of {{"role": …, "content": …}}')
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise UserError(f'{where}: messages.{number} is {_short(message)}; give {{"role": "user", "content": "…"}}')
+
+
+def _rows(where: str, rows: list[dict[str, Any]] | None, path: str | None) -> list[dict[str, Any]]:
+    if rows is not None:
+        for number, row in enumerate(rows, 1):
+            check_row(row, f"{where}: row {number}")
+        return rows
+    if path is None:
+        return []
+    try:
+        return read_jsonl(Path(path).read_bytes(), where)
+    except OSError as error:
+        raise UserError(f"{where}: {path} cannot be read ({error.strerror}); give a JSONL file") from None
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, row)) or "no fields"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
