@@ -198,7 +198,7 @@ print(point)
 
 
 def test_death_at_any_file_operation_leaves_artifacts_whole_or_absent(tmp_path: Path) -> None:
-    """The writer kills itself before its first, second, … file operation of a commit and a delete, until it survives."""
+    """The writer kills itself before its first, second, … file operation of a commit and a delete."""
     done = subprocess.run(
         [sys.executable, "-c", _DIE_AT_EVERY_FILE_OPERATION, str(tmp_path)], capture_output=True, text=True, check=True
     )
