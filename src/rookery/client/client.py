@@ -1,0 +1,154 @@
+"""The way in: find the service and the key, submit jobs, host environments."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from rookery.client.connection import Connection, Record
+from rookery.client.hosting import Hosting
+from rookery.client.job import Job, sample
+from rookery.client.uploads import uploaded
+from rookery.environments.base import Environment
+from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable
+from rookery.settings import Settings
+from rookery.storage.keys import ADMIN_KEY_FILE, read_secret
+
+
+class Client:
+    """A connection to a Rookery service, by default the one on this machine.
+
+    ``url``: else ``ROOKERY_URL``, else the default address. ``key``: else ``ROOKERY_KEY``, else the admin key in the
+    data folder, which a service on this machine makes. Raises :class:`~rookery.errors.Unauthorized` where there is no
+    key to use, :class:`~rookery.errors.Unavailable` where there is none because no service runs.
+    """
+
+    def __init__(self, url: str | None = None, key: str | None = None, *, settings: Settings | None = None) -> None:
+        settings = settings if settings is not None else Settings.load()
+        self.url = (url or settings.base_url).rstrip("/")
+        self._key = key or settings.key or read_secret(settings.data, ADMIN_KEY_FILE) or ""
+        self._connection = Connection(self.url, self._key or None)
+        self._hosted: dict[str, Hosting] = {}
+        if not self._key:
+            self.health()
+            where = settings.data / ADMIN_KEY_FILE
+            raise Unauthorized(f"no API key for {self.url}: set ROOKERY_KEY (there is no {where} here)")
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        *,
+        base_model: str,
+        environment: Environment | type[Environment] | Mapping[str, Any],
+        name: str | None = None,
+        **parts: Any,
+    ) -> Job:
+        """Submit a job. ``environment``: an object or class of yours, which runs in this process, or a mapping as in a
+        job file (``{"hosted": Mine(), "max_turns": 4}`` gives options to yours). ``parts``: the job file's other
+        fields, like ``stop={"steps": 40}``. Raises :class:`Refused`."""
+        wanted = dict(environment) if isinstance(environment, Mapping) else {"hosted": environment}
+        own = wanted.get("hosted")
+        if isinstance(own, type) and issubclass(own, Environment):
+            own = own()
+        if not isinstance(own, Environment):
+            name = name or str(wanted.get("hosted") or wanted.get("id") or "job")
+            return self.submit({"name": name, "base_model": base_model, "environment": wanted, **parts})
+        name = name or type(own).__name__.lower()
+        hosting = self._host(name, own)
+        wanted["hosted"] = hosting.name
+        try:
+            job = self.submit({"name": name, "base_model": base_model, "environment": wanted, **parts})
+        except BaseException:
+            self._unhost(hosting)
+            raise
+        return Job(self._connection, job.id, job.name, ended=lambda: self._unhost(hosting))
+
+    def submit(self, spec: Mapping[str, Any], *, folder: Path | None = None, key: str | None = None) -> Job:
+        """Submit a job as a job file has it. Relative paths in it start at ``folder``, the working directory unless
+        given. ``key``: submitting again under the same one gives the job that it made the first time. Raises
+        :class:`Refused`."""
+        headers = {"Idempotency-Key": key or uuid.uuid4().hex}
+        sent = uploaded(self._connection, spec, folder if folder is not None else Path())
+        return self._job(self._connection.call("POST", "/api/v1/jobs", json=sent, headers=headers))
+
+    def dry_run(self, spec: Mapping[str, Any], *, folder: Path | None = None) -> Record:
+        """What the job would be: every default filled in, three prompts rendered. Raises :class:`Refused`."""
+        sent = uploaded(self._connection, spec, folder if folder is not None else Path())
+        resolved: Record = self._connection.call("POST", "/api/v1/jobs/dry-run", json=sent)
+        return resolved
+
+    def job(self, id: str) -> Job:
+        """The job with this id, or the only one with this name. Raises :class:`~rookery.errors.NotFound`."""
+        views = self.views()
+        found = [view for view in views if view.id == id] or [view for view in views if view.name == id]
+        if not found:
+            raise NotFound(f"no job {id!r}; rookery jobs list shows yours")
+        if len(found) > 1:
+            raise Conflict(f"{len(found)} jobs are called {id!r}; give one's id: {', '.join(v.id for v in found)}")
+        return self._job(found[0])
+
+    def jobs(self) -> list[Job]:
+        """All jobs of this key's tenant."""
+        return [self._job(view) for view in self.views()]
+
+    def views(self) -> list[Record]:
+        """The same as they are now, in one request."""
+        found: list[Record] = self._connection.call("GET", "/api/v1/jobs")
+        return found
+
+    # --- models and the service ---------------------------------------------------------------------------------------
+
+    def models(self) -> list[Record]:
+        """Base models: loaded, known, or refused and why."""
+        found: list[Record] = self._connection.call("GET", "/api/v1/models")
+        return found
+
+    def workers(self) -> list[Record]:
+        """The workers that serve; for the administrator's key."""
+        found: list[Record] = self._connection.call("GET", "/api/v1/workers")
+        return found
+
+    def sample(self, target: str, messages: list[dict[str, str]] | str, **sampling: Any) -> Record:
+        """One completion. ``target``: a base model, ``JOB`` or ``JOB@VERSION``; ``sampling``: max_tokens, temperature,
+        seed, stop. Answers text, tokens, logprobs, finish, version."""
+        return sample(self._connection, target, messages, **sampling)
+
+    def health(self) -> Record:
+        """Raises :class:`~rookery.errors.Unavailable` where no Rookery service answers."""
+        found = self._connection.call("GET", "/healthz")
+        if not isinstance(found, dict) or found.get("service") != "rookery":
+            raise Unavailable(f"what answers at {self.url} is no Rookery service; set ROOKERY_URL")
+        return Record(found)
+
+    # --- the client itself --------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the environments hosted here and the connection. Jobs go on; those whose environment was here pause."""
+        for hosting in list(self._hosted.values()):
+            self._unhost(hosting)
+        self._connection.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _job(self, view: Record) -> Job:
+        return Job(self._connection, view.id, view.name)
+
+    def _host(self, name: str, environment: Environment) -> Hosting:
+        """A name that another environment of this client has is told apart by a number."""
+        free, number = name, 2
+        while free in self._hosted:
+            free, number = f"{name}-{number}", number + 1
+        self._hosted[free] = Hosting(self.url, self._key, free, environment)
+        return self._hosted[free]
+
+    def _unhost(self, hosting: Hosting) -> None:
+        self._hosted.pop(hosting.name, None)
+        hosting.stop()

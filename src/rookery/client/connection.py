@@ -1,0 +1,130 @@
+"""HTTP to one service: JSON in and out, refusals as :class:`~rookery.errors.RookeryError`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+from rookery import errors
+
+TIMEOUT = httpx.Timeout(60.0, connect=5.0, read=600.0)
+"""A sample waits in the engine's queue and a dry run prepares a model: minutes are honest."""
+
+QUIET_SECONDS = 30.0
+"""A stream says something every few seconds; after this long without a word the connection counts as dead."""
+
+
+class Refused(errors.UserError):
+    """The service refused it; ``problems`` has one line per reason."""
+
+    def __init__(self, message: str, problems: list[str]) -> None:
+        super().__init__(message)
+        self.problems = problems
+
+
+class Broken(errors.Unavailable):
+    """The connection broke, or there was none: what was asked may be asked again."""
+
+
+class Record(dict[str, Any]):
+    """JSON of the service whose fields are attributes too: ``row.reward``, ``row["reward/format"]``."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"no {name!r} here; there is {', '.join(self)}") from None
+
+
+def record(value: Any) -> Any:
+    """``value`` with every mapping in it as a :class:`Record`."""
+    if isinstance(value, dict):
+        return Record({key: record(inner) for key, inner in value.items()})
+    return [record(inner) for inner in value] if isinstance(value, list) else value
+
+
+class Connection:
+    """Requests to the service at ``url`` with ``key``. Raises :class:`Broken` where it is not there, :class:`Refused`
+    or the error of :mod:`rookery.errors` that the answer's status stands for."""
+
+    def __init__(self, url: str, key: str | None) -> None:
+        self.url = url.rstrip("/")
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        transport = httpx.HTTPTransport(retries=2)
+        try:
+            self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT, transport=transport, headers=headers)
+        except (httpx.InvalidURL, UnicodeEncodeError) as error:
+            raise errors.UserError(
+                f"{url} with this key cannot be used ({error}); check ROOKERY_URL, ROOKERY_KEY"
+            ) from None
+
+    def call(self, method: str, path: str, **request: Any) -> Any:
+        """The answer's JSON, its mappings as records."""
+        try:
+            return record(self._answered(method, path, **request).json())
+        except ValueError:
+            raise errors.Unavailable(f"what answers at {self.url} is no Rookery service; set ROOKERY_URL") from None
+
+    def download(self, path: str) -> bytes:
+        return self._answered("GET", path).content
+
+    def stream(self, path: str, **request: Any) -> Iterator[tuple[str, Record]]:
+        """Server-sent events as (kind, data); comments are ``("beat", {})``."""
+        timeout = httpx.Timeout(5.0, read=QUIET_SECONDS)
+        try:
+            with self._http.stream("GET", path, timeout=timeout, **request) as response:
+                if response.status_code >= 400:
+                    response.read()
+                    _refuse(response)
+                kind = ""
+                for line in response.iter_lines():
+                    if line.startswith("event: "):
+                        kind = line.removeprefix("event: ")
+                    elif line.startswith("data: "):
+                        yield kind, record(json.loads(line.removeprefix("data: ")))
+                    elif line.startswith(":"):
+                        yield "beat", Record()
+        except httpx.TransportError as error:
+            raise self._broken(error) from None
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _answered(self, method: str, path: str, **request: Any) -> httpx.Response:
+        try:
+            response = self._http.request(method, path, **request)
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise self._broken(error) from None
+        if response.status_code >= 400:
+            _refuse(response)
+        return response
+
+    def _broken(self, error: Exception) -> Broken:
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            return Broken(
+                f"no Rookery service answers at {self.url}; start one with: rookery serve (or set ROOKERY_URL)"
+            )
+        return Broken(f"the connection to {self.url} broke ({type(error).__name__}: {error}); try again")
+
+
+_KINDS = {
+    kind.status: kind
+    for kind in (errors.Unauthorized, errors.Forbidden, errors.NotFound, errors.Conflict, errors.Unavailable)
+}
+
+
+def _refuse(response: httpx.Response) -> None:
+    """Raises the error that a refusal stands for."""
+    try:
+        body = response.json()
+        message, problems = str(body["error"]), [str(line) for line in body.get("problems") or []]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        message, problems = f"{response.request.url} answered {response.status_code}: is that a Rookery service?", []
+    if response.status_code in _KINDS:
+        raise _KINDS[response.status_code](message)
+    if response.status_code < 500:
+        raise Refused(message, problems or [message])
+    raise errors.RookeryError(message)

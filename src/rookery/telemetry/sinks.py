@@ -1,0 +1,118 @@
+"""Metrics for other tools: TensorBoard and Weights & Biases, by a setting, each an optional extra.
+
+A sink only shows; what counts is ``metrics.jsonl``. So a sink that breaks is logged and left out from then on, and the
+job goes on. A sink whose package is missing is refused before the service starts, with the command that installs it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rookery.errors import UserError
+from rookery.settings import Settings
+
+log = logging.getLogger("rookery.telemetry")
+
+
+class Sink(Protocol):
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Events in ``folder``, written with the ``tensorboard`` package alone (torch is not needed)."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(folder))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of ``project`` named after the job; its id is the job's, so that a restarted service continues it."""
+
+    def __init__(self, project: str, folder: Path, job: str, name: str) -> None:
+        import wandb
+
+        self._run = wandb.init(project=project, id=job, name=name, dir=str(folder), resume="allow", reinit="create_new")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def check(settings: Settings) -> None:
+    """Raises :class:`UserError` where a setting asks for a sink whose package is not installed."""
+    for wanted, setting, package in (
+        (settings.tensorboard, "ROOKERY_TENSORBOARD", "tensorboard"),
+        (bool(settings.wandb_project), "ROOKERY_WANDB_PROJECT", "wandb"),
+    ):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise UserError(f"{setting} needs the package {package}: pip install 'rookery[{package}]', or unset it")
+
+
+class Sinks:
+    """All sinks of one job. ``row`` is a row of ``metrics.jsonl``; its numbers are shown, nested ones as ``a/b``."""
+
+    def __init__(self, settings: Settings, folder: Path, job: str, name: str) -> None:
+        self._about = {"job": job}
+        self._sinks: list[Sink] = []
+        if settings.tensorboard:
+            self._open(lambda: TensorBoard(folder / "tensorboard"))
+        if settings.wandb_project:
+            self._open(lambda: WeightsAndBiases(settings.wandb_project, folder, job, name))
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        values = dict(numbers(row))
+        step = int(values.pop("step", 0))
+        for sink in list(self._sinks):
+            try:
+                sink.write(step, values)
+            except Exception:
+                log.exception("%s broke; this job's metrics go on without it", type(sink).__name__, extra=self._about)
+                self._sinks.remove(sink)
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except Exception:
+                log.exception("%s could not be closed", type(sink).__name__, extra=self._about)
+        self._sinks.clear()
+
+    def _open(self, make: Any) -> None:
+        try:
+            self._sinks.append(make())
+        except Exception:
+            log.exception("a metrics sink could not be opened; this job goes on without it", extra=self._about)
+
+
+def numbers(row: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    """The finite numbers of a row by name, nested mappings flattened with ``/``."""
+    found: list[tuple[str, float]] = []
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            found += numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and math.isfinite(value):
+            found.append((prefix + name, float(value)))
+    return found

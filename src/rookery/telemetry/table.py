@@ -1,0 +1,83 @@
+"""The live table: per job its state, step, reward with a sparkline, tokens per second, staleness, what it waits for.
+
+:func:`job_table` is a pure function of job views as JSON gives them, so the command line, the demo and a picture in the
+README show the same thing. Render it to an image with ``rich.console.Console(record=True).export_svg()``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+BARS = "▁▂▃▄▅▆▇█"
+
+STYLES = {
+    "queued": "yellow",
+    "running": "bold green",
+    "paused": "bold yellow",
+    "completed": "bold cyan",
+    "failed": "bold red",
+    "cancelled": "dim",
+}
+
+SPARK_WIDTH = 16
+"""Characters of a sparkline: the table with it fits a terminal of 110 columns."""
+
+
+def sparkline(values: Sequence[float | None], width: int = SPARK_WIDTH) -> str:
+    """The last ``width`` values as bars between their own minimum and maximum; a missing one is a space."""
+    shown = list(values)[-width:]
+    known = [value for value in shown if value is not None and math.isfinite(value)]
+    if not known:
+        return ""
+    low, high = min(known), max(known)
+    span = high - low
+
+    def bar(value: float | None) -> str:
+        if value is None or not math.isfinite(value):
+            return " "
+        return BARS[round((value - low) / span * (len(BARS) - 1))] if span > 0 else BARS[0]
+
+    return "".join(bar(value) for value in shown)
+
+
+def job_table(jobs: Sequence[Mapping[str, Any]], title: str | None = None) -> Table:
+    """One row per job view (``controller/views.JobView`` as a mapping)."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("job", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("reward", justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True, min_width=SPARK_WIDTH)
+    table.add_column("tok/s", justify="right", no_wrap=True)
+    table.add_column("stale", justify="right", no_wrap=True)
+    table.add_column("waits for", overflow="ellipsis", ratio=1)
+    for job in jobs:
+        state = str(job["state"])
+        steps = job.get("steps")
+        table.add_row(
+            Text(str(job["name"])),
+            Text(state, STYLES.get(state, "")),
+            f"{job['step']}/{steps}" if steps is not None else str(job["step"]),
+            _number(job.get("reward"), "{:.3f}"),
+            Text(sparkline(job.get("rewards") or []), "green"),
+            _number(job.get("tokens_per_second"), "{:.0f}") if state == "running" else "–",
+            _number(job.get("staleness"), "{:.1f}"),
+            Text(_waits(job, state), "dim"),
+        )
+    return table
+
+
+def _waits(job: Mapping[str, Any], state: str) -> str:
+    if state == "running":
+        return str(job.get("waits_for") or "")
+    return str(job.get("reason") or job.get("waits_for") or "")
+
+
+def _number(value: Any, form: str) -> str:
+    return form.format(value) if isinstance(value, int | float) and math.isfinite(value) else "–"
