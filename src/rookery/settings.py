@@ -74,6 +74,14 @@ class Settings(BaseModel):
     """Tokens of one training micro-batch: about a second on two cores, which bounds how long decoding waits."""
     adapter_cache_bytes: int = Field(4 << 30, ge=1 << 20)
     """Pulled adapter folders kept on disk by a worker."""
+    resident_adapters: int = Field(64, ge=1)
+    """Adapters kept in memory by a worker when no request needs them: about 10 MB each at rank 16 of a 135M model."""
+    threads: int = Field(0, ge=0)
+    """Cores that a worker computes with; 0 is all of them (local workers of one service share them out)."""
+    transfer_seconds: float = Field(30.0, gt=0)
+    """How long the service may be silent in a transfer before it is tried again."""
+    drain_seconds: float = Field(4.0, gt=0)
+    """What a worker told to end takes to finish its slice and its uploads: less than ``stop_seconds``."""
 
     # --- jobs -------------------------------------------------------------------------------------------------------
     dispatch_ahead: int = Field(16, ge=0)

@@ -1,0 +1,68 @@
+"""Advantages of one group, and how a step's token losses are weighed against each other.
+
+An advantage says how much better an episode did than its group. The weight of a token is the algorithm's normalisation;
+it multiplies the token's loss term, so losses stay pure sums. Sources:
+
+* ``grpo``: DeepSeekMath (arXiv 2402.03300): (r − mean) / std; token mean per trajectory, then mean over trajectories.
+* ``dr_grpo``: Understanding R1-Zero-like training (arXiv 2503.20783): r − mean; every token weighs the same constant,
+  one over (trajectories × the longest that a reply may be), so that long replies are not favoured.
+* ``rloo``: Back to basics (arXiv 2402.14740): r − mean of the others; sum over tokens, mean over trajectories.
+* ``mean``: LlamaRL (arXiv 2505.24034): r − mean; mean over all tokens of the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+STD_FLOOR = 1e-6
+"""Added to a group's standard deviation (GRPO): a group that is nearly constant must not explode."""
+
+
+def _centred(rewards: Sequence[float]) -> list[float]:
+    mean = math.fsum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def _standardised(rewards: Sequence[float]) -> list[float]:
+    centred = _centred(rewards)
+    deviation = math.sqrt(math.fsum(value * value for value in centred) / (len(rewards) - 1))
+    return [value / (deviation + STD_FLOOR) for value in centred]
+
+
+def _leave_one_out(rewards: Sequence[float]) -> list[float]:
+    scale = len(rewards) / (len(rewards) - 1)
+    return [value * scale for value in _centred(rewards)]
+
+
+ADVANTAGES: dict[str, Callable[[Sequence[float]], list[float]]] = {
+    "grpo": _standardised,
+    "dr_grpo": _centred,
+    "rloo": _leave_one_out,
+    "mean": _centred,
+}
+
+
+def advantages(name: str, rewards: Sequence[float]) -> list[float]:
+    """One advantage per reward of a group (at least two, all finite; raises ValueError otherwise). Equal rewards give
+    exact zeros: the group carries no gradient."""
+    if len(rewards) < 2 or not all(math.isfinite(reward) for reward in rewards):
+        raise ValueError("a group has at least two rewards, all finite")
+    if len(set(rewards)) == 1:
+        return [0.0] * len(rewards)
+    return ADVANTAGES[name](rewards)
+
+
+def token_weights(name: str, lengths: Sequence[int], max_tokens: int) -> list[float]:
+    """Weight of every loss token of each trajectory of a step. ``lengths`` counts a trajectory's own tokens;
+    ``max_tokens`` is the longest that a reply may be. Trajectories without tokens weigh 0."""
+    trajectories = max(1, len(lengths))
+    if name == "grpo":
+        return [1.0 / (length * trajectories) if length else 0.0 for length in lengths]
+    if name == "dr_grpo":
+        return [1.0 / (max_tokens * trajectories)] * len(lengths)
+    if name == "rloo":
+        return [1.0 / trajectories] * len(lengths)
+    if name == "mean":
+        return [1.0 / max(1, sum(lengths))] * len(lengths)
+    raise ValueError(f"no algorithm {name!r}; known: {', '.join(ADVANTAGES)}")

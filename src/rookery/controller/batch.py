@@ -1,0 +1,80 @@
+"""From complete groups to what is differentiated: advantages, weights, one copy of every shared prompt. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rookery import wire
+from rookery.algorithms.advantages import advantages, token_weights
+from rookery.controller.trajectory import Outcome
+from rookery.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class CompleteGroup:
+    """The surviving episodes of one prompt."""
+
+    id: str
+    ordinal: int
+    step: int
+    """Optimizer step of the oldest version among its tokens."""
+    min_version: int
+    outcomes: list[Outcome]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [outcome.reward for outcome in self.outcomes]
+
+
+def build(spec: JobSpec, groups: Sequence[CompleteGroup]) -> wire.Batch:
+    """The training batch of one step. A group whose rewards are all equal has no advantage: it counts in the
+    normalisation, and is differentiated only where a KL penalty gives it a gradient."""
+    algorithm = spec.algorithm
+    all_trajectories = [t for group in groups for outcome in group.outcomes for t in outcome.trajectories]
+    longest = spec.sampling.max_tokens * spec.environment.max_turns
+    weights = iter(token_weights(algorithm.name, [t.own for t in all_trajectories], longest))
+    units = []
+    for group in groups:
+        scores = advantages(algorithm.name, group.rewards)
+        members: dict[tuple[int, ...], list[wire.Member]] = {}
+        for outcome, score in zip(group.outcomes, scores, strict=True):
+            for trajectory in outcome.trajectories:
+                weight = next(weights)
+                if algorithm.loss.name == "cross_entropy":
+                    weight *= max(score, 0.0)  # imitation of what was better than its group
+                if trajectory.own and (score != 0.0 or algorithm.kl_weight > 0):
+                    members.setdefault(tuple(trajectory.prompt), []).append(
+                        wire.Member(
+                            tokens=trajectory.tokens,
+                            logprobs=trajectory.logprobs,
+                            advantages=[score] * len(trajectory.tokens),
+                            weights=[weight if own else 0.0 for own in trajectory.mask],
+                        )
+                    )
+        units += [wire.Unit(prompt=list(prompt), members=tails) for prompt, tails in members.items()]
+    return wire.Batch(units=units)
+
+
+def describe(groups: Sequence[CompleteGroup], step: int) -> dict[str, float]:
+    """A step's figures that come from its groups: rewards and their parts, lengths, staleness."""
+    outcomes = [outcome for group in groups for outcome in group.outcomes]
+    rewards = [outcome.reward for outcome in outcomes]
+    lengths = [outcome.own for outcome in outcomes]
+    row = {
+        "reward": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "episodes": float(len(outcomes)),
+        "groups": float(len(groups)),
+        "groups_no_variance_share": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
+        "length_mean": statistics.fmean(lengths),
+        "length_max": float(max(lengths)),
+        "turns_mean": statistics.fmean(sum(turn.role == "assistant" for turn in outcome.turns) for outcome in outcomes),
+        "staleness_mean": statistics.fmean(step - group.step for group in groups),
+        "staleness_max": float(max(step - group.step for group in groups)),
+    }
+    names = sorted({name for outcome in outcomes for name in outcome.metrics})
+    for name in names:
+        row[f"reward/{name}"] = statistics.fmean(outcome.metrics.get(name, 0.0) for outcome in outcomes)
+    return row

@@ -1,0 +1,210 @@
+"""One episode: the environment and the policy take turns until the environment is done.
+
+* An episode that waits for its environment holds no engine slot, one that waits for the engine holds no environment
+  thread.
+* Completed turns are handed to ``save`` before the environment hears of them. An episode goes on from its saved turns:
+  they are told to the environment again, which answers from memory if it is the same process, or replays them if it
+  declared itself deterministic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rookery import wire
+from rookery.controller.hosts import EnvironmentFailed, Host, HostLost, Hosts
+from rookery.controller.rollouts import Request, Rollouts
+from rookery.controller.trajectory import Outcome, SaidTurn, Trajectory, derive
+from rookery.errors import RookeryError
+from rookery.spec import JobSpec
+from rookery.text.chat import Chat
+
+REPLAY_LIMIT = 3
+"""Times an episode is replayed in another host before it fails: more means the environment kills its hosts."""
+
+
+class EpisodeFailed(RookeryError):
+    """The episode cannot be finished; its group goes on without it."""
+
+
+@dataclass
+class Phases:
+    """How many episodes of a job are where, for its owner to see."""
+
+    engine: int = 0
+    environment: int = 0
+
+
+@dataclass
+class Episode:
+    """What one episode needs from the world around it."""
+
+    id: str
+    tenant: str
+    owner: str
+    """Whose environment hosts may run it: the tenant, or the service."""
+    job: str
+    spec: JobSpec
+    options: dict[str, object]
+    """The environment's options, datasets resolved."""
+    model: str
+    chat: Chat
+    adapter: wire.AdapterRef | None
+    prompt: bytes
+    seed: int
+    environment_seed: int
+    hosts: Hosts
+    rollouts: Rollouts
+    phases: Phases
+    save: Callable[[list[SaidTurn], str], Awaitable[None]]
+    """Makes the completed turns durable, with the host instance that the episode runs in."""
+    said: list[SaidTurn] = field(default_factory=list)
+    instance: str = ""
+    """The host instance that ran the saved turns."""
+    splits: int = 0
+    """Times that the chat template did not extend the sequence."""
+
+    async def run(self) -> Outcome:
+        """Play to the end. Raises :class:`EpisodeFailed`; :class:`~rookery.errors.Unavailable` when there is no host
+        or no worker to play with."""
+        environment = self.spec.environment
+        for _ in range(REPLAY_LIMIT):
+            host = self.hosts.known(self.instance) if self.instance else None
+            if host is None:
+                host = await self.hosts.host_for(self.owner, environment.name, environment.return_timeout)
+                if self.said and not host.deterministic(environment.name):
+                    raise EpisodeFailed("its environment host is gone, and the environment is not deterministic")
+            self.instance = host.hello.instance
+            try:
+                return await self._play(host)
+            except HostLost as lost:
+                if not lost.deterministic:
+                    raise EpisodeFailed(f"{lost}, and the environment is not deterministic") from None
+                self.instance = ""
+            except EnvironmentFailed as error:
+                raise EpisodeFailed(str(error)) from None
+            finally:
+                self.hosts.close_episode(host, self.id)
+        raise EpisodeFailed(f"its environment host was lost {REPLAY_LIMIT} times")
+
+    async def _play(self, host: Host) -> Outcome:
+        environment = self.spec.environment
+        trajectories: list[Trajectory] = []
+        metrics: dict[str, float] = {}
+        reward, finish, self.splits = 0.0, "max_turns", 0
+        observed = await self._observe(host, self._reset())
+        conversation = list(observed.turns)
+        heard = list(observed.turns)
+        for turn in range(environment.max_turns):
+            if not self._extend(trajectories, conversation[: len(conversation) - len(heard)], heard, turn):
+                finish = "context"
+                break
+            said = self.said[turn] if turn < len(self.said) else await self._sample(trajectories[-1], turn)
+            trajectories[-1].said(said.tokens, said.logprobs, said.versions)
+            conversation.append(wire.Turn(role="assistant", content=said.text))
+            observed = await self._observe(host, self._step(turn, said, conversation))
+            if not math.isfinite(observed.reward):
+                raise EpisodeFailed(f"the environment's reward of turn {turn} is {observed.reward}, not a number")
+            reward += observed.reward
+            metrics.update(observed.metrics)
+            heard = list(observed.turns)
+            conversation += heard
+            if observed.done:
+                finish = "done"
+                break
+            if not heard:
+                raise EpisodeFailed(f"the environment's step {turn} is not done and has no messages to go on with")
+        return Outcome(trajectories, conversation, reward, metrics, finish)
+
+    def _extend(
+        self, trajectories: list[Trajectory], before: list[wire.Turn], heard: list[wire.Turn], turn: int
+    ) -> bool:
+        """Bring the token sequence up to where the next reply begins; False when the context has no room for one."""
+        try:
+            if turn == 0:
+                trajectories.append(Trajectory(self.chat.prompt(_plain(heard))))
+            else:
+                last = self.said[turn - 1]
+                sequence = trajectories[-1].sequence
+                told = _plain(before[:-1])
+                tokens = self.chat.extend(sequence, told, last.text, last.tokens, _plain(heard))
+                if tokens is None:
+                    self.splits += 1
+                    trajectories.append(Trajectory(self.chat.prompt(_plain(before + heard))))
+                else:
+                    trajectories[-1].heard(tokens[len(sequence) :])
+        except RookeryError as error:
+            raise EpisodeFailed(str(error)) from None
+        length = len(trajectories[-1].sequence)
+        if length < self.chat.context:
+            return True
+        if turn == 0:
+            raise EpisodeFailed(f"the prompt has {length} tokens, the model's context is {self.chat.context}")
+        return False
+
+    async def _sample(self, trajectory: Trajectory, turn: int) -> SaidTurn:
+        sequence = trajectory.sequence
+        sampling = self.spec.sampling
+        self.phases.engine += 1
+        try:
+            reply = await self.rollouts.sample(
+                Request(
+                    id=f"{self.id}.{turn}",
+                    tenant=self.tenant,
+                    job=self.job,
+                    model=self.model,
+                    adapter=self.adapter,
+                    prompt=sequence,
+                    shared=len(trajectory.prompt),
+                    max_tokens=min(sampling.max_tokens, self.chat.context - len(sequence)),
+                    temperature=sampling.temperature,
+                    seed=derive(self.seed, turn),
+                    stop_tokens=self.chat.stop_tokens,
+                    stop=sampling.stop,
+                    episode=self.id,
+                )
+            )
+        finally:
+            self.phases.engine -= 1
+        said = SaidTurn(reply.tokens, reply.logprobs, reply.versions, reply.finish, self.chat.decode(reply.tokens))
+        self.said.append(said)
+        await self.save(self.said, self.instance)
+        return said
+
+    async def _observe(self, host: Host, message: wire.Reset | wire.StepEpisode) -> wire.Observed:
+        environment = self.spec.environment
+        self.phases.environment += 1
+        try:
+            return await self.hosts.observe(
+                host,
+                environment.name,
+                message,
+                timeout=environment.step_timeout,
+                return_timeout=environment.return_timeout,
+            )
+        finally:
+            self.phases.environment -= 1
+
+    def _reset(self) -> wire.Reset:
+        return wire.Reset(
+            call="",
+            episode=self.id,
+            job=self.job,
+            environment=self.spec.environment.name,
+            options=self.options,
+            prompt=self.prompt,
+            seed=self.environment_seed,
+        )
+
+    def _step(self, turn: int, said: SaidTurn, conversation: list[wire.Turn]) -> wire.StepEpisode:
+        return wire.StepEpisode(
+            call="", episode=self.id, turn=turn, text=said.text, tokens=said.tokens, turns=conversation
+        )
+
+
+def _plain(turns: list[wire.Turn]) -> list[dict[str, str]]:
+    return [msgspec.structs.asdict(turn) for turn in turns]

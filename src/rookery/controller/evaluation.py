@@ -1,0 +1,109 @@
+"""Held-out prompts, answered by one version with the job's own sampling.
+
+The prompts are fixed by the job's first evaluation and stored with it, so every version answers the same ones; the
+sampling noise depends on the prompt's number alone, so two versions differ by what they learned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+from typing import Any
+
+import msgspec
+
+from rookery import wire
+from rookery.controller.episode import EpisodeFailed
+from rookery.controller.trajectory import Outcome
+
+
+class HeldOut(msgspec.Struct):
+    """One prompt's result. ``error`` is empty for an episode that ended well."""
+
+    prompt: Any
+    reward: float = 0.0
+    answer: str = ""
+    """The policy's replies, joined by newlines."""
+    metrics: dict[str, float] = {}
+    error: str = ""
+
+
+def summarise(results: list[HeldOut]) -> tuple[float, float]:
+    """``(mean reward, its standard error)`` of the episodes that ended well; NaN mean where there is none."""
+    rewards = [result.reward for result in results if not result.error]
+    if not rewards:
+        return math.nan, math.nan
+    spread = statistics.stdev(rewards) / math.sqrt(len(rewards)) if len(rewards) > 1 else 0.0
+    return statistics.fmean(rewards), spread
+
+
+async def evaluate(job: Any, version: int) -> None:
+    """Evaluate ``version`` of ``job`` (a :class:`rookery.controller.job.Job`) and store the result."""
+    world, spec = job.world, job.spec
+    prompts = await held_out_prompts(job)
+    with job.policy.pinned(version) as ref:
+        runs = [_one(job, version, ref, number, prompt) for number, prompt in enumerate(prompts)]
+        results = list(await asyncio.gather(*runs))
+    mean, spread = summarise(results)
+    failed = [result.error for result in results if result.error]
+    job.counters["evaluation_failures"] += len(failed)
+    if math.isnan(mean):
+        await job.say("evaluation", f"version {version}: all {len(results)} held-out episodes failed: {failed[0]}")
+        return
+    await world.ledger(
+        world.database.add_evaluation,
+        policy=job.policy.row.id,
+        version=version,
+        prompts=len(results) - len(failed),
+        mean=mean,
+        stderr=spread,
+        results={"split": "eval", "seed": spec.evaluation.seed, "held_out": msgspec.to_builtins(results)},
+        created=world.clock.time(),
+    )
+    job.policy.evaluated(version, mean)
+    await job.say("evaluation", f"version {version}: mean reward {mean:.3f} ± {spread:.3f} on {len(results)} prompts")
+
+
+async def held_out_prompts(job: Any) -> list[bytes]:
+    """The same at every call: those of the first evaluation where there was one."""
+    world, spec = job.world, job.spec
+    earlier = await world.ledger(world.database.evaluations, job.row.tenant, job.row.id)
+    if earlier:
+        return [msgspec.json.encode(result["prompt"]) for result in earlier[0].results["held_out"]]
+    message = wire.GetPrompts(
+        call="",
+        job=job.row.id,
+        environment=spec.environment.name,
+        options=job.options,
+        split="eval",
+        start=0,
+        count=spec.evaluation.prompts,
+        seed=spec.evaluation.seed,
+        shuffle=False,
+    )
+    answer: wire.Prompts = await world.hosts.prompts(
+        job.owner,
+        spec.environment.name,
+        message,
+        timeout=spec.environment.step_timeout,
+        return_timeout=spec.environment.return_timeout,
+    )
+    return answer.prompts
+
+
+async def _one(job: Any, version: int, ref: wire.AdapterRef, number: int, prompt: bytes) -> HeldOut:
+    episode = job.episode(
+        id=f"{job.row.id}-e{version}-{number}",
+        ref=ref,
+        prompt=prompt,
+        seed=job.seed("evaluation", job.spec.evaluation.seed, number),
+        environment_seed=job.seed("evaluation", job.spec.evaluation.seed, number),
+    )
+    shown = msgspec.json.decode(prompt)
+    try:
+        outcome: Outcome = await episode.run()
+    except EpisodeFailed as error:
+        return HeldOut(shown, error=str(error))
+    said = "\n".join(turn.content for turn in outcome.turns if turn.role == "assistant")
+    return HeldOut(shown, outcome.reward, said, outcome.metrics)

@@ -1,0 +1,297 @@
+"""The environment hosts that dialled in, and the episodes that run in them.
+
+* A host is known by its ``instance``, drawn once per process. When its connection breaks, its episodes wait for the
+  same instance; its outstanding calls are sent again, and a host answers a call that it has already carried out from
+  memory, so nothing happens twice in an environment.
+* :class:`HostLost` is raised to an episode whose instance does not come back in time, at once when another host offers
+  the environment and either the environment is deterministic (the episode can be replayed there) or that host is the
+  successor of the lost one.
+* Every call has a deadline. A tenant's host serves that tenant only; built-ins come from the service's own hosts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from rookery import wire
+from rookery.controller.links import Link, LinkClosed
+from rookery.controller.ports import Clock, Ids
+from rookery.errors import RookeryError, Unavailable
+from rookery.settings import Settings
+
+log = logging.getLogger("rookery.controller.hosts")
+
+HELLO_SECONDS = 30.0
+"""A connection that has not said hello by then is closed."""
+
+SERVICE = ""
+"""Owner of the hosts that the service spawned."""
+
+BUILTIN = "builtin:"
+
+
+class EnvironmentFailed(RookeryError):
+    """The environment raised, answered nonsense, or not at all: this episode is over."""
+
+
+class HostLost(Exception):
+    """The host instance that held an episode will not go on with it."""
+
+    def __init__(self, reason: str, deterministic: bool) -> None:
+        super().__init__(reason)
+        self.deterministic = deterministic
+
+
+@dataclass(eq=False)
+class Host:
+    owner: str
+    hello: wire.HostHello
+    epoch: int
+    link: Link
+    joined: float
+    last_beat: float
+    connected: bool = True
+    left: float = 0.0
+    episodes: set[str] = field(default_factory=set)
+    calls: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
+    outbox: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
+
+    def offers(self, owner: str, environment: str) -> bool:
+        return self.owner == owner and any(offer.name == environment for offer in self.hello.environments)
+
+    def deterministic(self, environment: str) -> bool:
+        return any(offer.name == environment and offer.deterministic for offer in self.hello.environments)
+
+
+class Hosts:
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        ids: Ids,
+        authenticate: Callable[[str], Awaitable[str | None]],
+    ) -> None:
+        """``authenticate(token)`` answers the tenant, :data:`SERVICE` for the service's own token, None for neither."""
+        self._settings = settings
+        self._clock = clock
+        self._ids = ids
+        self._authenticate = authenticate
+        self._hosts: dict[str, Host] = {}
+        self._epoch = int(clock.time() * 1000)
+        self._change = asyncio.Condition()
+
+    # --- connections --------------------------------------------------------------------------------------------------
+
+    async def serve(self, link: Link) -> None:
+        """Speak with one host until its connection is over."""
+        host = None
+        writer = None
+        try:
+            host = await self._greet(link)
+            if host is None:
+                return
+            writer = asyncio.create_task(self._write(link, host.outbox))
+            while True:
+                self._deliver(host, wire.decode(wire.from_host, await link.receive()))
+        except (LinkClosed, TimeoutError):
+            pass
+        except wire.BadFrame as error:
+            log.warning("environment host %s sent a bad frame: %s", host.hello.instance if host else "?", error)
+        finally:
+            if writer is not None:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+            await link.close("bye")
+            if host is not None and host.link is link and host.connected:
+                host.connected = False
+                host.left = self._clock.monotonic()
+                log.info("environment host %s left", host.hello.instance)
+                async with self._change:
+                    self._change.notify_all()
+
+    @staticmethod
+    async def _write(link: Link, outbox: asyncio.Queue[bytes]) -> None:
+        with contextlib.suppress(LinkClosed):  # the reader of the same link hears of it
+            while True:
+                await link.send(await outbox.get())
+
+    async def _greet(self, link: Link) -> Host | None:
+        async with asyncio.timeout(HELLO_SECONDS):
+            hello = wire.decode(wire.from_host, await link.receive())
+        owner, reason = await self._check(hello)
+        if reason or owner is None:
+            await link.send(wire.encode(wire.Refused(reason=reason)))
+            return None
+        assert isinstance(hello, wire.HostHello)
+        known = self._hosts.get(hello.instance)
+        if known is not None and known.owner != owner:
+            await link.send(wire.encode(wire.Refused(reason="this instance name is taken")))
+            return None
+        self._epoch += 1
+        now = self._clock.monotonic()
+        welcome = wire.HostWelcome(epoch=self._epoch, heartbeat_seconds=self._settings.heartbeat_seconds)
+        await link.send(wire.encode(welcome))
+        if known is None:
+            known = Host(owner, hello, self._epoch, link, joined=now, last_beat=now)
+            self._hosts[hello.instance] = known
+        else:
+            known.hello, known.epoch, known.link, known.last_beat = hello, self._epoch, link, now
+            known.outbox = asyncio.Queue()
+        known.connected = True
+        log.info("environment host %s offers %s", hello.instance, [offer.name for offer in hello.environments])
+        async with self._change:
+            self._change.notify_all()
+        return known
+
+    async def _check(self, hello: Any) -> tuple[str | None, str]:
+        if not isinstance(hello, wire.HostHello):
+            return None, "the first frame is a HostHello"
+        if hello.protocol != wire.PROTOCOL:
+            return None, f"protocol {hello.protocol} is not spoken here ({wire.PROTOCOL} is): use the service's version"
+        owner = await self._authenticate(hello.token)
+        if owner is None:
+            return None, "the key is not known to this service"
+        if owner != SERVICE and any(offer.name.startswith(BUILTIN) for offer in hello.environments):
+            return None, f"names that begin with {BUILTIN} belong to the service"
+        return owner, ""
+
+    def _deliver(self, host: Host, message: Any) -> None:
+        if isinstance(message, wire.HostHello) or message.epoch != host.epoch:
+            return
+        host.last_beat = self._clock.monotonic()
+        if isinstance(message, wire.Prompts | wire.Observed):
+            future = host.calls.get(message.call)
+            if future is not None and not future.done():
+                future.set_result(message)
+
+    async def watch(self) -> None:
+        """Close connections whose host has gone silent, for ever."""
+        while True:
+            await self._clock.sleep(self._settings.heartbeat_seconds)
+            now = self._clock.monotonic()
+            for host in list(self._hosts.values()):
+                if host.connected and now - host.last_beat > self._settings.suspect_seconds:
+                    await host.link.close("no heartbeat")
+                elif not host.connected and not host.episodes and now - host.left > self._settings.grace_seconds:
+                    del self._hosts[host.hello.instance]
+
+    def offers(self, owner: str, environment: str) -> bool:
+        return any(host.connected and host.offers(owner, environment) for host in self._hosts.values())
+
+    def count(self) -> int:
+        return sum(host.connected for host in self._hosts.values())
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    async def host_for(self, owner: str, environment: str, timeout: float) -> Host:
+        """The connected host with the fewest episodes that offers ``environment``. Raises :class:`Unavailable`."""
+
+        def able() -> list[Host]:
+            return [host for host in self._hosts.values() if host.connected and host.offers(owner, environment)]
+
+        try:
+            async with asyncio.timeout(timeout), self._change:
+                await self._change.wait_for(lambda: bool(able()))
+                return min(able(), key=lambda host: (len(host.episodes), host.joined))
+        except TimeoutError:
+            shown = environment.removeprefix(BUILTIN)
+            raise Unavailable(f"no environment host offers {shown!r}: waited {timeout:.0f} s for one") from None
+
+    async def prompts(
+        self, owner: str, environment: str, message: wire.GetPrompts, *, timeout: float, return_timeout: float
+    ) -> wire.Prompts:
+        """Prompts from any host that offers the environment; another one is asked when the first goes away."""
+        while True:
+            host = await self.host_for(owner, environment, return_timeout)
+            try:
+                answer = await self._call(host, environment, message, timeout, return_timeout)
+            except HostLost:
+                continue
+            assert isinstance(answer, wire.Prompts)
+            if answer.error:
+                raise EnvironmentFailed(f"prompts({message.split!r}): {answer.error}")
+            return answer
+
+    async def observe(
+        self,
+        host: Host,
+        environment: str,
+        message: wire.Reset | wire.StepEpisode,
+        *,
+        timeout: float,
+        return_timeout: float,
+    ) -> wire.Observed:
+        """What the episode's environment answers. Raises :class:`EnvironmentFailed` or :class:`HostLost`."""
+        host.episodes.add(message.episode)
+        answer = await self._call(host, environment, message, timeout, return_timeout)
+        assert isinstance(answer, wire.Observed)
+        if answer.error:
+            raise EnvironmentFailed(answer.error)
+        return answer
+
+    def close_episode(self, host: Host, episode: str) -> None:
+        host.episodes.discard(episode)
+        if host.connected:
+            host.outbox.put_nowait(wire.encode(wire.CloseEpisode(episode=episode)))
+
+    def known(self, instance: str) -> Host | None:
+        return self._hosts.get(instance)
+
+    async def _call(
+        self,
+        host: Host,
+        environment: str,
+        message: wire.GetPrompts | wire.Reset | wire.StepEpisode,
+        timeout: float,
+        return_timeout: float,
+    ) -> Any:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        message = msgspec.structs.replace(message, call=self._ids.new("call"))
+        host.calls[message.call] = future
+        what = type(message).__name__.removesuffix("Episode").lower()
+        try:
+            while True:
+                await self._back(host, environment, return_timeout)
+                epoch = host.epoch
+                host.outbox.put_nowait(wire.encode(message))
+                left = asyncio.create_task(self._left(host, epoch))
+                try:
+                    async with asyncio.timeout(timeout):
+                        await asyncio.wait([future, left], return_when=asyncio.FIRST_COMPLETED)
+                except TimeoutError:
+                    raise EnvironmentFailed(f"{what} was not answered within {timeout:g} s") from None
+                finally:
+                    left.cancel()
+                if future.done():
+                    return future.result()
+        finally:
+            del host.calls[message.call]
+
+    async def _left(self, host: Host, epoch: int) -> None:
+        async with self._change:
+            await self._change.wait_for(lambda: not host.connected or host.epoch != epoch)
+
+    async def _back(self, host: Host, environment: str, timeout: float) -> None:
+        """Until ``host`` is connected. Raises :class:`HostLost` when it will not be."""
+        if host.connected:
+            return
+        deterministic = host.deterministic(environment)
+
+        def replaced() -> bool:
+            others = [h for h in self._hosts.values() if h.connected and h.offers(host.owner, environment)]
+            return any(deterministic or other.joined > host.left for other in others)
+
+        try:
+            async with asyncio.timeout(timeout), self._change:
+                await self._change.wait_for(lambda: host.connected or replaced())
+        except TimeoutError:
+            raise HostLost(f"its environment host did not come back within {timeout:g} s", deterministic) from None
+        if not host.connected:
+            raise HostLost("its environment host went away", deterministic)

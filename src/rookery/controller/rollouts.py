@@ -1,0 +1,246 @@
+"""Generation: requests go in, complete replies come out, whatever happens to the workers in between.
+
+* Every request ends exactly once: with its reply, with an error, or by its caller's cancellation.
+* Tokens that arrived are never generated again: when a worker is lost, its requests go to another one with the tokens
+  received so far, ahead of those that never ran. A cancelled request's tokens are parked and taken up if it returns.
+* Tenants take turns; a worker holds at most its rows and a few more, everything else waits here, where it can be seen.
+* A chunk counts only from the worker that the request is with, under that worker's present epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+
+import msgspec
+
+from rookery import wire
+from rookery.controller.fleet import Fleet, Worker
+from rookery.controller.ports import Clock
+from rookery.controller.tickets import Tickets
+from rookery.errors import RookeryError, Unavailable
+from rookery.scheduling.fairness import RoundRobin
+from rookery.scheduling.routing import Candidate, route
+from rookery.settings import Settings
+
+log = logging.getLogger("rookery.controller.rollouts")
+
+
+class GenerationFailed(RookeryError):
+    """The engine could not generate this request; another attempt would end the same."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation. ``id`` is the same after any restart, ``seed`` and position fix the noise."""
+
+    id: str
+    tenant: str
+    job: str
+    model: str
+    adapter: wire.AdapterRef | None
+    prompt: list[int]
+    shared: int
+    max_tokens: int
+    temperature: float
+    seed: int
+    stop_tokens: list[int]
+    stop: list[str]
+    episode: str = ""
+
+
+@dataclass
+class Reply:
+    """What was sampled: parallel lists, one entry per token."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: str = ""
+
+
+@dataclass(eq=False)
+class _Live:
+    request: Request
+    reply: Reply
+    done: asyncio.Future[Reply]
+    worker: Worker | None = None
+    since: float = 0.0
+
+
+class Rollouts:
+    def __init__(self, fleet: Fleet, tickets: Tickets, settings: Settings, clock: Clock) -> None:
+        self._fleet = fleet
+        self._tickets = tickets
+        self._settings = settings
+        self._clock = clock
+        self._queue: RoundRobin[_Live] = RoundRobin()
+        self._live: dict[str, _Live] = {}
+        self._parked: dict[str, dict[str, Reply]] = {}
+        self._pending: dict[Worker, set[str]] = {}
+        self.sampled = 0
+        """Tokens received."""
+        self.migrated = 0
+        """Requests that went on elsewhere."""
+        self.late_chunks = 0
+        """Chunks that came for requests no longer with their sender."""
+        fleet.handle(wire.Output, self._output)
+        fleet.handle(wire.Want, self._want)
+        fleet.on_change(self._dispatch)
+        fleet.on_lost(lambda worker, reason: self._lost(worker))
+
+    async def sample(self, request: Request) -> Reply:
+        """The complete reply. Raises :class:`GenerationFailed`, or :class:`Unavailable` when no worker came in time."""
+        if request.id in self._live:
+            raise RuntimeError(f"request {request.id} is under way already")
+        reply = self._parked.get(request.job, {}).pop(request.id, Reply())
+        live = _Live(request, reply, asyncio.get_running_loop().create_future(), since=self._clock.monotonic())
+        self._live[request.id] = live
+        self._queue.put(request.tenant, request.job, live)
+        self._dispatch()
+        try:
+            return await live.done
+        finally:
+            self._end(live)
+
+    def waiting(self) -> int:
+        return len(self._queue)
+
+    def position(self, job: str) -> int | None:
+        """How many requests stand before the first one of ``job`` that waits for a worker; None when none waits."""
+        for place, live in enumerate(self._queue):
+            if live.request.job == job:
+                return place
+        return None
+
+    def executing(self, worker: Worker) -> int:
+        return len(self._pending.get(worker, ()))
+
+    def forget(self, job: str) -> None:
+        """The job has ended: what was parked for it will not be asked for."""
+        self._parked.pop(job, None)
+
+    async def watch(self) -> None:
+        """Fail what has waited too long for a worker, for ever: every wait has its deadline."""
+        while True:
+            await self._clock.sleep(self._settings.heartbeat_seconds)
+            now = self._clock.monotonic()
+            for live in list(self._queue):
+                if self._fleet.serving("rollout", live.request.model):
+                    live.since = now
+                elif now - live.since > self._settings.worker_wait_seconds and not live.done.done():
+                    live.done.set_exception(Unavailable(self._fleet.missing("rollout", live.request.model)))
+
+    # --- dispatch -----------------------------------------------------------------------------------------------------
+
+    def _dispatch(self) -> None:
+        while (live := self._queue.take(lambda live: self._choose(live) is not None)) is not None:
+            worker = self._choose(live)
+            assert worker is not None
+            live.worker = worker
+            self._pending.setdefault(worker, set()).add(live.request.id)
+            worker.held.discard(live.request.id)
+            if live.request.adapter is not None:
+                worker.named.add(live.request.adapter.hash)
+            self._fleet.post(worker, self._generate(live))
+
+    def _choose(self, live: _Live) -> Worker | None:
+        able = {worker.name: worker for worker in self._fleet.serving("rollout", live.request.model)}
+        name = route(
+            Candidate(
+                name,
+                pending=self.executing(worker),
+                room=worker.hello.max_rows + self._settings.dispatch_ahead,
+                holds=live.request.id in worker.held,
+            )
+            for name, worker in able.items()
+        )
+        return able[name] if name is not None else None
+
+    def _generate(self, live: _Live) -> wire.Generate:
+        request = live.request
+        adapter = request.adapter
+        if adapter is not None:
+            adapter = msgspec.structs.replace(adapter, ticket=self._tickets.grant(adapter.hash))
+        return wire.Generate(
+            request=request.id,
+            adapter=adapter,
+            prompt=request.prompt,
+            shared=request.shared,
+            given=live.reply.tokens,
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            seed=request.seed,
+            stop_tokens=request.stop_tokens,
+            stop=request.stop,
+            episode=request.episode,
+        )
+
+    # --- what workers say ---------------------------------------------------------------------------------------------
+
+    def _output(self, worker: Worker, message: wire.Output) -> None:
+        for chunk in message.chunks:
+            live = self._live.get(chunk.request)
+            if live is None or live.worker is not worker or live.done.done():
+                self.late_chunks += 1
+                continue
+            self._take(live, chunk)
+        self._dispatch()
+
+    def _take(self, live: _Live, chunk: wire.Chunk) -> None:
+        reply, adapter = live.reply, live.request.adapter
+        if chunk.finish == "error":
+            self._fail(live, chunk.error or "the engine gave no reason")
+            return
+        skip = len(reply.tokens) - chunk.offset
+        expected = (adapter.policy, adapter.version) if adapter is not None else ("", 0)
+        applied = (chunk.policy, chunk.version)
+        if skip < 0 or len(chunk.tokens) != len(chunk.logprobs) or (chunk.tokens and applied != expected):
+            self._fail(live, f"the engine sent tokens of {applied} from {chunk.offset}, wanted {expected}")
+            return
+        fresh = chunk.tokens[skip:]
+        reply.tokens.extend(fresh)
+        reply.logprobs.extend(chunk.logprobs[skip:])
+        reply.versions.extend([chunk.version] * len(fresh))
+        self.sampled += len(fresh)
+        if chunk.finish:
+            reply.finish = chunk.finish
+            live.done.set_result(reply)
+            self._release(live)
+
+    def _fail(self, live: _Live, problem: str) -> None:
+        live.done.set_exception(GenerationFailed(problem))
+        self._release(live)
+
+    def _want(self, worker: Worker, message: wire.Want) -> None:
+        if message.hash in worker.named:  # a hash is no authority: only what this worker was given to do
+            self._fleet.post(worker, wire.Granted(hash=message.hash, ticket=self._tickets.grant(message.hash)))
+
+    def _lost(self, worker: Worker) -> None:
+        for name in sorted(self._pending.pop(worker, set()), reverse=True):
+            live = self._live[name]
+            live.worker = None
+            if live.done.done():
+                continue
+            self.migrated += 1
+            live.since = self._clock.monotonic()
+            self._queue.put(live.request.tenant, live.request.job, live, first=True)
+        self._dispatch()
+
+    def _release(self, live: _Live) -> None:
+        if live.worker is not None:
+            self._pending.get(live.worker, set()).discard(live.request.id)
+            live.worker = None
+
+    def _end(self, live: _Live) -> None:
+        """The caller has its answer, or gave up."""
+        request = live.request
+        self._live.pop(request.id, None)
+        self._queue.remove(request.tenant, request.job, live)
+        if live.worker is not None:
+            self._fleet.post(live.worker, wire.Abort(request=request.id))
+            self._release(live)
+        if live.done.cancelled() and live.reply.tokens:
+            self._parked.setdefault(request.job, {})[request.id] = live.reply
+        self._dispatch()

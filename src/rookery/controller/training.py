@@ -1,0 +1,293 @@
+"""Training: a policy's optimizer steps on whichever training worker holds its lease.
+
+* A policy trains on one worker at a time, under a lease number that only grows; an answer under an older one is ignored
+  and its commit refused by the database.
+* Every operation names its parent version and the steps since: a worker that holds something else says so and reloads.
+* Steps since the last commit are kept here until the commit, so that a lost worker costs their computation and nothing
+  else: the next worker loads the parent and replays them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from rookery import wire
+from rookery.controller.fleet import Fleet, Worker
+from rookery.controller.ports import Clock, Ids, Ledger
+from rookery.controller.tickets import Tickets
+from rookery.errors import RookeryError, Unavailable
+from rookery.scheduling.routing import lease
+from rookery.settings import Settings
+
+log = logging.getLogger("rookery.controller.training")
+
+
+Operation = wire.ForwardBackward | wire.OptimStep | wire.InitAdapter
+
+
+class TrainingFailed(RookeryError):
+    """An operation that no other worker would do better."""
+
+
+class _TryElsewhere(Exception):
+    """The worker is gone, or does not hold what the operation names."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step: what to differentiate and how to apply it."""
+
+    batch: bytes
+    """An encoded :class:`rookery.wire.Batch`."""
+    loss: wire.Loss
+    temperature: float
+    kl_weight: float
+    adam: wire.Adam
+
+
+class Training:
+    """Sends operations to training workers and matches their answers."""
+
+    def __init__(
+        self, fleet: Fleet, tickets: Tickets, settings: Settings, clock: Clock, ids: Ids, ledger: Ledger
+    ) -> None:
+        self._fleet = fleet
+        self._tickets = tickets
+        self._settings = settings
+        self._clock = clock
+        self._ids = ids
+        self._ledger = ledger
+        self._waiting: dict[str, tuple[Worker, asyncio.Future[wire.Done]]] = {}
+        self._leases: dict[str, Worker] = {}
+        self._change = asyncio.Event()
+        self.retries = 0
+        fleet.handle(wire.Done, self._answered)
+        fleet.on_change(self._change.set)
+        fleet.on_lost(lambda worker, reason: self._lost(worker))
+
+    async def worker_for(self, policy: str, model: str) -> Worker:
+        """The worker that trains ``policy``: the one that does already, else the one with the fewest policies. Waits
+        for one; raises :class:`Unavailable` when none came in time."""
+        deadline = self._clock.monotonic() + self._settings.worker_wait_seconds
+        while True:
+            able = {worker.name: worker for worker in self._fleet.serving("train", model)}
+            held = self._leases.get(policy)
+            if held is not None and held in able.values():
+                return held
+            holders = list(self._leases.values())
+            name = lease({name: holders.count(worker) for name, worker in able.items()})
+            if name is not None:
+                self._leases[policy] = able[name]
+                return able[name]
+            self._change.clear()
+            try:
+                async with asyncio.timeout(deadline - self._clock.monotonic()):
+                    await self._change.wait()
+            except TimeoutError:
+                raise Unavailable(self._fleet.missing("train", model)) from None
+
+    async def call(self, worker: Worker, message: Operation) -> wire.Done:
+        """The worker's answer. Raises what tells whether another worker can help."""
+        future: asyncio.Future[wire.Done] = asyncio.get_running_loop().create_future()
+        self._waiting[message.op] = (worker, future)
+        try:
+            if worker.state != "serving":
+                raise _TryElsewhere(f"worker {worker.name} is {worker.state}")
+            self._fleet.post(worker, message)
+            done = await future
+        except asyncio.CancelledError:
+            self._fleet.post(worker, wire.Cancel(op=message.op))
+            raise
+        finally:
+            del self._waiting[message.op]
+        if done.category in ("stale", "lost"):
+            raise _TryElsewhere(f"worker {worker.name}: {done.error}")
+        if done.error:
+            raise TrainingFailed(f"worker {worker.name}: {done.error}")
+        return done
+
+    async def retrying(self, policy: str, model: str, attempt: Callable[[Worker], Awaitable[wire.Done]]) -> wire.Done:
+        """``attempt`` on the policy's worker, and on another one when that one is lost, a few times."""
+        for _ in range(self._settings.retry_limit + 1):
+            worker = await self.worker_for(policy, model)
+            try:
+                return await attempt(worker)
+            except _TryElsewhere as problem:
+                reason = str(problem)
+                self.retries += 1
+                self.release(policy)
+                log.warning("training of %s goes on elsewhere: %s", policy, reason)
+        raise TrainingFailed(f"training failed {self._settings.retry_limit + 1} times, the last: {reason}")
+
+    async def uploading(self, worker: Worker, make: Callable[[str], wire.OptimStep | wire.InitAdapter]) -> wire.Done:
+        """Call an operation that uploads an artifact; it is durable, and what the worker said it is, on return."""
+        ticket = await self._ledger(self._tickets.upload)
+        try:
+            done = await self.call(worker, make(ticket))
+        except BaseException:
+            staging = self._tickets.collect(ticket)
+            if staging is not None:
+                await asyncio.shield(self._ledger(staging.abandon))
+            raise
+        staging = self._tickets.collect(ticket)
+        assert staging is not None
+        manifest = await self._ledger(staging.commit)
+        if done.manifest is None or manifest.hash != done.manifest.hash:
+            raise _TryElsewhere(f"worker {worker.name} uploaded other bytes than it said")
+        return msgspec.structs.replace(done, manifest=manifest)
+
+    def release(self, policy: str) -> None:
+        self._leases.pop(policy, None)
+
+    def forget(self, policy: str) -> None:
+        """The policy's job has ended or rests: its trainer state may go."""
+        worker = self._leases.pop(policy, None)
+        if worker is not None and worker.state == "serving":
+            self._fleet.post(worker, wire.Forget(policy=policy))
+
+    def new_op(self) -> str:
+        return self._ids.new("op")
+
+    def offer(self, content: bytes) -> str:
+        return self._tickets.offer(content)
+
+    def withdraw(self, ticket: str) -> None:
+        self._tickets.withdraw(ticket)
+
+    def named(self, worker: Worker, ref: wire.AdapterRef) -> wire.AdapterRef:
+        """``ref`` with a ticket for ``worker``."""
+        worker.named.add(ref.hash)
+        return msgspec.structs.replace(ref, ticket=self._tickets.grant(ref.hash))
+
+    def committed(self, worker: Worker, message: wire.Committed) -> None:
+        self._fleet.post(worker, message)
+
+    def _answered(self, worker: Worker, message: wire.Done) -> None:
+        waiting = self._waiting.get(message.op)
+        if waiting is not None and waiting[0] is worker and not waiting[1].done():
+            waiting[1].set_result(message)
+
+    def _lost(self, worker: Worker) -> None:
+        for holder, future in self._waiting.values():
+            if holder is worker and not future.done():
+                future.set_exception(_TryElsewhere(f"worker {worker.name} was lost"))
+        self._leases = {policy: holder for policy, holder in self._leases.items() if holder is not worker}
+
+
+class Trainee:
+    """One policy in training: its lease and the steps since its last commit."""
+
+    def __init__(
+        self, training: Training, *, tenant: str, policy: str, model: str, next_lease: Callable[[], Awaitable[int]]
+    ) -> None:
+        self._training = training
+        self._tenant = tenant
+        self._policy = policy
+        self._model = model
+        self._next_lease = next_lease
+        self._worker: Worker | None = None
+        self._steps: list[Step] = []
+        self._taken = 0
+        """How many of ``_steps`` the present worker has taken."""
+        self.lease = 0
+
+    async def init(
+        self,
+        make: Callable[[str, str, wire.AdapterRef | None], wire.InitAdapter],
+        source: wire.AdapterRef | None,
+    ) -> wire.Manifest:
+        """Version 0, durable as an artifact. ``make`` gets the operation's id, the upload ticket and the ``source`` to
+        start from with a ticket to read it."""
+
+        async def attempt(worker: Worker) -> wire.Done:
+            readable = self._training.named(worker, source) if source is not None else None
+            return await self._training.uploading(
+                worker, lambda upload: make(self._training.new_op(), upload, readable)
+            )
+
+        done = await self._training.retrying(self._policy, self._model, attempt)
+        assert done.manifest is not None
+        self.lease = await self._next_lease()
+        return done.manifest
+
+    async def step(self, parent: wire.AdapterRef, step: Step, *, commit: bool) -> wire.Done:
+        """Take one optimizer step from ``parent`` and those since. Metrics of both operations are merged; with
+        ``commit`` the answer's manifest is durable."""
+        self._steps.append(step)
+
+        async def attempt(worker: Worker) -> wire.Done:
+            if worker is not self._worker:
+                self.lease = await self._next_lease()
+                self._worker, self._taken = worker, 0
+            try:
+                while True:
+                    last = self._taken + 1 == len(self._steps)
+                    done = await self._take(worker, parent, self._steps[self._taken], commit=commit and last)
+                    self._taken += 1
+                    if last:
+                        return done
+            except BaseException:
+                self._worker = None  # what the worker holds now is not known: load the parent and replay
+                raise
+
+        return await self._training.retrying(self._policy, self._model, attempt)
+
+    def committed(self, ref: wire.AdapterRef) -> None:
+        """``ref`` is durable in the database: the next step begins from it."""
+        self._steps.clear()
+        self._taken = 0
+        if self._worker is not None:
+            self._worker.named.add(ref.hash)
+            message = wire.Committed(policy=self._policy, lease=self.lease, ref=ref)
+            self._training.committed(self._worker, message)
+
+    def forget(self) -> None:
+        self._steps.clear()
+        self._worker = None
+        self._training.forget(self._policy)
+
+    async def _take(self, worker: Worker, parent: wire.AdapterRef, step: Step, *, commit: bool) -> wire.Done:
+        parent = self._training.named(worker, parent)
+        ticket = self._training.offer(step.batch)
+        try:
+            forward = await self._training.call(
+                worker,
+                wire.ForwardBackward(
+                    op=self._training.new_op(),
+                    tenant=self._tenant,
+                    policy=self._policy,
+                    lease=self.lease,
+                    parent=parent,
+                    steps=self._taken,
+                    batch_ticket=ticket,
+                    loss=step.loss,
+                    temperature=step.temperature,
+                    kl_weight=step.kl_weight,
+                    fresh=True,
+                ),
+            )
+        finally:
+            self._training.withdraw(ticket)
+
+        def optim(upload: str) -> wire.OptimStep:
+            return wire.OptimStep(
+                op=self._training.new_op(),
+                tenant=self._tenant,
+                policy=self._policy,
+                lease=self.lease,
+                parent=parent,
+                steps=self._taken,
+                adam=step.adam,
+                commit=upload,
+            )
+
+        if commit:
+            done = await self._training.uploading(worker, optim)
+        else:
+            done = await self._training.call(worker, optim(""))
+        return msgspec.structs.replace(done, metrics={**forward.metrics, **done.metrics})

@@ -1,0 +1,89 @@
+"""What an episode leaves: token ids as they were sampled, and where each came from.
+
+Text is never tokenised again. A turn extends the sequence; where a chat template would not extend it, a new trajectory
+begins, and the episode has several.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+
+from rookery.wire import Turn
+
+
+class Trajectory(msgspec.Struct):
+    """One sequence. ``prompt`` is what the first reply answered; the other lists have one entry per token after it.
+
+    Where ``mask`` is False the token is the environment's (or the template's): no loss, log-prob 0, version -1."""
+
+    prompt: list[int]
+    tokens: list[int] = []
+    mask: list[bool] = []
+    logprobs: list[float] = []
+    versions: list[int] = []
+
+    @property
+    def sequence(self) -> list[int]:
+        return self.prompt + self.tokens
+
+    @property
+    def own(self) -> int:
+        """How many of the tokens the policy sampled."""
+        return sum(self.mask)
+
+    def said(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
+        """The policy's tokens."""
+        self.tokens.extend(tokens)
+        self.mask.extend([True] * len(tokens))
+        self.logprobs.extend(logprobs)
+        self.versions.extend(versions)
+
+    def heard(self, tokens: Sequence[int]) -> None:
+        """The environment's tokens."""
+        self.tokens.extend(tokens)
+        self.mask.extend([False] * len(tokens))
+        self.logprobs.extend([0.0] * len(tokens))
+        self.versions.extend([-1] * len(tokens))
+
+
+class SaidTurn(msgspec.Struct):
+    """One completed reply, durable as soon as it is complete."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish: str
+    text: str
+
+
+class Outcome(msgspec.Struct):
+    """A finished episode."""
+
+    trajectories: list[Trajectory]
+    turns: list[Turn]
+    """The conversation, the policy's replies included."""
+    reward: float
+    metrics: dict[str, float]
+    finish: str
+    """done, max_turns or context."""
+
+    @property
+    def versions(self) -> set[int]:
+        return {version for trajectory in self.trajectories for version in trajectory.versions if version >= 0}
+
+    @property
+    def own(self) -> int:
+        return sum(trajectory.own for trajectory in self.trajectories)
+
+
+turns_decoder = msgspec.msgpack.Decoder(list[SaidTurn])
+outcome_decoder = msgspec.msgpack.Decoder(Outcome)
+
+
+def derive(*parts: object) -> int:
+    """A seed in [0, 2**63) that depends on all ``parts`` and on nothing else."""
+    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,65 @@
+"""Equal shares by round-robin: tenants take turns, within a tenant its jobs take turns, within a job first come first.
+
+Every item put in comes out exactly once, or is removed exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class RoundRobin(Generic[T]):
+    """Queues nested as tenant → job → items. ``take`` rotates both levels."""
+
+    def __init__(self) -> None:
+        self._tenants: OrderedDict[str, OrderedDict[str, deque[T]]] = OrderedDict()
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[T]:
+        for jobs in self._tenants.values():
+            for items in jobs.values():
+                yield from items
+
+    def put(self, tenant: str, job: str, item: T, *, first: bool = False) -> None:
+        """Append ``item``; ``first`` puts it before its job's others (it has waited already)."""
+        items = self._tenants.setdefault(tenant, OrderedDict()).setdefault(job, deque())
+        (items.appendleft if first else items.append)(item)
+        self._size += 1
+
+    def take(self, ready: Callable[[T], bool]) -> T | None:
+        """The next item for which ``ready``, looking at each job's first item only, so that order within a job holds."""
+        for tenant, jobs in list(self._tenants.items()):
+            for job, items in list(jobs.items()):
+                if not ready(items[0]):
+                    continue
+                item = items.popleft()
+                self._size -= 1
+                jobs.move_to_end(job)
+                self._tenants.move_to_end(tenant)
+                self._prune(tenant, job)
+                return item
+        return None
+
+    def remove(self, tenant: str, job: str, item: T) -> bool:
+        """Take ``item`` out, wherever it stands; False when it is not there."""
+        items = self._tenants.get(tenant, OrderedDict()).get(job)
+        if items is None or item not in items:
+            return False
+        items.remove(item)
+        self._size -= 1
+        self._prune(tenant, job)
+        return True
+
+    def _prune(self, tenant: str, job: str) -> None:
+        jobs = self._tenants[tenant]
+        if not jobs[job]:
+            del jobs[job]
+        if not jobs:
+            del self._tenants[tenant]

@@ -1,0 +1,25 @@
+"""Which versions keep their artifacts: the last K, the best, and every version that something still uses."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Candidate:
+    version: int
+    score: float | None
+    """Evaluation reward where there is one, else the training reward of the step that made it, else None."""
+
+
+def retire(
+    versions: Sequence[Candidate], *, keep_last: int, keep_best: bool, in_use: Collection[int] = ()
+) -> list[int]:
+    """Versions whose artifacts may go, oldest first. The newest always stays; a tie for the best keeps the newest."""
+    ordered = sorted(versions, key=lambda candidate: candidate.version)
+    keep = {candidate.version for candidate in ordered[-max(1, keep_last) :]} | set(in_use)
+    scored = [(candidate.score, candidate.version) for candidate in ordered if candidate.score is not None]
+    if keep_best and scored:
+        keep.add(max(scored)[1])
+    return [candidate.version for candidate in ordered if candidate.version not in keep]

@@ -1,0 +1,39 @@
+"""Bounded staleness: how many groups may be in flight, which groups train next, which are too old.
+
+A version's *step* is the number of optimizer steps behind it; a group's staleness is the job's step less the step of
+the version that its oldest token came from. With ``max_staleness`` k, groups are started only while
+``(step + 1 + k) · groups_per_step`` exceeds the groups already consumed or under way (AReaL's admission rule): a group
+started now is then trained at the latest k steps on, if groups complete in order. Those that do not are caught here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+def admissible(*, step: int, durable_step: int, in_flight: int, ready: int, per_step: int, max_staleness: int) -> int:
+    """Groups that may start now, from a version that stands at ``durable_step`` in a job that stands at ``step``.
+
+    The groups under way and ready, with the new ones, must all fit the steps up to ``durable_step + max_staleness``.
+    """
+    steps_left = durable_step + max_staleness + 1 - step
+    return max(0, steps_left * per_step - in_flight - ready)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A complete group in the buffer."""
+
+    group: str
+    ordinal: int
+    step: int
+    """Step of the oldest version among its tokens."""
+
+
+def choose(ready: Sequence[Ready], *, step: int, count: int, max_staleness: int) -> tuple[list[Ready], list[Ready]]:
+    """``(batch, stale)``: the ``count`` groups that would expire first, or an empty batch while there are fewer, and
+    all groups that are too old for a step taken at ``step``."""
+    stale = [group for group in ready if step - group.step > max_staleness]
+    fresh = sorted((group for group in ready if step - group.step <= max_staleness), key=lambda g: (g.step, g.ordinal))
+    return (fresh[:count] if len(fresh) >= count else []), stale
