@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from rookery.errors import Conflict, CorruptArtifact, NotFound, UserError
 from rookery.storage.artifacts import MANIFEST, Artifacts
-from rookery.storage.keys import hash_key, new_key
-from rookery.storage.lock import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFolder, read_secret
+from rookery.storage.keys import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, hash_key, new_key, read_secret
+from rookery.storage.lock import DataFolder
 from rookery.wire import Manifest, manifest_of
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True).filter(lambda n: n.lower() != MANIFEST)

@@ -1,0 +1,1 @@
+"""What must survive: the database, the artifacts, the locked data folder."""
