@@ -78,4 +78,7 @@ class Environment:
     def for_episode(self) -> Environment:
         """A fresh object for one episode, called on the object that was handed over. A deep copy, so that episodes
         share nothing by accident; override it where the object holds what cannot or need not be copied."""
-        return copy.deepcopy(self)
+        try:
+            return copy.deepcopy(self)
+        except (TypeError, copy.Error) as error:
+            raise TypeError(f"{type(self).__name__} cannot be copied ({error}); define for_episode(self)") from None

@@ -1,0 +1,199 @@
+"""The live episodes of one environment host.
+
+* Calls on one environment never overlap, and each turn happens once: what it gave is kept, and a call for a turn that
+  has happened (or is happening) is answered with that.
+* What an environment raises, or returns wrongly, is the answer of that call, in one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rookery import wire
+from rookery.environments import calls
+from rookery.environments.base import Environment, Message, Reply, Step
+from rookery.environments.calls import Calls, cancellable
+from rookery.errors import UserError
+
+log = logging.getLogger("rookery.environments")
+
+MAX_EPISODES = 10_000
+"""More live episodes than a controller keeps in flight: beyond it, the one idle longest is one it has forgotten."""
+
+CLOSE_SECONDS = 5.0
+"""How long a host that ends waits for environments to close."""
+
+_PACKAGE = str(Path(__file__).parent)
+
+
+@dataclass
+class _Episode:
+    """``turns[0]`` is the reset, ``turns[k + 1]`` the step on reply k; each a task that keeps its answer."""
+
+    job: str
+    threads: asyncio.Semaphore
+    environment: Environment | None = None
+    turns: list[asyncio.Task[wire.Observed]] = field(default_factory=list)
+    replies: list[list[int]] = field(default_factory=list)
+    cancellable: bool = False
+    """The method that runs, if any, can be cancelled."""
+    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Episodes:
+    def __init__(self, calls: Calls, prototype: Callable[[str, dict[str, Any]], Awaitable[Environment]]) -> None:
+        """``prototype(name, options)`` answers the environment from which episodes are made."""
+        self._calls = calls
+        self._prototype = prototype
+        self._live: dict[str, _Episode] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def names(self) -> list[str]:
+        return list(self._live)
+
+    def reset(self, message: wire.Reset) -> asyncio.Task[wire.Observed]:
+        """What the episode's reset gives, or gave: its ``call`` is for the caller to fill in."""
+        episode = self._live.pop(message.episode, None)
+        if episode is None:
+            episode = _Episode(message.job, self._calls.threads(message.job))
+            self._play(episode, message.episode, self._begin(episode, message))
+        self._live[message.episode] = episode  # last in the order: touched most recently
+        if len(self._live) > MAX_EPISODES:
+            forgotten = next(iter(self._live))
+            log.warning("closing episode %s: idle longest of more than %d", forgotten, MAX_EPISODES)
+            self.close(forgotten)
+        return episode.turns[0]
+
+    def step(self, message: wire.StepEpisode) -> asyncio.Task[wire.Observed]:
+        """What the step gives, or gave for the same reply. Raises :class:`UserError` for a turn that cannot be."""
+        episode = self._live.pop(message.episode, None)
+        if episode is None:
+            raise UserError("the episode is not alive in this environment host")
+        self._live[message.episode] = episode
+        stands = len(episode.replies)
+        if message.turn < stands:
+            if episode.replies[message.turn] != message.tokens:
+                raise UserError(f"turn {message.turn} was answered for another reply; an environment cannot go back")
+            return episode.turns[message.turn + 1]
+        last = episode.turns[-1]
+        if message.turn > stands or not last.done():
+            raise UserError(f"turn {message.turn} came while the episode stands at turn {stands}")
+        if last.cancelled() or last.result().error or last.result().done:
+            raise UserError(f"turn {message.turn} came after the episode's end")
+        episode.replies.append(message.tokens)
+        self._play(episode, message.episode, self._advance(episode, message))
+        return episode.turns[-1]
+
+    def close(self, name: str) -> None:
+        """Forget the episode; its environment is closed once what runs in it has ended."""
+        episode = self._live.pop(name, None)
+        if episode is not None:
+            self._keep(asyncio.create_task(self._finish(episode, name)))
+
+    async def end(self) -> None:
+        """Close all, waiting :data:`CLOSE_SECONDS` at most."""
+        for name in self.names():
+            self.close(name)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
+        left = list(self._tasks)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _play(self, episode: _Episode, name: str, turn: Coroutine[Any, Any, Step]) -> None:
+        task = asyncio.create_task(self._observe(episode, name, turn))
+        episode.turns.append(task)
+        self._keep(task)
+
+    async def _observe(self, episode: _Episode, name: str, turn: Coroutine[Any, Any, Step]) -> wire.Observed:
+        observed = wire.Observed(epoch=0, call="", episode=name)
+        async with episode.busy:
+            try:
+                step = await turn
+                observed.turns = [wire.Turn(role=said["role"], content=said["content"]) for said in step.messages]
+                observed.reward, observed.done, observed.metrics = step.reward, step.done, step.metrics
+            except Exception as error:  # a user's code ran: its error is this call's answer
+                log.warning("episode %s failed", name, exc_info=error, extra={"job": episode.job})
+                observed.error = describe(error)
+            finally:
+                episode.cancellable = False
+        return observed
+
+    async def _begin(self, episode: _Episode, message: wire.Reset) -> Step:
+        prototype = await self._prototype(message.environment, message.options)
+        prompt = json.loads(message.prompt)
+        environment = await self._calls(episode.threads, prototype.for_episode)
+        environment.prompt, environment.seed = prompt, message.seed
+        episode.environment = environment
+        messages = await self._run(episode, environment.reset, prompt, message.seed)
+        return Step(messages=_checked(messages, "reset"))
+
+    async def _advance(self, episode: _Episode, message: wire.StepEpisode) -> Step:
+        environment = episode.environment
+        assert environment is not None  # the reset was answered without an error
+        said = [{"role": turn.role, "content": turn.content} for turn in message.turns]
+        reply = Reply(text=message.text, tokens=message.tokens, messages=said, turn=message.turn)
+        step = await self._run(episode, environment.step, reply)
+        if not isinstance(step, Step):
+            raise TypeError(f"step returned {type(step).__name__}, not a rookery.Step")
+        metrics = {str(name): float(value) for name, value in step.metrics.items()}
+        return Step(_checked(step.messages, "step"), float(step.reward), bool(step.done), metrics)
+
+    async def _run(self, episode: _Episode, method: Callable[..., Any], *arguments: Any) -> Any:
+        episode.cancellable = cancellable(method)
+        return await self._calls(episode.threads, method, *arguments)
+
+    async def _finish(self, episode: _Episode, name: str) -> None:
+        if episode.cancellable:
+            episode.turns[-1].cancel()
+        async with episode.busy:  # a plain method that runs is let finish: calls never overlap
+            if episode.environment is not None:
+                try:
+                    await self._calls(episode.threads, episode.environment.close)
+                except Exception as error:  # a user's code ran; the episode is over either way
+                    log.warning("closing episode %s failed", name, exc_info=error, extra={"job": episode.job})
+
+
+def describe(error: BaseException) -> str:
+    """One line: the exception's type and text and, where it came from a user's code, the place."""
+    if isinstance(error, UserError):
+        return one_line(error)
+    text = f"{type(error).__name__}: {one_line(error)}" if str(error) else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    entry = max((place + 1 for place, frame in enumerate(frames) if frame.filename == calls.__file__), default=0)
+    theirs = [frame for frame in frames[entry:] if not frame.filename.startswith(_PACKAGE)]
+    if theirs:
+        place = [frame for frame in theirs if frame.filename == theirs[0].filename][-1]
+        text += f" ({place.filename}:{place.lineno} in {place.name})"
+    return text
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _checked(messages: Any, method: str) -> list[Message]:
+    expected = 'a list of {"role": …, "content": …}'
+    if isinstance(messages, str | bytes | Mapping) or not hasattr(messages, "__iter__"):
+        raise TypeError(f"{method} gave {type(messages).__name__} for messages, not {expected}")
+    checked = []
+    for number, message in enumerate(messages):
+        fine = isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        if not fine:
+            raise TypeError(f"message {number} that {method} gave is {message!r:.80}, expected {expected}")
+        checked.append({"role": message["role"], "content": message["content"]})
+    if method == "reset" and not checked:
+        raise TypeError(f"reset gave no messages, expected {expected}")
+    return checked

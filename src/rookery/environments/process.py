@@ -1,0 +1,59 @@
+"""The process that hosts the built-in environments: ``python -m rookery.environments.process --connect URL --token T``.
+
+With ``--die-with-parent`` it ends when its standard input does, which is when the process that spawned it is gone,
+however that ended. SIGTERM and Ctrl-C end it too. Exit 0 in each case, 1 when the service refuses it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+
+from rookery.environments.builtins import BUILTINS
+from rookery.environments.host import Host
+from rookery.errors import UserError
+
+
+async def serve(url: str, token: str, *, die_with_parent: bool) -> None:
+    """Host the built-ins until told to end. Raises :class:`UserError` when the service refuses."""
+    host = Host(url, token, {f"builtin:{id}": builtin for id, builtin in BUILTINS.items()})
+    running = asyncio.create_task(host.run())
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(NotImplementedError):  # not on Windows, where Ctrl-C cancels anyway
+            loop.add_signal_handler(number, running.cancel)
+    if die_with_parent:
+        threading.Thread(target=_until_orphaned, args=(loop, running), daemon=True, name="parent").start()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+def _until_orphaned(loop: asyncio.AbstractEventLoop, running: asyncio.Task[None]) -> None:
+    with contextlib.suppress(OSError):
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+    with contextlib.suppress(RuntimeError):  # the loop has closed: it is ending already
+        loop.call_soon_threadsafe(running.cancel)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m rookery.environments.process", description="Host built-ins.")
+    parser.add_argument("--connect", required=True, metavar="URL", help="the service's address")
+    parser.add_argument("--token", default=os.environ.get("ROOKERY_TOKEN", ""), help="or in ROOKERY_TOKEN")
+    parser.add_argument("--die-with-parent", action="store_true", help="end when standard input ends")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        asyncio.run(serve(arguments.connect, arguments.token, die_with_parent=arguments.die_with_parent))
+    except UserError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
