@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 
+EXIT_REFUSED = 2
+"""Exit code of a worker or environment host that cannot work as it was started: starting it again does not help."""
+
+
 class RookeryError(Exception):
     """Base. ``status`` is what an HTTP face answers."""
 

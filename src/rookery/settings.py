@@ -15,6 +15,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from rookery.errors import UserError
 
 
+TOKEN_VARIABLE = "ROOKERY_TOKEN"
+"""Where workers and hosts find their token if it is not given: an argument would show in the list of processes."""
+
+
 class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 

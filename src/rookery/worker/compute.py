@@ -1,0 +1,253 @@
+"""The compute thread: owns torch, the base model, its engine and its trainer; everybody else talks to it by calls.
+
+Promises:
+
+* Only this thread touches engine, trainer, adapters and tensors. ``call`` runs a function in it, between two slices.
+* Engine and trainer take turns in bounded slices, each getting the same share of time while both have work; one that
+  was idle is owed nothing for it.
+* Idle, it sleeps until it is called.
+* What slices bring forth (tokens, finished operations) waits in an outbox; ``wake`` is called, from this thread, when
+  something lands in an empty one.
+* An exception in a call belongs to the caller. One in a slice belongs to nobody: the thread ends, ``failure`` keeps it,
+  and the outbox stays readable.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from rookery import wire
+from rookery.settings import Settings
+from rookery.text.chat import Chat
+from rookery.worker.engine.native import NativeEngine
+from rookery.worker.model.adapter import read_adapter
+from rookery.worker.model.bank import LoraBank
+from rookery.worker.model.decoder import Decoder
+from rookery.worker.trainer.policy import Export
+from rookery.worker.trainer.trainer import Finished, Trainer, initial
+
+log = logging.getLogger("rookery.worker.compute")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a heartbeat tells of the compute thread; a consistent picture taken between two slices."""
+
+    progress: int = 0
+    active: int = 0
+    waiting: int = 0
+    training: int = 0
+    generated: int = 0
+    trained: int = 0
+    decode_seconds: float = 0.0
+    train_seconds: float = 0.0
+    adapters: frozenset[str] = frozenset()
+    """Hashes of the adapters in memory."""
+
+
+class Part(Protocol):
+    """The engine or the trainer as the turn-taking sees it."""
+
+    def step(self) -> bool:
+        """One bounded slice; False when there was nothing to do."""
+        ...
+
+
+class Turn:
+    """One of the parts and the time it has had. ``clock`` orders the parts; ``seconds`` is what is reported."""
+
+    def __init__(self, part: Part, busy: Callable[[], bool]) -> None:
+        self.part = part
+        self.busy = busy
+        self.clock = 0.0
+        self.seconds = 0.0
+        self.idle = True
+
+
+class Core:
+    """What the compute thread owns."""
+
+    def __init__(self, folder: Path, settings: Settings, model: str) -> None:
+        self.model = model
+        self.decoder = Decoder.load(folder)
+        config = self.decoder.config
+        self.bank = LoraBank(config, self.decoder.dtype, self.decoder.device, settings.max_rank)
+        self.engine = NativeEngine(
+            self.decoder,
+            self.bank,
+            Chat.load(folder).decode,
+            max_rows=settings.max_rows,
+            kv_budget_bytes=settings.kv_bytes,
+        )
+        self.trainer = Trainer(
+            self.decoder, max_rank=settings.max_rank, slice_tokens=settings.slice_tokens, base_model=model
+        )
+        self._most_resident = settings.resident_adapters
+        self._used: dict[str, None] = {}  # resident hashes, the one not asked for longest first
+
+    def submit(self, generate: wire.Generate, folder: Path | None) -> bool:
+        """Hand a request to the engine; False if its adapter is neither in memory nor in ``folder``. Raises what makes
+        the request impossible."""
+        ref = generate.adapter
+        if ref is not None:
+            if ref.hash not in self.bank:
+                if folder is None:
+                    return False
+                self.bank.add(ref.hash, read_adapter(folder, self.decoder.config))
+            self._used.pop(ref.hash, None)
+            self._used[ref.hash] = None
+        self.engine.submit(generate)
+        while len(self._used) > self._most_resident:
+            self.forget(next(iter(self._used)))
+        return True
+
+    def forget(self, *digests: str) -> None:
+        """The adapters leave memory, each at once or when the last request that uses it ends."""
+        for digest in digests:
+            self.bank.evict(digest)
+            self._used.pop(digest, None)
+
+    def initial(self, op: wire.InitAdapter, source: Path | None) -> Export:
+        """Version 0 of a policy. Raises ``UserError``."""
+        return initial(self.decoder.config, op, source, self.model)
+
+
+class Compute:
+    """The thread. Methods are for other threads."""
+
+    def __init__(self, folder: Path, settings: Settings, model: str, wake: Callable[[], object]) -> None:
+        self._folder = folder
+        self._model = model
+        self._settings = settings
+        self._wake = wake
+        self._changed = threading.Condition()
+        self._calls: list[tuple[Future[Any], Callable[[Core], Any]]] = []
+        self._stopping = False
+        self._chunks: list[wire.Chunk] = []
+        self._finished: list[Finished] = []
+        self.status = Status()
+        self.failure: BaseException | None = None
+        self.ready: Future[Core] = Future()
+        """The loaded core; its config and dtype may be read by anybody, the rest by calls."""
+        self.over: Future[None] = Future()
+        """Done when the thread has ended, for whatever reason."""
+        self._thread = threading.Thread(target=self._main, name="compute", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the present slice; ``over`` tells when."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def call(self, function: Callable[[Core], T]) -> Future[T]:
+        """Run ``function`` between two slices; calls keep their order. Calls after the thread's end are cancelled."""
+        future: Future[T] = Future()
+        with self._changed:
+            if self.over.done():
+                future.cancel()
+            else:
+                self._calls.append((future, function))
+                self._changed.notify()
+        return future
+
+    def take(self) -> tuple[list[wire.Chunk], list[Finished]]:
+        """Empty the outbox."""
+        with self._changed:
+            chunks, self._chunks = self._chunks, []
+            finished, self._finished = self._finished, []
+        return chunks, finished
+
+    # --- in the thread ----------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            if self._settings.threads:
+                torch.set_num_threads(self._settings.threads)
+            core = Core(self._folder, self._settings, self._model)
+            self.ready.set_result(core)
+            self._run(core)
+        except BaseException as error:
+            self.failure = error
+            if not self.ready.done():
+                self.ready.set_exception(error)
+            else:
+                log.exception("the compute thread failed")
+        finally:
+            with self._changed:
+                self.over.set_result(None)
+                for future, _ in self._calls:
+                    future.cancel()
+            self._wake()
+
+    def _run(self, core: Core) -> None:
+        turns = [
+            Turn(core.engine, lambda: core.engine.active + core.engine.waiting > 0),
+            Turn(core.trainer, lambda: core.trainer.pending > 0),
+        ]
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._calls or self._stopping or any(turn.busy() for turn in turns))
+                if self._stopping:
+                    return
+                calls, self._calls = self._calls, []
+            for future, function in calls:
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(function(core))
+                    except Exception as error:  # belongs to the caller
+                        future.set_exception(error)
+            turn = next_turn(turns)
+            if turn is not None:
+                began = time.perf_counter()
+                turn.part.step()
+                spent = time.perf_counter() - began
+                turn.clock += spent
+                turn.seconds += spent
+            self._publish(core, turns, stepped=turn is not None)
+
+    def _publish(self, core: Core, turns: list[Turn], *, stepped: bool) -> None:
+        decode, train = turns
+        chunks, finished = core.engine.drain(), core.trainer.drain()
+        self.status = Status(
+            progress=self.status.progress + stepped,
+            active=core.engine.active,
+            waiting=core.engine.waiting,
+            training=core.trainer.pending,
+            generated=core.engine.generated,
+            trained=core.trainer.trained,
+            decode_seconds=decode.seconds,
+            train_seconds=train.seconds,
+            adapters=frozenset(core.bank.keys()),
+        )
+        if chunks or finished:
+            with self._changed:
+                first = not (self._chunks or self._finished)
+                self._chunks += chunks
+                self._finished += finished
+            if first:
+                self._wake()
+
+
+def next_turn(turns: list[Turn]) -> Turn | None:
+    """The busy part that has had least time. One that comes back from idleness starts level with those that worked."""
+    busy = [turn for turn in turns if turn.busy()]
+    level = min((turn.clock for turn in busy if not turn.idle), default=0.0)
+    for turn in turns:
+        if turn in busy and turn.idle:
+            turn.clock = level
+        turn.idle = turn not in busy
+    return min(busy, key=lambda turn: turn.clock, default=None)

@@ -1,0 +1,279 @@
+"""Training operations of a worker: their order, what they need fetched, what they leave uploaded.
+
+Promises:
+
+* A policy's operations reach the trainer in the order in which they came, each with its batch already here; policies do
+  not wait for each other.
+* A gradient that never reached the trainer is not stepped over: what follows it on that policy answers ``stale`` until
+  an operation begins a step anew (``fresh``). For those that reached it, the trainer sees to the same.
+* An operation whose parent is not held loads the parent by its hash if it is the first of its step, else ``stale``.
+* A commit is uploaded while computing goes on.
+* An operation that fails answers with one line; it touches no other policy and never ends the process.
+* The link's end ends every operation: the controller sends anew what it still wants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+from rookery import wire
+from rookery.worker.compute import Compute, Core
+from rookery.worker.trainer.policy import Export
+from rookery.worker.trainer.trainer import Finished
+from rookery.worker.transfer import CorruptArtifact, TransferFailed, Transfers, is_plain, one_line
+
+log = logging.getLogger("rookery.worker.operations")
+
+T = TypeVar("T")
+Operation = wire.ForwardBackward | wire.OptimStep | wire.InitAdapter
+Queued = wire.ForwardBackward | wire.OptimStep | wire.Committed
+
+
+class Answer(Protocol):
+    """Sends a ``Done`` on the present connection, or drops it when there is none."""
+
+    def __call__(
+        self,
+        op: str,
+        *,
+        error: str = "",
+        category: Literal["", "stale", "failed", "lost"] = "",
+        metrics: dict[str, float] = ...,
+        logprobs: bytes = b"",
+        manifest: wire.Manifest | None = None,
+    ) -> Awaitable[None]: ...
+
+
+class Stale(Exception):
+    """The state that the operation builds on is not here."""
+
+
+@dataclass(eq=False)
+class Chain:
+    """One policy's operations in order."""
+
+    queue: asyncio.Queue[Queued] = field(default_factory=asyncio.Queue)
+    batches: dict[str, asyncio.Task[bytes] | None] = field(default_factory=dict)
+    """Operations that the trainer does not have yet, with their batch, which is fetched from the moment of arrival."""
+    runner: asyncio.Task[None] | None = None
+
+
+class Operations:
+    """Belongs to the I/O thread."""
+
+    def __init__(self, compute: Compute, transfers: Transfers, answer: Answer) -> None:
+        self._compute = compute
+        self._transfers = transfers
+        self._answer = answer
+        self._chains: dict[str, Chain] = {}
+        self._broken: dict[str, str] = {}  # policy → why a part of its gradient did not reach the trainer
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # operation → who sees to it now
+        self._expected: dict[str, asyncio.Future[Finished]] = {}
+        self._policies: set[str] = set()
+        self.failed = 0
+        """Operations answered with an error other than ``stale``."""
+
+    # --- from the controller ----------------------------------------------------------------------------------------
+
+    def accept(self, message: Queued) -> None:
+        """Take an operation, or the news of a commit, in its policy's order."""
+        chain = self._chains.get(message.policy)
+        if chain is None:
+            self._policies.add(message.policy)
+            chain = self._chains[message.policy] = Chain()
+            chain.runner = asyncio.create_task(self._run(chain))
+        if isinstance(message, wire.ForwardBackward):
+            batch = asyncio.create_task(self._transfers.offer(message.batch_ticket))
+            batch.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody will ask
+            chain.batches[message.op] = batch
+        elif isinstance(message, wire.OptimStep):
+            chain.batches[message.op] = None
+        chain.queue.put_nowait(message)
+
+    def initialise(self, op: wire.InitAdapter) -> None:
+        """Make version 0 of a policy."""
+        self._spawn(op, self._initialise(op))
+
+    def cancel(self, op: str) -> None:
+        """Give an operation up; it is not answered."""
+        task = self._tasks.pop(op, None)
+        if task is not None:
+            task.cancel()
+        for policy, chain in self._chains.items():
+            if op in chain.batches:
+                if (batch := chain.batches.pop(op)) is not None:
+                    batch.cancel()
+                self._broken[policy] = f"operation {op} of this step was cancelled"
+        if (future := self._expected.pop(op, None)) is not None:
+            future.cancel()
+            self._compute.call(lambda core: core.trainer.cancel(op))
+
+    def forget(self, policy: str) -> None:
+        """Drop the policy's state and whatever is still to be done for it."""
+        chain = self._chains.pop(policy, None)
+        if chain is not None:
+            self._end(chain)
+        self._broken.pop(policy, None)
+        self._compute.call(lambda core: core.trainer.forget(policy))
+
+    def drop(self) -> None:
+        """The link is over: end every operation. What the trainer holds stays."""
+        for policy, chain in self._chains.items():
+            self._end(chain)
+            self._broken[policy] = "the connection was lost in the middle of this step"
+        self._chains.clear()
+        for op in [*self._tasks, *self._expected]:
+            self.cancel(op)
+
+    def forget_all(self) -> None:
+        """No controller has been here for long: keep nothing for it."""
+        for policy in self._policies:
+            self.forget(policy)
+        self._policies.clear()
+
+    async def settle(self, seconds: float) -> None:
+        """Let results that wait to be uploaded or answered come to their end."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while leaving := [task for op, task in self._tasks.items() if op not in self._expected]:
+                    await asyncio.wait(leaving)
+
+    # --- from the trainer -------------------------------------------------------------------------------------------
+
+    def collect(self, finished: list[Finished]) -> None:
+        """Operations that the trainer ended."""
+        for result in finished:
+            future = self._expected.pop(result.op, None)
+            if future is not None and not future.done():
+                future.set_result(result)
+
+    # --- one policy's operations, in order --------------------------------------------------------------------------
+
+    async def _run(self, chain: Chain) -> None:
+        while True:
+            message = await chain.queue.get()
+            if isinstance(message, wire.Committed):
+                await self._committed(message)
+            elif message.op in chain.batches:  # else cancelled meanwhile
+                batch = chain.batches[message.op]
+                if isinstance(message, wire.OptimStep):
+                    work = self._step(message)
+                else:
+                    assert batch is not None
+                    work = self._forward(message, batch)
+                await asyncio.wait({self._spawn(message, work)})
+                chain.batches.pop(message.op, None)
+
+    async def _committed(self, news: wire.Committed) -> None:
+        await self._call(lambda core: core.trainer.committed(news.policy, news.lease, news.ref))
+
+    async def _forward(self, op: wire.ForwardBackward, batch: asyncio.Task[bytes]) -> None:
+        """Everything up to the moment at which the trainer has it in its queue."""
+        if op.fresh:
+            self._broken.pop(op.policy, None)
+        try:
+            self._whole(op)
+            await self._hold(op)
+            content = wire.decode(wire.batches, await batch)
+        except BaseException as error:
+            if not op.forward_only:
+                self._broken[op.policy] = f"operation {op.op} of this step did not succeed: {one_line(error)}"
+            raise
+        await self._hand_over(op, lambda core: core.trainer.forward_backward(op, content))
+
+    async def _step(self, op: wire.OptimStep) -> None:
+        self._whole(op)
+        await self._hold(op)
+        await self._hand_over(op, lambda core: core.trainer.optim_step(op))
+
+    async def _hand_over(self, op: wire.ForwardBackward | wire.OptimStep, queue: Callable[[Core], None]) -> None:
+        future: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
+        self._expected[op.op] = future
+        await self._call(queue)
+        self._spawn(op, self._conclude(op, future))
+
+    async def _conclude(self, op: wire.ForwardBackward | wire.OptimStep, future: asyncio.Future[Finished]) -> None:
+        """What the trainer's answer leads to."""
+        result = await future
+        if result.error:
+            self._failed(op, result.error)
+        if isinstance(op, wire.OptimStep) and result.export is not None:
+            await self._commit(op.op, op.commit, result.export, result.metrics)
+        else:
+            await self._answer(
+                op.op,
+                error=result.error,
+                category=result.category,
+                metrics=result.metrics,
+                logprobs=result.logprobs,
+            )
+
+    async def _initialise(self, op: wire.InitAdapter) -> None:
+        if op.source is None:
+            export = await self._call(lambda core: core.initial(op, None))
+        else:
+            async with self._transfers.pulled(op.source) as folder:
+                export = await self._call(lambda core: core.initial(op, folder))
+        await self._commit(op.op, op.commit, export, {})
+
+    async def _commit(self, op: str, ticket: str, export: Export, metrics: dict[str, float]) -> None:
+        await self._answer(op, metrics=metrics, manifest=await self._transfers.upload(ticket, export.write))
+
+    def _whole(self, op: wire.ForwardBackward | wire.OptimStep) -> None:
+        """Raises :class:`Stale` where a part of the gradient that ``op`` adds to or steps with never arrived."""
+        gradient = isinstance(op, wire.OptimStep) or not op.forward_only
+        if gradient and op.policy in self._broken:
+            raise Stale(self._broken[op.policy])
+
+    async def _hold(self, op: wire.ForwardBackward | wire.OptimStep) -> None:
+        """Have the trainer hold what ``op`` builds on, or raise :class:`Stale`."""
+        if await self._call(lambda core: core.trainer.holds(op.policy, op.lease, op.parent.hash, op.steps)):
+            return
+        if op.steps or isinstance(op, wire.OptimStep):
+            raise Stale(f"policy {op.policy} is not held here at {op.parent.hash[:12]} + {op.steps} steps")
+        async with self._transfers.pulled(op.parent, state=True) as folder:
+            await self._call(lambda core: core.trainer.load(op.policy, op.lease, op.parent, folder))
+
+    # --- small parts ------------------------------------------------------------------------------------------------
+
+    def _spawn(self, op: Operation, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """See to ``op`` in a task of its own, and answer what it raises."""
+        task = asyncio.create_task(self._guard(op, work))
+        self._tasks[op.op] = task
+        task.add_done_callback(lambda done: self._over(op.op, done))
+        return task
+
+    async def _guard(self, op: Operation, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Stale as error:
+            await self._answer(op.op, error=str(error), category="stale")
+        except Exception as error:  # whatever it is, it is this operation's alone
+            self._failed(op, one_line(error), traceback=not is_plain(error))
+            again = isinstance(error, TransferFailed) and not isinstance(error, CorruptArtifact)
+            await self._answer(op.op, error=one_line(error), category="lost" if again else "failed")
+
+    def _over(self, op: str, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(op) is task:
+            del self._tasks[op]
+
+    def _failed(self, op: Operation, error: str, *, traceback: bool = False) -> None:
+        self.failed += 1
+        extra = {} if isinstance(op, wire.InitAdapter) else {"tenant": op.tenant, "version": op.parent.version}
+        log.warning("operation %s of policy %s failed: %s", op.op, op.policy, error, exc_info=traceback, extra=extra)
+
+    def _end(self, chain: Chain) -> None:
+        if chain.runner is not None:
+            chain.runner.cancel()
+        for batch in chain.batches.values():
+            if batch is not None:
+                batch.cancel()
+        chain.batches.clear()
+
+    async def _call(self, function: Callable[[Core], T]) -> T:
+        return await asyncio.wrap_future(self._compute.call(function))

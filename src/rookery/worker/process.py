@@ -1,0 +1,167 @@
+"""A worker's process: ``python -m rookery.worker.process --connect URL --model NAME``.
+
+Promises:
+
+* The main thread does I/O only (:mod:`rookery.worker.link`); :mod:`rookery.worker.compute` owns torch. The base model
+  is prepared and loaded before the service hears of this worker.
+* SIGTERM drains: the slice at work ends, what was sampled is sent, results are uploaded, ``Bye``, exit code 0.
+* A failure that is no single operation's ends the process with code 1, after what was sampled has been sent. What
+  trying again cannot mend (no such model, wrong token) ends it with code 2.
+* With ``--die-with-parent`` it ends at once when its standard input does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from rookery.errors import EXIT_REFUSED, UserError
+from rookery.settings import TOKEN_VARIABLE, Settings
+from rookery.text import catalogue
+from rookery.worker.compute import Compute
+from rookery.worker.link import Link, Options, Refusal
+from rookery.worker.model.prepare import prepare
+
+log = logging.getLogger("rookery.worker")
+
+FAILED = 1
+"""Exit code: something broke; starting again can help."""
+
+
+async def run(options: Options, settings: Settings, folder: Path) -> tuple[int, bool]:
+    """Serve until told to end: the exit code, and whether the compute thread is still in a slice."""
+    loop = asyncio.get_running_loop()
+    told = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told.set)
+    brought = asyncio.Event()
+    compute = Compute(folder, settings, options.model, lambda: loop.call_soon_threadsafe(brought.set))
+    link = Link(options, settings, compute)
+    compute.start()
+    ready, over = _wrap(compute.ready), _wrap(compute.over)
+
+    async def serve() -> None:
+        await link.serve(await ready)
+
+    async def collect() -> None:
+        while True:
+            await brought.wait()
+            brought.clear()
+            link.collect()
+
+    tasks = [asyncio.create_task(part) for part in (serve(), collect(), link.housekeeping(), told.wait())]
+    try:
+        await asyncio.wait({over, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        compute.stop()
+        log.info("draining")
+        await asyncio.wait({over}, timeout=settings.drain_seconds)
+        await link.finish()
+        for task in tasks:
+            if task.done():
+                task.result()
+        if compute.failure is not None:
+            raise compute.failure
+        code = 0
+    except (Refusal, UserError) as error:
+        log.error("%s", error)
+        code = EXIT_REFUSED
+    except Exception:
+        log.exception("this worker ends")
+        code = FAILED
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await link.close()
+    return code, not compute.over.done()
+
+
+def _wrap(future: Future[Any]) -> asyncio.Future[Any]:
+    """``future`` as a future of this loop; cancelling one does not cancel the other."""
+    return asyncio.ensure_future(asyncio.shield(asyncio.wrap_future(future)))
+
+
+def base_url(address: str) -> str:
+    """The HTTP address of what a user may write with any of ws, wss, http, https, or without a scheme."""
+    url = urlsplit(address if "://" in address else f"http://{address}")
+    scheme = {"ws": "http", "wss": "https"}.get(url.scheme, url.scheme)
+    if scheme not in ("http", "https") or not url.netloc:
+        raise UserError(f"--connect: given {address!r}, allowed is an address like http://host:7077")
+    return urlunsplit((scheme, url.netloc, url.path.rstrip("/"), "", ""))
+
+
+def die_with_parent(end: Callable[[], None]) -> None:
+    """Call ``end`` when standard input is at its end: the other end is held by the process that started this one."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):  # closed from the start: there is no parent to live for
+            while os.read(0, 4096):
+                pass
+        end()
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a worker; the exit code."""
+    parser = argparse.ArgumentParser(prog="rookery worker", description="Serve a base model to a Rookery service.")
+    parser.add_argument("--connect", required=True, help="the service's address, such as http://host:7077")
+    parser.add_argument(
+        "--token", help=f"the worker token (or in {TOKEN_VARIABLE}); it lies in the service's data folder"
+    )
+    parser.add_argument("--model", required=True, help="a catalogue name, a local folder or a hub id")
+    parser.add_argument("--cache", type=Path, help="where base models and adapters are kept")
+    parser.add_argument("--roles", default="rollout,train", help="what this worker does (default: rollout,train)")
+    parser.add_argument("--preemptible", action="store_true", help="this machine may vanish at any moment")
+    parser.add_argument("--max-rows", type=int, help="sequences that decode at the same time")
+    parser.add_argument("--name", default=f"{socket.gethostname()}-{os.getpid()}", help="what the service calls it")
+    parser.add_argument("--die-with-parent", action="store_true", help="end when standard input ends")
+    given = parser.parse_args(argv)
+    if given.die_with_parent:
+        die_with_parent(lambda: os._exit(FAILED))  # nobody is left to send anything to
+    try:
+        settings = Settings.load(cache=given.cache, max_rows=given.max_rows)
+        logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it writes a line for every request
+        base = base_url(given.connect)
+        roles = given.roles.split(",")
+        if not set(roles) <= {"rollout", "train"}:
+            raise UserError(f"--roles: given {given.roles!r}, allowed are rollout, train, or both with a comma")
+        known = catalogue.status(settings.cache, given.model)
+        log.info("base model %s: %s", given.model, known.reason or known.state)
+        folder = prepare(given.model, settings.cache)
+        options = Options(
+            base=base,
+            token=given.token or os.environ.get(TOKEN_VARIABLE, ""),
+            model=given.model,
+            model_hash=catalogue.status(settings.cache, given.model).hash,
+            roles=roles,
+            kind="preemptible" if given.preemptible else "reserved",
+            name=given.name,
+        )
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return EXIT_REFUSED
+    code, computing = asyncio.run(run(options, settings, folder))
+    if computing:
+        # A slice outlasted the drain. Its thread cannot be ended, and torch may crash in an interpreter that is being
+        # torn down under it.
+        logging.shutdown()
+        os._exit(code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

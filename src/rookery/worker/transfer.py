@@ -1,0 +1,383 @@
+"""Big things between a worker and the service: adapters and batches in, commits out, over HTTP with tickets.
+
+Promises:
+
+* A folder under ``adapters/<hash>`` only ever shows whole shards whose SHA-256 is the one that the manifest names, and
+  a manifest whose own hash is the folder's name. Shards arrive in a private ``.part`` file and are renamed.
+* A broken transfer goes on from the byte where it stopped. A shard that arrives with another hash is thrown away,
+  counted, fetched once more from its beginning, and then refused.
+* A ticket that the service no longer honours is replaced once, by asking over the control link.
+* Bytes on disk are hashed again before this process first uses them.
+* The cache stays below its bound: folders not used for longest go first, never one that a caller has pinned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+import psutil
+
+from rookery import wire
+from rookery.errors import RookeryError
+
+log = logging.getLogger("rookery.worker.transfer")
+
+TRAINER_STATE = "trainer_state.safetensors"
+"""The one shard that generating does not need."""
+
+MARK = ".adapter"
+"""Present in a cached folder that holds all that generating needs. No shard's name begins with a dot."""
+
+ATTEMPTS = 6
+"""Tries without a new byte before a transfer fails: with the pauses between them about six seconds."""
+
+FIRST_PAUSE_SECONDS = 0.2
+"""Pause after the first failed try; it doubles."""
+
+CHUNK_BYTES = 1 << 20
+"""Read and written at once: large enough to be cheap, small enough that the heartbeat is never late."""
+
+RECENT_SECONDS = 60.0
+"""Folders used this recently, perhaps by another worker of the machine, are not evicted."""
+
+_REFUSED = {401, 403, 404, 410}
+"""Answers to a ticket that is not, or no longer, good."""
+
+
+class TransferFailed(Exception):
+    """Bytes could not be had or brought; the message is one line."""
+
+
+class CorruptArtifact(TransferFailed):
+    """The service's bytes are not those that the hash names; asking again does not help."""
+
+
+class TicketRefused(TransferFailed):
+    """The service does not honour the ticket."""
+
+
+class Transfers:
+    """One worker's transfers. Belongs to the I/O thread; hashing and large writes run in helper threads."""
+
+    def __init__(
+        self, base: str, root: Path, cap_bytes: int, renew: Callable[[str], Awaitable[str]], *, timeout_seconds: float
+    ) -> None:
+        """``base`` is the service's HTTP address, ``root`` holds one folder per artifact, ``renew`` asks for a new
+        ticket for a hash and may raise :class:`TransferFailed`."""
+        self._http = httpx.AsyncClient(base_url=base, timeout=timeout_seconds, trust_env=not is_loopback(base))
+        self._root = root
+        self._cap_bytes = cap_bytes
+        self._renew = renew
+        self._pulls: dict[tuple[str, bool], asyncio.Task[Path]] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._tickets: dict[str, str] = {}
+        self._verified: set[Path] = set()
+        self._pins: Counter[str] = Counter()
+        self.corrupt = 0
+        """Shards that arrived, or lay on disk, with another hash than their name."""
+        root.mkdir(parents=True, exist_ok=True)
+        _sweep(root)
+
+    async def close(self) -> None:
+        for task in self._pulls.values():
+            task.cancel()
+        await self._http.aclose()
+
+    # --- in ---------------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def pulled(self, ref: wire.AdapterRef, *, state: bool = False) -> AsyncIterator[Path]:
+        """The folder of an artifact, pulled if need be and pinned while the caller uses it; ``state`` asks for the
+        trainer's state as well. Raises :class:`TransferFailed`."""
+        if ref.ticket:
+            self.granted(ref.hash, ref.ticket)
+        key = (ref.hash, state)
+        if key not in self._pulls:
+            task = asyncio.create_task(self._pull(*key))
+            task.add_done_callback(lambda done: self._pulled(key, done))
+            self._pulls[key] = task
+        self._pins[ref.hash] += 1
+        try:
+            yield await asyncio.shield(self._pulls[key])
+        finally:
+            self._pins[ref.hash] -= 1
+
+    def granted(self, digest: str, ticket: str) -> None:
+        """``ticket`` reads the artifact from now on."""
+        self._tickets[digest] = ticket
+
+    def _pulled(self, key: tuple[str, bool], task: asyncio.Task[Path]) -> None:
+        self._pulls.pop(key, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("artifact %s could not be pulled: %s", key[0][:12], error)
+
+    def here(self) -> list[str]:
+        """Hashes of the artifacts whose adapter lies in the cache."""
+        return [folder.name for folder in self._root.iterdir() if (folder / MARK).exists()]
+
+    async def offer(self, ticket: str) -> bytes:
+        """The bytes that the controller offers under ``ticket``."""
+        response = await self._request("GET", f"/wire/offers/{ticket}")
+        return response.content
+
+    async def _pull(self, digest: str, state: bool) -> Path:
+        folder = self._root / digest
+        async with self._locks.setdefault(digest, asyncio.Lock()):
+            manifest = await self._manifest(digest, folder)
+            needed = [shard for shard in manifest.shards if state or shard.name != TRAINER_STATE]
+            fetched = [shard.name for shard in needed if await self._shard(digest, folder, shard)]
+            (folder / MARK).touch()
+            os.utime(folder)
+        if fetched:
+            log.info("pulled %s of artifact %s", ", ".join(fetched), digest[:12])
+            await asyncio.to_thread(self._evict)
+        return folder
+
+    async def _manifest(self, digest: str, folder: Path) -> wire.Manifest:
+        path = folder / "manifest.json"
+        if path.is_file():
+            try:
+                return _checked(path.read_bytes(), digest)
+            except TransferFailed:
+                self.corrupt += 1
+                log.warning("%s is damaged on disk and is fetched again", path)
+        url = f"/wire/artifacts/{digest}"
+        response = await self._with_ticket(digest, lambda ticket: self._request("GET", url, ticket))
+        manifest = _checked(response.content, digest)
+        _write(path, response.content)
+        return manifest
+
+    async def _shard(self, digest: str, folder: Path, shard: wire.Shard) -> bool:
+        """Whether it had to be fetched."""
+        path = folder / shard.name
+        if path.is_file():
+            if path in self._verified or await asyncio.to_thread(_sha256, path) == shard.sha256:
+                self._verified.add(path)
+                return False
+            self.corrupt += 1
+            log.warning("%s is damaged on disk and is fetched again", path)
+            path.unlink()
+        part, url = _part(path), f"/wire/artifacts/{digest}/{shard.name}"
+        for _ in range(2):
+            await self._with_ticket(digest, lambda ticket: self._download(url, ticket, part, shard.size))
+            if await asyncio.to_thread(_sha256, part) == shard.sha256:
+                part.rename(path)
+                self._verified.add(path)
+                return True
+            part.unlink()
+            self.corrupt += 1
+            log.warning("artifact %s: %s arrived with another hash", digest[:12], shard.name)
+        raise CorruptArtifact(f"artifact {digest[:12]} is corrupt: {shard.name} does not have the hash that names it")
+
+    async def _download(self, url: str, ticket: str, part: Path, size: int) -> None:
+        """Fill ``part`` up to ``size`` bytes, going on from what it holds."""
+        failures = 0
+        while (have := _size(part)) != size:
+            reason = "the connection ended early"
+            try:
+                await self._download_once(url, ticket, part, have if have < size else 0, size)
+            except (httpx.TransportError, _Again) as error:
+                reason = one_line(error)
+            if _size(part) == size:
+                return
+            failures = 0 if _size(part) > have else failures + 1
+            if failures == ATTEMPTS:
+                raise TransferFailed(f"GET {url}: {reason}")
+            await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**failures)
+
+    async def _download_once(self, url: str, ticket: str, part: Path, have: int, size: int) -> None:
+        headers = {"X-Rookery-Ticket": ticket} | ({"Range": f"bytes={have}-"} if have > 0 else {})
+        async with self._http.stream("GET", url, headers=headers) as response:
+            _judge("GET", url, response.status_code)
+            with part.open("ab" if response.status_code == 206 else "wb") as file:
+                async for chunk in response.aiter_bytes(CHUNK_BYTES):
+                    file.write(chunk)
+                    if file.tell() > size:
+                        raise CorruptArtifact(f"GET {url}: longer than the {size} bytes that its manifest says")
+
+    # --- out --------------------------------------------------------------------------------------------------------
+
+    async def upload(self, ticket: str, write: Callable[[Path], object]) -> wire.Manifest:
+        """Bring what ``write(folder)`` puts into an empty folder under an upload ticket. What generating needs of it is
+        kept in the cache as well, so that this worker need not pull its own commit. Raises :class:`TransferFailed`."""
+        with tempfile.TemporaryDirectory(prefix=f".{os.getpid()}.", dir=self._root) as name:
+            aside = Path(name)
+            manifest = await asyncio.to_thread(_write_aside, write, aside)
+            for shard in manifest.shards:
+                url = f"/wire/uploads/{ticket}/{shard.name}"
+                await self._request("PUT", url, content=(aside / shard.name, shard.size))
+            await asyncio.to_thread(self._keep, manifest, aside)
+        return manifest
+
+    def _keep(self, manifest: wire.Manifest, aside: Path) -> None:
+        folder = self._root / manifest.hash
+        folder.mkdir(exist_ok=True)
+        for shard in manifest.shards:
+            if shard.name != TRAINER_STATE:
+                (aside / shard.name).rename(folder / shard.name)
+                self._verified.add(folder / shard.name)
+        _write(folder / "manifest.json", msgspec.json.encode(manifest))
+        (folder / MARK).touch()
+        self._evict()
+
+    # --- the cache --------------------------------------------------------------------------------------------------
+
+    def forget(self, digest: str) -> None:
+        """Nothing will name this artifact again."""
+        self._tickets.pop(digest, None)
+        if not self._pins[digest]:
+            self._remove(self._root / digest)
+
+    def _remove(self, folder: Path) -> None:
+        shutil.rmtree(folder, ignore_errors=True)  # another worker of this machine may be removing it as well
+        self._verified = {path for path in self._verified if path.parent != folder}
+
+    def _evict(self) -> None:
+        folders = [(folder, *_used(folder)) for folder in self._root.iterdir() if not folder.name.startswith(".")]
+        total = sum(size for _, size, _ in folders)
+        before = time.time() - RECENT_SECONDS
+        for folder, size, used in sorted(folders, key=lambda entry: entry[2]):
+            if total <= self._cap_bytes or used > before:
+                return
+            if not self._pins[folder.name]:
+                self._remove(folder)
+                total -= size
+
+    # --- HTTP -------------------------------------------------------------------------------------------------------
+
+    async def _with_ticket(self, digest: str, call: Callable[[str], Coroutine[Any, Any, Any]]) -> Any:
+        """``call`` with the artifact's ticket, once more with a new one if that is refused."""
+        try:
+            return await call(self._tickets.get(digest, ""))
+        except TicketRefused:
+            self._tickets[digest] = await self._renew(digest)
+            return await call(self._tickets[digest])
+
+    async def _request(
+        self, method: str, url: str, ticket: str = "", content: tuple[Path, int] | None = None
+    ) -> httpx.Response:
+        """An answer of 2xx, after as many tries as it takes; ``content`` is a file and its size."""
+        headers = {"X-Rookery-Ticket": ticket} if ticket else {}
+        if content is not None:
+            headers["Content-Length"] = str(content[1])
+        for attempt in range(ATTEMPTS):
+            try:
+                body = None if content is None else _read(content[0])
+                response = await self._http.request(method, url, content=body, headers=headers)
+                _judge(method, url, response.status_code)
+                return response
+            except (httpx.TransportError, _Again) as error:
+                reason = one_line(error)
+            await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**attempt)
+        raise TransferFailed(f"{method} {url}: {reason}")
+
+
+class _Again(Exception):
+    """The service answered that it cannot now."""
+
+
+def _judge(method: str, url: str, status: int) -> None:
+    if status in _REFUSED:
+        raise TicketRefused(f"{method} {url}: the ticket is not good (HTTP {status})")
+    if status == 507:
+        raise TransferFailed(f"{method} {url}: the service's disk is full")
+    if status >= 500 or status == 429:
+        raise _Again(f"HTTP {status}")
+    if status >= 300:
+        raise TransferFailed(f"{method} {url}: HTTP {status}")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address is this machine's own, to which no proxy leads."""
+    return urlsplit(address).hostname in ("localhost", "127.0.0.1", "::1")
+
+
+def one_line(error: BaseException) -> str:
+    """What went wrong, for the other end; an error that nobody wrote for people to read is named."""
+    text = " ".join(str(error).split())
+    return text if is_plain(error) else f"{type(error).__name__}: {text}"
+
+
+def is_plain(error: BaseException) -> bool:
+    """Whether the message says it all, without a traceback."""
+    return isinstance(error, TransferFailed | RookeryError | ValueError)
+
+
+def _checked(content: bytes, digest: str) -> wire.Manifest:
+    """The manifest in ``content``, which must be the one that ``digest`` names."""
+    try:
+        manifest = msgspec.json.decode(content, type=wire.Manifest)
+    except msgspec.MsgspecError as error:
+        raise CorruptArtifact(f"artifact {digest[:12]} is corrupt: no manifest ({error})") from None
+    if wire.manifest_of(manifest.shards).hash != digest or manifest.hash != digest:
+        raise CorruptArtifact(f"artifact {digest[:12]} is corrupt: its manifest does not have the hash that names it")
+    if any(Path(shard.name).name != shard.name for shard in manifest.shards):
+        raise CorruptArtifact(f"artifact {digest[:12]} names a shard outside its folder")
+    return manifest
+
+
+def _write_aside(write: Callable[[Path], object], folder: Path) -> wire.Manifest:
+    write(folder)
+    return wire.manifest_of(
+        wire.Shard(name=path.name, size=path.stat().st_size, sha256=_sha256(path)) for path in folder.iterdir()
+    )
+
+
+async def _read(path: Path) -> AsyncIterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file; -1 if there is none."""
+    return path.stat().st_size if path.exists() else -1
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _part(path: Path) -> Path:
+    """Where this process writes what will become ``path``: workers of one machine share the cache."""
+    return path.with_name(f"{path.name}.{os.getpid()}.part")
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(exist_ok=True)
+    part = _part(path)
+    part.write_bytes(content)
+    part.rename(path)
+
+
+def _used(folder: Path) -> tuple[int, float]:
+    """(bytes, time of last use) of a cached artifact; one that just vanished counts nothing."""
+    try:
+        return sum(entry.stat().st_size for entry in os.scandir(folder)), folder.stat().st_mtime
+    except FileNotFoundError:
+        return 0, 0.0
+
+
+def _sweep(root: Path) -> None:
+    """Remove what processes that no longer live left half-written."""
+    for part in root.glob("*/*.part"):
+        if not psutil.pid_exists(int(part.name.split(".")[-2])):
+            part.unlink(missing_ok=True)
+    for aside in root.glob(".*.*"):
+        if not psutil.pid_exists(int(aside.name.split(".")[1])):
+            shutil.rmtree(aside, ignore_errors=True)
