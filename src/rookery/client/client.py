@@ -50,7 +50,7 @@ class Client:
         """Submit a job. ``environment``: an object or class of yours, which runs in this process, or a mapping as in a
         job file (``{"hosted": Mine(), "max_turns": 4}`` gives options to yours). ``parts``: the job file's other
         fields, like ``stop={"steps": 40}``. Raises :class:`Refused`."""
-        wanted = dict(environment) if isinstance(environment, Mapping) else {"hosted": environment}
+        wanted: dict[str, Any] = dict(environment) if isinstance(environment, Mapping) else {"hosted": environment}
         own = wanted.get("hosted")
         if isinstance(own, type) and issubclass(own, Environment):
             own = own()

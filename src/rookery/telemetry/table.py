@@ -46,8 +46,8 @@ def sparkline(values: Sequence[float | None], width: int = SPARK_WIDTH) -> str:
     return "".join(bar(value) for value in shown)
 
 
-def job_table(jobs: Sequence[Mapping[str, Any]], title: str | None = None) -> Table:
-    """One row per job view (``controller/views.JobView`` as a mapping)."""
+def job_table(jobs: Sequence[Mapping[str, Any]], title: str | None = None, ids: bool = False) -> Table:
+    """One row per job view (``controller/views.JobView`` as a mapping); ``ids`` adds a column for them."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("job", no_wrap=True)
     table.add_column("state", no_wrap=True)
@@ -57,6 +57,8 @@ def job_table(jobs: Sequence[Mapping[str, Any]], title: str | None = None) -> Ta
     table.add_column("tok/s", justify="right", no_wrap=True)
     table.add_column("stale", justify="right", no_wrap=True)
     table.add_column("waits for", overflow="ellipsis", ratio=1)
+    if ids:
+        table.add_column("id", no_wrap=True)
     for job in jobs:
         state = str(job["state"])
         steps = job.get("steps")
@@ -69,6 +71,7 @@ def job_table(jobs: Sequence[Mapping[str, Any]], title: str | None = None) -> Ta
             _number(job.get("tokens_per_second"), "{:.0f}") if state == "running" else "–",
             _number(job.get("staleness"), "{:.1f}"),
             Text(_waits(job, state), "dim"),
+            *([str(job["id"])] if ids else []),
         )
     return table
 

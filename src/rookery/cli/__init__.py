@@ -1,0 +1,7 @@
+"""The command line, ``rookery``. Torch is never imported here; a worker is a process of its own."""
+
+from __future__ import annotations
+
+from rookery.cli.main import main
+
+__all__ = ["main"]

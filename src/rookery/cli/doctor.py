@@ -1,0 +1,178 @@
+"""``rookery doctor``: what this machine can do, what is missing, and the command that mends it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import psutil
+import typer
+from rich.text import Text
+
+from rookery.cli.common import FAILED, Data, Json, Key, Url, console, print_json, settings_of
+from rookery.client import Client
+from rookery.errors import RookeryError
+from rookery.settings import Settings
+from rookery.text.catalogue import status
+
+GIGABYTE = 1 << 30
+
+NEEDED_MEMORY = 3 * GIGABYTE
+"""A 135M model in bf16 for decoding and training, its caches, and the service: measured about 2.5 GB."""
+
+NEEDED_DISK = 4 * GIGABYTE
+"""The smallest model with its cache, and the versions of a few jobs."""
+
+EXTRAS = {
+    "gguf": ("gguf", "reads the packaged SmolLM2 where no hub can be reached"),
+    "math": ("math-verify", "the math verifier"),
+    "reasoning-gym": ("reasoning-gym", "the reasoning-gym environments"),
+    "postgres": ("psycopg", "PostgreSQL"),
+    "tensorboard": ("tensorboard", "metrics in TensorBoard"),
+    "wandb": ("wandb", "metrics in Weights & Biases"),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``mend`` says what to do, empty where nothing is wrong. That an optional thing is missing is no fault."""
+
+    what: str
+    state: Literal["good", "optional", "bad"]
+    found: str
+    mend: str = ""
+
+
+def doctor(
+    url: Url = None,
+    key: Key = None,
+    data: Data = None,
+    cache: Annotated[Path | None, typer.Option(help="Where base models lie.", envvar="ROOKERY_CACHE")] = None,
+    json: Json = False,
+) -> None:
+    """What this machine can do, and the command that mends what is missing. Exit code 1 if something needed is."""
+    findings = examine(settings_of(url, key, data, cache=cache))
+    out = console()
+    for finding in findings:
+        if json:
+            print_json(asdict(finding))
+            continue
+        mark, style = {"good": ("ok", "green"), "optional": ("--", "yellow"), "bad": ("!!", "bold red")}[finding.state]
+        out.print(Text.assemble((f"{mark}  ", style), f"{finding.what:<22} {finding.found}"))
+        if finding.mend:
+            out.print(Text(f"    {'':<22} → {finding.mend}", "dim"))
+    if any(finding.state == "bad" for finding in findings):
+        raise typer.Exit(FAILED)
+
+
+def examine(settings: Settings) -> list[Finding]:
+    found = [_python(), _torch(), _cores(), _bf16(_processor_flags()), _memory(), _accelerator()]
+    found += [_disk("data folder", settings.data), _disk("cache folder", settings.cache)]
+    models = [name.strip() for name in settings.models.split(",") if name.strip()]
+    found += [_model(settings.cache, name) for name in models]
+    found += [_extra(extra, package, use) for extra, (package, use) in EXTRAS.items()]
+    return [*found, _service(settings)]
+
+
+def _python() -> Finding:
+    return Finding("Python", "good", platform.python_version())
+
+
+def _torch() -> Finding:
+    try:
+        return Finding("PyTorch", "good", importlib.metadata.version("torch"))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("PyTorch", "bad", "not installed; workers need it", f"{sys.executable} -m pip install torch")
+
+
+def _cores() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Finding("cores", "good", str(cores))
+
+
+def _processor_flags() -> set[str] | None:
+    """The processor's instruction sets; None where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return set(value.split())
+    return None
+
+
+def _bf16(flags: set[str] | None) -> Finding:
+    if flags is None:
+        return Finding("bf16 instructions", "optional", "this system does not say; a worker finds out by itself")
+    names = [name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in flags]
+    if names:
+        return Finding("bf16 instructions", "good", ", ".join(names))
+    return Finding("bf16 instructions", "optional", "none: models run in float32, slower and with twice the memory")
+
+
+def _memory() -> Finding:
+    memory = psutil.virtual_memory()
+    text = f"{memory.available / GIGABYTE:.1f} of {memory.total / GIGABYTE:.1f} GB free"
+    if memory.available < NEEDED_MEMORY:
+        return Finding("memory", "bad", text, f"free {NEEDED_MEMORY / GIGABYTE:.0f} GB for the smallest model")
+    return Finding("memory", "good", text)
+
+
+def _accelerator() -> Finding:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Finding("GPU", "optional", "none found (no nvidia-smi); the CPU does the work")
+    query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    if done.returncode != 0 or not done.stdout.strip():
+        said = (done.stdout or done.stderr).strip().splitlines()
+        return Finding("GPU", "optional", f"nvidia-smi fails: {said[0] if said else 'no output'}", "repair the driver")
+    return Finding("GPU", "good", "; ".join(line.strip() for line in done.stdout.strip().splitlines()))
+
+
+def _disk(what: str, folder: Path) -> Finding:
+    there = folder
+    while not there.exists():
+        there = there.parent
+    if not os.access(there, os.W_OK | os.X_OK):
+        variable = "ROOKERY_DATA" if what.startswith("data") else "ROOKERY_CACHE"
+        return Finding(what, "bad", f"{folder} cannot be written", f"set {variable} to a folder that can")
+    free = shutil.disk_usage(there).free
+    text = f"{folder} ({free / GIGABYTE:.1f} GB free)"
+    if free < NEEDED_DISK:
+        return Finding(what, "bad", text, f"free {NEEDED_DISK / GIGABYTE:.0f} GB there")
+    return Finding(what, "good", text)
+
+
+def _model(cache: Path, name: str) -> Finding:
+    known = status(cache, name)
+    if known.state == "prepared":
+        return Finding(f"model {name}", "good", f"prepared in {known.folder}")
+    if known.state == "refused":
+        return Finding(f"model {name}", "bad", known.reason, "set ROOKERY_MODELS to a model that can be used")
+    return Finding(f"model {name}", "optional", "fetched when first used", f"rookery models --get {name}")
+
+
+def _extra(extra: str, package: str, use: str) -> Finding:
+    try:
+        return Finding(f"extra {extra}", "good", f"{package} {importlib.metadata.version(package)}")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(f"extra {extra}", "optional", f"not installed: {use}", f"pip install 'rookery[{extra}]'")
+
+
+def _service(settings: Settings) -> Finding:
+    try:
+        with Client(settings=settings) as client:
+            client.views()
+    except RookeryError as error:
+        return Finding("service", "optional", str(error))
+    return Finding("service", "good", f"answers at {settings.base_url}")

@@ -1,0 +1,60 @@
+"""Assembles the commands; turns every error into one line and an exit code."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from rookery.cli import chat, doctor, jobs, models, run, serve
+from rookery.cli.common import EXIT_CODES, FAILED, INTERRUPTED, REFUSED
+from rookery.errors import RookeryError
+
+app = typer.Typer(
+    help="Many LoRA policies learn by reinforcement at once, on one resident base model.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("serve")(serve.serve)
+app.command("run", epilog=EXIT_CODES)(run.run)
+app.add_typer(jobs.app, name="jobs")
+app.command("chat")(chat.chat)
+app.command("models")(models.models)
+app.command("worker")(serve.worker)
+app.command("doctor")(doctor.doctor)
+
+DEBUG = "--debug"
+
+
+@app.callback()
+def root(debug: Annotated[bool, typer.Option(DEBUG, help="Show tracebacks; may stand anywhere.")] = False) -> None:
+    """Many LoRA policies learn by reinforcement at once, on one resident base model."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs one command and exits with its code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = DEBUG in given
+    try:
+        app([argument for argument in given if argument != DEBUG], prog_name="rookery")
+    except RookeryError as error:
+        if debug:
+            raise
+        problems = getattr(error, "problems", None) or [str(error)]
+        for line in problems:
+            print(f"rookery: {line}", file=sys.stderr)
+        sys.exit(REFUSED)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # whoever read our output has enough
+        sys.stderr.close()
+        sys.exit(FAILED)
+    except Exception as error:
+        if debug:
+            raise
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"rookery: internal error: {line} ({DEBUG} shows where)", file=sys.stderr)
+        sys.exit(FAILED)

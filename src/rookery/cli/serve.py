@@ -1,0 +1,56 @@
+"""``rookery serve`` and ``rookery worker``: the long-running processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rookery.cli.common import Data, settings_of
+from rookery.settings import TOKEN_VARIABLE
+
+
+def serve(
+    data: Data = None,
+    host: Annotated[str | None, typer.Option(help="The address to listen on.", envvar="ROOKERY_HOST")] = None,
+    port: Annotated[int | None, typer.Option(help="The port to listen on; 0 takes a free one.")] = None,
+    models: Annotated[
+        str | None, typer.Option(help="Base models to load at once, comma-separated; '' for none.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Local worker processes per base model.")] = None,
+) -> None:
+    """Run the service until Ctrl-C: unfinished jobs go on, workers and environment hosts dial in."""
+    from rookery.service.run import serve as run_service
+
+    settings = settings_of(data=data, host=host, port=port, models=models, workers=workers)
+    asyncio.run(run_service(settings))
+
+
+def worker(
+    connect: Annotated[str, typer.Option(help="The service's address.", envvar="ROOKERY_URL")],
+    token: Annotated[
+        str, typer.Option(help="The service's worker token (worker.token in its data folder).", envvar=TOKEN_VARIABLE)
+    ],
+    model: Annotated[str, typer.Option(help="The base model to hold.")] = "smollm2-135m-instruct",
+    roles: Annotated[str, typer.Option(help="rollout, train, or both, comma-separated.")] = "rollout,train",
+    preemptible: Annotated[bool, typer.Option("--preemptible", help="This machine may vanish.")] = False,
+    max_rows: Annotated[int | None, typer.Option(help="Sequences that decode together.")] = None,
+    name: Annotated[str | None, typer.Option(help="How the service calls it; the machine's name by default.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="Where base models lie.", envvar="ROOKERY_CACHE")] = None,
+) -> None:
+    """Hold a base model and work for a service, here or elsewhere. Ctrl-C or SIGTERM drains first."""
+    settings = settings_of(cache=cache)
+    arguments = ["--connect", connect, "--model", model, "--roles", roles]
+    arguments += ["--cache", str(settings.cache)]
+    if preemptible:
+        arguments.append("--preemptible")
+    if max_rows is not None:
+        arguments += ["--max-rows", str(max_rows)]
+    if name is not None:
+        arguments += ["--name", name]
+    environment = {**os.environ, TOKEN_VARIABLE: token}  # not an argument: everybody on the machine could read it
+    os.execve(sys.executable, [sys.executable, "-m", "rookery.worker.process", *arguments], environment)

@@ -1,0 +1,263 @@
+"""The service as one thing that starts and stops: data folder, database, controller, HTTP, and the local processes.
+
+* It starts whole or not at all: whatever had started ends again, and the reason is one line.
+* It stops in the reverse order and leaves nothing running; jobs stay as they are and go on at the next start. However
+  this process ends, the processes that it started end with it.
+* Two services can live in one program: nothing is global but logging, which is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hmac
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import uvicorn
+
+from rookery.controller.controller import Controller
+from rookery.controller.hosts import SERVICE
+from rookery.controller.ports import RandomIds, SystemClock, ThreadLedger
+from rookery.environments.builtins import find
+from rookery.errors import UserError
+from rookery.service.app import build
+from rookery.service.local import Local
+from rookery.service.models import Models
+from rookery.service.parts import Parts
+from rookery.service.wire_face import MAX_FRAME
+from rookery.settings import Settings
+from rookery.storage.artifacts import Artifacts
+from rookery.storage.database import Database
+from rookery.storage.keys import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, hash_key
+from rookery.storage.lock import DataFolder
+from rookery.telemetry import sinks
+from rookery.telemetry.log import file_handler, logging_to, terminal_handler
+from rookery.telemetry.prometheus import Prometheus
+from rookery.text.catalogue import resolve
+
+log = logging.getLogger("rookery.service")
+
+KEEP_ALIVE_SECONDS = 75
+"""An idle connection is kept this long: longer than clients keep theirs, so that it is they who close."""
+
+
+class _Server(uvicorn.Server):
+    """uvicorn as a part of this process: it leaves signals alone and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.up.set()
+
+
+class Service:
+    """A Rookery service on ``settings``. ``url`` and ``admin_key`` are known once it has started."""
+
+    def __init__(self, settings: Settings, handlers: list[logging.Handler] | None = None) -> None:
+        """``handlers`` get the log's lines too, beside the file in the data folder."""
+        self.settings = settings
+        self.url = ""
+        self.admin_key = ""
+        self._handlers = handlers or []
+        self._stack = AsyncExitStack()
+        self._serving: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+
+    async def start(self) -> None:
+        """Raises :class:`UserError` for what a person can mend: the port, the data folder, the settings."""
+        try:
+            await self._start()
+        except BaseException:
+            await self._stack.aclose()
+            raise
+
+    async def stop(self) -> None:
+        """Everything that :meth:`start` started has ended when this returns."""
+        self._closing.set()
+        await self._stack.aclose()
+
+    async def serving(self) -> None:
+        """Returns only when serving ends by itself, which is an error; raises it."""
+        assert self._serving is not None
+        await asyncio.shield(self._serving)
+        raise RuntimeError("the HTTP server ended by itself")
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def _start(self) -> None:
+        sinks.check(self.settings)
+        models = [resolve(name.strip()).name for name in self.settings.models.split(",") if name.strip()]
+        settings = self.settings.model_copy(update={"models": ",".join(models)})
+        opened = self._stack
+        folder = opened.enter_context(DataFolder(settings.data))
+        handlers = [*self._handlers, file_handler(folder.logs / "service.jsonl")]
+        opened.enter_context(logging_to(handlers, settings.log_level))
+        listening = opened.enter_context(_listen(settings.host, settings.port))
+        self.url = f"http://{_reachable(settings.host)}:{listening.getsockname()[1]}"
+        token = folder.worker_token()
+
+        database = Database(settings.database or folder.database_url)
+        opened.callback(database.close)
+        await asyncio.to_thread(database.create)
+        clock, ids, ledger = SystemClock(), RandomIds(), ThreadLedger()
+        opened.callback(ledger.close)
+        self.admin_key = folder.admin_key()
+        await asyncio.to_thread(_admit, database, self.admin_key, ids.new("tenant"), clock.time())
+        artifacts = Artifacts(folder.artifacts)
+        prepared = Models(settings)
+        opened.push_async_callback(prepared.close)
+
+        async def authenticate(given: str) -> str | None:
+            if hmac.compare_digest(given.encode(), token.encode()):
+                return SERVICE
+            owner = await asyncio.to_thread(database.tenant_of_key, hash_key(given))
+            return None if owner is None else owner.id
+
+        local = Local(settings, self.url, token)
+        controller = Controller(
+            database,
+            artifacts,
+            settings,
+            clock=clock,
+            ids=ids,
+            ledger=ledger,
+            chat=prepared.chat,
+            check_environment=lambda id, options: find(id)(options),
+            provide=local.provide,
+            authenticate=authenticate,
+            worker_token=token,
+            jobs_folder=folder.jobs,
+        )
+        opened.push_async_callback(controller.stop)
+        opened.push_async_callback(local.stop)
+        await controller.start()
+
+        parts = Parts(
+            controller=controller,
+            database=database,
+            artifacts=artifacts,
+            settings=settings,
+            clock=clock,
+            ids=ids,
+            prometheus=Prometheus(),
+            closing=self._closing,
+        )
+        await self._serve(build(parts), listening)
+        await local.start()
+
+    async def _serve(self, app: Any, listening: socket.socket) -> None:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws_max_size=MAX_FRAME,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=max(1, round(self.settings.stop_seconds)),
+        )
+        server = _Server(config)
+        self._serving = serving = asyncio.create_task(server.serve([listening]), name="http")
+
+        async def end() -> None:
+            server.should_exit = True
+            await asyncio.gather(serving, return_exceptions=True)
+
+        self._stack.push_async_callback(end)
+        up = asyncio.create_task(server.up.wait())
+        await asyncio.wait({up, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if not up.done():
+            up.cancel()
+            serving.result()
+            raise RuntimeError("the HTTP server did not start")
+
+
+async def serve(settings: Settings) -> None:
+    """Run a service until SIGINT or SIGTERM, telling the terminal. Raises what :meth:`Service.start` raises."""
+    own = asyncio.current_task()
+    assert own is not None
+    loop = asyncio.get_running_loop()
+    told = False
+
+    def end() -> None:
+        nonlocal told
+        told = True
+        own.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end)
+    try:
+        async with Service(settings, [terminal_handler()]) as service:
+            for line in _greeting(service):
+                print(line, file=sys.stderr, flush=True)
+            await service.serving()
+    except asyncio.CancelledError:
+        if not told:
+            raise
+        own.uncancel()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _greeting(service: Service) -> list[str]:
+    data = service.settings.data
+    return [
+        f"Rookery serves at {service.url} (API: {service.url}/docs); Ctrl-C ends it, jobs go on at the next start",
+        f"data: {data}   admin key: {data / ADMIN_KEY_FILE}   logs: {data / 'logs'}",
+        f"more workers: rookery worker --connect {service.url} --token $(cat {data / WORKER_TOKEN_FILE})",
+    ]
+
+
+def _admit(database: Database, key: str, id: str, now: float) -> None:
+    """Makes the administrator's key of the data folder a key of the administrator, who is made if there is none."""
+    if database.tenant_of_key(hash_key(key)) is None:
+        known = next((row for row in database.list_tenants() if row.admin), None)
+        admin = known if known is not None else database.create_tenant(id, "admin", now, admin=True)
+        database.add_key(hash_key(key), admin.id, "admin.key", now)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except socket.gaierror as error:
+        raise UserError(f"address {host} cannot be listened on ({error.strerror}); give another with --host") from None
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UserError(
+                f"port {port} on {host} is taken; stop what listens there, or give another one with --port"
+            ) from None
+        raise UserError(
+            f"{host}:{port} cannot be listened on ({error.strerror}); give another --host or --port"
+        ) from None
+
+
+def _reachable(host: str) -> str:
+    """An address of this machine under which the one that is listened on can be reached."""
+    if host in ("0.0.0.0", ""):
+        return "127.0.0.1"
+    if host == "::":
+        return "[::1]"
+    return f"[{host}]" if ":" in host else host
