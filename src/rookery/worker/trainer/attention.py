@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,8 +31,8 @@ class Chunks:
     queries: int = 128
     """Tokens of a sequence whose queries go together: enough rows for the matmuls' full speed, few enough that little
     is computed above the diagonal."""
-    scores: int = 1 << 21
-    """Scores alive at once: 4 MB in bfloat16, so that the passes of a softmax find them in the cache."""
+    scores: int = 1 << 20
+    """Scores alive at once: 2 MB in bfloat16, so that the passes of a softmax find them in the cache."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class _Plan:
         # A remainder below half a chunk joins the one before it.
         count = max(1, round(self.tail / chunks.queries))
         edges = [self.tail * i // count for i in range(count + 1)]
-        for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        for start, stop in pairwise(edges):
             keys = self.prefix + stop
             rows = max(1, chunks.scores // ((stop - start) * self.group * keys))
             for first in range(0, self.batch, rows):
@@ -122,10 +123,9 @@ class _Plan:
             scores[..., : self.prefix].masked_fill_(hidden, float("-inf"))
         if 0 < window < self.keys:
             of = self._bundles(piece)
-            distance = self.positions_q[of, piece.start : piece.stop, None] - self.positions_k[of, None, : piece.keys]
-            scores.view(-1, tokens, self.group, piece.keys).masked_fill_(
-                (distance >= window)[:, :, None], float("-inf")
-            )
+            ahead = self.positions_q[of, piece.start : piece.stop, None] - self.positions_k[of, None, : piece.keys]
+            by_head = scores.view(-1, tokens, self.group, piece.keys)
+            by_head.masked_fill_((ahead >= window)[:, :, None], float("-inf"))
         return scores
 
     def _bundles(self, piece: _Piece) -> Tensor:
@@ -169,7 +169,8 @@ class _Attention(torch.autograd.Function):
                 d_block.view(plan.batch * plan.tail, -1).index_fill_(0, plan.padding, 0)
             d_queries = torch.empty_like(queries)
             # Keys are met by several chunks of queries: sums of many go in float32.
-            d_keys, d_values = (torch.zeros(keys.shape, dtype=torch.float32, device=q.device) for _ in range(2))
+            wide = torch.promote_types(k.dtype, torch.float32)
+            d_keys, d_values = (torch.zeros(keys.shape, dtype=wide, device=q.device) for _ in range(2))
             for piece in plan.pieces:
                 rows = slice(piece.start * plan.group, piece.stop * plan.group)
                 part_q, part_k = queries[piece.batch, rows], keys[piece.batch, : piece.keys]

@@ -78,8 +78,8 @@ class PackedUnit:
 @dataclass(frozen=True)
 class Block:
     """Attention of ``bundles × members`` padded tails of ``queries.shape[2]`` tokens, each over ``prefix`` shared keys
-    and its own tail. ``queries`` [bundles, members, tail] and ``keys`` [bundles, members, prefix + tail] are row numbers
-    of the stream; ``lengths`` [bundles, members] are the real tails, ``prefixes`` [bundles] the real prefixes."""
+    and its own tail. ``queries`` [bundles, members, tail] and ``keys`` [bundles, members, prefix + tail] are row
+    numbers of the stream; ``lengths`` [bundles, members] of real tails, ``prefixes`` [bundles] of real prefixes."""
 
     prefix: int
     queries: Tensor
@@ -124,7 +124,9 @@ def pack(units: Sequence[PackedUnit], device: torch.device | str = "cpu") -> Str
     """One stream of ``units`` in their order."""
     tokens: list[int] = []
     positions: list[int] = []
-    spans, loss_spans, bundles, rows, members = [], [], [], [], []
+    rows: list[int] = []
+    members: list[int] = []
+    spans, loss_spans, bundles = [], [], []
     for unit in units:
         start, prompt = len(tokens), len(unit.prompt)
         tokens += unit.prompt

@@ -1,0 +1,169 @@
+"""One packed pass: units of several operations through the decoder, each operation's loss on its own tokens, one
+backward pass for all.
+
+Promise: an operation's loss, metrics and gradient are those of its units alone; a loss that is not finite sends back
+nothing and marks its policy.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rookery import wire
+from rookery.algorithms.losses import LOSSES, kl_penalty
+from rookery.worker.model.decoder import Decoder
+from rookery.worker.trainer.attention import Chunks, PackedAttention
+from rookery.worker.trainer.backbone import forward, infer
+from rookery.worker.trainer.head import score
+from rookery.worker.trainer.lora import PackedLora, Segment
+from rookery.worker.trainer.packing import PackedUnit, Stream, pack
+from rookery.worker.trainer.policy import PolicyState
+
+
+class Work:
+    """A forward-backward operation and how far it has come. ``state`` is set when it begins."""
+
+    def __init__(self, op: wire.ForwardBackward, units: Sequence[PackedUnit]) -> None:
+        self.op = op
+        self.left = deque(units)
+        self.state: PolicyState | None = None
+        self._metrics: dict[str, float] = {"loss:sum": 0.0, "tokens": 0.0, "seconds": 0.0}
+        self._logprobs: list[bytes] = []
+
+    def add(self, metrics: dict[str, float]) -> None:
+        """Sums by name, maxima where the name ends in ``:max``; what is not finite is counted instead."""
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                name, value = "nonfinite", 1.0
+            before = self._metrics.get(name, 0.0)
+            self._metrics[name] = max(before, value) if name.endswith(":max") else before + value
+
+    def add_logprobs(self, logp: Tensor) -> None:
+        self._logprobs.append(logp.cpu().numpy().astype("<f4").tobytes())
+
+    def summary(self) -> dict[str, float]:
+        return dict(self._metrics)
+
+    def logprobs(self) -> bytes:
+        """float32 little-endian, the loss tokens in order of the batch (forward-only operations)."""
+        return b"".join(self._logprobs)
+
+
+@dataclass(frozen=True)
+class Item:
+    """The units of one operation in a pass."""
+
+    work: Work
+    policy: PolicyState
+    units: list[PackedUnit]
+
+
+def run(decoder: Decoder, items: Sequence[Item], chunks: Chunks, recompute_tokens: int) -> int:
+    """Runs ``items`` in one pass (all forward-only or none) and books the results; returns the stream's tokens."""
+    began = time.perf_counter()
+    stream = pack([unit for item in items for unit in item.units], decoder.device)
+    attend = PackedAttention(decoder.config, stream.blocks, chunks)
+    spans, loss_spans = _spans(items, stream.spans), _spans(items, stream.loss_spans)
+    lora = PackedLora([Segment(s.start, s.stop, i.policy) for i, s in zip(items, spans, strict=True)])
+    temperatures = torch.empty(len(stream.rows), device=decoder.device)
+    for item, span in zip(items, loss_spans, strict=True):
+        temperatures[span] = item.work.op.temperature
+    if items[0].work.op.forward_only:
+        hidden = infer(decoder, stream, attend, lora)[stream.rows]
+        logp = score(decoder, hidden, stream.targets, temperatures, derivatives=False).logp
+        for item, span in zip(items, loss_spans, strict=True):
+            item.work.add_logprobs(logp[span])
+            item.work.add(_agreement(logp[span], stream.logprobs[span]))
+    else:
+        passed = forward(decoder, stream, attend, lora, recompute=len(stream.tokens) > recompute_tokens)
+        scores = score(decoder, passed.hidden[stream.rows], stream.targets, temperatures, derivatives=True)
+        assert scores.slopes is not None and scores.entropy is not None
+        base = _base_logprobs(decoder, items, loss_spans, stream, temperatures, chunks)
+        d_logp = torch.zeros_like(scores.logp)
+        for item, span in zip(items, loss_spans, strict=True):
+            d_logp[span] = _loss(item, stream, span, scores.logp[span], base[span])
+            item.work.add({"entropy:sum": float(scores.entropy[span].sum())})
+        d_hidden = torch.zeros(passed.hidden.shape, dtype=scores.slopes.dtype, device=decoder.device)
+        d_hidden.index_add_(0, stream.rows, scores.slopes.mul_(d_logp[:, None]))
+        passed.backward(d_hidden.to(decoder.dtype))
+    seconds = time.perf_counter() - began
+    for item, span in zip(items, spans, strict=True):
+        item.work.add({"seconds": seconds * (span.stop - span.start) / len(stream.tokens)})
+    return len(stream.tokens)
+
+
+def _spans(items: Sequence[Item], of_units: Sequence[tuple[int, int]]) -> list[slice]:
+    """From units' (start, stop) to items'."""
+    spans, at = [], 0
+    for item in items:
+        own = of_units[at : at + len(item.units)]
+        spans.append(slice(own[0][0], own[-1][1]))
+        at += len(item.units)
+    return spans
+
+
+def _loss(item: Item, stream: Stream, span: slice, logp: Tensor, base: Tensor) -> Tensor:
+    """d loss / d logp of an item's tokens; books its sums. Zeros if the loss is not finite."""
+    op = item.work.op
+    leaf = logp.detach().requires_grad_()
+    q, advantages, weights = stream.logprobs[span], stream.advantages[span], stream.weights[span]
+    with torch.enable_grad():
+        out = LOSSES[op.loss.name](leaf, q, advantages, weights, _sequences(item, stream, span), **op.loss.params)
+        total, metrics = out.total, dict(out.metrics)
+        if op.kl_weight:
+            penalty = kl_penalty(leaf, base, weights)
+            total = total + op.kl_weight * penalty.total
+            metrics |= penalty.metrics
+    value = float(total.detach())
+    item.work.add({"loss:sum": value} | metrics | _agreement(logp, q))
+    if not math.isfinite(value):
+        item.policy.broken = True
+        return torch.zeros_like(logp)
+    (gradient,) = torch.autograd.grad(total, leaf)
+    return gradient
+
+
+def _agreement(logp: Tensor, q: Tensor) -> dict[str, float]:
+    """How far the trainer's log-probabilities are from the engine's."""
+    gap = logp - q
+    return {
+        "tokens": float(len(logp)),
+        "ratio:sum": float(gap.exp().sum()),
+        "logp_diff:sum": float(gap.abs().sum()),
+        "logp_diff:max": float(gap.abs().max()) if len(logp) else 0.0,
+    }
+
+
+def _sequences(item: Item, stream: Stream, span: slice) -> Tensor:
+    """Numbers from 0 for the trajectories of an item's loss tokens."""
+    counts = torch.tensor([len(unit.sources) for unit in item.units], device=stream.members.device)
+    most = max((max(unit.members, default=0) for unit in item.units), default=0) + 1
+    units = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    return (units * most + stream.members[span]).unique(return_inverse=True)[1]
+
+
+def _base_logprobs(
+    decoder: Decoder,
+    items: Sequence[Item],
+    spans: Sequence[slice],
+    stream: Stream,
+    temperatures: Tensor,
+    chunks: Chunks,
+) -> Tensor:
+    """Log-probabilities under the base model where an operation's KL penalty needs them, zeros elsewhere: the decoder
+    with every adapter switched off."""
+    base = torch.zeros_like(temperatures)
+    needed = [(item, span) for item, span in zip(items, spans, strict=True) if item.work.op.kl_weight]
+    if needed:
+        part = pack([unit for item, _ in needed for unit in item.units], decoder.device)
+        hidden = infer(decoder, part, PackedAttention(decoder.config, part.blocks, chunks), None)[part.rows]
+        rows = torch.cat([torch.arange(span.start, span.stop, device=decoder.device) for _, span in needed])
+        base[rows] = score(decoder, hidden, part.targets, temperatures[rows], derivatives=False).logp.to(base.dtype)
+    return base

@@ -1,0 +1,321 @@
+"""The trainer of a worker: packs several tenants' trajectories into one pass, keeps their gradients and steps apart.
+
+Promises:
+
+* ``step`` is one bounded slice: one packed pass of at most ``slice_tokens`` tokens (a larger unit runs alone), or one
+  optimizer step. Slices go round the tenants, within a tenant round its policies, within a policy in order of arrival.
+* An operation runs only on the state it names: (policy, lease, parent, steps). Anything else is answered ``stale``. So
+  is an optimizer step whose gradient is not whole (an operation before it failed or was cancelled).
+* What is wrong with one policy's operation is answered for that operation. A loss or gradient that is not finite skips
+  that policy's step and touches no other policy.
+* Metrics are finite numbers: what is not is left out, and ``nonfinite`` counts it.
+
+All methods belong to one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from rookery import wire
+from rookery.algorithms.losses import LOSSES
+from rookery.errors import UserError
+from rookery.worker.model.adapter import init_adapter, read_adapter
+from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.decoder import Decoder
+from rookery.worker.trainer.attention import Chunks
+from rookery.worker.trainer.microbatch import Item, Work, run
+from rookery.worker.trainer.packing import PackedUnit
+from rookery.worker.trainer.policy import Export, PolicyState
+
+log = logging.getLogger("rookery.worker.trainer")
+
+RECOMPUTE_TOKENS = 2048
+"""Streams longer than this recompute their layers in the backward pass: a 4,000-token group then needs some hundred MB
+instead of 2 GB on the 135M model, and slices of the usual size keep their speed."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """An operation's answer, as ``wire.Done`` carries it; ``export`` is what a commit has to write and upload."""
+
+    op: str
+    error: str = ""
+    category: Literal["", "stale", "failed", "lost"] = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    logprobs: bytes = b""
+    export: Export | None = None
+
+
+@dataclass
+class _Held:
+    """A policy in memory. ``marks`` maps hashes of versions that this state descends from to the number of steps taken
+    when it was that version; ``taken`` counts all steps since the load, ``exported`` those before the last export.
+    ``batches`` counts operations in the gradient; ``whole`` turns False when one of them is missing."""
+
+    lease: int
+    state: PolicyState
+    marks: dict[str, int]
+    taken: int = 0
+    exported: int | None = None
+    batches: int = 0
+    whole: bool = True
+
+
+class Trainer:
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        max_rank: int,
+        slice_tokens: int,
+        recompute_tokens: int = RECOMPUTE_TOKENS,
+        chunks: Chunks | None = None,
+        base_model: str = "",
+    ) -> None:
+        """``base_model`` is the name that exported adapters give as theirs."""
+        self._decoder = decoder
+        self._max_rank = max_rank
+        self._slice_tokens = slice_tokens
+        self._recompute_tokens = recompute_tokens
+        self._chunks = chunks or Chunks()
+        self._base_model = base_model
+        self._held: dict[str, _Held] = {}
+        self._queues: dict[str, dict[str, deque[Work | wire.OptimStep]]] = {}  # tenant → policy → operations
+        self._finished: list[Finished] = []
+        self.trained = 0
+        """Tokens trained on so far, prompts counted once."""
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def holds(self, policy: str, lease: int, parent_hash: str, steps: int) -> bool:
+        """Whether an operation that names this state can be queued now (queued optimizer steps counted as taken)."""
+        held = self._held.get(policy)
+        ahead = sum(isinstance(op, wire.OptimStep) for op in self._queue(policy))
+        return held is not None and self._at(held, lease, parent_hash, steps - ahead)
+
+    def load(self, policy: str, lease: int, parent: wire.AdapterRef, folder: Path) -> None:
+        """Take up ``policy`` from a version's files, without gradient. Raises ``UserError`` for a folder that is no
+        adapter of this model or one beyond ``max_rank``."""
+        state = PolicyState.load(folder, self._decoder.config, self._decoder.dtype, self._decoder.device)
+        if state.rank > self._max_rank:
+            raise UserError(f"the adapter's rank {state.rank} is above this worker's max_rank {self._max_rank}")
+        self._held[policy] = _Held(lease, state, {parent.hash: 0})
+
+    def committed(self, policy: str, lease: int, ref: wire.AdapterRef) -> None:
+        """The last export of ``policy`` is version ``ref`` now. Operations on their way may still name its parent."""
+        held = self._held.get(policy)
+        if held is None or held.lease != lease or held.exported is None:
+            log.info("a commit of a state that is not held", extra={"policy": policy, "version": ref.version})
+            return
+        newest = max(held.marks, key=lambda name: held.marks[name])
+        held.marks = {newest: held.marks[newest], ref.hash: held.exported}
+
+    def forget(self, policy: str) -> None:
+        """Drop the policy's state; what is still queued for it is answered ``lost``."""
+        for op in list(self._queue(policy)):
+            self._remove(policy, op)
+            self._finished.append(Finished(_name(op), "the policy was dropped from this worker", "lost"))
+        self._held.pop(policy, None)
+
+    # --- operations -------------------------------------------------------------------------------------------------
+
+    def forward_backward(self, op: wire.ForwardBackward, batch: wire.Batch) -> None:
+        """Queue it. A batch that cannot be computed is answered ``failed`` at once."""
+        try:
+            units = [self._checked(PackedUnit.from_wire(unit)) for unit in batch.units]
+            _check_loss(op.loss)
+        except ValueError as error:
+            self._finished.append(Finished(op.op, str(error), "failed"))
+            self._spoil(op)
+            return
+        self._enqueue(op.tenant, op.policy, Work(op, [unit for unit in units if unit.targets]))
+
+    def optim_step(self, op: wire.OptimStep) -> None:
+        """Queue it, behind the policy's earlier operations."""
+        self._enqueue(op.tenant, op.policy, op)
+
+    def cancel(self, op: str) -> None:
+        """Drop a queued or half-done operation without an answer."""
+        for policies in list(self._queues.values()):
+            for policy, queue in list(policies.items()):
+                for found in [queued for queued in queue if _name(queued) == op]:
+                    self._remove(policy, found)
+                    if isinstance(found, Work):
+                        self._spoil(found.op)
+
+    def drain(self) -> list[Finished]:
+        """Answers since the last time, in order."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    @property
+    def pending(self) -> int:
+        """Operations that have no answer yet."""
+        return sum(len(queue) for policies in self._queues.values() for queue in policies.values())
+
+    # --- slices -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One slice; False when nothing is queued."""
+        turn = list(self._turns())
+        if not turn:
+            return False
+        first = turn[0][0]
+        self._rotate(*turn[0][1:])
+        if isinstance(first, wire.OptimStep):
+            self._optimise(first)
+        else:
+            self._pass([op for op, _, _ in turn if isinstance(op, Work)])
+        return True
+
+    def _turns(self) -> Iterator[tuple[Work | wire.OptimStep, str, str]]:
+        """(operation, tenant, policy): every policy's first, tenants by turns."""
+        rows = [[(queue[0], tenant, policy) for policy, queue in p.items()] for tenant, p in self._queues.items()]
+        for place in range(max(map(len, rows), default=0)):
+            yield from (row[place] for row in rows if place < len(row))
+
+    def _rotate(self, tenant: str, policy: str) -> None:
+        """The tenant, and the policy within it, go to the end of the line."""
+        policies = self._queues.pop(tenant)
+        policies[policy] = policies.pop(policy)
+        self._queues[tenant] = policies
+
+    def _pass(self, works: list[Work]) -> None:
+        """One packed pass, begun by the first of ``works``; others of its kind join unit by unit while they fit."""
+        ready = [work for work in works if work.op.forward_only == works[0].op.forward_only and self._begin(work)]
+        chosen: dict[str, list[PackedUnit]] = {work.op.op: [] for work in ready}
+        room, taking = self._slice_tokens, [work for work in ready if work.left]
+        while taking:
+            for work in list(taking):
+                unit = work.left[0]
+                if unit.tokens > room and room < self._slice_tokens:
+                    taking.remove(work)
+                    continue
+                chosen[work.op.op].append(work.left.popleft())
+                room -= unit.tokens
+                if not work.left:
+                    taking.remove(work)
+        items = [Item(work, self._held[work.op.policy].state, units) for work in ready if (units := chosen[work.op.op])]
+        if items:
+            self.trained += run(self._decoder, items, self._chunks, self._recompute_tokens)
+        for work in ready:
+            if not work.left:
+                self._remove(work.op.policy, work)
+                self._finished.append(Finished(work.op.op, metrics=work.summary(), logprobs=work.logprobs()))
+
+    def _begin(self, work: Work) -> bool:
+        """Whether the state that ``work`` names is here; else it is answered and gone."""
+        op = work.op
+        held = self._held.get(op.policy)
+        if (
+            held is None
+            or not self._at(held, op.lease, op.parent.hash, op.steps)
+            or work.state not in (None, held.state)
+        ):
+            self._remove(op.policy, work)
+            self._finished.append(Finished(op.op, "this worker holds another state of the policy", "stale"))
+            self._spoil(op)
+            return False
+        if work.state is None:
+            work.state = held.state
+            if not op.forward_only:
+                if op.fresh:
+                    held.state.zero()
+                    held.batches, held.whole = 0, True
+                held.batches += 1
+        return True
+
+    def _optimise(self, op: wire.OptimStep) -> None:
+        began = time.perf_counter()
+        self._remove(op.policy, op)
+        held = self._held.get(op.policy)
+        if held is None or not self._at(held, op.lease, op.parent.hash, op.steps):
+            self._finished.append(Finished(op.op, "this worker holds another state of the policy", "stale"))
+            return
+        if not (held.whole and held.batches):
+            self._finished.append(Finished(op.op, "the gradient of this step is not whole", "stale"))
+            return
+        metrics = held.state.adamw(op.adam)
+        held.batches = 0
+        if metrics["skipped"]:
+            log.warning("a step was skipped: loss or gradient is not finite", extra={"tenant": op.tenant})
+        else:
+            held.taken += 1
+        export = None
+        if op.commit:
+            export, held.exported = held.state.export(self._base_model), held.taken
+        metrics["seconds"] = time.perf_counter() - began
+        self._finished.append(Finished(op.op, metrics=metrics, export=export))
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _at(self, held: _Held, lease: int, parent_hash: str, steps: int) -> bool:
+        mark = held.marks.get(parent_hash)
+        return held.lease == lease and mark is not None and mark + steps == held.taken
+
+    def _checked(self, unit: PackedUnit) -> PackedUnit:
+        """``unit`` if this model can read it; ``ValueError`` otherwise."""
+        config = self._decoder.config
+        longest = len(unit.prompt) + max(map(len, unit.tails), default=0)
+        if longest > config.context:
+            raise ValueError(f"a trajectory of {longest} tokens is longer than the model's context of {config.context}")
+        read = [*unit.prompt, *unit.targets, *(token for tail in unit.tails for token in tail)]
+        if min(read) < 0 or max(read) >= config.vocab:
+            raise ValueError(f"a token id is outside of the vocabulary of {config.vocab}")
+        return unit
+
+    def _spoil(self, op: wire.ForwardBackward) -> None:
+        """Without ``op`` the policy's gradient is not what the controller takes it for, until a fresh one begins."""
+        held = self._held.get(op.policy)
+        if held is not None and held.lease == op.lease and not op.forward_only:
+            held.whole = False
+
+    def _queue(self, policy: str) -> deque[Work | wire.OptimStep]:
+        return next((p[policy] for p in self._queues.values() if policy in p), deque())
+
+    def _enqueue(self, tenant: str, policy: str, op: Work | wire.OptimStep) -> None:
+        self._queues.setdefault(tenant, {}).setdefault(policy, deque()).append(op)
+
+    def _remove(self, policy: str, op: Work | wire.OptimStep) -> None:
+        for tenant, policies in list(self._queues.items()):
+            if policy in policies and op in policies[policy]:
+                policies[policy].remove(op)
+                if not policies[policy]:
+                    del policies[policy]
+                if not policies:
+                    del self._queues[tenant]
+
+
+def _check_loss(loss: wire.Loss) -> None:
+    """``ValueError`` for a loss that does not exist or does not take these parameters."""
+    if loss.name not in LOSSES:
+        raise ValueError(f"no loss is named {loss.name!r}; there are {', '.join(LOSSES)}")
+    nothing = torch.zeros(0)
+    try:
+        LOSSES[loss.name](*[nothing] * 4, nothing.long(), **loss.params)
+    except TypeError as error:
+        raise ValueError(f"loss {loss.name}: {error}") from None
+
+
+def _name(op: Work | wire.OptimStep) -> str:
+    return op.op.op if isinstance(op, Work) else op.op
+
+
+def initial(config: DecoderConfig, op: wire.InitAdapter, source: Path | None, base_model: str = "") -> Export:
+    """Version 0 of a policy: a new adapter, or ``source``'s weights (their rank and alpha, which must be the ones asked
+    for). Raises ``UserError``."""
+    if source is None:
+        return Export(init_adapter(config, op.rank, op.alpha, op.targets, op.seed), {}, 0, base_model)
+    adapter = read_adapter(source, config)
+    if adapter.rank != op.rank:
+        raise UserError(f"the adapter to start from has rank {adapter.rank}, the policy asks for {op.rank}")
+    return Export(adapter, {}, 0, base_model)
