@@ -30,7 +30,7 @@ MAX_EPISODES = 10_000
 CLOSE_SECONDS = 5.0
 """How long a host that ends waits for environments to close."""
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = str(Path(__file__).parent.parent)
 
 
 @dataclass
@@ -149,6 +149,7 @@ class Episodes:
         if not isinstance(step, Step):
             raise TypeError(f"step returned {type(step).__name__}, not a rookery.Step")
         metrics = {str(name): float(value) for name, value in step.metrics.items()}
+        "".join(metrics).encode()  # as in _checked
         return Step(_checked(step.messages, "step"), float(step.reward), bool(step.done), metrics)
 
     async def _run(self, episode: _Episode, method: Callable[..., Any], *arguments: Any) -> Any:
@@ -181,7 +182,8 @@ def describe(error: BaseException) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    text = str(error).encode("utf-8", "replace").decode()
+    return " ".join(text.split()) or type(error).__name__
 
 
 def _checked(messages: Any, method: str) -> list[Message]:
@@ -193,7 +195,8 @@ def _checked(messages: Any, method: str) -> list[Message]:
         fine = isinstance(message, Mapping) and all(isinstance(message.get(key), str) for key in ("role", "content"))
         if not fine:
             raise TypeError(f"message {number} that {method} gave is {message!r:.80}, expected {expected}")
-        checked.append({"role": message["role"], "content": message["content"]})
+        checked.append({key: message[key] for key in ("role", "content")})
+        "".join(checked[-1].values()).encode()  # text that is no Unicode fails here, as this call's error
     if method == "reset" and not checked:
         raise TypeError(f"reset gave no messages, expected {expected}")
     return checked

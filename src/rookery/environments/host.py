@@ -157,15 +157,8 @@ class Host:
         if self._link is None:
             return  # the controller asks again when the link is back
         message.epoch = self._epoch
-        try:
-            frame = wire.encode(message)
-        except (UnicodeEncodeError, msgspec.MsgspecError) as error:  # text that is no text, for one
-            blank: dict[str, Any] = (
-                {"prompts": []} if isinstance(message, wire.Prompts) else {"turns": [], "metrics": {}}
-            )
-            frame = wire.encode(msgspec.structs.replace(message, **blank, error=describe(error)))
         with contextlib.suppress(ConnectionClosed):  # the reader sees it too, and reconnects
-            await self._link.send(frame)
+            await self._link.send(wire.encode(message))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

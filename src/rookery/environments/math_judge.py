@@ -41,13 +41,20 @@ class MathJudge:
                 answer = child.stdout.readline()
             except BrokenPipeError:
                 answer = ""
-        if not answer:
-            log.warning("math-verify did not finish within %s s; the reply counts as wrong", LIMIT_SECONDS)
-            return None
+            if not answer:
+                self._gave_up(child)
+                return None
         verdict = json.loads(answer)
         if verdict is None:
             raise ValueError(f"math-verify reads no expression in the answer {expected!r}")
         return bool(verdict)
+
+    def _gave_up(self, child: subprocess.Popen[str]) -> None:
+        self._child = None
+        ended = child.wait()
+        if not hasattr(signal, "SIGALRM") or ended != -signal.SIGALRM:
+            raise RuntimeError(f"the process that judges mathematics ended with {ended}; its standard error says why")
+        log.warning("math-verify did not finish within %s s; the reply counts as wrong", LIMIT_SECONDS)
 
     def _running(self) -> subprocess.Popen[str]:
         if self._child is None or self._child.poll() is not None:

@@ -1,0 +1,134 @@
+"""Environments that misbehave, one way each, for tests that need trouble. They all ask the same small question, so the
+well-behaved one (:class:`Good`) shows what the others would have done."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import rookery.environments.base as base
+
+
+class Good(base.Environment):
+    """One turn; the reward is 1 when the reply is the prompt's number, and 0 otherwise."""
+
+    deterministic = True
+
+    def __init__(self, prompts: int = 8) -> None:
+        self.count = prompts
+
+    def prompts(self, split: base.Split) -> Iterable[Any]:
+        return [{"number": number} for number in range(self.count)]
+
+    def reset(self, prompt: Any, seed: int) -> Any:
+        return [{"role": "user", "content": f"Say {prompt['number']}."}]
+
+    def step(self, reply: base.Reply) -> Any:
+        return base.Step(reward=float(reply.text.strip() == str(self.prompt["number"])), done=True)
+
+
+class RaisesInReset(Good):
+    def reset(self, prompt: Any, seed: int) -> Any:
+        raise RuntimeError("no beginning")
+
+
+class RaisesInStep(Good):
+    def step(self, reply: base.Reply) -> Any:
+        raise RuntimeError("no step")
+
+
+class RaisesInPrompts(Good):
+    def prompts(self, split: base.Split) -> Iterable[Any]:
+        yield {"number": 0}
+        raise RuntimeError("no prompts")
+
+
+class Flaky(Good):
+    """Raises for every prompt whose number is a multiple of ``every``."""
+
+    def __init__(self, every: int = 2, prompts: int = 8) -> None:
+        super().__init__(prompts)
+        self.every = every
+
+    def step(self, reply: base.Reply) -> Any:
+        if self.prompt["number"] % self.every == 0:
+            raise RuntimeError("flaky")
+        return super().step(reply)
+
+
+class NotANumber(Good):
+    def step(self, reply: base.Reply) -> Any:
+        return base.Step(reward=float("nan"), done=True, metrics={"share": float("nan")})
+
+
+class NeverEnds(Good):
+    """Asks again for ever."""
+
+    def step(self, reply: base.Reply) -> Any:
+        return base.Step(messages=[{"role": "user", "content": "Again."}], reward=0.125)
+
+
+class Stuck(Good):
+    """``step`` does not return before ``release`` is set; ``entered`` counts the calls."""
+
+    release = threading.Event()
+    entered = threading.Semaphore(0)
+
+    def step(self, reply: base.Reply) -> Any:
+        self.entered.release()
+        self.release.wait()
+        return super().step(reply)
+
+
+class Slow(Good):
+    """Answers ``seconds`` late, holding a thread."""
+
+    def __init__(self, seconds: float = 1.0, prompts: int = 8) -> None:
+        super().__init__(prompts)
+        self.seconds = seconds
+
+    def step(self, reply: base.Reply) -> Any:
+        time.sleep(self.seconds)
+        return super().step(reply)
+
+
+class SlowAsync(Slow):
+    """Answers ``seconds`` late, holding nothing."""
+
+    async def step(self, reply: base.Reply) -> Any:
+        await asyncio.sleep(self.seconds)
+        return Good.step(self, reply)
+
+
+class WrongAnswers(Good):
+    """Returns what no host can use: ``which`` says what."""
+
+    def __init__(self, which: str = "messages", prompts: int = 8) -> None:
+        super().__init__(prompts)
+        self.which = which
+
+    def reset(self, prompt: Any, seed: int) -> Any:
+        replies = {"text": "hello", "none": None, "messages": [{"role": "user"}], "empty": []}
+        return replies.get(self.which, super().reset(prompt, seed))
+
+    def step(self, reply: base.Reply) -> Any:
+        if self.which == "reward":
+            return base.Step(reward="much", done=True)  # type: ignore[arg-type]
+        if self.which == "surrogate":
+            return base.Step(messages=[{"role": "user", "content": "\ud800"}])
+        return 1.0 if self.which == "step" else super().step(reply)
+
+
+class Counting(Good):
+    """Not deterministic: three turns, and every reply's number is its place among all steps ever taken here."""
+
+    deterministic = False
+    steps = 0
+
+    def step(self, reply: base.Reply) -> Any:
+        type(self).steps += 1
+        message = {"role": "user", "content": f"Step {type(self).steps}."}
+        return base.Step(messages=[message], reward=1.0, done=reply.turn >= 2)

@@ -1,0 +1,275 @@
+"""Built-in environments, the JSONL reader, the order of prompts."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import faulty
+from rookery.environments import order
+from rookery.environments.base import Environment, Reply, Split
+from rookery.environments.builtins import BUILTINS, find
+from rookery.environments.calculator import calculate
+from rookery.environments.jsonl import read_jsonl
+from rookery.environments.order import Prompts
+from rookery.errors import UserError
+
+ROWS = [{"prompt": f"{number} + 1 = ?", "answer": number + 1} for number in range(10)]
+
+
+def play(environment: Environment, prompt: Any, *replies: str) -> tuple[float, dict[str, float], list[str]]:
+    """Reward, metrics and everything that the environment said."""
+    episode = environment.for_episode()
+    episode.prompt, episode.seed = prompt, 0
+    first: Any = episode.reset(prompt, 0)
+    heard = [message["content"] for message in first]
+    total, metrics = 0.0, {}
+    for turn, text in enumerate(replies):
+        step: Any = episode.step(Reply(text=text, tokens=[], messages=[], turn=turn))
+        total += step.reward
+        metrics.update(step.metrics)
+        heard += [message["content"] for message in step.messages]
+        assert step.done == (turn == len(replies) - 1)
+    return total, metrics, heard
+
+
+# --- jsonl ----------------------------------------------------------------------------------------------------------
+
+
+def test_jsonl_plays_a_row() -> None:
+    environment = BUILTINS["jsonl"]({"rows": ROWS, "verifier": "number", "eval_last": 3})
+    train, held_out = list(environment.prompts("train")), list(environment.prompts("eval"))
+    assert (train, held_out) == (ROWS[:7], ROWS[7:])
+    assert play(environment, train[0], "It is 1")[0] == 1
+    assert play(environment, train[0], "It is 2")[::2] == (0, ["0 + 1 = ?"])
+
+
+def test_jsonl_takes_messages_and_files(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    path, held_out = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"messages": messages, "city": "Rome\u2028"}).encode() + b"\r\n\n")
+    held_out.write_text(json.dumps({"prompt": "Hi", "city": "Oslo"}))
+    verifier = {"name": "json", "fields": {"capital": "city"}, "strict": True}
+    environment = BUILTINS["jsonl"]({"path": str(path), "eval_path": str(held_out), "verifier": verifier})
+    (row,) = environment.prompts("train")
+    assert environment.reset(row, 0) == messages
+    assert play(environment, row, json.dumps({"capital": "Rome\u2028"}))[0] == 1
+    assert [row["city"] for row in environment.prompts("eval")] == ["Oslo"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"prompt": "a"}\n{"prompt": }', "dataset: line 2 is not JSON .* write one JSON object per line"),
+        ('{"prompt": "a", "answer": NaN}', "line 1 is not JSON .NaN"),
+        ("\n\n", "no rows; write"),
+        ('{"prompt": "a"}\n\n[1]', "line 3 is list, not an object"),
+        ('{"question": "a"}', "line 1 has neither prompt nor messages, but 'question'; give one"),
+        ('{"prompt": "a", "messages": []}', "line 1 has both"),
+        ('{"prompt": " "}', 'line 1: prompt is " "; give a text'),
+        ('{"prompt": ["a"]}', "line 1: prompt is .* give a text"),
+        ('{"messages": "a"}', "line 1: messages is .* give a list"),
+        ('{"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}', r"line 1: messages\.1 is .* give"),
+        ('{"messages": []}', "line 1: messages is"),
+        (b'{"prompt": "a"}\n{"prompt": "\xff"}', "line 2 is not UTF-8; save"),
+        ('{"prompt": "a"}' + "[" * 100_000, "line 1 is not JSON"),
+    ],
+)
+def test_malformed_rows_are_refused_with_line_and_remedy(content: str | bytes, says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        read_jsonl(content)
+    assert "\n" not in str(caught.value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(st.dictionaries(st.text(), st.text() | st.integers() | st.none(), max_size=3), min_size=1))
+def test_any_well_formed_rows_come_back(rows: list[dict[str, Any]]) -> None:
+    whole = [{key: value for key, value in row.items() if key != "messages"} | {"prompt": "a"} for row in rows]
+    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in whole)
+    assert read_jsonl(text) == whole
+    assert read_jsonl(text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")) is not None
+
+
+@pytest.mark.parametrize(
+    ("id", "options", "says"),
+    [
+        ("jsnl", {}, 'environment.id: given "jsnl"; did you mean jsonl'),
+        ("jsonl", {"rows": ROWS}, "environment.verifier: missing"),
+        (
+            "jsonl",
+            {"rows": ROWS, "verifier": "exat"},
+            r'environment\.verifier\.name: given "exat", allowed: one of exact',
+        ),
+        ("jsonl", {"rows": ROWS, "verifier": "exact", "paht": 1}, "environment.paht: unknown field; did you mean path"),
+        ("jsonl", {"verifier": "exact"}, "exactly one of rows, path and dataset"),
+        (
+            "jsonl",
+            {"rows": ROWS, "verifier": {"name": "number", "tolerance": -1}},
+            "environment.verifier.tolerance: given -1",
+        ),
+        ("jsonl", {"rows": ROWS, "verifier": {"name": "regex", "pattern": "("}}, "not a valid regular expression"),
+        ("jsonl", {"rows": ROWS, "verifier": {"name": "exact", "answer": "y"}}, "row 1: the row has no field 'y'"),
+        ("jsonl", {"rows": ROWS, "verifier": "exact", "eval_last": 10}, "eval_last: given 10, allowed: less than"),
+        ("jsonl", {"path": "/absent", "verifier": "exact"}, "cannot be read .No such file"),
+        ("jsonl", {"dataset": "ab", "verifier": "exact"}, "only the service can read"),
+        ("calculator", {"low": 5, "high": 6, "prompts": 9}, "at most 8"),
+        ("calculator", {"instruction": "sum"}, "environment.instruction: .*{expression}"),
+        ("calculator", {"operations": ["/"]}, "environment.operations.0"),
+    ],
+)
+def test_wrong_options_are_refused_by_path(id: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        find(id)(options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is not None, reason="the extra is installed")
+def test_reasoning_gym_names_its_extra() -> None:
+    find("reasoning-gym").check({"task": "spell_backward"})
+    with pytest.raises(UserError, match=r"pip install 'rookery\[reasoning-gym\]'"):
+        find("reasoning-gym")({"task": "spell_backward"})
+
+
+# --- calculator -----------------------------------------------------------------------------------------------------
+
+
+def test_the_calculator_has_to_be_called_and_its_result_used() -> None:
+    environment = BUILTINS["calculator"]({})
+    prompt = {"expression": "47 * 38", "answer": 1786}
+    assert play(environment, prompt, "CALC(47 * 38)", "1786") == (
+        1.0,
+        {"called": 1, "asked": 1, "right": 1},
+        [
+            "You have a calculator. To use it, reply with CALC and the expression in brackets, and nothing else.\n"
+            "What is 47 * 38?",
+            "The calculator says 1786. Reply with that number only.",
+        ],
+    )
+    assert play(environment, prompt, "CALC(47 * 38)", "it is 1787")[0] == 0.5
+    assert play(environment, prompt, "CALC(1 + 1)")[0] == 0.2
+    assert play(environment, prompt, "1786")[0] == 0  # guessed, or known: either way without the tool
+    assert play(environment, prompt, "CALC(47 *")[0] == 0
+
+
+def test_the_calculators_sums_are_distinct_and_held_out() -> None:
+    environment = BUILTINS["calculator"]({"low": 1, "high": 8, "prompts": 100, "eval_prompts": 28})
+    splits: list[Split] = ["train", "eval"]
+    train, held_out = ([prompt["expression"] for prompt in environment.prompts(split)] for split in splits)
+    assert (len(train), len(held_out), len({*train, *held_out})) == (100, 28, 128)
+    assert [prompt["expression"] for prompt in environment.prompts("train")] == train
+
+
+def test_the_calculator_computes_sums_and_nothing_else() -> None:
+    assert calculate(" (2 + 3) * -4 / 8 ") == -2.5
+    assert calculate("6 / 2") == 3
+    for text in (
+        "2 ** 99",
+        "__import__('os')",
+        "1 / 0",
+        "'a' * 9",
+        "2 +",
+        "f(1)",
+        "",
+        "True + 1",
+        "1e300 * 1e300 // 1",
+        "(",
+    ):
+        with pytest.raises(ValueError):
+            calculate(text)
+
+
+# --- the order of prompts -------------------------------------------------------------------------------------------
+
+
+class Listed(Environment):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def prompts(self, split: Split) -> Iterable[Any]:
+        return range(self.count)
+
+
+class Streamed(Listed):
+    """No length; ends after ``count``, or never where that is negative."""
+
+    def prompts(self, split: Split) -> Iterable[Any]:
+        return itertools.count() if self.count < 0 else iter(range(self.count))
+
+
+def numbers(
+    prompts: Prompts, start: int, count: int, *, seed: int = 0, shuffle: bool = True, wrap: bool = True
+) -> list[int]:
+    taken, _ = prompts.take(start, count, seed, shuffle, wrap=wrap)
+    return [json.loads(prompt) for prompt in taken]
+
+
+@settings(max_examples=40, deadline=None)
+@given(size=st.integers(1, 20), cuts=st.lists(st.integers(1, 9), min_size=1, max_size=8), seed=st.integers(0, 3))
+def test_prompts_are_a_function_of_seed_and_index(size: int, cuts: list[int], seed: int) -> None:
+    """However they are asked for: no index is skipped or repeated, and every epoch holds each prompt once."""
+    whole = numbers(Prompts(Listed(size), "train"), 0, sum(cuts), seed=seed)
+    parts, start, again = [], 0, Prompts(Streamed(size), "train")
+    for count in cuts:
+        parts += numbers(again, start, count, seed=seed)
+        start += count
+    assert parts == whole
+    for epoch in range(len(whole) // size):
+        assert sorted(whole[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+def test_epochs_and_seeds_differ_and_eval_ends() -> None:
+    prompts = Prompts(Listed(50), "train")
+    first, second = numbers(prompts, 0, 50), numbers(prompts, 50, 50)
+    assert first != second and sorted(first) == sorted(second)
+    assert numbers(prompts, 0, 50, seed=1) != first
+    assert numbers(prompts, 48, 5, shuffle=False) == [48, 49, 0, 1, 2]
+    assert numbers(Prompts(Listed(3), "eval"), 1, 9, shuffle=False, wrap=False) == [1, 2]
+    assert prompts.take(0, 1, 0, True, wrap=True)[1] == 50
+
+
+def test_endless_prompts_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "STREAM_AFTER", 10)
+    endless = Prompts(Streamed(-1), "train")
+    assert endless.take(0, 1, 0, True, wrap=True)[1] == -1
+    assert numbers(endless, 5, 3) == [5, 6, 7]
+    assert numbers(endless, 20, 2) == [20, 21]
+    assert numbers(endless, 2, 2) == [2, 3]  # a resumed job asks again
+    long = Prompts(Streamed(13), "train")
+    assert numbers(long, 11, 5) == [11, 12, 0, 1, 2]
+    assert numbers(long, 26, 2) == [0, 1]
+    assert numbers(Prompts(Streamed(13), "eval"), 11, 5, wrap=False) == [11, 12]
+
+
+def test_prompts_that_are_none_or_no_json_are_told() -> None:
+    with pytest.raises(ValueError, match="gave none"):
+        numbers(Prompts(Listed(0), "train"), 0, 1)
+
+    class Odd(Environment):
+        def prompts(self, split: Split) -> Iterable[Any]:
+            return [1, {2}]
+
+    with pytest.raises(ValueError, match="prompt 1 is not JSON"):
+        numbers(Prompts(Odd(), "train"), 0, 1)
+    with pytest.raises(RuntimeError, match="no prompts"):
+        numbers(Prompts(faulty.RaisesInPrompts(), "train"), 0, 1)
+
+
+def test_episodes_share_nothing_with_the_object_handed_over() -> None:
+    class Remembers(Environment):
+        def __init__(self) -> None:
+            self.said: list[str] = []
+
+    handed = Remembers()
+    handed.for_episode().said.append("x")  # type: ignore[attr-defined]
+    assert handed.said == []
+    handed.said = (item for item in "x")  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"Remembers cannot be copied .*for_episode"):
+        handed.for_episode()
