@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import sys
+import types
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -136,6 +138,38 @@ def test_reasoning_gym_names_its_extra() -> None:
     find("reasoning-gym").check({"task": "spell_backward"})
     with pytest.raises(UserError, match=r"pip install 'rookery\[reasoning-gym\]'"):
         find("reasoning-gym")({"task": "spell_backward"})
+
+
+def test_reasoning_gym_holds_out_other_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's interface, as far as we use it: entry i of a dataset is drawn from its seed + i."""
+
+    class Dataset:
+        def __init__(self, task: str, size: int, seed: int, config: dict[str, Any]) -> None:
+            if task != "count":
+                raise ValueError(f"Dataset '{task}' not registered")
+            self.size, self.seed, self.config = size, seed, config
+
+        def __getitem__(self, number: int) -> dict[str, Any]:
+            assert 0 <= number < self.size
+            return {"question": "?", "answer": str(self.seed + number), "metadata": {"shape": (1, {2}), **self.config}}
+
+        def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
+            return float(answer == entry["answer"])
+
+    library = types.ModuleType("reasoning_gym")
+    create = lambda task, size, seed, **config: Dataset(task, size, seed, config)  # noqa: E731
+    monkeypatch.setattr(library, "create_dataset", create, raising=False)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", library)
+    environment = find("reasoning-gym")(
+        {"task": "count", "size": 5, "eval_size": 3, "tag": "answer", "config": {"x": 1}}
+    )
+    train, held_out = list(environment.prompts("train")), list(environment.prompts("eval"))
+    assert [entry["answer"] for entry in train + held_out] == [str(number) for number in range(8)]
+    assert (len(train), train[0]["metadata"]) == (5, {"shape": [1, "{2}"], "x": 1})
+    assert play(environment, train[2], "hm <answer> 2 </answer>")[:2] == (1, {"right": 1})
+    assert play(environment, train[2], "2")[0] == 0
+    with pytest.raises(UserError, match="environment.task: absent: Dataset 'absent' not registered"):
+        find("reasoning-gym")({"task": "absent"})
 
 
 # --- calculator -----------------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ class ReasoningGymOptions(BaseModel):
     size: int = Field(512, ge=1, le=100_000)
     eval_size: int = Field(64, ge=0, le=100_000)
     seed: int = Field(0, ge=0)
-    """Of the training entries; the eval entries have the next one."""
     suffix: str = "\nReply with the answer only."
     """Put after every question."""
     tag: str | None = Field(None, pattern=r"^\w+$")
@@ -51,19 +50,18 @@ class ReasoningGym(Environment):
             ) from None
         self._options = options
         try:
-            self._train = reasoning_gym.create_dataset(
-                options.task, size=options.size, seed=options.seed, **options.config
-            )
-            self._eval = reasoning_gym.create_dataset(
-                options.task, size=max(1, options.eval_size), seed=options.seed + 1, **options.config
+            self._dataset = reasoning_gym.create_dataset(
+                options.task, size=options.size + options.eval_size, seed=options.seed, **options.config
             )
         except (ValueError, TypeError, AssertionError) as error:
             raise UserError(f"environment.task: {options.task}: {' '.join(str(error).split())}") from None
 
     def prompts(self, split: Split) -> Iterable[Any]:
-        dataset, size = (self._train, self._options.size) if split == "train" else (self._eval, self._options.eval_size)
-        # default=str: what JSON cannot say (dates and the like) is kept readable; scoring seldom needs it.
-        return (json.loads(json.dumps(dataset[number], default=str)) for number in range(size))
+        size, whole = self._options.size, self._options.size + self._options.eval_size
+        # Entry i is drawn from seed + i, so the next seed would give the same entries over again: the eval entries are
+        # those after the training entries. default=str keeps readable what JSON cannot say (dates and the like).
+        numbers = range(size) if split == "train" else range(size, whole)
+        return (json.loads(json.dumps(self._dataset[number], default=str)) for number in numbers)
 
     def reset(self, prompt: Any, seed: int) -> Sequence[Message]:
         return [{"role": "user", "content": prompt["question"] + self._options.suffix}]
@@ -73,7 +71,7 @@ class ReasoningGym(Environment):
         if self._options.tag is not None:
             found = re.findall(rf"<{self._options.tag}>(.*?)</{self._options.tag}>", reply.text, re.DOTALL)
             answer = found[-1].strip() if found else None
-        score = float(self._train.score_answer(answer=answer, entry=self.prompt))
+        score = float(self._dataset.score_answer(answer=answer, entry=self.prompt))
         return Step(reward=score, done=True, metrics={"right": float(score >= 1.0)})
 
     def for_episode(self) -> Environment:
