@@ -168,7 +168,7 @@ def test_reasoning_gym_holds_out_other_entries(monkeypatch: pytest.MonkeyPatch) 
     assert (len(train), train[0]["metadata"]) == (5, {"shape": [1, "{2}"], "x": 1})
     assert play(environment, train[2], "hm <answer> 2 </answer>")[:2] == (1, {"right": 1})
     assert play(environment, train[2], "2")[0] == 0
-    with pytest.raises(UserError, match="environment.task: absent: Dataset 'absent' not registered"):
+    with pytest.raises(UserError, match=r"environment\.task: absent: Dataset 'absent' not registered"):
         find("reasoning-gym")({"task": "absent"})
 
 
