@@ -17,8 +17,8 @@ from pathlib import Path
 FIELDS = ("tenant", "job", "policy", "version", "worker", "episode", "request")
 """What ``extra`` may name; each becomes a field of the line where it is given."""
 
-LOGGERS = ("rookery", "uvicorn.error")
-"""The package's own lines, and what the HTTP server has to say about connections that break."""
+LOGGERS = {"rookery": logging.DEBUG, "uvicorn.error": logging.WARNING}
+"""The package's own lines, and the HTTP server's where something is wrong; each with the lowest level ever shown."""
 
 FILE_BYTES = 16 << 20
 """A log file is rotated at this size: about a day of a busy service at INFO."""
@@ -75,7 +75,7 @@ def logging_to(handlers: list[logging.Handler], level: str) -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [(logger, logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:
-        logger.setLevel(level.upper())
+        logger.setLevel(max(logging.getLevelNamesMapping()[level.upper()], LOGGERS[logger.name]))
         logger.propagate = False
         for handler in handlers:
             logger.addHandler(handler)
