@@ -28,14 +28,21 @@ from rookery.worker.trainer.policy import PolicyState
 
 
 class Work:
-    """A forward-backward operation and how far it has come. ``state`` is set when it begins."""
+    """A forward-backward operation and how far it has come: units without loss are nothing to do. ``state`` is set when
+    it begins. One that is ``given_up`` (cancelled, or without ``units`` from the start) keeps its place in the queue,
+    because the gradient lacks it from there on; it has, or wants, no answer."""
 
-    def __init__(self, op: wire.ForwardBackward, units: Sequence[PackedUnit]) -> None:
+    def __init__(self, op: wire.ForwardBackward, units: Sequence[PackedUnit] | None) -> None:
         self.op = op
-        self.left = deque(units)
+        self.left = deque(unit for unit in units or () if unit.targets)
+        self.given_up = units is None
         self.state: PolicyState | None = None
         self._metrics: dict[str, float] = {"loss:sum": 0.0, "tokens": 0.0, "seconds": 0.0}
         self._logprobs: list[bytes] = []
+
+    def give_up(self) -> None:
+        self.left.clear()
+        self.given_up = True
 
     def add(self, metrics: dict[str, float]) -> None:
         """Sums by name, maxima where the name ends in ``:max``; what is not finite is counted instead."""

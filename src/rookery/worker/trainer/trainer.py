@@ -123,34 +123,36 @@ class Trainer:
         """Drop the policy's state; what is still queued for it is answered ``lost``."""
         for op in list(self._queue(policy)):
             self._remove(policy, op)
-            self._finished.append(Finished(_name(op), "the policy was dropped from this worker", "lost"))
+            if not (isinstance(op, Work) and op.given_up):
+                self._finished.append(Finished(_name(op), "the policy was dropped from this worker", "lost"))
         self._held.pop(policy, None)
 
     # --- operations -------------------------------------------------------------------------------------------------
 
     def forward_backward(self, op: wire.ForwardBackward, batch: wire.Batch) -> None:
         """Queue it. A batch that cannot be computed is answered ``failed`` at once."""
+        units: list[PackedUnit] | None
         try:
             units = [self._checked(PackedUnit.from_wire(unit)) for unit in batch.units]
             _check_loss(op.loss)
         except ValueError as error:
             self._finished.append(Finished(op.op, str(error), "failed"))
-            self._spoil(op)
-            return
-        self._enqueue(op.tenant, op.policy, Work(op, [unit for unit in units if unit.targets]))
+            units = None
+        self._enqueue(op.tenant, op.policy, Work(op, units))
 
     def optim_step(self, op: wire.OptimStep) -> None:
         """Queue it, behind the policy's earlier operations."""
         self._enqueue(op.tenant, op.policy, op)
 
     def cancel(self, op: str) -> None:
-        """Drop a queued or half-done operation without an answer."""
+        """Give up a queued or half-done operation without an answer."""
         for policies in list(self._queues.values()):
             for policy, queue in list(policies.items()):
                 for found in [queued for queued in queue if _name(queued) == op]:
-                    self._remove(policy, found)
                     if isinstance(found, Work):
-                        self._spoil(found.op)
+                        found.give_up()
+                    else:
+                        self._remove(policy, found)
 
     def drain(self) -> list[Finished]:
         """Answers since the last time, in order."""
@@ -159,7 +161,7 @@ class Trainer:
 
     @property
     def pending(self) -> int:
-        """Operations that have no answer yet."""
+        """Operations that are queued or half done."""
         return sum(len(queue) for policies in self._queues.values() for queue in policies.values())
 
     # --- slices -----------------------------------------------------------------------------------------------------
@@ -213,17 +215,16 @@ class Trainer:
                 self._finished.append(Finished(work.op.op, metrics=work.summary(), logprobs=work.logprobs()))
 
     def _begin(self, work: Work) -> bool:
-        """Whether the state that ``work`` names is here; else it is answered and gone."""
+        """Whether ``work`` can go on, on the state that it names; else it is gone, and answered if it was not yet."""
         op = work.op
         held = self._held.get(op.policy)
-        if (
-            held is None
-            or not self._at(held, op.lease, op.parent.hash, op.steps)
-            or work.state not in (None, held.state)
-        ):
+        named = held is not None and self._at(held, op.lease, op.parent.hash, op.steps)
+        if held is None or not named or work.given_up or work.state not in (None, held.state):
             self._remove(op.policy, work)
-            self._finished.append(Finished(op.op, "this worker holds another state of the policy", "stale"))
-            self._spoil(op)
+            if not work.given_up:
+                self._finished.append(Finished(op.op, "this worker holds another state of the policy", "stale"))
+            if held is not None and named and not op.forward_only:
+                held.whole = False  # the gradient is not what the controller takes it for, until a fresh one begins
             return False
         if work.state is None:
             work.state = held.state
@@ -272,12 +273,6 @@ class Trainer:
         if min(read) < 0 or max(read) >= config.vocab:
             raise ValueError(f"a token id is outside of the vocabulary of {config.vocab}")
         return unit
-
-    def _spoil(self, op: wire.ForwardBackward) -> None:
-        """Without ``op`` the policy's gradient is not what the controller takes it for, until a fresh one begins."""
-        held = self._held.get(op.policy)
-        if held is not None and held.lease == op.lease and not op.forward_only:
-            held.whole = False
 
     def _queue(self, policy: str) -> deque[Work | wire.OptimStep]:
         return next((p[policy] for p in self._queues.values() if policy in p), deque())
