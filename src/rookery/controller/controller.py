@@ -236,6 +236,7 @@ class Controller:
         )
         if state in ENDED:
             self._rollouts.forget(row.id)
+            self._hosts.close_job(row.id)
         log.info("job %s is %s %s", row.name, state, reason, extra={"tenant": row.tenant, "job": row.id})
         self._pulse.beat()
         return new

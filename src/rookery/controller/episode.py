@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ class Episode:
         """Play to the end. Raises :class:`EpisodeFailed`; :class:`~rookery.errors.Unavailable` when there is no host
         or no worker to play with."""
         environment = self.spec.environment
+        kept = False
         for _ in range(REPLAY_LIMIT):
             host = self.hosts.known(self.instance) if self.instance else None
             if host is None:
@@ -87,8 +89,12 @@ class Episode:
                 self.instance = ""
             except EnvironmentFailed as error:
                 raise EpisodeFailed(str(error)) from None
+            except asyncio.CancelledError:
+                kept = True  # a paused or restarted job takes the episode up again, in this same host
+                raise
             finally:
-                self.hosts.close_episode(host, self.id)
+                if not kept:
+                    self.hosts.close_episode(host, self.id)
         raise EpisodeFailed(f"its environment host was lost {REPLAY_LIMIT} times")
 
     async def _play(self, host: Host) -> Outcome:

@@ -3,7 +3,7 @@
 * A worker's frames count only under the epoch of its present connection.
 * A lost link, a bad frame, missed beats or compute without progress make it *suspect*: everything it owes goes on
   elsewhere at once. If its process dials in again it gets a new epoch and keeps its adapters; after a grace period
-  without it, it is *gone*.
+  without it, it is *gone*, and forgotten after another one.
 * Nobody waits on a worker: whoever gave it work is told by ``lost`` callbacks.
 """
 
@@ -222,7 +222,10 @@ class Fleet:
                         await worker.link.close("no compute progress")
                 elif worker.state == "suspect" and now - worker.since > self._settings.grace_seconds:
                     worker.state = "gone"
+                    worker.since = now
                     log.info("worker %s is gone", worker.name)
+                elif worker.state == "gone" and now - worker.since > self._settings.grace_seconds:
+                    del self._workers[worker.name]
 
     def _lose(self, worker: Worker, reason: str) -> None:
         if worker.state in ("suspect", "gone"):

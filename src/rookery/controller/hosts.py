@@ -241,6 +241,12 @@ class Hosts:
         if host.connected:
             host.outbox.put_nowait(wire.encode(wire.CloseEpisode(episode=episode)))
 
+    def close_job(self, job: str) -> None:
+        """The job has ended: so have the episodes that its hosts still keep."""
+        for host in self._hosts.values():
+            for episode in [name for name in host.episodes if name.startswith(f"{job}-")]:
+                self.close_episode(host, episode)
+
     def known(self, instance: str) -> Host | None:
         return self._hosts.get(instance)
 

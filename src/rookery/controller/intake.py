@@ -60,11 +60,8 @@ class Intake:
 
     async def model(self, tenant: str, name: str) -> str:
         """The proper name of a base model that this tenant may ask for."""
-        model = resolve(name)
-        if model.kind == "folder":
-            owner = await self._world.ledger(self._world.database.get_tenant, tenant)
-            if not owner.admin:
-                raise UserError("base_model: a folder on the service's machine is for the administrator; use a name")
+        owner = await self._world.ledger(self._world.database.get_tenant, tenant)
+        model = resolve(name, folders=owner.admin)  # what lies on the service's disk is the administrator's business
         found = await asyncio.to_thread(status, self._world.settings.cache, model.name)
         if found.state == "refused":
             raise UserError(found.reason)

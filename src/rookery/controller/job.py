@@ -533,7 +533,7 @@ class Job:
             return "worker: " + self.world.fleet.missing("rollout and training", model)
         if self.training:
             return "trainer"
-        position = self.world.rollouts.position(self.row.id)
+        position = self.world.rollouts.position(self.row.tenant, self.row.id)
         if self.phases.engine:
             queue = f", {position} before it in the queue" if position else ""
             return f"engine ({self.phases.engine} replies{queue})"

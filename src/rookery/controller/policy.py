@@ -122,25 +122,34 @@ class Policy:
         """Let go of the versions that retention does not keep."""
         world = self._world
         kept = [row for row in self._versions.values() if row.kept]
+        evaluated = any(row.evaluation is not None for row in kept)
         going = retire(
-            [Candidate(row.version, _score(row)) for row in kept],
+            [Candidate(row.version, _score(row, evaluated)) for row in kept],
             keep_last=self._checkpoints.keep_last,
             keep_best=self._checkpoints.keep_best,
             in_use=[version for version, users in self._pinned.items() if users],
         )
         gone = []
         for version in going:
-            digest = await world.ledger(world.database.retire_version, self.row.id, version)
+            digest = await world.ledger(self._let_go, version)
             self._versions[version] = msgspec.structs.replace(self._versions[version], kept=False)
             if digest is not None:
-                await world.ledger(world.artifacts.delete, digest)
                 gone.append(digest)
         if gone:
             world.forget_artifacts(gone)
 
+    def _let_go(self, version: int) -> str | None:
+        """Runs in the ledger as one. Answers the artifact's hash if it is gone."""
+        digest = self._world.database.retire_version(self.row.id, version)
+        if digest is None or self._world.training.unnamed[digest] > 0:
+            return None
+        self._world.artifacts.delete(digest)
+        return digest
 
-def _score(row: VersionRow) -> float | None:
-    if row.evaluation is not None:
+
+def _score(row: VersionRow, evaluated: bool) -> float | None:
+    """The evaluation where some version has one: training rewards are of other prompts and do not compare."""
+    if evaluated:
         return row.evaluation
     reward = row.metrics.get("reward")
     return float(reward) if reward is not None else None

@@ -1,8 +1,9 @@
 """Generation: requests go in, complete replies come out, whatever happens to the workers in between.
 
 * Every request ends exactly once: with its reply, with an error, or by its caller's cancellation.
-* Tokens that arrived are never generated again: when a worker is lost, its requests go to another one with the tokens
-  received so far, ahead of those that never ran. A cancelled request's tokens are parked and taken up if it returns.
+* Tokens that arrived are never generated again: when a worker is lost or gives a request up, it goes to another one
+  with the tokens received so far, ahead of those that never ran. A cancelled request of an episode parks its tokens,
+  and takes them up when it returns.
 * Tenants take turns; a worker holds at most its rows and a few more, everything else waits here, where it can be seen.
 * A chunk counts only from the worker that the request is with, under that worker's present epoch.
 """
@@ -95,24 +96,27 @@ class Rollouts:
         if request.id in self._live:
             raise RuntimeError(f"request {request.id} is under way already")
         reply = self._parked.get(request.job, {}).pop(request.id, Reply())
+        if reply.finish:
+            return reply
         live = _Live(request, reply, asyncio.get_running_loop().create_future(), since=self._clock.monotonic())
         self._live[request.id] = live
         self._queue.put(request.tenant, request.job, live)
         self._dispatch()
         try:
             return await live.done
+        except asyncio.CancelledError:
+            if request.episode and reply.tokens:
+                self._parked.setdefault(request.job, {})[request.id] = reply
+            raise
         finally:
             self._end(live)
 
     def waiting(self) -> int:
         return len(self._queue)
 
-    def position(self, job: str) -> int | None:
+    def position(self, tenant: str, job: str) -> int | None:
         """How many requests stand before the first one of ``job`` that waits for a worker; None when none waits."""
-        for place, live in enumerate(self._queue):
-            if live.request.job == job:
-                return place
-        return None
+        return self._queue.before(tenant, job)
 
     def executing(self, worker: Worker) -> int:
         return len(self._pending.get(worker, ()))
@@ -204,7 +208,9 @@ class Rollouts:
         reply.logprobs.extend(chunk.logprobs[skip:])
         reply.versions.extend([chunk.version] * len(fresh))
         self.sampled += len(fresh)
-        if chunk.finish:
+        if chunk.finish == "abort":  # not by us: a request that we abort is not live any more
+            self._again(live)
+        elif chunk.finish:
             reply.finish = chunk.finish
             live.done.set_result(reply)
             self._release(live)
@@ -219,14 +225,17 @@ class Rollouts:
 
     def _lost(self, worker: Worker) -> None:
         for name in sorted(self._pending.pop(worker, set()), reverse=True):
-            live = self._live[name]
-            live.worker = None
-            if live.done.done():
-                continue
-            self.migrated += 1
-            live.since = self._clock.monotonic()
-            self._queue.put(live.request.tenant, live.request.job, live, first=True)
+            self._again(self._live[name])
         self._dispatch()
+
+    def _again(self, live: _Live) -> None:
+        """The worker will not go on with it: another one must."""
+        self._release(live)
+        if live.done.done():
+            return
+        self.migrated += 1
+        live.since = self._clock.monotonic()
+        self._queue.put(live.request.tenant, live.request.job, live, first=True)
 
     def _release(self, live: _Live) -> None:
         if live.worker is not None:
@@ -241,6 +250,4 @@ class Rollouts:
         if live.worker is not None:
             self._fleet.post(live.worker, wire.Abort(request=request.id))
             self._release(live)
-        if live.done.cancelled() and live.reply.tokens:
-            self._parked.setdefault(request.job, {})[request.id] = live.reply
         self._dispatch()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -20,9 +21,10 @@ from rookery import wire
 from rookery.controller.fleet import Fleet, Worker
 from rookery.controller.ports import Clock, Ids, Ledger
 from rookery.controller.tickets import Tickets
-from rookery.errors import RookeryError, Unavailable
+from rookery.errors import Conflict, RookeryError, Unavailable
 from rookery.scheduling.routing import lease
 from rookery.settings import Settings
+from rookery.storage.artifacts import Staging
 
 log = logging.getLogger("rookery.controller.training")
 
@@ -65,6 +67,9 @@ class Training:
         self._waiting: dict[str, tuple[Worker, asyncio.Future[wire.Done]]] = {}
         self._leases: dict[str, Worker] = {}
         self._change = asyncio.Event()
+        self.unnamed: Counter[str] = Counter()
+        """Artifacts that are durable and that a version is about to name. Equal content is one artifact, so retention
+        must not delete one that another job just brought."""
         self.retries = 0
         fleet.handle(wire.Done, self._answered)
         fleet.on_change(self._change.set)
@@ -136,10 +141,24 @@ class Training:
             raise
         staging = self._tickets.collect(ticket)
         assert staging is not None
-        manifest = await self._ledger(staging.commit)
+        try:
+            manifest = await self._ledger(self._publish, staging)
+        except Conflict:
+            raise _TryElsewhere(f"worker {worker.name} uploaded nothing") from None
         if done.manifest is None or manifest.hash != done.manifest.hash:
+            self.named_now(manifest.hash)
             raise _TryElsewhere(f"worker {worker.name} uploaded other bytes than it said")
         return msgspec.structs.replace(done, manifest=manifest)
+
+    def _publish(self, staging: Staging) -> wire.Manifest:
+        """Runs in the ledger, so that no deletion comes between the two."""
+        manifest = staging.commit()
+        self.unnamed[manifest.hash] += 1
+        return manifest
+
+    def named_now(self, digest: str) -> None:
+        """A version names the artifact, or none ever will."""
+        self.unnamed[digest] -= 1
 
     def release(self, policy: str) -> None:
         self._leases.pop(policy, None)
@@ -239,6 +258,7 @@ class Trainee:
 
     def committed(self, ref: wire.AdapterRef) -> None:
         """``ref`` is durable in the database: the next step begins from it."""
+        self._training.named_now(ref.hash)
         self._steps.clear()
         self._taken = 0
         if self._worker is not None:
