@@ -16,6 +16,7 @@ class Embedded:
     """``url`` and ``key`` are how to reach it. What keeps it from starting is raised on entering."""
 
     def __init__(self, settings: Settings) -> None:
+        self.settings = settings
         self._service = Service(settings)
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
