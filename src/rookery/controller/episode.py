@@ -20,7 +20,7 @@ from rookery import wire
 from rookery.controller.hosts import EnvironmentFailed, Host, HostLost, Hosts
 from rookery.controller.rollouts import Request, Rollouts
 from rookery.controller.trajectory import Outcome, SaidTurn, Trajectory, derive
-from rookery.errors import RookeryError
+from rookery.errors import RookeryError, Unavailable
 from rookery.spec import JobSpec
 from rookery.text.chat import Chat
 
@@ -66,6 +66,8 @@ class Episode:
     said: list[SaidTurn] = field(default_factory=list)
     instance: str = ""
     """The host instance that ran the saved turns."""
+    resumable: bool = True
+    """Its turns are saved, so its environment is kept when the job rests."""
     splits: int = 0
     """Times that the chat template did not extend the sequence."""
 
@@ -73,24 +75,28 @@ class Episode:
         """Play to the end. Raises :class:`EpisodeFailed`; :class:`~rookery.errors.Unavailable` when there is no host
         or no worker to play with."""
         environment = self.spec.environment
+        wanted = (self.owner, environment.name)
         kept = False
         for _ in range(REPLAY_LIMIT):
-            host = self.hosts.known(self.instance) if self.instance else None
-            if host is None:
-                host = await self.hosts.host_for(self.owner, environment.name, environment.return_timeout)
-                if self.said and not host.deterministic(environment.name):
+            if self.said and self.instance:
+                host = await self.hosts.holder(*wanted, self.instance, environment.return_timeout)
+                if host.hello.instance != self.instance and not host.deterministic(environment.name):
                     raise EpisodeFailed("its environment host is gone, and the environment is not deterministic")
+            else:
+                host = await self.hosts.host_for(*wanted, environment.return_timeout)
             self.instance = host.hello.instance
+            if not self.resumable:
+                self.hosts.close_episode(host, self.id)  # of an earlier attempt, whose replies are not known
             try:
                 return await self._play(host)
             except HostLost as lost:
-                if not lost.deterministic:
+                if self.said and not lost.deterministic:
                     raise EpisodeFailed(f"{lost}, and the environment is not deterministic") from None
                 self.instance = ""
             except EnvironmentFailed as error:
                 raise EpisodeFailed(str(error)) from None
-            except asyncio.CancelledError:
-                kept = True  # a paused or restarted job takes the episode up again, in this same host
+            except (asyncio.CancelledError, Unavailable):
+                kept = self.resumable  # a paused or restarted job takes the episode up again, in this same host
                 raise
             finally:
                 if not kept:
@@ -116,6 +122,8 @@ class Episode:
             if not math.isfinite(observed.reward):
                 raise EpisodeFailed(f"the environment's reward of turn {turn} is {observed.reward}, not a number")
             reward += observed.reward
+            if not math.isfinite(reward):
+                raise EpisodeFailed("the environment's rewards add up to more than a number holds")
             metrics.update(observed.metrics)
             heard = list(observed.turns)
             conversation += heard

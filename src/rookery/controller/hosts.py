@@ -2,7 +2,7 @@
 
 * A host is known by its ``instance``, drawn once per process. When its connection breaks, its episodes wait for the
   same instance; its outstanding calls are sent again, and a host answers a call that it has already carried out from
-  memory, so nothing happens twice in an environment.
+  memory, so nothing happens twice in an environment. A job that rests keeps its episodes there until it ends.
 * :class:`HostLost` is raised to an episode whose instance does not come back in time, at once when another host offers
   the environment and either the environment is deterministic (the episode can be replayed there) or that host is the
   successor of the lost one.
@@ -40,6 +40,8 @@ BUILTIN = "builtin:"
 class EnvironmentFailed(RookeryError):
     """The environment raised, answered nonsense, or not at all: this episode is over."""
 
+    status = 422
+
 
 class HostLost(Exception):
     """The host instance that held an episode will not go on with it."""
@@ -61,6 +63,7 @@ class Host:
     left: float = 0.0
     episodes: set[str] = field(default_factory=set)
     calls: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
+    """Calls without an answer; None is answered for a connection that ended."""
     outbox: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
 
     def offers(self, owner: str, environment: str) -> bool:
@@ -68,6 +71,12 @@ class Host:
 
     def deterministic(self, environment: str) -> bool:
         return any(offer.name == environment and offer.deterministic for offer in self.hello.environments)
+
+    def interrupt(self) -> None:
+        """The connection is over: what was sent on it has to be sent again."""
+        for future in self.calls.values():
+            if not future.done():
+                future.set_result(None)
 
 
 class Hosts:
@@ -112,6 +121,7 @@ class Hosts:
             if host is not None and host.link is link and host.connected:
                 host.connected = False
                 host.left = self._clock.monotonic()
+                host.interrupt()
                 log.info("environment host %s left", host.hello.instance)
                 async with self._change:
                     self._change.notify_all()
@@ -144,6 +154,7 @@ class Hosts:
         else:
             known.hello, known.epoch, known.link, known.last_beat = hello, self._epoch, link, now
             known.outbox = asyncio.Queue()
+            known.interrupt()
         known.connected = True
         log.info("environment host %s offers %s", hello.instance, [offer.name for offer in hello.environments])
         async with self._change:
@@ -202,7 +213,24 @@ class Hosts:
                 return min(able(), key=lambda host: (len(host.episodes), host.joined))
         except TimeoutError:
             shown = environment.removeprefix(BUILTIN)
-            raise Unavailable(f"no environment host offers {shown!r}: waited {timeout:.0f} s for one") from None
+            waited = f": waited {timeout:.0f} s for one" if timeout else ""
+            raise Unavailable(f"no environment host offers {shown!r}{waited}") from None
+
+    async def holder(self, owner: str, environment: str, instance: str, timeout: float) -> Host:
+        """The host that holds an episode, connected or not. When this process has not heard of it: once it dials in, or
+        any host that can replay the episode does, or the time is over. Raises :class:`Unavailable`."""
+
+        def found() -> Host | None:
+            known = self._hosts.get(instance)
+            if known is not None and known.owner == owner:
+                return known
+            able = (host for host in self._hosts.values() if host.connected and host.offers(owner, environment))
+            return next((host for host in able if host.deterministic(environment)), None)
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout), self._change:
+                await self._change.wait_for(lambda: found() is not None)
+        return found() or await self.host_for(owner, environment, 0)
 
     async def prompts(
         self, owner: str, environment: str, message: wire.GetPrompts, *, timeout: float, return_timeout: float
@@ -247,9 +275,6 @@ class Hosts:
             for episode in [name for name in host.episodes if name.startswith(f"{job}-")]:
                 self.close_episode(host, episode)
 
-    def known(self, instance: str) -> Host | None:
-        return self._hosts.get(instance)
-
     async def _call(
         self,
         host: Host,
@@ -258,31 +283,23 @@ class Hosts:
         timeout: float,
         return_timeout: float,
     ) -> Any:
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         message = msgspec.structs.replace(message, call=self._ids.new("call"))
-        host.calls[message.call] = future
         what = type(message).__name__.removesuffix("Episode").lower()
         try:
             while True:
                 await self._back(host, environment, return_timeout)
-                epoch = host.epoch
+                future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+                host.calls[message.call] = future
                 host.outbox.put_nowait(wire.encode(message))
-                left = asyncio.create_task(self._left(host, epoch))
                 try:
                     async with asyncio.timeout(timeout):
-                        await asyncio.wait([future, left], return_when=asyncio.FIRST_COMPLETED)
+                        answer = await future
                 except TimeoutError:
                     raise EnvironmentFailed(f"{what} was not answered within {timeout:g} s") from None
-                finally:
-                    left.cancel()
-                if future.done():
-                    return future.result()
+                if answer is not None:
+                    return answer
         finally:
-            del host.calls[message.call]
-
-    async def _left(self, host: Host, epoch: int) -> None:
-        async with self._change:
-            await self._change.wait_for(lambda: not host.connected or host.epoch != epoch)
+            host.calls.pop(message.call, None)
 
     async def _back(self, host: Host, environment: str, timeout: float) -> None:
         """Until ``host`` is connected. Raises :class:`HostLost` when it will not be."""

@@ -96,20 +96,26 @@ class Policy:
     ) -> wire.AdapterRef:
         """One transaction: the version, what it consumed, the job's step and counters. Then it is the head."""
         world = self._world
-        row = await world.ledger(
-            world.database.commit_step,
-            job=self.row.job,
-            policy=self.row.id,
-            lease=lease,
-            parent=self.head.version if self.head is not None else None,
-            manifest=manifest,
-            groups=groups,
-            step=step,
-            counters=counters,
-            rng=rng,
-            metrics=metrics,
-            time=world.clock.time(),
-        )
+        parent = self.head.version if self.head is not None else None
+
+        def commit() -> VersionRow:
+            row = world.database.commit_step(
+                job=self.row.job,
+                policy=self.row.id,
+                lease=lease,
+                parent=parent,
+                manifest=manifest,
+                groups=groups,
+                step=step,
+                counters=counters,
+                rng=rng,
+                metrics=metrics,
+                time=world.clock.time(),
+            )
+            world.training.named_now(manifest.hash)
+            return row
+
+        row = await world.ledger(commit)
         self._versions[row.version] = row
         self.head = row
         return self.ref(row.version)
@@ -141,7 +147,7 @@ class Policy:
     def _let_go(self, version: int) -> str | None:
         """Runs in the ledger as one. Answers the artifact's hash if it is gone."""
         digest = self._world.database.retire_version(self.row.id, version)
-        if digest is None or self._world.training.unnamed[digest] > 0:
+        if digest is None or digest in self._world.training.unnamed:
             return None
         self._world.artifacts.delete(digest)
         return digest

@@ -146,19 +146,21 @@ class Training:
         except Conflict:
             raise _TryElsewhere(f"worker {worker.name} uploaded nothing") from None
         if done.manifest is None or manifest.hash != done.manifest.hash:
-            self.named_now(manifest.hash)
+            await self._ledger(self.named_now, manifest.hash)
             raise _TryElsewhere(f"worker {worker.name} uploaded other bytes than it said")
         return msgspec.structs.replace(done, manifest=manifest)
 
     def _publish(self, staging: Staging) -> wire.Manifest:
-        """Runs in the ledger, so that no deletion comes between the two."""
+        """Runs in the ledger, as do its end and retention: nothing comes between its two lines."""
         manifest = staging.commit()
         self.unnamed[manifest.hash] += 1
         return manifest
 
     def named_now(self, digest: str) -> None:
-        """A version names the artifact, or none ever will."""
+        """A version names the artifact, or none ever will. Runs in the ledger."""
         self.unnamed[digest] -= 1
+        if not self.unnamed[digest]:
+            del self.unnamed[digest]
 
     def release(self, policy: str) -> None:
         self._leases.pop(policy, None)
@@ -258,7 +260,6 @@ class Trainee:
 
     def committed(self, ref: wire.AdapterRef) -> None:
         """``ref`` is durable in the database: the next step begins from it."""
-        self._training.named_now(ref.hash)
         self._steps.clear()
         self._taken = 0
         if self._worker is not None:

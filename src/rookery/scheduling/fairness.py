@@ -34,7 +34,7 @@ class RoundRobin(Generic[T]):
         self._size += 1
 
     def take(self, ready: Callable[[T], bool]) -> T | None:
-        """The next item for which ``ready``, looking at each job's first item only, so that order within a job holds."""
+        """The next item for which ``ready``; of each job only the first is looked at, so that its order holds."""
         for tenant, jobs in list(self._tenants.items()):
             for job, items in list(jobs.items()):
                 if not ready(items[0]):
@@ -46,6 +46,18 @@ class RoundRobin(Generic[T]):
                 self._prune(tenant, job)
                 return item
         return None
+
+    def before(self, tenant: str, job: str) -> int | None:
+        """How many items will be taken before the job's first one, if all are ready; None when it has none."""
+        if job not in self._tenants.get(tenant, ()):
+            return None
+        own = list(self._tenants[tenant]).index(job)  # turns that the tenant's other jobs have first
+        place = list(self._tenants).index(tenant)
+        return own + sum(
+            min(sum(map(len, jobs.values())), own + (number < place))
+            for number, (name, jobs) in enumerate(self._tenants.items())
+            if name != tenant
+        )
 
     def remove(self, tenant: str, job: str, item: T) -> bool:
         """Take ``item`` out, wherever it stands; False when it is not there."""

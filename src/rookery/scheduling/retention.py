@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Candidate:
     version: int
     score: float | None
-    """Evaluation reward where there is one, else the training reward of the step that made it, else None."""
+    """Mean reward, of all candidates in evaluations or of all in training; None where it has none of that kind."""
 
 
 def retire(
