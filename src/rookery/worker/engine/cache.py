@@ -1,0 +1,197 @@
+"""Keys and values: contiguous segments in arenas, under one budget in bytes.
+
+Promises:
+
+* A segment (the shared prompt of a group, or one request's private tail) is contiguous, and the segments of one
+  capacity lie side by side without gaps, so that one batched product reads them in place.
+* What is allocated never exceeds the budget. What nobody runs with is *parked* (copied out at its exact length, least
+  recently used first to go) and may be taken up again.
+* A place is zeroed before it is used: nothing of another tenant, a NaN least of all, is left in it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from rookery.worker.exact import capacity
+from rookery.worker.model.config import DecoderConfig
+
+Kind = Literal["shared", "tail"]
+
+_FIRST_SLOTS = 4
+"""Places of a new arena; it grows by half."""
+
+
+class Place:
+    """Where one segment lies. ``slot`` changes when neighbours leave."""
+
+    __slots__ = ("arena", "slot")
+
+    def __init__(self, arena: Arena, slot: int) -> None:
+        self.arena = arena
+        self.slot = slot
+
+    @property
+    def capacity(self) -> int:
+        return self.arena.capacity
+
+
+class Arena:
+    """``k`` and ``v`` [layers, slots, kv_heads, capacity, head_dim]; slots [0, len(places)) are taken."""
+
+    def __init__(self, config: DecoderConfig, size: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.capacity = size
+        self.places: list[Place] = []
+        self.k = torch.zeros(config.layers, 0, config.kv_heads, size, config.head_dim, dtype=dtype, device=device)
+        self.v = self.k.clone()
+        self.slot_bytes = (
+            2 * self.k[:, :0].new_zeros(1).element_size() * (config.layers * config.kv_heads * size * config.head_dim)
+        )
+
+    @property
+    def slots(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def bytes(self) -> int:
+        return self.slots * self.slot_bytes
+
+    def resize(self, slots: int) -> None:
+        taken = len(self.places)
+        for name in ("k", "v"):
+            old: Tensor = getattr(self, name)
+            new = old.new_zeros(old.shape[0], slots, *old.shape[2:])
+            new[:, :taken] = old[:, :taken]
+            setattr(self, name, new)
+
+    def take(self) -> Place:
+        """A zeroed place; there must be a free slot."""
+        place = Place(self, len(self.places))
+        self.places.append(place)
+        self.k[:, place.slot].zero_()
+        self.v[:, place.slot].zero_()
+        return place
+
+    def give(self, place: Place) -> None:
+        """Frees ``place``; the last one moves into the gap."""
+        last = self.places.pop()
+        if last is not place:
+            self.k[:, place.slot] = self.k[:, last.slot]
+            self.v[:, place.slot] = self.v[:, last.slot]
+            last.slot = place.slot
+            self.places[last.slot] = last
+
+
+@dataclass
+class Parked:
+    """A segment that nobody runs with: ``k``, ``v`` [layers, kv_heads, length, head_dim], and what its owner knows."""
+
+    k: Tensor
+    v: Tensor
+    about: Any
+
+    @property
+    def bytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+
+class KvStore:
+    """All arenas and parked segments of one engine."""
+
+    def __init__(
+        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device | str, budget_bytes: int
+    ) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.device = device
+        self.budget = budget_bytes
+        self.arenas: dict[Kind, dict[int, Arena]] = {"shared": {}, "tail": {}}
+        self.parked: OrderedDict[Hashable, Parked] = OrderedDict()
+        self.token_bytes = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        arenas = sum(arena.bytes for kind in self.arenas.values() for arena in kind.values())
+        return arenas + sum(parked.bytes for parked in self.parked.values())
+
+    def fits_alone(self, *lengths: int) -> bool:
+        """Whether segments of these lengths would fit if nothing else were there."""
+        return sum(capacity(length) for length in lengths if length) * self.token_bytes <= self.budget
+
+    def seat(self, kind: Kind, length: int) -> Place | None:
+        """A place for ``length`` tokens, at the cost of parked segments if need be; None when the budget is full."""
+        size = capacity(length)
+        arena = self.arenas[kind].get(size)
+        if arena is None:
+            arena = self.arenas[kind][size] = Arena(self.config, size, self.dtype, self.device)
+        if len(arena.places) == arena.slots and not self._widen(arena):
+            return None
+        return arena.take()
+
+    def move(self, kind: Kind, place: Place, length: int) -> Place | None:
+        """The same segment with room for ``length`` tokens; None (and nothing changed) when the budget is full."""
+        if length <= place.capacity:
+            return place
+        new = self.seat(kind, length)
+        if new is not None:
+            for source, target in ((place.arena.k, new.arena.k), (place.arena.v, new.arena.v)):
+                target[:, new.slot, :, : place.capacity] = source[:, place.slot]
+            self.leave(place)
+        return new
+
+    def leave(self, place: Place) -> None:
+        place.arena.give(place)
+
+    def park(self, place: Place, length: int, key: Hashable, about: Any) -> None:
+        """Copies ``length`` tokens out under ``key`` and frees the place. Forgotten if there is no room for it."""
+        k, v = (x[:, place.slot, :, :length].clone() for x in (place.arena.k, place.arena.v))
+        self.leave(place)
+        self.parked.pop(key, None)
+        parked = Parked(k, v, about)
+        if self._reclaim(parked.bytes):
+            self.parked[key] = parked
+
+    def revive(self, kind: Kind, key: Hashable, length: int) -> tuple[Place, Any] | None:
+        """A parked segment with room for ``length`` tokens, and what was kept about it; None when it is not there, or
+        (still parked) when there is no room."""
+        parked = self.parked.pop(key, None)
+        if parked is None:
+            return None
+        size = parked.k.shape[2]
+        place = self.seat(kind, max(length, size))
+        if place is None:
+            self.parked[key] = parked
+            return None
+        place.arena.k[:, place.slot, :, :size] = parked.k
+        place.arena.v[:, place.slot, :, :size] = parked.v
+        return place, parked.about
+
+    def _widen(self, arena: Arena) -> bool:
+        taken = len(arena.places)
+        for slots in (max(_FIRST_SLOTS, taken * 3 // 2), taken + 1):
+            # while it is copied the old one is there too
+            if self._reclaim(slots * arena.slot_bytes, keep=arena):
+                arena.resize(slots)
+                return True
+        return False
+
+    def _reclaim(self, wanted: int, keep: Arena | None = None) -> bool:
+        """Makes ``wanted`` bytes of room: first unused arenas, then slack, then parked segments."""
+        if self.bytes + wanted <= self.budget:
+            return True
+        for kind in self.arenas.values():
+            for size, arena in list(kind.items()):
+                if arena is not keep and arena.slots > len(arena.places):
+                    if arena.places:
+                        arena.resize(len(arena.places))
+                    else:
+                        del kind[size]
+        while self.bytes + wanted > self.budget and self.parked:
+            self.parked.popitem(last=False)
+        return self.bytes + wanted <= self.budget

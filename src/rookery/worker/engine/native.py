@@ -1,0 +1,407 @@
+"""The native engine: continuous batching over cached segments, many adapters in one batch.
+
+Promises:
+
+* Same seed, same text: what a request generates does not depend on the other requests, on being resumed from given
+  tokens, on its cache being kept, parked or lost, nor on when it was admitted (bit for bit in bfloat16 on CPU).
+* Full means wait: beyond ``max_rows`` or the cache's budget, requests queue, first come first served. When growing
+  texts fill the budget, the youngest goes back to the head of the queue and later goes on where it was.
+* One ``step`` is one bounded slice: at most ``prefill_tokens`` prompt tokens, or one token for every running row.
+* Trouble in one request (logits that are no numbers) ends that request alone.
+
+Not thread-safe: one thread computes, and whoever calls the other methods does so in that thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from math import isfinite, isnan
+
+import torch
+from torch import Tensor
+
+from rookery import wire
+from rookery.worker.engine.attention import Batch, Stream
+from rookery.worker.engine.cache import KvStore
+from rookery.worker.engine.request import Request, Segment, StopStrings
+from rookery.worker.engine.sampler import Draw, sample
+from rookery.worker.model.bank import LoraBank
+from rookery.worker.model.decoder import Decoder
+
+log = logging.getLogger("rookery.engine")
+
+PREFILL_TOKENS = 512
+"""Prompt tokens of one slice, padding included: from about 512 rows on, matrix products reach full speed on CPU, and
+the slice takes about as long as a few decode steps."""
+
+FINISHED_KEPT = 1024
+"""Finished requests whose tokens stay for ``attach``, in case the last frame was lost with its connection."""
+
+
+class NativeEngine:
+    """See the module. ``decode`` turns token ids into text, for stop strings."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        bank: LoraBank,
+        decode: Callable[[list[int]], str],
+        *,
+        max_rows: int,
+        kv_budget_bytes: int,
+        max_context: int | None = None,
+        prefill_tokens: int = PREFILL_TOKENS,
+        finished_kept: int = FINISHED_KEPT,
+    ) -> None:
+        self.decoder = decoder
+        self.bank = bank
+        self.max_rows = max_rows
+        self.max_context = min(max_context or decoder.config.context, decoder.config.context)
+        self.generated = 0
+        """Tokens sampled since the beginning."""
+        self.stats: defaultdict[str, float] = defaultdict(float)
+        """Monotonic: decode_seconds, prefill_seconds, decode_steps, prefill_slices, prefill_tokens, reused_tokens
+        (found in the cache instead of computed), preempted."""
+        self._decode = decode
+        self._store = KvStore(decoder.config, decoder.dtype, decoder.device, kv_budget_bytes)
+        self._prefill_tokens = prefill_tokens
+        self._finished_kept = finished_kept
+        self._requests: dict[str, Request] = {}
+        self._finished: OrderedDict[str, Request] = OrderedDict()
+        self._waiting: deque[Request] = deque()
+        self._rows: list[Request] = []
+        """Admitted requests in order of admission."""
+        self._segments: dict[tuple[str, tuple[int, ...]], Segment] = {}
+        self._news: dict[str, Request] = {}
+        """Requests with something to hand out."""
+        self._prefilled_last = False
+
+    # --- what the worker calls --------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> int:
+        """Admitted requests."""
+        return len(self._rows)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def running(self) -> list[str]:
+        """Requests that ``attach`` can take up: unfinished ones, and finished ones whose tokens are still here."""
+        return [*self._requests, *self._finished]
+
+    def submit(self, order: wire.Generate) -> None:
+        """Queues a request. Raises ``ValueError``, in one line, for one that can never run here."""
+        self._check(order)
+        key = order.adapter.hash if order.adapter else ""
+        stops = StopStrings(order.stop, self._decode)
+        request = Request(order, key, stops, list(order.given), sent=len(order.given))
+        self._finished.pop(order.request, None)
+        self._requests[order.request] = request
+        if key:
+            self.bank.pin(key)
+        request.settle(self.max_context)
+        if request.finish:
+            self._end(request)
+        else:
+            self._waiting.append(request)
+
+    def attach(self, request: str, offset: int) -> bool:
+        """A controller that has ``offset`` tokens of ``request`` takes it up: they are handed out from there on.
+        False when it is not here, or no longer from that token on."""
+        held = self._requests.get(request) or self._finished.get(request)
+        if held is None or not len(held.tokens) - len(held.logprobs) <= offset <= len(held.tokens):
+            return False
+        held.sent = offset
+        if held.finish or offset < len(held.tokens):
+            self._news[request] = held
+        return True
+
+    def abort(self, request: str) -> None:
+        """Ends a request; its last chunk says so. Unknown requests are fine."""
+        held = self._requests.get(request)
+        if held is not None:
+            held.finish = "abort"
+            self._end(held)
+
+    def drain(self) -> list[wire.Chunk]:
+        """What was sampled since the last call, one chunk per request."""
+        news, self._news = self._news, {}
+        return [request.chunk() for request in news.values()]
+
+    def step(self) -> bool:
+        """One bounded slice of compute; False when there is nothing to do."""
+        with torch.no_grad():
+            self._admit()
+            self._start_from_segments()
+            # Prefill and decoding take turns, so that neither a stream of long prompts nor running rows starve.
+            if not (self._prefilled_last and any(self._decoding(row) for row in self._rows)):
+                self._prefilled_last = self._timed("prefill_seconds", self._prefill)
+                if self._prefilled_last:
+                    return True
+            self._prefilled_last = False
+            return self._timed("decode_seconds", self._decode_step)
+
+    # --- admission --------------------------------------------------------------------------------------------------
+
+    def _check(self, order: wire.Generate) -> None:
+        length = len(order.prompt) + len(order.given)
+        longest = min(len(order.prompt) + order.max_tokens, self.max_context)
+        vocabulary = self.decoder.config.vocab
+        if order.request in self._requests:
+            raise ValueError(f"request {order.request} is already running")
+        if not order.prompt:
+            raise ValueError("the prompt is empty")
+        if len(order.prompt) >= self.max_context or length > self.max_context:
+            raise ValueError(f"the prompt has {length} tokens; this model's context is {self.max_context}")
+        if not 0 <= order.shared <= len(order.prompt):
+            raise ValueError(f"shared is {order.shared}, the prompt has {len(order.prompt)} tokens")
+        if not all(0 <= token < vocabulary for token in (*order.prompt, *order.given)):
+            raise ValueError(f"a token id is outside the vocabulary of {vocabulary}")
+        if order.max_tokens < 1:
+            raise ValueError(f"max_tokens is {order.max_tokens}; it must be at least 1")
+        if not (isfinite(order.temperature) and order.temperature >= 0):
+            raise ValueError(f"temperature is {order.temperature}; it must be 0 or more")
+        if order.adapter is not None and order.adapter.hash not in self.bank:
+            raise ValueError(f"adapter {order.adapter.hash} is not resident")
+        if not self._store.fits_alone(order.shared, max(longest - order.shared, 1)):
+            raise ValueError(
+                f"a text of {longest} tokens does not fit this worker's cache ({self._store.budget} bytes)"
+            )
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._rows) < self.max_rows and self._seat(self._waiting[0]):
+            self._rows.append(self._waiting.popleft())
+
+    def _seat(self, request: Request) -> bool:
+        """Finds or makes the places of a request's segments; False (and nothing changed) when there is no room now."""
+        tail = request.tail
+        revived = self._revive(request, tail)
+        if not revived:
+            request.place, request.filled = self._store.seat("tail", max(len(tail), 1)), 0
+        if request.place is None:
+            return False
+        if request.shared and not self._join_segment(request):
+            self._vacate(request)
+            return False
+        return True
+
+    def _revive(self, request: Request, tail: list[int]) -> bool:
+        """Takes up the episode's cache where it is a beginning of this request's tail."""
+        episode = request.order.episode
+        kept = self._store.revive("tail", ("episode", episode), len(tail)) if episode and tail else None
+        if kept is None:
+            return False
+        place, (key, shared, tokens) = kept
+        if (key, shared) != (request.key, self._shared_tokens(request)) or tail[: len(tokens)] != tokens:
+            self._store.leave(place)
+            return False
+        # Where all of the tail is there, its last token is computed again: its logits were not kept.
+        request.place, request.filled = place, min(len(tokens), len(tail) - 1)
+        self.stats["reused_tokens"] += request.filled
+        return True
+
+    def _shared_tokens(self, request: Request) -> tuple[int, ...]:
+        return tuple(request.order.prompt[: request.shared])
+
+    def _join_segment(self, request: Request) -> bool:
+        tokens = self._shared_tokens(request)
+        key = (request.key, tokens)
+        segment = self._segments.get(key)
+        if segment is None:
+            kept = self._store.revive("shared", key, len(tokens))
+            if kept is not None:
+                segment = Segment(key, kept[0], filled=len(tokens), logits=kept[1])
+                self.stats["reused_tokens"] += len(tokens)
+            else:
+                place = self._store.seat("shared", len(tokens))
+                if place is None:
+                    return False
+                segment = Segment(key, place)
+            self._segments[key] = segment
+        segment.users += 1
+        request.segment = segment
+        return True
+
+    def _release_segment(self, request: Request) -> None:
+        segment, request.segment = request.segment, None
+        if segment is None:
+            return
+        segment.users -= 1
+        if segment.users == 0:
+            del self._segments[segment.key]
+            if segment.complete and (not segment.key[0] or segment.key[0] in self.bank):
+                self._store.park(segment.place, len(segment.tokens), segment.key, segment.logits)
+            else:
+                self._store.leave(segment.place)
+
+    # --- slices -----------------------------------------------------------------------------------------------------
+
+    def _timed(self, what: str, work: Callable[[], bool]) -> bool:
+        began = time.perf_counter()
+        did = work()
+        self.stats[what] += time.perf_counter() - began
+        return did
+
+    def _decoding(self, row: Request) -> bool:
+        """Everything but the last token is cached."""
+        return bool(row.tokens) and row.filled == row.tail_length - 1 and _ready(row)
+
+    def _start_from_segments(self) -> None:
+        """Samples the first token of rows whose whole prompt is a complete segment: its logits are there."""
+        ready = [row for row in self._rows if row.tail_length == 0 and _ready(row)]
+        if ready:
+            kept = [row.segment.logits for row in ready if row.segment is not None]
+            self._take(ready, torch.stack([logits for logits in kept if logits is not None]))
+
+    def _prefill(self) -> bool:
+        """One slice of prompt tokens, segments and tails of several requests together, oldest first."""
+        work: list[tuple[Request | Segment, Stream]] = []
+        widest, begun = 0, set()
+        for row in self._rows:
+            target: Request | Segment
+            tokens: Sequence[int]
+            if row.segment is not None and not row.segment.complete:
+                if id(row.segment) in begun:
+                    continue
+                begun.add(id(row.segment))
+                target, tokens, begin, place = row.segment, row.segment.tokens, row.segment.filled, row.segment.place
+                prefix = None
+            elif row.tail_length - row.filled > (1 if row.tokens else 0):
+                assert row.place is not None
+                target, tokens, begin, place, prefix = row, row.tail, row.filled, row.place, row.segment
+            else:
+                continue
+            count = min(len(tokens) - begin, self._prefill_tokens)
+            if work and max(widest, count) * (len(work) + 1) > self._prefill_tokens:
+                break
+            widest = max(widest, count)
+            stream = Stream(row.key, tokens[begin : begin + count], begin, place)
+            if prefix is not None:
+                stream.prefix, stream.prefix_length = prefix.place, len(prefix.tokens)
+            work.append((target, stream))
+        if not work:
+            return False
+        work.sort(key=lambda item: (self.bank.order(item[1].key), item[1].key))
+        hidden, batch = self._forward([stream for _, stream in work])
+        self.stats["prefill_slices"] += 1
+        done: list[tuple[int, Request | Segment]] = []
+        for i, (target, stream) in enumerate(work):
+            target.filled += len(stream.tokens)
+            self.stats["prefill_tokens"] += len(stream.tokens)
+            if target.filled == (len(target.tokens) if isinstance(target, Segment) else target.tail_length):
+                done.append((i, target))
+        if done:
+            logits = self._project(hidden, batch.last[torch.tensor([i for i, _ in done], device=hidden.device)])
+            rows = []
+            for (_, target), line in zip(done, logits, strict=False):
+                if isinstance(target, Segment):
+                    target.logits = line.clone()
+                else:
+                    rows.append((target, line))
+            if rows:
+                self._take([row for row, _ in rows], torch.stack([line for _, line in rows]))
+        return True
+
+    def _decode_step(self) -> bool:
+        """One token for every row whose prompt is cached."""
+        self._make_room()
+        rows = sorted((row for row in self._rows if self._decoding(row)), key=self._adapter_order)
+        if not rows:
+            return False
+        streams = []
+        for row in rows:
+            assert row.place is not None
+            stream = Stream(row.key, row.tokens[-1:], row.filled, row.place)
+            if row.segment is not None:
+                stream.prefix, stream.prefix_length = row.segment.place, len(row.segment.tokens)
+            streams.append(stream)
+            row.filled += 1
+        hidden, batch = self._forward(streams)
+        self.stats["decode_steps"] += 1
+        self._take(rows, self._project(hidden, batch.last))
+        return True
+
+    def _adapter_order(self, row: Request) -> tuple[int, str]:
+        return self.bank.order(row.key), row.key
+
+    def _make_room(self) -> None:
+        """Grows the rows' places for their next token; what finds no room sends the youngest row back to wait."""
+        for row in list(self._rows):
+            while row.place is not None and row.tail_length > row.place.capacity:
+                moved = self._store.move("tail", row.place, row.tail_length)
+                if moved is not None:
+                    row.place = moved
+                else:
+                    youngest = self._rows.pop()
+                    self._vacate(youngest)
+                    self._waiting.appendleft(youngest)
+                    self.stats["preempted"] += 1
+
+    def _forward(self, streams: Sequence[Stream]) -> tuple[Tensor, Batch]:
+        """Hidden states of streams sorted by adapter."""
+        batch = Batch(self.decoder.config, streams, self.decoder.dtype, self.decoder.device)
+        groups = [(key, sum(len(s.tokens) for s in group)) for key, group in groupby(streams, key=lambda s: s.key)]
+        if len(batch.tokens) > sum(count for _, count in groups):
+            groups = [(key, 2 * count) for key, count in groups]  # one token, doubled
+        lora = self.bank.select([key for key, _ in groups], [count for _, count in groups])
+        return self.decoder.forward(batch.tokens, batch.positions, batch, lora), batch
+
+    def _project(self, hidden: Tensor, index: Tensor) -> Tensor:
+        """Logits of the indexed positions; a lone one comes twice (``worker/exact.py``)."""
+        return self.decoder.project(hidden.index_select(0, index if len(index) > 1 else index.repeat(2)))
+
+    def _take(self, rows: Sequence[Request], logits: Tensor) -> None:
+        """Samples the next token of each row from the first ``len(rows)`` logits."""
+        draws = [Draw(row.order.seed, len(row.tokens), row.order.temperature) for row in rows]
+        sampled = sample(logits, draws)
+        for row, token, logprob in zip(rows, sampled.tokens, sampled.logprobs, strict=True):
+            if isnan(logprob):
+                row.finish, row.error = "error", "the logits are not numbers: the adapter's weights overflow"
+                log.warning("logits are not numbers", extra={"request": row.order.request, "adapter": row.key})
+            else:
+                row.append(token, logprob, self.max_context)
+                self.generated += 1
+            self._news[row.order.request] = row
+            if row.finish:
+                self._end(row)
+
+    # --- leaving ----------------------------------------------------------------------------------------------------
+
+    def _vacate(self, request: Request) -> None:
+        """Gives the request's places back; an episode's tail is parked for its next turn."""
+        place, request.place = request.place, None
+        if place is not None:
+            episode = request.order.episode
+            if episode and request.filled and (not request.key or request.key in self.bank):
+                about = (request.key, self._shared_tokens(request), request.tail[: request.filled])
+                self._store.park(place, request.filled, ("episode", episode), about)
+            else:
+                self._store.leave(place)
+        request.filled = 0
+        self._release_segment(request)
+
+    def _end(self, request: Request) -> None:
+        """A finished request leaves the batch; its tokens stay for ``attach``."""
+        name = request.order.request
+        if request in self._rows:
+            self._rows.remove(request)
+        elif request in self._waiting:
+            self._waiting.remove(request)
+        self._vacate(request)
+        if request.key:
+            self.bank.unpin(request.key)
+        del self._requests[name]
+        self._finished[name] = request
+        self._news[name] = request
+        while len(self._finished) > self._finished_kept:
+            self._finished.popitem(last=False)
+
+
+def _ready(row: Request) -> bool:
+    return row.segment is None or row.segment.complete
