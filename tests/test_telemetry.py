@@ -2,48 +2,168 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
+import json
+import logging
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
+from rookery.errors import UserError
+from rookery.settings import Settings
+from rookery.telemetry import log, sinks
 from rookery.telemetry.metrics import MetricsLog
+from rookery.telemetry.prometheus import Figures, Prometheus
+from rookery.telemetry.table import job_table, sparkline
 
 
 def test_rows_come_back_in_order_and_after_a_step(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "job")
-    assert log.read() == []
+    kept = MetricsLog(tmp_path / "job")
+    assert kept.read() == []
     for step in range(4):
-        log.append({"step": step, "reward": step / 2, "nested": {"nan": math.nan}})
-    assert [row["step"] for row in log.read()] == [0, 1, 2, 3]
-    assert [row["step"] for row in log.read(after=1)] == [2, 3]
-    assert log.read()[0]["nested"] == {"nan": None}
+        kept.append({"step": step, "reward": step / 2, "nested": {"nan": math.nan}})
+    assert [row["step"] for row in kept.read()] == [0, 1, 2, 3]
+    assert [row["step"] for row in kept.read(after=1)] == [2, 3]
+    assert kept.read()[0]["nested"] == {"nan": None}
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.integers(min_value=0, max_value=10_000), rows=st.integers(min_value=1, max_value=6))
 def test_a_file_cut_anywhere_keeps_its_whole_rows_and_takes_new_ones(tmp_path: Path, cut: int, rows: int) -> None:
-    log = MetricsLog(tmp_path / "job")
-    log.path.unlink(missing_ok=True)
+    kept = MetricsLog(tmp_path / "job")
+    kept.path.unlink(missing_ok=True)
     for step in range(rows):
-        log.append({"step": step, "text": "häßlich\n"})
-    content = log.path.read_bytes()[: cut % (log.path.stat().st_size + 1)]
-    log.path.write_bytes(content)
+        kept.append({"step": step, "text": "häßlich\n"})
+    content = kept.path.read_bytes()[: cut % (kept.path.stat().st_size + 1)]
+    kept.path.write_bytes(content)
     whole = content.count(b"\n")
-    assert [row["step"] for row in log.read()] == list(range(whole))
-    log.append({"step": whole, "text": "after"})
-    assert [row["step"] for row in log.read()] == list(range(whole + 1))
+    assert [row["step"] for row in kept.read()] == list(range(whole))
+    kept.append({"step": whole, "text": "after"})
+    assert [row["step"] for row in kept.read()] == list(range(whole + 1))
 
 
 def test_rows_after_the_last_commit_are_dropped(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path)
-    log.truncate_after(3)
+    kept = MetricsLog(tmp_path)
+    kept.truncate_after(3)
     for step in range(6):
-        log.append({"step": step})
-    log.truncate_after(3)
-    assert [row["step"] for row in log.read()] == [0, 1, 2, 3]
-    log.append({"step": 4})
-    assert log.read(after=2) == [{"step": 3}, {"step": 4}]
-    log.truncate_after(-1)
-    assert log.read() == []
+        kept.append({"step": step})
+    kept.truncate_after(3)
+    assert [row["step"] for row in kept.read()] == [0, 1, 2, 3]
+    kept.append({"step": 4})
+    assert kept.read(after=2) == [{"step": 3}, {"step": 4}]
+    kept.truncate_after(-1)
+    assert kept.read() == []
+
+
+# --- Prometheus, sinks, logs, the table -------------------------------------------------------------------------------
+
+
+def test_each_prometheus_shows_its_own_figures() -> None:
+    first, second = Prometheus(), Prometheus()
+    figures = Figures(jobs={"running": 2}, workers={"serving": 1}, totals={"steps": 7}, gauges={"requests_waiting": 3})
+    text = first.render(figures).decode()
+    assert 'rookery_jobs{state="running"} 2.0' in text and 'rookery_workers{state="serving"} 1.0' in text
+    assert "rookery_steps_total 7.0" in text and "rookery_requests_waiting 3.0" in text
+    empty = second.render(Figures(jobs={}, workers={}, totals={"steps": 0}, gauges={})).decode()
+    assert "rookery_steps_total 0.0" in empty and "running" not in empty
+
+
+def test_a_sink_without_its_package_is_refused_with_the_command_that_mends_it() -> None:
+    for extra, wanted in (("tensorboard", {"tensorboard": True}), ("wandb", {"wandb_project": "mine"})):
+        if importlib.util.find_spec(extra) is None:
+            with pytest.raises(UserError, match=rf"pip install 'rookery\[{extra}\]'"):
+                sinks.check(Settings.model_validate(wanted))
+    sinks.check(Settings())
+
+
+def test_a_sink_that_breaks_is_left_out_and_said_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written: list[tuple[int, dict[str, float]]] = []
+
+    class Keeps:
+        def write(self, step: int, values: Mapping[str, float]) -> None:
+            written.append((step, dict(values)))
+
+        def close(self) -> None:
+            raise OSError("gone")
+
+    class Breaks(Keeps):
+        def write(self, step: int, values: Mapping[str, float]) -> None:
+            raise OSError("full")
+
+    many = sinks.Sinks(Settings(), tmp_path, "job-1", "sums", [Breaks(), Keeps()])
+    for step in (1, 2):
+        many.write({"step": step, "reward": 0.5, "note": "text", "loss": None, "parts": {"format": 1, "nan": math.nan}})
+    many.close()
+    assert written == [(step, {"reward": 0.5, "parts/format": 1.0}) for step in (1, 2)]
+    assert "Breaks broke" in caplog.text and caplog.text.count("Breaks broke") == 1 and "closed" in caplog.text
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="the tensorboard extra is not installed")
+def test_tensorboard_gets_the_rows(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    many = sinks.Sinks(Settings(tensorboard=True), tmp_path, "job-1", "sums")
+    many.write({"step": 3, "reward": 0.25})
+    many.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward")
+    assert [(event.step, event.value) for event in events] == [(3, 0.25)]
+
+
+def test_log_lines_name_what_they_are_about_and_logging_is_given_back(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "service.jsonl"
+    logger = logging.getLogger("rookery.test")
+    package = logging.getLogger("rookery")
+    before = (package.level, package.propagate, list(package.handlers))
+    with log.logging_to([log.file_handler(path)], "INFO"):
+        logger.debug("not shown")
+        logger.info("step %d", 3, extra={"tenant": "t", "job": "j", "version": 0})
+        try:
+            raise ValueError("wrong")
+        except ValueError:
+            logger.exception("it broke")
+    logger.error("after")
+    assert (package.level, package.propagate, list(package.handlers)) == before
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert first["message"] == "step 3" and (first["tenant"], first["job"], first["version"]) == ("t", "j", 0)
+    assert first["level"] == "info" and first["room"] == "test" and "traceback" not in first
+    assert "ValueError: wrong" in second["traceback"]
+    record = logging.makeLogRecord({"msg": "hello", "levelno": logging.WARNING, "levelname": "WARNING", "job": "j"})
+    assert log.ForPeople().format(record).endswith("warning: hello  [job=j]")
+
+
+def view(**more: Any) -> dict[str, Any]:
+    shown = {"id": "job-1", "name": "sums", "state": "running", "step": 3, "steps": 40, "reward": 0.5, "staleness": 0.0}
+    return {
+        **shown,
+        "rewards": [0.0, 0.5, 1.0],
+        "tokens_per_second": 120.4,
+        "waits_for": "trainer",
+        "reason": "",
+        **more,
+    }
+
+
+def test_the_table_shows_what_the_issue_asks_for_and_can_be_a_picture() -> None:
+    console = Console(record=True, width=110, file=io.StringIO())
+    console.print(job_table([view(), view(name="[red]", state="paused", reason="most episodes fail", reward=None)]))
+    text = console.export_text(clear=False)
+    for part in ("sums", "running", "3/40", "0.500", "▁", "█", "120", "trainer", "[red]", "most episodes fail"):
+        assert part in text
+    assert "<svg" in console.export_svg(title="rookery")
+    assert "job-1" not in text
+
+
+@given(st.lists(st.one_of(st.none(), st.floats()), max_size=40), st.integers(1, 20))
+def test_a_sparkline_never_fails_and_never_grows(values: list[float | None], width: int) -> None:
+    assert len(sparkline(values, width)) <= width
+
+
+def test_a_sparkline_rises_with_its_values() -> None:
+    assert sparkline([0, 1, 2, 3]) == "▁▃▆█" and sparkline([2, 2]) == "▁▁" and sparkline([None, 1, 2]) == " ▁█"

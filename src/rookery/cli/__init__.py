@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from rookery.cli.main import main
+from rookery.cli.app import main
 
 __all__ = ["main"]

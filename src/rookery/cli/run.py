@@ -12,7 +12,7 @@ import json as jsons
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.live import Live
 
 from rookery.cli.common import (
+    COMPLETED,
     ENDINGS,
     INTERRUPTED,
     Data,
@@ -54,39 +55,53 @@ def run(
     json: Json = False,
 ) -> None:
     """Run one job to its end, on a running service if there is one, else on a service for this run alone."""
-    signal.signal(signal.SIGTERM, _interrupt)
     raw = read_job(job_file)
     spec = parse_job(raw)
     settings = settings_of(url, key, data)
-    client = _running_service(settings)
-    if client is not None:
-        with client:
-            if dry_run:
-                _show_plan(client, raw, job_file.parent, json)
-                return
-            job = client.submit(raw, folder=job_file.parent)
-            if detach:
-                _say(json, f"{job.name} is submitted as {job.id}; follow it with: rookery jobs logs -f {job.id}", job)
-                return
-            code = _followed(
-                client, job, json, adapter, f"{job.name} goes on; follow it with: rookery jobs logs -f {job.id}"
-            )
-        raise typer.Exit(code)
-    if detach:
-        raise Unavailable(f"--detach needs a running service, and none answers at {settings.base_url}: rookery serve")
-    if dry_run:
-        with tempfile.TemporaryDirectory(prefix="rookery-") as nowhere, _embedded(settings, Path(nowhere), "") as own:
-            _show_plan(own, raw, job_file.parent, json)
-        return
-    folder = settings.data if data is not None else _own_folder(raw, spec)
-    if not json:
-        console().print(f"no service runs: starting one for this job; its data: {folder}", markup=False)
-    with _embedded(settings, folder, spec.base_model) as own:
-        job = _unfinished(own, spec) or own.submit(raw, folder=job_file.parent)
-        code = _followed(
-            own, job, json, adapter or folder / "adapter", "stopped; the same command goes on from the last step"
-        )
+    with _sigterm_as_ctrl_c():
+        client = _running_service(settings)
+        if client is not None:
+            with client:
+                code = _on_service(client, raw, job_file.parent, dry_run, detach, adapter, json)
+        elif detach:
+            raise Unavailable(f"--detach needs a service, and none answers at {settings.base_url}: rookery serve")
+        elif dry_run:
+            with tempfile.TemporaryDirectory(prefix="rookery-") as gone, _embedded(settings, Path(gone), "") as own:
+                code = _show_plan(own, raw, job_file.parent, json)
+        else:
+            folder = settings.data if data is not None else _own_folder(raw, spec)
+            code = _alone(settings, folder, raw, spec, job_file.parent, adapter, json)
     raise typer.Exit(code)
+
+
+def _on_service(
+    client: Client, raw: dict[str, Any], folder: Path, dry_run: bool, detach: bool, adapter: Path | None, json: bool
+) -> int:
+    if dry_run:
+        return _show_plan(client, raw, folder, json)
+    job = client.submit(raw, folder=folder)
+    follow = f"follow it with: rookery jobs logs -f {job.id}"
+    if detach:
+        _say(json, f"{job.name} is submitted; {follow}", job)
+        return COMPLETED
+    return _followed(job, json, adapter, f"{job.name} goes on; {follow}; end it with: rookery jobs cancel {job.id}")
+
+
+def _alone(
+    settings: Settings,
+    data: Path,
+    raw: dict[str, Any],
+    spec: JobSpec,
+    folder: Path,
+    adapter: Path | None,
+    json: bool,
+) -> int:
+    if not json:
+        console().print(f"no service runs: starting one for this job; its data: {data}", markup=False)
+    with _embedded(settings, data, spec.base_model) as own:
+        job = _unfinished(own, spec) or own.submit(raw, folder=folder)
+        kept = adapter if adapter is not None else data / "adapter"
+        return _followed(job, json, kept, "stopped; the same command goes on from the last step")
 
 
 def _running_service(settings: Settings) -> Client | None:
@@ -128,7 +143,7 @@ def _unfinished(client: Client, spec: JobSpec) -> Job | None:
     return None
 
 
-def _followed(client: Client, job: Job, json: bool, adapter: Path | None, interrupted: str) -> int:
+def _followed(job: Job, json: bool, adapter: Path | None, interrupted: str) -> int:
     """Shows the job until it ends or pauses by itself; answers the exit code."""
     try:
         view = _watch_json(job) if json else _watch(job, console())
@@ -157,15 +172,16 @@ def _watch_json(job: Job) -> dict[str, Any]:
 
 def _watch(job: Job, out: Console) -> dict[str, Any]:
     """A live table on a terminal, else a line per step."""
-    view: dict[str, Any] = job.show()
-    with Live(console=out, auto_refresh=False, transient=True) as live:
+    view: dict[str, Any] = {}
+    live = Live(console=out, auto_refresh=False, transient=True) if out.is_terminal else None
+    with live if live is not None else nullcontext():
         for kind, data in job.follow():
-            view = data if kind in ("job", "end") else job.show()
-            if out.is_terminal:
-                live.update(job_table([view]), refresh=True)
+            view = data if kind in ("job", "end") else view
+            if live is not None:
+                live.update(job_table([job.show()]), refresh=True)
             elif kind == "metrics":
                 print_step(data, json=False)
-            if view["state"] == "paused" or kind == "end":
+            if view["state"] == "paused":
                 break
     return view
 
@@ -183,18 +199,18 @@ def _summary(job: Job, view: dict[str, Any], adapter: Path | None) -> None:
         out.print(f"paused: {view['reason']}; when that is mended: rookery jobs resume {job.id}", markup=False)
 
 
-def _show_plan(client: Client, raw: dict[str, Any], folder: Path, json: bool) -> None:
+def _show_plan(client: Client, raw: dict[str, Any], folder: Path, json: bool) -> int:
     plan = client.dry_run(raw, folder=folder)
     if json:
         print_json(plan)
-        return
+        return COMPLETED
     import yaml
 
     out = console()
     out.print(yaml.safe_dump(jsons.loads(jsons.dumps(plan["spec"])), sort_keys=False, allow_unicode=True), markup=False)
     for number, prompt in enumerate(plan["prompts"], 1):
-        text = prompt if isinstance(prompt, str) else prompt.get("text", prompt)
-        out.print(f"--- prompt {number}\n{text}", markup=False)
+        out.print(f"--- prompt {number}, {prompt['tokens']} tokens\n{prompt['text']}", markup=False)
+    return COMPLETED
 
 
 def _say(json: bool, text: str, job: Job) -> None:
@@ -204,5 +220,15 @@ def _say(json: bool, text: str, job: Job) -> None:
         console().print(text, markup=False)
 
 
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Whoever ends this command with SIGTERM gets the same orderly end."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,9 +74,10 @@ def check(settings: Settings) -> None:
 class Sinks:
     """All sinks of one job. ``row`` is a row of ``metrics.jsonl``; its numbers are shown, nested ones as ``a/b``."""
 
-    def __init__(self, settings: Settings, folder: Path, job: str, name: str) -> None:
+    def __init__(self, settings: Settings, folder: Path, job: str, name: str, further: Sequence[Sink] = ()) -> None:
+        """The sinks that ``settings`` ask for, writing below ``folder``, and ``further`` ones."""
         self._about = {"job": job}
-        self._sinks: list[Sink] = []
+        self._sinks: list[Sink] = list(further)
         if settings.tensorboard:
             self._open(lambda: TensorBoard(folder / "tensorboard"))
         if settings.wandb_project:
@@ -100,7 +101,7 @@ class Sinks:
                 log.exception("%s could not be closed", type(sink).__name__, extra=self._about)
         self._sinks.clear()
 
-    def _open(self, make: Any) -> None:
+    def _open(self, make: Callable[[], Sink]) -> None:
         try:
             self._sinks.append(make())
         except Exception:

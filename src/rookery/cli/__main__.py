@@ -1,0 +1,7 @@
+"""``python -m rookery.cli`` is ``rookery``."""
+
+from __future__ import annotations
+
+from rookery.cli.app import main
+
+main()

@@ -1,0 +1,80 @@
+"""What is light stays light: each room is imported in a process of its own, and what that brought is looked at."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "transformers", "safetensors.torch", "peft")
+SERVER = ("fastapi", "uvicorn", "sqlalchemy", "rich", "typer", "httpx", "pydantic", "numpy")
+
+
+def loaded_by(code: str) -> set[str]:
+    """The modules that ``code`` leaves loaded."""
+    shown = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules, sep=chr(10))"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    return set(shown.stdout.split())
+
+
+def test_import_rookery_loads_nothing_of_weight() -> None:
+    loaded = loaded_by("import rookery")
+    assert not loaded & {*HEAVY, *SERVER}
+    assert {name for name in loaded if name.startswith("rookery")} == {"rookery"}
+
+
+def test_every_public_name_is_there() -> None:
+    loaded = loaded_by(
+        "import rookery\nfor name in rookery.__all__: getattr(rookery, name)\n"
+        "assert set(rookery.__all__) <= set(dir(rookery))\n"
+        "assert not hasattr(rookery, 'Nothing')"
+    )
+    assert not loaded & {*HEAVY, "fastapi", "uvicorn", "sqlalchemy"}
+
+
+def test_an_environment_needs_no_more_than_its_own_room() -> None:
+    assert not loaded_by("import rookery; rookery.Environment; rookery.Step") & {*HEAVY, *SERVER}
+
+
+@pytest.mark.parametrize(
+    "room",
+    [
+        "rookery.algorithms.advantages",
+        "rookery.algorithms.schedules",
+        "rookery.cli.app",
+        "rookery.client",
+        "rookery.cluster.local",
+        "rookery.controller.controller",
+        "rookery.environments.process",
+        "rookery.scheduling.routing",
+        "rookery.service.run",
+        "rookery.spec",
+        "rookery.storage.database",
+        "rookery.telemetry.sinks",
+        "rookery.text.chat",
+        "rookery.wire",
+    ],
+)
+def test_no_room_but_the_worker_imports_torch(room: str) -> None:
+    assert not loaded_by(f"import {room}") & set(HEAVY)
+
+
+def test_the_command_line_starts_without_the_server() -> None:
+    loaded = loaded_by("from rookery.cli.app import main\ntry: main(['--help'])\nexcept SystemExit: pass")
+    assert not loaded & {*HEAVY, "fastapi", "uvicorn", "sqlalchemy"}
+
+
+def test_nothing_imports_the_service_but_what_runs_one() -> None:
+    for room in (
+        "rookery.controller.controller",
+        "rookery.client",
+        "rookery.environments.host",
+        "rookery.cluster.local",
+    ):
+        assert not {name for name in loaded_by(f"import {room}") if name.startswith("rookery.service")}
