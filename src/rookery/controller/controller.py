@@ -12,9 +12,11 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -121,6 +123,7 @@ class Controller:
         )
         self._intake = Intake(self.world)
         self._running: dict[str, _Running] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: list[asyncio.Task[None]] = []
         self._totals: Counter[str] = Counter()
         self._states: Counter[str] = Counter()
@@ -187,7 +190,6 @@ class Controller:
 
     async def pause(self, tenant: str, job: str) -> None:
         """Stop working on the job until it is resumed; what it has stays."""
-        await self._ledger(self._database.get_job, tenant, job)
         await self._want(tenant, job, "paused")
 
     async def cancel(self, tenant: str, job: str) -> None:
@@ -195,11 +197,14 @@ class Controller:
         await self._want(tenant, job, "cancelled")
 
     async def resume(self, tenant: str, job: str) -> None:
-        row = await self._ledger(self._database.get_job, tenant, job)
-        if row.state in ENDED:
-            raise Conflict(f"job {job} is {row.state}: submit a new one, with warm_start to go on from its weights")
-        if row.state == "paused" and job not in self._running:
-            self._launch(await self._set_state(row, "queued", ""))
+        async with self._changing(job):
+            row = await self._ledger(self._database.get_job, tenant, job)
+            if row.state in ENDED:
+                raise Conflict(f"job {job} is {row.state}: submit a new one, with warm_start to go on from its weights")
+            if row.state == "paused":
+                if job in self._running:  # it paused itself just now
+                    await asyncio.wait([self._running[job].task])
+                self._launch(await self._set_state(row, "queued", ""))
 
     async def wait(self, tenant: str, job: str) -> JobView:
         """The job when it has ended."""
@@ -210,7 +215,18 @@ class Controller:
                 return view
             await change.wait()
 
+    def _changing(self, job: str) -> asyncio.Lock:
+        """Held by whoever changes the job's state from outside: one at a time."""
+        lock = self._locks.get(job)
+        if lock is None:
+            lock = self._locks[job] = asyncio.Lock()
+        return lock
+
     async def _want(self, tenant: str, job: str, state: JobState) -> None:
+        async with self._changing(job):
+            await self._bring(tenant, job, state)
+
+    async def _bring(self, tenant: str, job: str, state: JobState) -> None:
         row = await self._ledger(self._database.get_job, tenant, job)
         if row.state in ENDED or row.state == state:
             if row.state == state:
@@ -237,6 +253,10 @@ class Controller:
         if state in ENDED:
             self._rollouts.forget(row.id)
             self._hosts.close_job(row.id)
+            left = [*await self._ledger(self._database.open_groups, row.id),
+                    *await self._ledger(self._database.ready_groups, row.id)]  # fmt: skip
+            names = [group.id for group in left]
+            await self._ledger(self._database.drop_groups, names, f"its job is {state}", self._clock.time())
         log.info("job %s is %s %s", row.name, state, reason, extra={"tenant": row.tenant, "job": row.id})
         self._pulse.beat()
         return new
@@ -253,18 +273,22 @@ class Controller:
         try:
             state, reason = await self._carry_out(row, running)
             current = await self._ledger(self._database.get_job, row.tenant, row.id)
-            await self._set_state(current, state, reason, reason if state == "failed" else "")
+            await asyncio.shield(self._set_state(current, state, reason, reason if state == "failed" else ""))
         except asyncio.CancelledError:
             if running.wanted is None and not self._stopping:
                 raise
+        except Exception:  # the database does not take it: the job goes on at the next start
+            log.exception("job %s stopped", row.id, extra={"tenant": row.tenant, "job": row.id})
         finally:
             if running.sinks is not None:
                 running.sinks.close()
-            if running.job is not None:
-                counters = dict(running.job.counters)
-                await asyncio.shield(self._ledger(self._database.save_counters, row.id, counters))
-            self._totals.update(running.seen())
-            del self._running[row.id]
+            try:
+                if running.job is not None:
+                    counters = dict(running.job.counters)
+                    await asyncio.shield(self._ledger(self._database.save_counters, row.id, counters))
+            finally:
+                self._totals.update(running.seen())
+                del self._running[row.id]
 
     async def _carry_out(self, row: JobRow, running: _Running) -> tuple[JobState, str]:
         """Run the job; how it ended, and why. Only a cancellation comes out as an exception."""
@@ -298,7 +322,9 @@ class Controller:
             owner=row.tenant if spec.environment.hosted is not None else SERVICE,
             options=await self._intake.options(row.tenant, spec),
             chat=await self.world.chat(spec.base_model),
-            warm_start=await self._intake.warm_start(row.tenant, spec, policies[0]),
+            warm_start=await self._intake.warm_start(row.tenant, spec, policies[0])
+            if policies[0].head_version is None
+            else None,
             metrics=MetricsLog(folder),
         )
 
@@ -447,22 +473,22 @@ class Controller:
             raise UserError(f"the prompt has {len(prompt)} tokens, the model's context is {chat.context}: shorten it")
         name = self._ids.new("sample")
         seed = sampling.get("seed")
-        reply = await self._rollouts.sample(
-            Request(
-                id=name,
-                tenant=tenant,
-                job=name,
-                model=model,
-                adapter=ref,
-                prompt=prompt,
-                shared=len(prompt),
-                max_tokens=min(sampling["max_tokens"], chat.context - len(prompt)),
-                temperature=sampling["temperature"],
-                seed=seed if seed is not None else int(self._ids.new("seed")[-12:], 16),
-                stop_tokens=chat.stop_tokens,
-                stop=list(sampling["stop"]),
-            )
+        request = Request(
+            id=name,
+            tenant=tenant,
+            job=name,
+            model=model,
+            adapter=ref,
+            prompt=prompt,
+            shared=len(prompt),
+            max_tokens=min(sampling["max_tokens"], chat.context - len(prompt)),
+            temperature=sampling["temperature"],
+            seed=seed if seed is not None else int(self._ids.new("seed")[-12:], 16),
+            stop_tokens=chat.stop_tokens,
+            stop=list(sampling["stop"]),
         )
+        with self._pinned(target, ref):
+            reply = await self._rollouts.sample(request)
         return Sampled(
             text=chat.decode(reply.tokens),
             tokens=reply.tokens,
@@ -472,6 +498,14 @@ class Controller:
             policy=ref.policy if ref is not None else "",
             prompt_tokens=len(prompt),
         )
+
+    def _pinned(self, target: str, ref: wire.AdapterRef | None) -> AbstractContextManager[object]:
+        """A running job's retention leaves the version alone within."""
+        running = self._running.get(target.partition("@")[0])
+        policy = running.job.policy if running is not None and running.job is not None else None
+        if ref is None or policy is None or policy.version(ref.version) is None:
+            return nullcontext()
+        return policy.pinned(ref.version)
 
     async def add_dataset(self, tenant: str, content: bytes) -> str:
         """Keep the rows of a ``jsonl`` environment; answers the hash that jobs name."""

@@ -15,6 +15,7 @@ import msgspec
 
 from rookery import wire
 from rookery.controller.episode import EpisodeFailed
+from rookery.controller.rollouts import GenerationFailed
 from rookery.controller.trajectory import Outcome
 
 
@@ -41,10 +42,13 @@ def summarise(results: list[HeldOut]) -> tuple[float, float]:
 async def evaluate(job: Any, version: int) -> None:
     """Evaluate ``version`` of ``job`` (a :class:`rookery.controller.job.Job`) and store the result."""
     world, spec = job.world, job.spec
-    prompts = await held_out_prompts(job)
     with job.policy.pinned(version) as ref:
-        runs = [_one(job, version, ref, number, prompt) for number, prompt in enumerate(prompts)]
-        results = list(await asyncio.gather(*runs))
+        prompts = await held_out_prompts(job)
+        async with asyncio.TaskGroup() as episodes:
+            runs = [
+                episodes.create_task(_one(job, version, ref, number, prompt)) for number, prompt in enumerate(prompts)
+            ]
+    results = [run.result() for run in runs]
     mean, spread = summarise(results)
     failed = [result.error for result in results if result.error]
     job.counters["evaluation_failures"] += len(failed)
@@ -103,7 +107,7 @@ async def _one(job: Any, version: int, ref: wire.AdapterRef, number: int, prompt
     shown = msgspec.json.decode(prompt)
     try:
         outcome: Outcome = await episode.run()
-    except EpisodeFailed as error:
+    except (EpisodeFailed, GenerationFailed) as error:
         return HeldOut(shown, error=str(error))
     said = "\n".join(turn.content for turn in outcome.turns if turn.role == "assistant")
     return HeldOut(shown, outcome.reward, said, outcome.metrics)

@@ -4,7 +4,8 @@ Keep groups in flight; take a batch of complete ones; forward, backward, optimiz
 environment and training go on side by side; ``max_staleness`` bounds how far they drift apart.
 
 * A group is stored with its prompt before it runs, so a restart neither skips nor repeats one.
-* A group that is too old is dropped and counted, never trained on. One whose members mostly failed is replaced.
+* A group that is too old, or came from a version whose bytes were lost, is dropped and counted, never trained on. One
+  whose members mostly failed is replaced.
 * What a version consumed is committed with it in one transaction.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,7 @@ from rookery.controller.episode import Episode, EpisodeFailed, Phases
 from rookery.controller.evaluation import evaluate
 from rookery.controller.hosts import EnvironmentFailed
 from rookery.controller.policy import Policy
+from rookery.controller.pulse import Pulse
 from rookery.controller.rollouts import GenerationFailed
 from rookery.controller.training import Step, Trainee
 from rookery.controller.trajectory import Outcome, SaidTurn, derive, outcome_decoder, turns_decoder
@@ -98,13 +101,15 @@ class Job:
         )
         self._cursor = row.cursor
         self._taken: list[_Taken] = []
-        self._changed = asyncio.Event()
+        self._changed = Pulse()
         self._groups: set[asyncio.Task[None]] = set()
         self._failures = FailureWindow(world.settings.failing_window, world.settings.failing_share)
         self._began = world.clock.monotonic()
         self._spent = float(row.rng.get("seconds", 0.0))
         self._sampled: deque[tuple[float, int]] = deque()
         self._evaluated: set[int] = set()
+        self._untrimmed = 0
+        """Episodes that ended since old ones were trimmed."""
         self.rewards: deque[float] = deque(maxlen=SHOWN_REWARDS)
 
     # --- the algorithm ------------------------------------------------------------------------------------------------
@@ -114,15 +119,15 @@ class Job:
         try:
             await self._begin()
             async with asyncio.TaskGroup() as tasks:
-                collecting = tasks.create_task(self._collect(tasks))
+                beside = [tasks.create_task(self._collect(tasks)), tasks.create_task(self._alarm())]
                 self._evaluate_if_due(tasks)
                 while (reason := self._stop_reason()) is None:
-                    groups = await self._next_batch()
-                    await self._train(groups)
-                    self._evaluate_if_due(tasks)
-                for task in (collecting, *self._groups):
+                    if groups := await self._next_batch():
+                        await self._train(groups)
+                        self._evaluate_if_due(tasks)
+                for task in (*beside, *self._groups):
                     task.cancel()
-            await self._end(reason)
+            await self._end()
             return reason
         finally:
             self._trainee.forget()
@@ -137,8 +142,7 @@ class Job:
             await self._commit_version(manifest, [], 0, {})
         assert self.policy.head is not None
         self.step = self.policy.head.step
-        await world.ledger(self._metrics.truncate_after, self.step)
-        for metrics in await world.ledger(self._metrics.read):
+        for metrics in await world.ledger(self._recover_metrics):
             self.rewards.append(metrics["reward"])
         self._evaluated = {
             row.version for row in await world.ledger(world.database.evaluations, self.row.tenant, self.row.id)
@@ -146,14 +150,33 @@ class Job:
         for group in await world.ledger(world.database.ready_groups, self.row.id):
             outcomes = [outcome_decoder.decode(e.trajectories) for e in group.episodes if e.state == "done"]
             self.ready.append(self._complete(group, outcomes))
+        lost = {version.version for version in self.policy.history if version.lost}
+        orphans = [group for group in self.ready if any(lost & outcome.versions for outcome in group.outcomes)]
+        if orphans:
+            await self._drop(orphans, "its version was lost")
+
+    def _recover_metrics(self) -> list[dict[str, Any]]:
+        """The rows of the committed steps, and only those: a crash may have come between a commit and its row."""
+        self._metrics.truncate_after(self.step)
+        rows = self._metrics.read()
+        last = rows[-1]["step"] if rows else 0
+        for version in self.policy.history:
+            if version.step > last and not version.lost:
+                rows.append({**version.metrics, "version": version.version})
+                self._metrics.append(rows[-1])
+        return rows
 
     async def _collect(self, tasks: asyncio.TaskGroup) -> None:
         """Keep groups in flight up to the staleness bound, those of an earlier run first."""
         world, algorithm = self.world, self.spec.algorithm
         for group in await world.ledger(world.database.open_groups, self.row.id):
-            self._start(tasks, group)
+            began_on = {episode.version for episode in group.episodes if episode.version is not None}
+            if all(self._kept(version) for version in began_on):
+                self._start(tasks, group)
+            else:
+                await self._drop([group], "its version was lost")
         while True:
-            self._changed.clear()
+            change = self._changed.next
             assert self.policy.head is not None
             count = admissible(
                 step=self.step + self.training,
@@ -167,16 +190,23 @@ class Job:
                 left = (self.spec.stop.steps - self.step - self.training) * algorithm.groups_per_step
                 count = min(count, left - self.in_flight - len(self.ready))
             if count <= 0:
-                await self._changed.wait()
+                await change.wait()
                 continue
             for group in await self._new_groups(count):
                 self._start(tasks, group)
 
+    async def _alarm(self) -> None:
+        """Have the wall time noticed by a job that waits."""
+        limit = self.spec.stop.wall_time
+        while limit is not None and (left := limit - self.seconds()) > 0:
+            await self.world.clock.sleep(left)
+        self._changed.beat()
+
     async def _next_batch(self) -> list[CompleteGroup]:
-        """The groups of the next step: those that would expire first."""
+        """The groups of the next step: those that would expire first; none when the wall time is over."""
         algorithm = self.spec.algorithm
         while True:
-            self._changed.clear()
+            change = self._changed.next
             known = {group.id: group for group in self.ready}
             batch, stale = choose(
                 [Ready(group.id, group.ordinal, group.step) for group in self.ready],
@@ -185,12 +215,15 @@ class Job:
                 max_staleness=algorithm.max_staleness,
             )
             if stale:
-                await self._drop([known[group.group] for group in stale])
+                await self._drop([known[group.group] for group in stale], f"too old for step {self.step}")
+                continue
             if batch:
                 groups = [known[group.group] for group in batch]
                 self.ready = [group for group in self.ready if group not in groups]
                 return groups
-            await self._changed.wait()
+            if self._out_of_time() and not self._taken:
+                return []
+            await change.wait()
 
     async def _train(self, groups: list[CompleteGroup]) -> None:
         """One optimizer step on ``groups``, and the commit when it is due."""
@@ -220,15 +253,17 @@ class Job:
             }
             self._taken.append(_Taken(groups, metrics))
             self.step += 1
+            self.training = False
             if due:
                 assert done.manifest is not None
                 consumed = [group.id for taken in self._taken for group in taken.groups]
                 await self._commit_version(done.manifest, consumed, self.step, metrics)
                 self._publish(self.world.clock.monotonic() - trained)
                 await self.policy.retire()
+                await self._trim()
         finally:
             self.training = False
-            self._changed.set()
+            self._changed.beat()
 
     async def _commit_version(
         self, manifest: wire.Manifest, groups: list[str], step: int, metrics: dict[str, Any]
@@ -255,17 +290,21 @@ class Job:
             self.staleness = row["staleness_mean"]
             self.world.measured(self.row.id, row)
         self._taken.clear()
+        self._changed.beat()
         log.info(
             "step %d: reward %.3f", self.step, self.rewards[-1],
             extra={"tenant": self.row.tenant, "job": self.row.id, "version": self.policy.head.version},
         )  # fmt: skip
 
-    async def _end(self, reason: str) -> None:
-        """The last version is evaluated; what was not trained on is closed."""
-        world = self.world
-        left = [g.id for g in self.ready] + [g.id for g in await world.ledger(world.database.open_groups, self.row.id)]
-        await world.ledger(world.database.drop_groups, left, f"its job ended: {reason}", world.clock.time())
-        self.ready.clear()
+    async def _trim(self) -> None:
+        """Let go of the text of old episodes, now and then: at most twice as much is kept as the setting says."""
+        keep = self.world.settings.trajectory_keep
+        if self._untrimmed >= keep:
+            self._untrimmed = 0
+            await self.world.ledger(self.world.database.trim_episodes, self.row.id, keep)
+
+    async def _end(self) -> None:
+        """The last version is evaluated."""
         assert self.policy.head is not None
         if self.spec.evaluation.prompts and self.policy.head.version not in self._evaluated:
             await evaluate(self, self.policy.head.version)
@@ -283,11 +322,15 @@ class Job:
             return f"{step} steps"
         if stop.reward is not None and reward is not None and reward >= stop.reward:
             return f"reward {reward:.3f} reached {stop.reward:g}"
-        if stop.wall_time is not None and self.seconds() >= stop.wall_time:
+        if self._out_of_time():
             return f"wall time {self.seconds():.0f} s reached {stop.wall_time:.0f} s"
         if stop.tokens is not None and self.counters["tokens"] >= stop.tokens:
             return f"{self.counters['tokens']} tokens reached {stop.tokens}"
         return None
+
+    def _out_of_time(self) -> bool:
+        limit = self.spec.stop.wall_time
+        return limit is not None and self.seconds() >= limit
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
@@ -313,7 +356,7 @@ class Job:
             return_timeout=environment.return_timeout,
         )
         groups = []
-        for ordinal, prompt in enumerate(answer.prompts, self._cursor):
+        for ordinal, prompt in enumerate(answer.prompts[:count], self._cursor):
             name = f"{self.row.id}-g{ordinal}"
             episodes = tuple(
                 NewEpisode(id=f"{name}-{member}", member=member, seed=self.seed("episode", ordinal, member))
@@ -352,7 +395,7 @@ class Job:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._groups.discard(task)
-        self._changed.set()
+        self._changed.beat()
 
     @property
     def in_flight(self) -> int:
@@ -366,8 +409,9 @@ class Job:
         began_on = [e.version for e in group.episodes if e.version is not None]
         version = min(began_on) if began_on else self.policy.head.version
         with self.policy.pinned(version) as ref:
-            results = await asyncio.gather(*(self._run_episode(group, row, ref) for row in group.episodes))
-        outcomes = [outcome for outcome in results if outcome is not None]
+            async with asyncio.TaskGroup() as episodes:
+                runs = [episodes.create_task(self._run_episode(group, row, ref)) for row in group.episodes]
+        outcomes = [outcome for run in runs if (outcome := run.result()) is not None]
         if len(outcomes) >= 2:
             complete = self._complete(group, outcomes)
             await world.ledger(
@@ -387,6 +431,7 @@ class Job:
         world = self.world
         if row.state != "open":
             return outcome_decoder.decode(row.trajectories) if row.state == "done" else None
+        self._untrimmed += 1
         episode = self.episode(
             id=row.id, ref=ref, prompt=group.prompt, seed=row.seed, environment_seed=group.seed, row=row
         )
@@ -451,29 +496,36 @@ class Job:
             save=save,
             said=turns_decoder.decode(row.turns) if row is not None and row.turns else [],
             instance=row.host_instance if row is not None else "",
+            resumable=row is not None,
         )
 
     def _complete(self, group: GroupRow, outcomes: list[Outcome]) -> CompleteGroup:
         oldest = min((version for outcome in outcomes for version in outcome.versions), default=0)
         return CompleteGroup(group.id, group.ordinal, self.policy.step_of(oldest), oldest, outcomes)
 
-    async def _drop(self, groups: list[CompleteGroup]) -> None:
-        reason = f"older than max_staleness at step {self.step}"
+    def _kept(self, version: int) -> bool:
+        row = self.policy.version(version)
+        return row is not None and row.kept
+
+    async def _drop(self, groups: Sequence[CompleteGroup | GroupRow], reason: str) -> None:
         names = [group.id for group in groups]
         await self.world.ledger(self.world.database.drop_groups, names, reason, self.world.clock.time())
-        self.ready = [group for group in self.ready if group not in groups]
+        self.ready = [group for group in self.ready if group.id not in names]
         self.counters["groups_dropped_stale"] += len(groups)
+        self._changed.beat()
 
     # --- around it ----------------------------------------------------------------------------------------------------
 
     def _evaluate_if_due(self, tasks: asyncio.TaskGroup) -> None:
-        """Begin an evaluation of the head beside the training, when one is due."""
-        head, evaluation = self.policy.head, self.spec.evaluation
-        assert head is not None
-        periodic = evaluation.every and head.step % evaluation.every == 0
-        if evaluation.prompts and head.version not in self._evaluated and (head.version == 0 or periodic):
-            self._evaluated.add(head.version)
-            tasks.create_task(evaluate(self, head.version))
+        """Begin the evaluations that are due, beside the training; also those that an earlier run did not finish."""
+        evaluation = self.spec.evaluation
+        if not evaluation.prompts:
+            return
+        for row in self.policy.history:
+            periodic = evaluation.every and row.step % evaluation.every == 0
+            if row.kept and row.version not in self._evaluated and (row.version == 0 or periodic):
+                self._evaluated.add(row.version)
+                tasks.create_task(evaluate(self, row.version))
 
     def _init_adapter(self, op: str, commit: str, source: wire.AdapterRef | None) -> wire.InitAdapter:
         _, policy = self.spec.policy

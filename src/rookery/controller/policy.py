@@ -71,6 +71,11 @@ class Policy:
         """Optimizer steps behind ``version``."""
         return self._versions[version].step
 
+    @property
+    def history(self) -> list[VersionRow]:
+        """Every version, oldest first."""
+        return list(self._versions.values())
+
     def version(self, version: int) -> VersionRow | None:
         return self._versions.get(version)
 
