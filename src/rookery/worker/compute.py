@@ -14,7 +14,6 @@ Promises:
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -34,8 +33,6 @@ from rookery.worker.model.bank import LoraBank
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.trainer.policy import Export
 from rookery.worker.trainer.trainer import Finished, Trainer, initial
-
-log = logging.getLogger("rookery.worker.compute")
 
 T = TypeVar("T")
 
@@ -89,6 +86,7 @@ class Core:
             Chat.load(folder).decode,
             max_rows=settings.max_rows,
             kv_budget_bytes=settings.kv_bytes,
+            finished_kept=0,  # the I/O side keeps them, with what it has not sent
         )
         self.trainer = Trainer(
             self.decoder, max_rank=settings.max_rank, slice_tokens=settings.slice_tokens, base_model=model
@@ -184,8 +182,6 @@ class Compute:
             self.failure = error
             if not self.ready.done():
                 self.ready.set_exception(error)
-            else:
-                log.exception("the compute thread failed")
         finally:
             with self._changed:
                 self.over.set_result(None)
@@ -211,15 +207,16 @@ class Compute:
                     except Exception as error:  # belongs to the caller
                         future.set_exception(error)
             turn = next_turn(turns)
+            stepped = False
             if turn is not None:
                 began = time.perf_counter()
-                turn.part.step()
+                stepped = turn.part.step()
                 spent = time.perf_counter() - began
                 turn.clock += spent
                 turn.seconds += spent
-            self._publish(core, turns, stepped=turn is not None)
+            self._publish(core, turns, stepped)
 
-    def _publish(self, core: Core, turns: list[Turn], *, stepped: bool) -> None:
+    def _publish(self, core: Core, turns: list[Turn], stepped: bool) -> None:
         decode, train = turns
         chunks, finished = core.engine.drain(), core.trainer.drain()
         self.status = Status(

@@ -137,6 +137,7 @@ class Link:
                     ping_timeout=self._settings.suspect_seconds,
                 ) as connection:
                     await self._converse(connection, self._hello(core))
+                log.info("the service ended the link")
             except (OSError, TimeoutError, websockets.WebSocketException, wire.BadFrame) as error:
                 log.warning("no link to %s: %s", target, " ".join(str(error).split()) or type(error).__name__)
             await asyncio.sleep(self._pause * random.uniform(0.5, 1.0))

@@ -61,10 +61,20 @@ class Held:
     def length(self) -> int:
         return self.start + len(self.tokens)
 
-    def continues(self, given: list[int]) -> bool:
-        """Whether ``given`` is a piece of this text that ends where it can be gone on from."""
-        mine = self.generate.given + self.tokens
-        return self.start <= len(given) <= len(mine) and mine[: len(given)] == given
+    def continues(self, claim: wire.Generate) -> bool:
+        """Whether ``claim`` asks for this very text, and has a piece of it that ends where it can be gone on from."""
+        mine, given = self.generate.given + self.tokens, claim.given
+        return (
+            _essence(claim) == _essence(self.generate)
+            and self.start <= len(given) <= len(mine)
+            and mine[: len(given)] == given
+        )
+
+
+def _essence(generate: wire.Generate) -> wire.Generate:
+    """What decides about the text."""
+    ref = generate.adapter and msgspec.structs.replace(generate.adapter, ticket="")
+    return msgspec.structs.replace(generate, given=[], adapter=ref)
 
 
 class Requests:
@@ -90,7 +100,7 @@ class Requests:
             self._transfers.granted(ref.hash, ref.ticket)
         held = self._held.get(generate.request)
         if held is not None:
-            if held.finish != "error" and held.continues(generate.given):
+            if held.finish != "error" and held.continues(generate):
                 self._resume(held, len(generate.given))
                 return
             self.abort(generate.request)

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -56,6 +56,9 @@ RECENT_SECONDS = 60.0
 
 _REFUSED = {401, 403, 404, 410}
 """Answers to a ticket that is not, or no longer, good."""
+
+_BUSY = {408, 425, 429, 502, 503, 504}
+"""Answers that may be others in a moment."""
 
 
 class TransferFailed(Exception):
@@ -144,7 +147,7 @@ class Transfers:
             os.utime(folder)
         if fetched:
             log.info("pulled %s of artifact %s", ", ".join(fetched), digest[:12])
-            await asyncio.to_thread(self._evict)
+            await self._evict()
         return folder
 
     async def _manifest(self, digest: str, folder: Path) -> wire.Manifest:
@@ -204,7 +207,7 @@ class Transfers:
         async with self._http.stream("GET", url, headers=headers) as response:
             _judge("GET", url, response.status_code)
             with part.open("ab" if response.status_code == 206 else "wb") as file:
-                async for chunk in response.aiter_bytes(CHUNK_BYTES):
+                async for chunk in response.aiter_raw():
                     file.write(chunk)
                     if file.tell() > size:
                         raise CorruptArtifact(f"GET {url}: longer than the {size} bytes that its manifest says")
@@ -214,13 +217,16 @@ class Transfers:
     async def upload(self, ticket: str, write: Callable[[Path], object]) -> wire.Manifest:
         """Bring what ``write(folder)`` puts into an empty folder under an upload ticket. What generating needs of it is
         kept in the cache as well, so that this worker need not pull its own commit. Raises :class:`TransferFailed`."""
-        with tempfile.TemporaryDirectory(prefix=f".{os.getpid()}.", dir=self._root) as name:
-            aside = Path(name)
+        aside = _aside(self._root)
+        try:
             manifest = await asyncio.to_thread(_write_aside, write, aside)
             for shard in manifest.shards:
                 url = f"/wire/uploads/{ticket}/{shard.name}"
                 await self._request("PUT", url, content=(aside / shard.name, shard.size))
-            await asyncio.to_thread(self._keep, manifest, aside)
+            self._keep(manifest, aside)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, aside, True)
+        await self._evict()
         return manifest
 
     def _keep(self, manifest: wire.Manifest, aside: Path) -> None:
@@ -232,7 +238,6 @@ class Transfers:
                 self._verified.add(folder / shard.name)
         _write(folder / "manifest.json", msgspec.json.encode(manifest))
         (folder / MARK).touch()
-        self._evict()
 
     # --- the cache --------------------------------------------------------------------------------------------------
 
@@ -243,11 +248,15 @@ class Transfers:
             self._remove(self._root / digest)
 
     def _remove(self, folder: Path) -> None:
-        shutil.rmtree(folder, ignore_errors=True)  # another worker of this machine may be removing it as well
+        """Gone at once; its bytes are freed in a thread."""
+        gone = _aside(self._root) / "gone"
+        with suppress(FileNotFoundError):  # another worker of this machine was faster
+            folder.rename(gone)
         self._verified = {path for path in self._verified if path.parent != folder}
+        asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, gone.parent, True)
 
-    def _evict(self) -> None:
-        folders = [(folder, *_used(folder)) for folder in self._root.iterdir() if not folder.name.startswith(".")]
+    async def _evict(self) -> None:
+        folders = await asyncio.to_thread(_survey, self._root)
         total = sum(size for _, size, _ in folders)
         before = time.time() - RECENT_SECONDS
         for folder, size, used in sorted(folders, key=lambda entry: entry[2]):
@@ -295,7 +304,7 @@ def _judge(method: str, url: str, status: int) -> None:
         raise TicketRefused(f"{method} {url}: the ticket is not good (HTTP {status})")
     if status == 507:
         raise TransferFailed(f"{method} {url}: the service's disk is full")
-    if status >= 500 or status == 429:
+    if status in _BUSY:
         raise _Again(f"HTTP {status}")
     if status >= 300:
         raise TransferFailed(f"{method} {url}: HTTP {status}")
@@ -365,12 +374,21 @@ def _write(path: Path, content: bytes) -> None:
     part.rename(path)
 
 
-def _used(folder: Path) -> tuple[int, float]:
-    """(bytes, time of last use) of a cached artifact; one that just vanished counts nothing."""
-    try:
-        return sum(entry.stat().st_size for entry in os.scandir(folder)), folder.stat().st_mtime
-    except FileNotFoundError:
-        return 0, 0.0
+def _aside(root: Path) -> Path:
+    """A new folder of this process's own, which no one takes for an artifact."""
+    return Path(tempfile.mkdtemp(prefix=f".{os.getpid()}.", dir=root))
+
+
+def _survey(root: Path) -> list[tuple[Path, int, float]]:
+    """(folder, bytes, time of last use) of every cached artifact."""
+    found = []
+    for folder in root.iterdir():
+        try:
+            if not folder.name.startswith("."):
+                found.append((folder, sum(e.stat().st_size for e in os.scandir(folder)), folder.stat().st_mtime))
+        except FileNotFoundError:  # another worker of this machine removes it
+            continue
+    return found
 
 
 def _sweep(root: Path) -> None:

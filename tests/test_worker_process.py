@@ -1,0 +1,470 @@
+"""Real worker processes, a real link, real trouble."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dialled import PATIENCE_SECONDS, Connection, Dialled
+from rookery import wire
+from rookery.errors import EXIT_REFUSED
+from rookery.worker.compute import Turn, next_turn
+from rookery.worker.model.prepare import prepare
+from small_model import save_small_model
+
+PROMPT = [40, 41, 42, 43, 44, 45]
+LONG = 400
+"""Tokens of a request that is still going on when the test acts: a small model samples some hundred a second."""
+
+
+class _Nothing:
+    def step(self) -> bool:
+        return True
+
+
+NOTHING = _Nothing()
+
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("worker")
+    prepare(str(save_small_model(folder / "small")), folder / "cache")
+    return folder
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Dialled]:
+    with Dialled(tmp_path / "artifacts") as service:
+        yield service
+
+
+@pytest.fixture
+def start(service: Dialled, cache: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts a worker of the service; all of them are gone afterwards."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(*arguments: str, before: str = "", token: str = "token", **settings: str) -> subprocess.Popen[bytes]:
+            code = f"{before}\nimport sys\nfrom rookery.worker.process import main\nsys.exit(main(sys.argv[1:]))"
+            command = [sys.executable, "-c", code, "--connect", service.url, "--model", str(cache / "small")]
+            environment = {**os.environ, "ROOKERY_TOKEN": token, "ROOKERY_CACHE": str(cache / "cache")}
+            environment |= {"ROOKERY_THREADS": "1"} | {
+                f"ROOKERY_{name.upper()}": value for name, value in settings.items()
+            }
+            process = subprocess.Popen(
+                [*command, *arguments], env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            return process
+
+        yield begin
+
+
+def generate(request: str, adapter: wire.AdapterRef | None = None, **changes: object) -> wire.Generate:
+    fields: dict = {
+        "prompt": PROMPT,
+        "shared": 4,
+        "max_tokens": LONG,
+        "temperature": 1.0,
+        "seed": 5,
+        "stop_tokens": [],
+    }
+    return wire.Generate(request=request, adapter=adapter, **fields | changes)
+
+
+def ended(process: subprocess.Popen[bytes]) -> tuple[int, str]:
+    """How a process ended, and what it wrote."""
+    _, said = process.communicate(timeout=PATIENCE_SECONDS)
+    return process.returncode, said.decode()
+
+
+def make_policy(service: Dialled, link: Connection, policy: str, seed: int = 1) -> wire.AdapterRef:
+    """Version 0 of a policy, uploaded and committed."""
+    ticket = service.tickets.upload()
+    link.send(
+        wire.InitAdapter(
+            op=f"init-{policy}", policy=policy, rank=4, alpha=8.0, targets=["q", "v", "down"], seed=seed, commit=ticket
+        )
+    )
+    done = link.done(f"init-{policy}")
+    assert done.error == ""
+    assert service.collect(ticket) == done.manifest
+    return service.ref(done.manifest, 0, policy)
+
+
+def batch(service: Dialled, tokens: int = 5) -> str:
+    member = wire.Member(
+        tokens=list(range(50, 50 + tokens)),
+        logprobs=[-5.0] * tokens,
+        advantages=[1.0] * tokens,
+        weights=[1.0] * tokens,
+    )
+    return service.tickets.offer(wire.encode(wire.Batch(units=[wire.Unit(prompt=PROMPT, members=[member, member])])))
+
+
+def forward(op: str, parent: wire.AdapterRef, ticket: str, **changes: object) -> wire.ForwardBackward:
+    fields: dict = {
+        "policy": parent.policy,
+        "lease": 1,
+        "steps": 0,
+        "loss": wire.Loss(name="importance_sampling"),
+        "temperature": 1.0,
+        "fresh": True,
+        "tenant": "tenant",
+    }
+    return wire.ForwardBackward(op=op, parent=parent, batch_ticket=ticket, **fields | changes)
+
+
+def optim(op: str, parent: wire.AdapterRef, **changes: object) -> wire.OptimStep:
+    fields: dict = {"policy": parent.policy, "lease": 1, "steps": 0, "adam": wire.Adam(lr=0.05), "tenant": "tenant"}
+    return wire.OptimStep(op=op, parent=parent, **fields | changes)
+
+
+# --- generating -----------------------------------------------------------------------------------------------------
+
+
+def test_tokens_stream_with_their_version_and_one_request_failing_touches_no_other(
+    service: Dialled, start: Start
+) -> None:
+    start("--name", "one", "--preemptible", "--max-rows", "7")
+    link = service.connection(0)
+    assert (link.hello.name, link.hello.kind, link.hello.max_rows) == ("one", "preemptible", 7)
+    assert (link.hello.max_context, link.hello.device, link.hello.running) == (512, "cpu", [])
+    adapter = make_policy(service, link, "p")
+    late = service.store({**_files(service, adapter), "trainer_state.safetensors": b"none"})
+    bad = service.store({**_files(service, adapter), "adapter_model.safetensors": b"no tensors"})
+    damaged = service.store({**_files(service, adapter), "trainer_state.safetensors": b"other"})
+    path = service.artifacts.path(damaged.hash, "adapter_model.safetensors")
+    path.write_bytes(bytes(len(path.read_bytes())))
+    link.send(
+        generate("base", max_tokens=40),
+        generate("adapted", adapter, max_tokens=40),
+        generate("renewed", service.ref(late, 3, "p", ticket=False), max_tokens=40),
+        generate("too long", prompt=PROMPT * 100),
+        generate("no adapter", service.ref(bad, 1)),
+        generate("damaged", service.ref(damaged, 2)),
+    )
+    for name, version, policy in [("base", 0, ""), ("adapted", 0, "p")]:
+        stream = link.finished(name)
+        assert (len(stream.tokens), len(stream.logprobs), stream.finish) == (40, 40, "length")
+        assert {(chunk.version, chunk.policy) for chunk in stream.chunks} == {(version, policy)}
+    for name, reason in [("too long", "context"), ("no adapter", "no PEFT adapter"), ("damaged", "corrupt")]:
+        stream = link.finished(name)
+        assert (stream.finish, stream.tokens) == ("error", [])
+        assert reason in stream.error
+        assert "\n" not in stream.error
+    [wanted] = service.until(lambda: link.of(wire.Want))
+    assert wanted.hash == late.hash
+    link.send(wire.Granted(hash=late.hash, ticket=service.tickets.grant(late.hash)))
+    renewed = link.finished("renewed")
+    assert {chunk.version for chunk in renewed.chunks} == {3}
+    assert renewed.tokens == link.stream("adapted").tokens  # another version of the same weights
+    beats = service.until(lambda: (b := link.of(wire.Beat)) and b[-1].generated >= 120 and b[-1].active == 0 and b)
+    assert beats[-1].progress > 0
+    assert beats[-1].decode_seconds > 0
+    assert beats[-1].memory_bytes > 1 << 20
+
+
+def _files(service: Dialled, ref: wire.AdapterRef) -> dict[str, bytes]:
+    shards = service.artifacts.open(ref.hash).shards
+    return {shard.name: service.artifacts.path(ref.hash, shard.name).read_bytes() for shard in shards}
+
+
+def test_a_killed_worker_costs_no_received_token(service: Dialled, start: Start) -> None:
+    first = start()
+    link = service.connection(0)
+    adapter = make_policy(service, link, "p")
+    link.send(generate("whole", adapter))
+    whole = link.finished("whole")
+    link.send(generate("cut", adapter))
+    link.some("cut", 10)
+    first.kill()
+    service.until(lambda: link.closed)
+    received = link.stream("cut")
+    assert received.finish == ""
+    start()
+    link = service.connection(1)
+    assert link.hello.running == []
+    link.send(generate("cut", adapter, given=received.tokens))
+    rest = link.finished("cut")
+    assert rest.first == len(received.tokens)
+    assert received.tokens + rest.tokens == whole.tokens
+    assert received.logprobs + rest.logprobs == whole.logprobs
+
+
+def test_a_lost_link_loses_nothing(service: Dialled, start: Start) -> None:
+    worker = start()
+    link = service.connection(0)
+    adapter = make_policy(service, link, "p")
+    link.send(generate("whole", adapter))
+    whole = link.finished("whole")
+    names = ["claimed", "moved on", "left"]
+    link.send(*(generate(name, adapter) for name in names))
+    for name in names:
+        link.some(name, 5)
+    link.drop()
+    again = service.connection(1)
+    assert again.hello.instance == link.hello.instance
+    assert set(again.hello.running) >= set(names)
+    assert adapter.hash in again.hello.adapters
+    given = link.stream("claimed").tokens
+    elsewhere = [*whole.tokens[:5], (whole.tokens[5] + 1) % 256]
+    again.send(
+        generate("claimed", adapter, given=given),
+        generate("moved on", adapter, given=elsewhere, max_tokens=20),
+    )
+    rest = again.finished("claimed")
+    assert rest.first == len(given)
+    assert given + rest.tokens == whole.tokens
+    moved = again.finished("moved on")
+    assert (moved.first, len(moved.tokens)) == (6, 14)
+    assert again.stream("left").tokens == []  # nobody claimed it
+    again.drop()
+    last = service.connection(2)
+    assert "claimed" in last.hello.running  # it was told to its end, but did that arrive?
+    last.send(generate("claimed", adapter))
+    assert last.finished("claimed").tokens == whole.tokens
+    assert worker.poll() is None
+
+
+def test_what_nobody_claims_is_let_go(service: Dialled, start: Start) -> None:
+    start(grace_seconds="0.5")
+    link = service.connection(0)
+    link.send(generate("r", max_tokens=500, prompt=[1], shared=0))
+    link.some("r", 1)
+    link.drop()
+    assert service.connection(1).hello.running == ["r"]
+    number = 1
+    while (again := service.connection(number)).hello.running:  # it comes back each time, until it has let go
+        again.drop()
+        number += 1
+        assert number < 100
+    assert service.until(lambda: again.of(wire.Beat))[0].active == 0
+
+
+def test_a_stopped_worker_comes_back(service: Dialled, start: Start) -> None:
+    worker = start(suspect_seconds="1")
+    link = service.connection(0)
+    link.send(generate("r"))
+    link.some("r", 5)
+    worker.send_signal(signal.SIGSTOP)
+    link.drop()
+    had = link.stream("r").tokens
+    worker.send_signal(signal.SIGCONT)
+    again = service.connection(1)
+    assert again.epoch != link.epoch
+    again.send(generate("r", given=had))
+    assert len(had) + len(again.finished("r").tokens) == LONG
+
+
+def test_an_aborted_request_may_begin_again_under_its_name(service: Dialled, start: Start) -> None:
+    start()
+    link = service.connection(0)
+    link.send(generate("r"), generate("aborted"))
+    link.some("r", 3)
+    link.send(wire.Abort(request="r"), wire.Abort(request="aborted"), wire.Abort(request="unknown"))
+    link.send(generate("r", seed=6, max_tokens=8), generate("same", seed=6, max_tokens=8))
+    same = link.finished("same").tokens
+
+    def parts() -> list[wire.Chunk]:
+        return [chunk for output in link.of(wire.Output) for chunk in output.chunks if chunk.request == "r"]
+
+    service.until(lambda: parts()[-1].finish)
+    begun = max(number for number, chunk in enumerate(parts()) if chunk.offset == 0)
+    assert [token for chunk in parts()[begun:] for token in chunk.tokens] == same
+    service.until(lambda: (beat := link.of(wire.Beat)[-1]).active + beat.waiting == 0)
+
+
+def test_sigterm_sends_what_was_sampled_and_says_goodbye(service: Dialled, start: Start) -> None:
+    worker = start()
+    service.flush_seconds = 60  # nothing leaves by itself
+    link = service.connection(0)
+    link.send(generate("r"))
+    service.until(lambda: (b := link.of(wire.Beat)) and b[-1].generated > 10)
+    assert link.stream("r").tokens == []
+    worker.send_signal(signal.SIGTERM)
+    service.until(lambda: link.closed)
+    sampled = link.stream("r")
+    assert len(sampled.tokens) > 10
+    assert isinstance(link.frames[-1], wire.Bye)
+    assert ended(worker)[0] == 0
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def test_steps_commit_one_after_another(service: Dialled, start: Start) -> None:
+    start()
+    link = service.connection(0)
+    parent = make_policy(service, link, "p")
+    hashes = [parent.hash]
+    for version in (1, 2):
+        ticket = service.tickets.upload()
+        name = f"v{version}"
+        link.send(
+            forward(f"{name} a", parent, batch(service)),
+            forward(f"{name} b", parent, batch(service, 7), fresh=False),
+            optim(f"{name} c", parent),
+            forward(f"{name} d", parent, batch(service), steps=1),
+            optim(f"{name} e", parent, steps=1, commit=ticket),
+        )
+        answers = [link.done(f"{name} {letter}") for letter in "abcde"]
+        assert [done.error for done in answers] == [""] * 5
+        assert answers[0].metrics["tokens"] == 10
+        assert answers[2].metrics["grad_norm"] > 0
+        assert answers[2].manifest is None
+        manifest = answers[4].manifest
+        assert manifest is not None
+        assert service.collect(ticket) == manifest
+        service.artifacts.verify(manifest.hash)
+        assert "trainer_state.safetensors" in {shard.name for shard in manifest.shards}
+        parent = service.ref(manifest, version, "p")
+        hashes.append(parent.hash)
+        link.send(wire.Committed(policy="p", lease=1, ref=parent))
+    assert len(set(hashes)) == 3
+    assert [path for path, _ in service.requests if path.endswith("trainer_state.safetensors")] == []  # never reloaded
+    link.send(generate("new", parent, max_tokens=10))
+    assert {chunk.version for chunk in link.finished("new").chunks} == {2}
+    # another worker goes on from the committed version
+    start()
+    other = service.connection(1)
+    other.send(forward("x", parent, batch(service), lease=2), optim("y", parent, lease=2))
+    assert [other.done(op).error for op in "xy"] == ["", ""]
+    link.send(forward("x", parent, batch(service), forward_only=True))
+    assert len(link.done("x").logprobs) == 2 * 5 * 4
+
+
+def test_an_operation_that_fails_is_never_stepped_over(service: Dialled, start: Start) -> None:
+    start()
+    link = service.connection(0)
+    parent, other = make_policy(service, link, "p"), make_policy(service, link, "other")
+    link.send(
+        forward("good", parent, batch(service)),
+        forward("gone", parent, "no such offer", fresh=False),
+        optim("over", parent),
+        forward("other", other, batch(service)),
+        optim("other step", other),
+    )
+    assert (link.done("good").error, link.done("good").category) == ("", "")
+    assert link.done("gone").category == "lost"
+    assert "\n" not in link.done("gone").error
+    assert link.done("over").category == "stale"
+    assert link.done("other step").error == ""
+    nonsense = service.tickets.offer(b"nonsense")
+    link.send(forward("nonsense", parent, nonsense), optim("over that", parent))
+    assert link.done("nonsense").category == "failed"
+    assert link.done("over that").category == "stale"
+    link.send(forward("ahead", parent, batch(service), steps=3), optim("nothing held", parent, lease=9))
+    assert link.done("ahead").category == "stale"
+    assert link.done("nothing held").category == "stale"
+    link.send(forward("unknown loss", parent, batch(service), loss=wire.Loss(name="none such")))
+    assert link.done("unknown loss").category == "failed"
+    link.send(forward("anew", parent, batch(service)), optim("anew step", parent))
+    assert (link.done("anew").error, link.done("anew step").error) == ("", "")
+    # an operation that is cancelled is not answered, nor is its gradient stepped with
+    link.send(forward("cancelled", parent, batch(service), steps=1), wire.Cancel(op="cancelled"))
+    link.send(optim("after", parent, steps=1))
+    assert link.done("after").category == "stale"
+    assert [done for done in link.of(wire.Done) if done.op == "cancelled"] == []
+
+
+def test_a_step_that_was_cut_off_is_begun_anew(service: Dialled, start: Start) -> None:
+    start()
+    link = service.connection(0)
+    parent = make_policy(service, link, "p")
+    link.send(forward("a", parent, batch(service)))
+    assert link.done("a").error == ""
+    link.drop()
+    link = service.connection(1)
+    link.send(optim("half", parent))
+    assert link.done("half").category == "stale"
+    ticket = service.tickets.upload()
+    link.send(forward("b", parent, batch(service), lease=2), optim("c", parent, lease=2, commit=ticket))
+    assert link.done("b").error == ""
+    assert link.done("c").manifest == service.collect(ticket)
+
+
+# --- ending ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "token", "says"),
+    [
+        (["--model", "no-such-model"], "token", "no model is called"),
+        (["--roles", "rollout,cook"], "token", "--roles"),
+        (["--connect", "ftp://x"], "token", "--connect"),
+        ([], "wrong", "the token is wrong"),
+    ],
+)
+def test_what_cannot_work_ends_with_one_line(start: Start, arguments: list[str], token: str, says: str) -> None:
+    code, said = ended(start(*arguments, token=token))
+    assert code == EXIT_REFUSED
+    assert says in said
+    assert "Traceback" not in said
+
+
+BROKEN = """
+from rookery.worker.engine.native import NativeEngine
+step = NativeEngine.step
+def broken(self):
+    if self.generated > 20:
+        raise RuntimeError("the arithmetic unit is on fire")
+    return step(self)
+NativeEngine.step = broken
+"""
+
+
+def test_a_failure_of_computing_itself_ends_the_process_after_what_was_sampled(service: Dialled, start: Start) -> None:
+    worker = start(before=BROKEN)
+    service.flush_seconds = 60
+    link = service.connection(0)
+    link.send(generate("r"))
+    service.until(lambda: link.closed)
+    assert len(link.stream("r").tokens) > 20
+    assert isinstance(link.frames[-1], wire.Bye)
+    code, said = ended(worker)
+    assert code == 1
+    assert "on fire" in said
+
+
+def test_engine_and_trainer_share_the_time() -> None:
+    decode, train = Turn(NOTHING, lambda: True), Turn(NOTHING, lambda: training)
+
+    def spend(turns: int) -> None:
+        for _ in range(turns):
+            turn = next_turn([decode, train])
+            assert turn is not None
+            spent = 0.1 if turn is decode else 1.0
+            turn.clock += spent
+            turn.seconds += spent
+
+    training = False
+    spend(100)
+    assert (round(decode.seconds), train.seconds) == (10, 0)
+    training = True  # it is owed nothing for its idleness
+    spend(110)
+    assert abs(decode.seconds - 10 - train.seconds) <= 1.0
+    training = False
+    spend(1000)
+    training = True  # nor does it owe anything
+    before = train.seconds
+    spend(110)
+    assert abs(train.seconds - before - 10) <= 1.0
+
+
+def test_it_dies_with_its_parent(service: Dialled, start: Start) -> None:
+    worker = start("--die-with-parent")
+    service.connection(0)
+    assert worker.stdin is not None
+    worker.stdin.close()
+    worker.stdin = None
+    assert worker.wait(PATIENCE_SECONDS) != 0
