@@ -93,6 +93,10 @@ class Dialled:
         """(path, Range header) of every artifact read."""
         self.cut: int | None = None
         """Artifact answers break off after this many bytes."""
+        self.uploads = threading.Event()
+        """Set once an upload has begun."""
+        self.uploads_held: threading.Event | None = None
+        """Uploads do not end before this is set."""
         self.heartbeat_seconds, self.flush_seconds = 0.2, 0.05
         self._token = token
         self._changed = threading.Condition()
@@ -207,6 +211,9 @@ class Dialled:
             if staging is None:
                 return Response(status_code=404)
             content = await request.body()
+            self.uploads.set()
+            if self.uploads_held is not None:
+                await asyncio.to_thread(self.uploads_held.wait, PATIENCE_SECONDS)
             await asyncio.to_thread(staging.write, name, [content])
             return Response(status_code=201)
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -391,6 +392,26 @@ def test_a_step_that_was_cut_off_is_begun_anew(service: Dialled, start: Start) -
     link.send(forward("b", parent, batch(service), lease=2), optim("c", parent, lease=2, commit=ticket))
     assert link.done("b").error == ""
     assert link.done("c").manifest == service.collect(ticket)
+
+
+def test_computing_goes_on_while_a_commit_is_uploaded_and_sigterm_waits_for_it(service: Dialled, start: Start) -> None:
+    worker = start(drain_seconds=str(PATIENCE_SECONDS))
+    link = service.connection(0)
+    parent = make_policy(service, link, "p")
+    service.uploads.clear()
+    service.uploads_held = threading.Event()
+    ticket = service.tickets.upload()
+    link.send(forward("a", parent, batch(service)), optim("b", parent, commit=ticket))
+    assert service.uploads.wait(PATIENCE_SECONDS)
+    link.send(generate("r", parent, max_tokens=20), forward("c", parent, batch(service), steps=1))
+    assert len(link.finished("r").tokens) == 20
+    assert link.done("c").error == ""
+    worker.send_signal(signal.SIGTERM)
+    service.uploads_held.set()
+    assert link.done("b").manifest == service.collect(ticket)
+    service.until(lambda: link.closed)
+    assert isinstance(link.frames[-1], wire.Bye)
+    assert ended(worker)[0] == 0
 
 
 # --- ending ---------------------------------------------------------------------------------------------------------
