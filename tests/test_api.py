@@ -328,7 +328,8 @@ def test_a_hash_without_a_ticket_opens_nothing(faces: Faces) -> None:
 def test_a_worker_reads_what_it_was_given_a_ticket_for(faces: Faces) -> None:
     asked = {"target": faces.done["id"], "messages": [{"role": "user", "content": "?"}], "max_tokens": 2}
     assert faces.ada.post("/api/v1/sample", json=asked).status_code == 200
-    assert adapter_files(2.0)["adapter_model.safetensors"] in faces.worker.read.values()
+    whole = adapter_files(2.0)["adapter_model.safetensors"]
+    assert whole in faces.worker.read.values() and whole[10:] in faces.worker.read.values()
 
 
 # --- the service ------------------------------------------------------------------------------------------------------
