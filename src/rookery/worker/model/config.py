@@ -160,9 +160,7 @@ def _llama3(plain: Tensor, given: Mapping[str, Any], original: int) -> Tensor:
     return plain * keep + plain / factor * (1.0 - keep)
 
 
-def _yarn(
-    plain: Tensor, given: Mapping[str, Any], original: int, head_dim: int, base: float
-) -> tuple[Tensor, float]:
+def _yarn(plain: Tensor, given: Mapping[str, Any], original: int, head_dim: int, base: float) -> tuple[Tensor, float]:
     """YaRN, arXiv:2309.00071, section 3.2 (NTK by parts) and 3.4 (attention temperature)."""
     factor = given["factor"]
 
