@@ -12,7 +12,7 @@ one batched product serves all heads of a group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.decoder import Decoder
 from rookery.worker.trainer.packing import Block
 
 
@@ -35,164 +35,203 @@ class Chunks:
     """Scores alive at once: 2 MB in bfloat16, so that the passes of a softmax find them in the cache."""
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Rows ``batch`` and query tokens ``start`` … ``stop - 1`` of a block, over its first ``keys`` keys."""
-
-    batch: slice
-    start: int
-    stop: int
-    keys: int
-
-
 class _Plan:
-    """A block made ready for a number of heads: gather indices into ``[tokens · kv_heads, …]`` views and masks, the
-    same for all layers. ``window`` 0 is none."""
+    """A block made ready for a number of heads, the same for all layers: gather indices into ``[tokens · kv_heads, …]``
+    views, and how it is cut. Its batch is (bundle, kv head, member), in that order."""
 
-    def __init__(self, block: Block, kv_heads: int, group: int, chunks: Chunks) -> None:
-        bundles, members, tail = block.queries.shape
-        self.bundles, self.members, self.kv_heads, self.group = bundles, members, kv_heads, group
-        self.prefix, self.tail, self.keys = block.prefix, tail, block.prefix + tail
-        self.batch = bundles * kv_heads * members
+    def __init__(self, block: Block, kv_heads: int, group: int, dtype: torch.dtype, chunks: Chunks) -> None:
+        self.bundles, self.members, self.tail = block.queries.shape
+        self.kv_heads, self.group, self.prefix = kv_heads, group, block.prefix
+        self.keys = self.prefix + self.tail
+        self.batch = self.bundles * kv_heads * self.members
         device = block.queries.device
         head = torch.arange(kv_heads, device=device).view(1, kv_heads, 1, 1)
-        # [bundles, kv_heads, members, tokens]: the order of a block's batch
         self.gather_q = (block.queries[:, None] * kv_heads + head).flatten()
         self.gather_k = (block.keys[:, None] * kv_heads + head).flatten()
-        inside = (torch.arange(tail, device=device) < block.lengths[:, :, None])[:, None].expand(-1, kv_heads, -1, -1)
-        self.padded = not bool(inside.all())
-        self.real = inside.flatten().nonzero()[:, 0]
-        self.padding = (~inside.flatten()).nonzero()[:, 0]
-        self.rows = self.gather_q[self.real]
-        first = torch.arange(self.prefix, device=device) < block.prefixes[:, None]
-        self.real_prefix = first[:, None].expand(-1, kv_heads, -1).flatten().nonzero()[:, 0]
+        inside = torch.arange(self.tail, device=device) < block.lengths[:, :, None]
+        self.inside = inside[:, None].expand(-1, kv_heads, -1, -1).flatten()
+        self.padding = (~self.inside).nonzero()[:, 0]
+        real = torch.arange(self.prefix, device=device) < block.prefixes[:, None]
+        self.bias: Tensor | None = None
+        if not bool(real.all()):  # shorter prefixes than the block's: what pads them is not seen
+            bias = torch.zeros(real.shape, dtype=dtype, device=device).masked_fill_(~real, float("-inf"))
+            self.bias = bias.repeat_interleave(kv_heads * self.members, 0)[:, None]
+        self.real_prefix = real[:, None].expand(-1, kv_heads, -1).flatten().nonzero()[:, 0]
         shared = (block.keys[:, :1, : self.prefix] * kv_heads)[:, None] + head
         self.prefix_rows = shared.flatten()[self.real_prefix]
-        self.hidden_prefix = None if bool(first.all()) else ~first
-        # positions, for sliding windows
-        ahead = block.prefixes[:, None] + torch.arange(tail, device=device)
-        self.positions_q = ahead
-        self.positions_k = torch.cat([torch.arange(self.prefix, device=device).expand(bundles, -1), ahead], 1)
-        self.pieces = list(self._pieces(chunks))
-
-    def _pieces(self, chunks: Chunks) -> Iterator[_Piece]:
-        # A remainder below half a chunk joins the one before it.
+        self.positions_q = block.prefixes[:, None] + torch.arange(self.tail, device=device)
+        before = torch.arange(self.prefix, device=device).expand(self.bundles, -1)
+        self.positions_k = torch.cat([before, self.positions_q], 1)
+        # The last chunk comes first: it meets all keys, so that it sets what the others add to.
         count = max(1, round(self.tail / chunks.queries))
         edges = [self.tail * i // count for i in range(count + 1)]
-        for start, stop in pairwise(edges):
-            keys = self.prefix + stop
-            rows = max(1, chunks.scores // ((stop - start) * self.group * keys))
-            for first in range(0, self.batch, rows):
-                yield _Piece(slice(first, min(first + rows, self.batch)), start, stop, keys)
+        self.cuts = list(pairwise(edges))[::-1]
+        largest = max(stop - start for start, stop in self.cuts) * group * self.keys
+        parts = min(self.batch, -(-self.batch * largest // chunks.scores))
+        self.parts = [slice(self.batch * i // parts, self.batch * (i + 1) // parts) for i in range(parts)]
 
     def queries(self, q: Tensor) -> Tensor:
         """[tokens, heads, head_dim] → [batch, tail · group, head_dim]"""
-        width = q.shape[-1]
-        rows = q.reshape(-1, self.group * width).index_select(0, self.gather_q)
-        return rows.view(self.batch, self.tail * self.group, width)
+        rows = q.reshape(-1, self.group * q.shape[-1]).index_select(0, self.gather_q)
+        return rows.view(self.batch, self.tail * self.group, q.shape[-1])
 
     def keyed(self, k: Tensor) -> Tensor:
         """[tokens, kv_heads, head_dim] → [batch, keys, head_dim]"""
-        width = k.shape[-1]
-        return k.reshape(-1, width).index_select(0, self.gather_k).view(self.batch, self.keys, width)
+        return k.reshape(-1, k.shape[-1]).index_select(0, self.gather_k).view(self.batch, self.keys, k.shape[-1])
 
-    def put_queries(self, out: Tensor, block: Tensor) -> None:
-        """The inverse of ``queries``, padding left out; ``out`` [tokens · kv_heads, group · head_dim]."""
-        rows = block.view(self.batch * self.tail, out.shape[1])
-        out.index_copy_(0, self.rows, rows.index_select(0, self.real) if self.padded else rows)
-
-    def put_keys(self, out: Tensor, block: Tensor) -> None:
-        """The transpose of ``keyed``: own rows are set (each token's tail stands in one block), a prefix's rows are
-        summed over the members and added. ``out`` [tokens · kv_heads, head_dim]."""
-        width = out.shape[1]
-        own = block[:, self.prefix :].reshape(-1, width)
-        out.index_copy_(0, self.rows, own.index_select(0, self.real) if self.padded else own)
+    def add_prefix(self, out: Tensor, block: Tensor) -> None:
+        """Adds what the members send to their shared prefix, summed: ``block`` [batch, keys, head_dim] to ``out``
+        [tokens · kv_heads, head_dim]. A prefix stands in a block once, so no row is met twice."""
         if self.prefix:
-            by_member = block.view(-1, self.members, self.keys, width)[:, :, : self.prefix]
-            shared = by_member.sum(1).view(-1, width).index_select(0, self.real_prefix)
+            by_member = block.view(-1, self.members, self.keys, out.shape[1])[:, :, : self.prefix]
+            shared = by_member.sum(1).view(-1, out.shape[1]).index_select(0, self.real_prefix).to(out.dtype)
             out.index_copy_(0, self.prefix_rows, out.index_select(0, self.prefix_rows).add_(shared))
 
-    def mask(self, piece: _Piece, scores: Tensor, window: int) -> Tensor:
-        """``scores`` [batch part, query rows, keys] with what a row must not see at −inf, in place."""
-        tokens = piece.stop - piece.start
-        causal = torch.full((tokens, tokens), float("-inf"), dtype=scores.dtype, device=scores.device).triu_(1)
-        own = scores.view(-1, tokens, self.group, piece.keys)[..., self.prefix + piece.start :]
-        own += causal[:, None, :]
-        if self.hidden_prefix is not None:
-            hidden = self.hidden_prefix[self._bundles(piece)][:, None]
-            scores[..., : self.prefix].masked_fill_(hidden, float("-inf"))
+    def probabilities(self, q: Tensor, k: Tensor, part: slice, start: int, window: int) -> Tensor:
+        """Of q [part, query rows, head_dim] from token ``start`` on, over k [part, keys up to theirs, head_dim]."""
+        scores = torch.bmm(q, k.transpose(1, 2))
+        tokens, hidden = q.shape[1] // self.group, float("-inf")
+        by_head = scores.view(-1, tokens, self.group, k.shape[1])
+        ahead = torch.full((tokens, tokens), hidden, dtype=scores.dtype, device=scores.device).triu_(1)
+        by_head[..., self.prefix + start :] += ahead[:, None, :]
+        if self.bias is not None:
+            scores[..., : self.prefix] += self.bias[part]
         if 0 < window < self.keys:
-            of = self._bundles(piece)
-            ahead = self.positions_q[of, piece.start : piece.stop, None] - self.positions_k[of, None, : piece.keys]
-            by_head = scores.view(-1, tokens, self.group, piece.keys)
-            by_head.masked_fill_((ahead >= window)[:, :, None], float("-inf"))
-        return scores
-
-    def _bundles(self, piece: _Piece) -> Tensor:
-        """The bundle of each batch row in ``piece``."""
-        rows = torch.arange(piece.batch.start, piece.batch.stop, device=self.gather_q.device)
-        return rows // (self.kv_heads * self.members)
+            of = torch.arange(part.start, part.stop, device=scores.device) // (self.kv_heads * self.members)
+            distance = self.positions_q[of, start : start + tokens, None] - self.positions_k[of, None, : k.shape[1]]
+            by_head.masked_fill_((distance >= window)[:, :, None], hidden)
+        return torch.softmax(scores, -1)
 
 
-def _probabilities(plan: _Plan, piece: _Piece, q: Tensor, k: Tensor, window: int) -> Tensor:
-    return torch.softmax(plan.mask(piece, torch.bmm(q, k.transpose(1, 2)), window), -1)
+class _Plans:
+    """All blocks of a stream. Results of the blocks stand one after another in a buffer, from which one gather brings
+    each token's row to its place."""
+
+    def __init__(self, blocks: Sequence[Block], kv_heads: int, group: int, dtype: torch.dtype, chunks: Chunks) -> None:
+        self.blocks = [_Plan(block, kv_heads, group, dtype, chunks) for block in blocks]
+        inside = torch.cat([plan.inside for plan in self.blocks])
+        rows = torch.cat([plan.gather_q for plan in self.blocks])[inside]
+        self.size_q = len(inside)
+        self.inverse_q = torch.empty_like(rows).index_copy_(0, rows, inside.nonzero()[:, 0])
+        of_keys, at = [], 0
+        for plan in self.blocks:
+            place = torch.arange(at, at + plan.batch * plan.keys, device=rows.device)
+            of_keys.append(place.view(plan.batch, plan.keys)[:, plan.prefix :].flatten())
+            at += plan.batch * plan.keys
+        self.size_k = at
+        self.inverse_k = torch.empty_like(rows).index_copy_(0, rows, torch.cat(of_keys)[inside])
+
+    def buffers(self, like: Tensor, *, keys: bool = False) -> tuple[Tensor, list[Tensor]]:
+        """Room for all blocks' results of the width of ``like``, and each block's part of it, [batch, rows,
+        head_dim]."""
+        sizes = [plan.batch * (plan.keys if keys else plan.tail * plan.group) for plan in self.blocks]
+        whole = torch.empty(sum(sizes), like.shape[-1], dtype=like.dtype, device=like.device)
+        parts = whole.split(sizes)
+        return whole, [x.view(plan.batch, -1, x.shape[-1]) for x, plan in zip(parts, self.blocks, strict=True)]
+
+    def queries(self, whole: Tensor, shape: torch.Size) -> Tensor:
+        """From a buffer to [tokens, heads, head_dim]."""
+        return whole.view(self.size_q, -1).index_select(0, self.inverse_q).view(shape)
+
+    def keys(self, whole: Tensor, parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        """From a buffer to [tokens, kv_heads, head_dim], prefixes summed in."""
+        out = whole.index_select(0, self.inverse_k)
+        for plan, part in zip(self.blocks, parts, strict=True):
+            plan.add_prefix(out, part)
+        return out.view(shape)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plans: Sequence[_Plan], window: int) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plans: _Plans, window: int) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.plans, ctx.window = plans, window
         scale = q.shape[-1] ** -0.5
-        out = torch.empty(len(q) * k.shape[1], q[0].numel() // k.shape[1], dtype=q.dtype, device=q.device)
-        for plan in plans:
+        whole, outs = plans.buffers(q)
+        for plan, out in zip(plans.blocks, outs, strict=True):
             queries, keys, values = plan.queries(q).mul_(scale), plan.keyed(k), plan.keyed(v)
-            block = torch.empty_like(queries)
-            for piece in plan.pieces:
-                rows = slice(piece.start * plan.group, piece.stop * plan.group)
-                p = _probabilities(plan, piece, queries[piece.batch, rows], keys[piece.batch, : piece.keys], window)
-                block[piece.batch, rows] = torch.bmm(p, values[piece.batch, : piece.keys])
-            plan.put_queries(out, block)
-        return out.view(q.shape)
+            for part in plan.parts:
+                for start, stop in plan.cuts:
+                    rows, seen = slice(start * plan.group, stop * plan.group), plan.prefix + stop
+                    p = plan.probabilities(queries[part, rows], keys[part, :seen], part, start, window)
+                    _product(out[part, rows], p, values[part, :seen])
+        return plans.queries(whole, q.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v = ctx.saved_tensors
         (d_out,) = gradients
-        scale = q.shape[-1] ** -0.5
-        dq = torch.empty(len(q) * k.shape[1], q[0].numel() // k.shape[1], dtype=q.dtype, device=q.device)
-        dk, dv = (torch.empty(len(k) * k.shape[1], k.shape[2], dtype=k.dtype, device=k.device) for _ in range(2))
-        for plan in ctx.plans:
-            queries, keys, values = plan.queries(q).mul_(scale), plan.keyed(k), plan.keyed(v)
-            d_block = plan.queries(d_out)
-            if plan.padded:
-                d_block.view(plan.batch * plan.tail, -1).index_fill_(0, plan.padding, 0)
-            d_queries = torch.empty_like(queries)
-            # Keys are met by several chunks of queries: sums of many go in float32.
-            wide = torch.promote_types(k.dtype, torch.float32)
-            d_keys, d_values = (torch.zeros(keys.shape, dtype=wide, device=q.device) for _ in range(2))
-            for piece in plan.pieces:
-                rows = slice(piece.start * plan.group, piece.stop * plan.group)
-                part_q, part_k = queries[piece.batch, rows], keys[piece.batch, : piece.keys]
-                d_part = d_block[piece.batch, rows]
-                p = _probabilities(plan, piece, part_q, part_k, ctx.window)
-                d_p = torch.bmm(d_part, values[piece.batch, : piece.keys].transpose(1, 2))
-                d_values[piece.batch, : piece.keys] += torch.bmm(p.transpose(1, 2), d_part)
-                d_s = torch.ops.aten._softmax_backward_data(d_p, p, -1, p.dtype)
-                d_queries[piece.batch, rows] = torch.bmm(d_s, part_k)
-                d_keys[piece.batch, : piece.keys] += torch.bmm(d_s.transpose(1, 2), part_q)
-            plan.put_queries(dq, d_queries.mul_(scale))
-            plan.put_keys(dk, d_keys.to(k.dtype))
-            plan.put_keys(dv, d_values.to(v.dtype))
-        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), None, None
+        plans, window, scale = ctx.plans, ctx.window, q.shape[-1] ** -0.5
+        whole_q, parts_q = plans.buffers(q)
+        whole_k, parts_k = plans.buffers(k, keys=True)
+        whole_v, parts_v = plans.buffers(v, keys=True)
+        for plan, d_queries, d_keys, d_values in zip(plans.blocks, parts_q, parts_k, parts_v, strict=True):
+            queries, keys, values, d_block = (
+                plan.queries(q).mul_(scale),
+                plan.keyed(k),
+                plan.keyed(v),
+                plan.queries(d_out),
+            )
+            # A padding row repeats a real one; its result is not read, so nothing may come back for it.
+            d_block.view(plan.batch * plan.tail, -1).index_fill_(0, plan.padding, 0)
+            for part in plan.parts:
+                sum_k, sum_v = _Sum(d_keys[part], len(plan.cuts)), _Sum(d_values[part], len(plan.cuts))
+                for start, stop in plan.cuts:
+                    rows, seen = slice(start * plan.group, stop * plan.group), plan.prefix + stop
+                    part_q, part_k, d_part = queries[part, rows], keys[part, :seen], d_block[part, rows]
+                    p = plan.probabilities(part_q, part_k, part, start, window)
+                    sum_v.add(p.transpose(1, 2), d_part)
+                    d_p = torch.bmm(d_part, values[part, :seen].transpose(1, 2))
+                    d_s = torch.ops.aten._softmax_backward_data(d_p, p, -1, p.dtype)
+                    _product(d_queries[part, rows], d_s, part_k)
+                    sum_k.add(d_s.transpose(1, 2), part_q)
+                sum_k.finish()
+                sum_v.finish()
+        return (
+            plans.queries(whole_q.mul_(scale), q.shape),
+            plans.keys(whole_k, parts_k, k.shape),
+            plans.keys(whole_v, parts_v, v.shape),
+            None,
+            None,
+        )
+
+
+class _Sum:
+    """A sum of products over chunks of queries, the first over all keys, the others over their first ones. Several add
+    up in float32, one goes where it belongs at once."""
+
+    def __init__(self, out: Tensor, products: int) -> None:
+        self._out = out
+        self._sum = out if products == 1 else torch.empty_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
+        self._begun = False
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        if self._begun:
+            self._sum[:, : left.shape[1]] += torch.bmm(left, right)
+        else:
+            _product(self._sum, left, right)
+        self._begun = True
+
+    def finish(self) -> None:
+        if self._sum is not self._out:
+            self._out.copy_(self._sum)
+
+
+def _product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """``out`` = left · right, without a copy where the layout allows it."""
+    if out.is_contiguous() and out.dtype == left.dtype:
+        torch.bmm(left, right, out=out)
+    else:
+        out.copy_(torch.bmm(left, right))
 
 
 class PackedAttention:
     """The ``Attend`` of a packed stream."""
 
-    def __init__(self, config: DecoderConfig, blocks: Sequence[Block], chunks: Chunks) -> None:
+    def __init__(self, decoder: Decoder, blocks: Sequence[Block], chunks: Chunks) -> None:
+        config = decoder.config
         self._windows = config.windows
-        self._plans = [_Plan(block, config.kv_heads, config.group, chunks) for block in blocks]
+        self._plans = _Plans(blocks, config.kv_heads, config.group, decoder.dtype, chunks)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See ``Attend``. Rows that no block covers do not exist: every token attends at least to itself."""

@@ -45,22 +45,21 @@ def score(decoder: Decoder, hidden: Tensor, targets: Tensor, temperatures: Tenso
             whole = slice(start + part.start, start + part.stop)
             _normalise(logits[part], targets[whole], temperatures[whole], logp[whole], derivatives=derivatives)
         if slopes is not None:
-            torch.div(logits @ decoder.head, temperatures[rows, None], out=slopes[rows])
+            torch.div(logits @ decoder.head, -temperatures[rows, None], out=slopes[rows])
     if slopes is None:
         return Scores(logp, None, None)
     return Scores(logp, slopes, torch.linalg.vecdot(hidden.to(logp.dtype), slopes).sub_(logp))
 
 
 def _normalise(logits: Tensor, targets: Tensor, temperatures: Tensor, logp: Tensor, *, derivatives: bool) -> None:
-    """Fills ``logp`` and, with derivatives, turns ``logits`` into onehot − softmax, in place."""
+    """Fills ``logp`` and, with derivatives, turns ``logits`` into softmax − onehot, in place."""
     z = logits.to(_wide(logits)).div_(temperatures[:, None])
     p = torch.softmax(z, -1)
-    top, at = z.max(-1, keepdim=True)
-    # log Σ exp(z) from the likeliest token, whose probability cannot underflow
-    logp.copy_((z.gather(1, targets[:, None]) - top + p.gather(1, at).log()).squeeze(1))
+    # log Σ exp(z) = max z − log max p: the likeliest token's probability cannot underflow
+    logp.copy_(z.gather(1, targets[:, None]).squeeze(1) - z.amax(-1) + p.amax(-1).log())
     if derivatives:
         p.scatter_add_(1, targets[:, None], p.new_full((len(p), 1), -1.0))
-        logits.copy_(p.neg_())
+        logits.copy_(p)
 
 
 def _wide(x: Tensor) -> torch.dtype:

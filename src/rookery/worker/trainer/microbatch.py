@@ -76,7 +76,7 @@ def run(decoder: Decoder, items: Sequence[Item], chunks: Chunks, recompute_token
     """Runs ``items`` in one pass (all forward-only or none) and books the results; returns the stream's tokens."""
     began = time.perf_counter()
     stream = pack([unit for item in items for unit in item.units], decoder.device)
-    attend = PackedAttention(decoder.config, stream.blocks, chunks)
+    attend = PackedAttention(decoder, stream.blocks, chunks)
     spans, loss_spans = _spans(items, stream.spans), _spans(items, stream.loss_spans)
     lora = PackedLora([Segment(s.start, s.stop, i.policy) for i, s in zip(items, spans, strict=True)])
     temperatures = torch.empty(len(stream.rows), device=decoder.device)
@@ -170,7 +170,7 @@ def _base_logprobs(
     needed = [(item, span) for item, span in zip(items, spans, strict=True) if item.work.op.kl_weight]
     if needed:
         part = pack([unit for item, _ in needed for unit in item.units], decoder.device)
-        hidden = infer(decoder, part, PackedAttention(decoder.config, part.blocks, chunks), None)[part.rows]
+        hidden = infer(decoder, part, PackedAttention(decoder, part.blocks, chunks), None)[part.rows]
         rows = torch.cat([torch.arange(span.start, span.stop, device=decoder.device) for _, span in needed])
         base[rows] = score(decoder, hidden, part.targets, temperatures[rows], derivatives=False).logp.to(base.dtype)
     return base
