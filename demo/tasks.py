@@ -30,12 +30,12 @@ CITIES = (
     " Perth Bonn Bern Riga Kyiv Lyon"
 ).split()
 WORDS = (
-    "apple river stone garden window silver monkey bridge candle forest pencil rocket island butter castle dragon"
-    " planet guitar tunnel velvet anchor basket button camera carpet cheese circle coffee copper desert dinner doctor engine"
-    " farmer feather finger flower hammer honey jacket jungle kitten ladder lemon letter market meadow mirror mountain"
-    " needle ocean orange paper parrot pepper pillow pocket potato rabbit ribbon saddle salmon school shadow signal"
-    " spider spring summer sugar sunset temple thunder ticket tiger tomato tower turtle valley violin wagon walnut"
-    " water whale winter wizard wolf yellow zebra"
+    "apple river stone garden window silver monkey bridge candle forest pencil rocket island butter castle"
+    " dragon planet guitar tunnel velvet anchor basket button camera carpet cheese circle coffee copper desert"
+    " dinner doctor engine farmer feather finger flower hammer honey jacket jungle kitten ladder lemon letter"
+    " market meadow mirror mountain needle ocean orange paper parrot pepper pillow pocket potato rabbit ribbon"
+    " saddle salmon school shadow signal spider spring summer sugar sunset temple thunder ticket tiger tomato"
+    " tower turtle valley violin wagon walnut water whale winter wizard wolf yellow zebra"
 ).split()
 
 
