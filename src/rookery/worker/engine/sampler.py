@@ -14,6 +14,7 @@ Promises:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,9 @@ from torch import Tensor
 NEAR_NATS = 8.0
 """Tokens at least e⁻⁸ times as likely as the likeliest get their own noise: some hundreds of a vocabulary, while the
 pseudo-token, whose inside costs a pass over the vocabulary, wins in about one draw of a hundred."""
+
+_BLOCK = 128
+"""Tokens that are looked at together; vocabularies are padded to multiples of it (where not, blocks are smaller)."""
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _INSIDE = np.uint64(1) << np.uint64(63)
@@ -50,43 +54,56 @@ class Sampled:
 def sample(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     """One token for each draw from ``logits`` [rows, vocab]; rows beyond the draws are padding."""
     warmth = torch.tensor([d.temperature or 1.0 for d in draws] + [1.0] * (len(logits) - len(draws)))
-    scaled = logits.float().div_(warmth.to(logits.device).unsqueeze(1))
-    top = scaled.amax(-1, keepdim=True)
-    distance = scaled.sub_(top)
-    mass = distance.exp()
-    total = mass.sum(-1)
-    near = (distance >= -NEAR_NATS).nonzero()
-    near_distance = distance[near[:, 0], near[:, 1]]
-    mass[near[:, 0], near[:, 1]] = 0.0
-    rest = mass.sum(-1)
-    rows, tokens = near.cpu().numpy().T
-    values = near_distance.double().cpu().numpy()
-    masses, rests = total.double().cpu().numpy(), rest.double().cpu().numpy()
-    chosen: list[int] = []
+    p = torch.softmax(logits / warmth.to(logits.device).unsqueeze(1), -1)  # float32
+    at, near = _near(p)
+    rows, tokens = at.cpu().numpy().T
+    p[at[:, 0], at[:, 1]] = 0.0
+    likely, rests = near.double().log().cpu().numpy(), p.sum(-1).double().cpu().numpy()
     bounds = np.searchsorted(rows, np.arange(len(draws) + 1))
     keys = _row_keys(draws)
     noise = _gumbel(keys[np.minimum(rows, len(draws) - 1)], tokens)
+    chosen, logprobs = [], []
     for i, draw in enumerate(draws):
         begin, end = bounds[i], bounds[i + 1]
         if begin == end:  # not a number: no token is near the maximum
             chosen.append(0)
+            logprobs.append(math.nan)
             continue
-        candidates = values[begin:end] + (noise[begin:end] if draw.temperature else 0.0)
+        candidates = likely[begin:end] + (noise[begin:end] if draw.temperature else 0.0)
         best = int(candidates.argmax())
-        token = int(tokens[begin + best])
+        token, logprob = int(tokens[begin + best]), float(likely[begin + best])
         if draw.temperature and rests[i] > 0:
-            pseudo = np.log(rests[i]) + _gumbel(keys[i : i + 1], np.array([-1]))[0]
+            pseudo = math.log(rests[i]) + _gumbel(keys[i : i + 1], np.array([-1]))[0]
             if pseudo > candidates[best]:
-                token = _inside(distance[i], keys[i])
+                token, logprob = _inside(p[i], keys[i])
         chosen.append(token)
-    picked = distance[torch.arange(len(draws)), torch.tensor(chosen)].double().cpu().numpy()
-    return Sampled(chosen, (picked - np.log(masses[: len(draws)])).tolist())
+        logprobs.append(logprob)
+    return Sampled(chosen, logprobs)
 
 
-def _inside(distance: Tensor, key: np.uint64) -> int:
-    values = distance.double().cpu().numpy()
-    far = np.nonzero(values < -NEAR_NATS)[0]
-    return int(far[(values[far] + _gumbel(np.array([key ^ _INSIDE]), far)).argmax()])
+def _near(p: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the likely tokens are ([n, 2], in order of rows) and their probabilities [n]. Blocks are looked at first,
+    since most hold no likely token and a pass over single tokens is the dearest part of sampling."""
+    rows, vocabulary = p.shape
+    size = math.gcd(vocabulary, _BLOCK)
+    blocks = p.view(rows, -1, size)
+    tops = blocks.amax(-1)
+    bar = tops.amax(-1, keepdim=True) * math.exp(-NEAR_NATS)
+    hits = (tops >= bar).nonzero()
+    inside = blocks[hits[:, 0], hits[:, 1]]
+    found = (inside >= bar[hits[:, 0]]).nonzero()
+    block = hits[found[:, 0]]
+    at = torch.stack((block[:, 0], block[:, 1] * size + found[:, 1]), 1)
+    return at, inside[found[:, 0], found[:, 1]]
+
+
+def _inside(rest: Tensor, key: np.uint64) -> tuple[int, float]:
+    """A draw among the unlikely tokens; ``rest`` [vocab] is 0 for the others. Token and log-probability."""
+    p = rest.double().cpu().numpy()
+    far = np.nonzero(p)[0]
+    likely = np.log(p[far])
+    best = int((likely + _gumbel(np.array([key ^ _INSIDE]), far)).argmax())
+    return int(far[best]), float(likely[best])
 
 
 def _row_keys(draws: Sequence[Draw]) -> np.ndarray:
