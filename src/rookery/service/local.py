@@ -13,36 +13,40 @@ log = logging.getLogger("rookery.service")
 
 
 class Local:
-    """Children of the service at ``url``. They dial in, and dial again, so they may start before it listens."""
+    """Children of the service at ``url``, which dial in. None is started before :meth:`start` or after :meth:`stop`."""
 
     def __init__(self, settings: Settings, url: str, token: str) -> None:
         self._settings = settings
         self._url = url
         self._token = token
-        self._models = {model for model in settings.models.split(",") if model}
+        self._models = [model for model in settings.models.split(",") if model]
         self._groups: list[LocalProcesses] = []
         self._starting: set[asyncio.Task[None]] = set()
+        self._running = False
 
     async def start(self) -> None:
-        workers = LocalWorkers(self._settings, self._url, self._token)
-        host = LocalHost(self._settings, self._url, self._token)
-        self._groups += [workers, host]
-        await workers.start()
-        await host.start()
+        self._running = True
+        models = ",".join(self._models)
+        self._groups.append(LocalWorkers(self._settings.model_copy(update={"models": models}), self._url, self._token))
+        self._groups.append(LocalHost(self._settings, self._url, self._token))
+        for group in list(self._groups):
+            await group.start()
 
     def provide(self, model: str) -> None:
-        """Starts workers for ``model`` unless there are some, or this service is to start none."""
+        """Sees to it that there are workers for ``model``, unless this service is to start none."""
         if model in self._models or self._settings.workers == 0:
             return
-        log.info("starting a worker for base model %s", model)
-        self._models.add(model)
-        group = LocalWorkers(self._settings.model_copy(update={"models": model}), self._url, self._token)
-        self._groups.append(group)
-        task = asyncio.create_task(group.start())
-        self._starting.add(task)
-        task.add_done_callback(self._starting.discard)
+        self._models.append(model)
+        if self._running:
+            log.info("starting a worker for base model %s", model)
+            settings = self._settings.model_copy(update={"models": model})
+            self._groups.append(LocalWorkers(settings, self._url, self._token))
+            task = asyncio.create_task(self._groups[-1].start())
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
 
     async def stop(self) -> None:
         """Every child has ended when this returns."""
+        self._running = False
         await asyncio.gather(*self._starting, return_exceptions=True)
         await asyncio.gather(*(group.stop() for group in self._groups))

@@ -151,7 +151,6 @@ class Service:
             jobs_folder=folder.jobs,
         )
         opened.push_async_callback(controller.stop)
-        opened.push_async_callback(local.stop)
         await controller.start()
 
         parts = Parts(
@@ -165,6 +164,7 @@ class Service:
             closing=self._closing,
         )
         await self._serve(build(parts), listening)
+        opened.push_async_callback(local.stop)  # first of all, so that workers can send what they have
         await local.start()
 
     async def _serve(self, app: Any, listening: socket.socket) -> None:

@@ -25,8 +25,8 @@ STYLES = {
     "cancelled": "dim",
 }
 
-SPARK_WIDTH = 16
-"""Characters of a sparkline: the table with it fits a terminal of 110 columns."""
+SPARK_WIDTH = 14
+"""Characters of a sparkline: the table with it fits a terminal of 80 columns."""
 
 
 def sparkline(values: Sequence[float | None], width: int = SPARK_WIDTH) -> str:
@@ -48,7 +48,7 @@ def sparkline(values: Sequence[float | None], width: int = SPARK_WIDTH) -> str:
 
 def job_table(jobs: Sequence[Mapping[str, Any]], title: str | None = None, ids: bool = False) -> Table:
     """One row per job view (``controller/views.JobView`` as a mapping); ``ids`` adds a column for them."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("job", no_wrap=True)
     table.add_column("state", no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
@@ -56,7 +56,7 @@ def job_table(jobs: Sequence[Mapping[str, Any]], title: str | None = None, ids: 
     table.add_column("", no_wrap=True, min_width=SPARK_WIDTH)
     table.add_column("tok/s", justify="right", no_wrap=True)
     table.add_column("stale", justify="right", no_wrap=True)
-    table.add_column("waits for", overflow="ellipsis", ratio=1)
+    table.add_column(_cut("waits for"), min_width=8)
     if ids:
         table.add_column("id", no_wrap=True)
     for job in jobs:
@@ -70,7 +70,7 @@ def job_table(jobs: Sequence[Mapping[str, Any]], title: str | None = None, ids: 
             Text(sparkline(job.get("rewards") or []), "green"),
             _number(job.get("tokens_per_second"), "{:.0f}") if state == "running" else "–",
             _number(job.get("staleness"), "{:.1f}"),
-            Text(_waits(job, state), "dim"),
+            _cut(_waits(job, state), "dim"),
             *([str(job["id"])] if ids else []),
         )
     return table
@@ -84,3 +84,8 @@ def _waits(job: Mapping[str, Any], state: str) -> str:
 
 def _number(value: Any, form: str) -> str:
     return form.format(value) if isinstance(value, int | float) and math.isfinite(value) else "–"
+
+
+def _cut(text: str, style: str = "") -> Text:
+    """Text whose column gives way first, and that is cut rather than wrapped."""
+    return Text(text, style, no_wrap=True, overflow="ellipsis")
