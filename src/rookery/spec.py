@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from rookery.errors import UserError
@@ -39,7 +48,7 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 def _seconds(value: Any) -> Any:
     """``90``, ``"90s"``, ``"1.5h"`` → seconds."""
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9.]+)\s*([smhd]?)\s*", value)
+        match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([smhd]?)\s*", value)
         if match is None:
             raise ValueError("a number of seconds, or a number with s, m, h or d, like 30m")
         return float(match[1]) * _UNITS[match[2] or "s"]
@@ -49,13 +58,25 @@ def _seconds(value: Any) -> Any:
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, allow_inf_nan=False)]
 
 
-class Part(BaseModel):
+class Checked(BaseModel):
+    """Base of all that follows: true and false are no numbers."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        field = cls.model_fields.get(info.field_name or "")
+        if isinstance(value, bool) and field is not None and field.annotation is not bool:
+            raise ValueError("a value that is neither true nor false")
+        return value
+
+
+class Part(Checked):
     """Base of every part of a job: unknown fields are mistakes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class EnvironmentSpec(BaseModel):
+class EnvironmentSpec(Checked):
     """Where episodes come from: a built-in by ``id``, or a process of the tenant's own by ``hosted``; every other field
     is an option of that environment and checked by it."""
 
@@ -170,7 +191,7 @@ class PolicySpec(Part):
         return [target for target in TARGETS if target in value]
 
 
-class LossSpec(BaseModel):
+class LossSpec(Checked):
     """A loss by name; its parameters stand beside the name."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
@@ -343,7 +364,9 @@ def _problem(error: ErrorDetails) -> str:
     if error["type"] == "missing":
         return f"{path}: missing"
     given = json.dumps(error["input"], default=str)
-    message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    message = error["msg"].removeprefix("Value error, ")
+    message = re.sub(r"^(Input|String|List|Dictionary) should (be )?", "", message)
+    message = re.sub(r"a valid dictionary or instance of \w+|a valid dictionary", "a mapping of fields", message)
     if error["type"] == "value_error" and isinstance(error["input"], dict):
         return f"{path}: {message}" if path != "job" else message
     return f"{path}: given {given if len(given) <= 80 else given[:77] + '...'}, allowed: {message}"
