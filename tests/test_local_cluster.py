@@ -148,5 +148,6 @@ def test_workers_are_what_the_settings_say(tmp_path: Path, monkeypatch: pytest.M
         assert one.environment["ROOKERY_KV_BYTES"] == str(1 << 24)
         assert "--die-with-parent" in one.arguments
     assert all(int(one.environment["ROOKERY_THREADS"]) >= 1 for one in workers)
+    assert all(one.environment["OMP_WAIT_POLICY"] == os.environ.get("OMP_WAIT_POLICY", "PASSIVE") for one in workers)
     inherited = Settings.load(workers[0].environment)
     assert (inherited.cache, inherited.data, inherited.workers) == (settings.cache, settings.data, 2)
