@@ -1,6 +1,8 @@
-"""The decoder against transformers in float32, on random small models of every family."""
+"""The decoder against transformers in float32: random small models of every family, and SmolLM2 itself."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 import torch
@@ -11,53 +13,7 @@ from rookery.errors import UserError
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.weights import fuse
-
-SMALL = dict(
-    vocab_size=211,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=4096,
-)
-LLAMA3 = dict(
-    rope_type="llama3",
-    rope_theta=10000.0,
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=32,
-)
-YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32)
-FAMILIES = {
-    "llama": transformers.LlamaConfig(**SMALL),
-    "llama tied": transformers.LlamaConfig(**SMALL, tie_word_embeddings=True),
-    "llama biased": transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
-    "llama 3.1 rope": transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3),
-    "linear rope": transformers.LlamaConfig(
-        **SMALL, rope_parameters=dict(rope_type="linear", rope_theta=10000.0, factor=2.0)
-    ),
-    "mistral window": transformers.MistralConfig(**SMALL, sliding_window=7, head_dim=32),
-    "mistral": transformers.MistralConfig(**SMALL, sliding_window=None),
-    "qwen2": transformers.Qwen2Config(**SMALL),
-    "qwen2 window": transformers.Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=5, max_window_layers=1),
-    "qwen2 yarn": transformers.Qwen2Config(**SMALL, rope_parameters=YARN),
-    "qwen3": transformers.Qwen3Config(**SMALL, head_dim=32, tie_word_embeddings=True),
-    "smollm3": transformers.SmolLM3Config(
-        **SMALL, no_rope_layer_interval=2, pad_token_id=0, bos_token_id=1, eos_token_id=2
-    ),
-}
-
-
-def reference(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
-    torch.manual_seed(3)
-    config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for name, weight in model.named_parameters():
-        if weight.ndim == 1:  # norms start at 1 and biases at 0: move them, or a missing one would not show
-            torch.nn.init.normal_(weight, 1.0 if "norm" in name else 0.0, 0.3)
-    return model
+from tiny import FAMILIES, reference, small, smollm2, smollm2_folder
 
 
 class Causal:
@@ -75,16 +31,45 @@ class Causal:
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
+def logits(decoder: Decoder, tokens: Tensor) -> Tensor:
+    with torch.no_grad():
+        hidden = decoder.forward(tokens, torch.arange(len(tokens)), Causal(decoder.config), None)
+        return decoder.project(hidden)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(family: str) -> None:
-    model = reference(FAMILIES[family])
-    config = DecoderConfig.from_hf(model.config.to_dict())
-    decoder = Decoder(config, fuse(config, model.state_dict()))
-    tokens = torch.randint(0, config.vocab, (61,))
+    tokens = torch.randint(0, 211, (61,))
+    with torch.no_grad():
+        expected = reference(family)(tokens[None]).logits[0]
+    torch.testing.assert_close(logits(small(family, torch.float32), tokens), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_smollm2_equals_transformers() -> None:
+    decoder = smollm2(torch.float32)
+    raw = json.loads((smollm2_folder() / "config.json").read_text())
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**raw), dtype=torch.float32)
+    model = model.to_empty(device="cpu").eval()
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffer was not materialised
+    config = decoder.config
+    sizes = [config.heads * config.head_dim, *[config.kv_heads * config.head_dim] * 2]
+    published = {"model.embed_tokens.weight": decoder.embedding, "model.norm.weight": decoder.norm}
+    for i, layer in enumerate(decoder.layers):
+        gate, up = layer.gate_up.chunk(2)
+        parts = dict(
+            zip(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], layer.qkv.split(sizes), strict=True)
+        )
+        parts |= {"self_attn.o_proj": layer.o, "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": layer.down}
+        parts |= {"input_layernorm": layer.attention_norm, "post_attention_layernorm": layer.mlp_norm}
+        published |= {f"model.layers.{i}.{name}.weight": weight for name, weight in parts.items()}
+    missing, unexpected = model.load_state_dict(published, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    model.tie_weights()
+    tokens = torch.randint(0, config.vocab, (200,))
     with torch.no_grad():
         expected = model(tokens[None]).logits[0]
-        hidden = decoder.forward(tokens, torch.arange(61), Causal(config), None)
-        torch.testing.assert_close(decoder.project(hidden), expected, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(logits(decoder, tokens), expected, atol=5e-3, rtol=1e-4)
 
 
 def test_what_cannot_be_computed_is_refused() -> None:
@@ -97,12 +82,35 @@ def test_what_cannot_be_computed_is_refused() -> None:
         DecoderConfig.from_hf({**plain, "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}})
 
 
+def test_rope_fields_of_the_older_generation_mean_the_same() -> None:
+    for family in ("llama 3.1 rope", "qwen2 yarn", "llama linear rope"):
+        raw = FAMILIES[family].to_dict()
+        new = DecoderConfig.from_hf(raw)
+        scaling = dict(raw.pop("rope_parameters"))
+        old = {
+            **raw,
+            "rope_theta": scaling.pop("rope_theta"),
+            "rope_scaling": {**scaling, "type": scaling["rope_type"]},
+        }
+        assert DecoderConfig.from_hf(old) == new
+
+
 def test_missing_or_unexplained_weights_are_named() -> None:
-    model = reference(FAMILIES["llama"])
+    model = reference("llama")
     config = DecoderConfig.from_hf(model.config.to_dict())
     state = model.state_dict()
     with pytest.raises(UserError, match="extra"):
         fuse(config, {**state, "extra.weight": torch.zeros(1)})
     del state["model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(UserError, match="layers.1.mlp.up_proj"):
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj"):
         fuse(config, state)
+
+
+def test_rope_tables_grow_without_changing() -> None:
+    first, second = small("llama"), Decoder.__new__(Decoder)
+    second.__dict__.update(first.__dict__)
+    near = torch.arange(5)
+    before = [x.clone() for x in first.rotation(near)]
+    second.rotation(torch.tensor([3000]))
+    for old, new in zip(before, second.rotation(near), strict=True):
+        assert torch.equal(old, new)
