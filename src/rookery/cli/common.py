@@ -41,8 +41,12 @@ def client_of(url: str | None, key: str | None, data: Path | None) -> Client:
     return Client(settings=settings_of(url, key, data))
 
 
+PIPED_WIDTH = 160
+"""Columns of a table that is not shown on a terminal: enough to cut nothing."""
+
+
 def console() -> Console:
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
 
 
 def print_json(value: Any) -> None:

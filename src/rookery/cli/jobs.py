@@ -9,7 +9,7 @@ import typer
 
 from rookery.cli.common import ENDINGS, INTERRUPTED, Data, Json, Key, Url, client_of, console, figures, print_json
 from rookery.client import Job
-from rookery.telemetry.table import job_table, sparkline
+from rookery.telemetry.table import job_list, job_table, sparkline
 
 app = typer.Typer(help="Look at jobs and steer them.", no_args_is_help=True)
 
@@ -28,7 +28,7 @@ def list_jobs(url: Url = None, key: Key = None, data: Data = None, json: Json = 
         for view in views:
             print_json(view)
     elif views:
-        console().print(job_table(views, ids=True))
+        console().print(job_list(views))
     else:
         console().print("no jobs yet; rookery run job.yaml submits one")
 

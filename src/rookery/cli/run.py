@@ -101,7 +101,10 @@ def _alone(
     with _embedded(settings, data, spec.base_model) as own:
         job = _unfinished(own, spec) or own.submit(raw, folder=folder)
         kept = adapter if adapter is not None else data / "adapter"
-        return _followed(job, json, kept, "stopped; the same command goes on from the last step")
+        code = _followed(job, json, kept, "stopped; the same command goes on from the last step")
+    if code == COMPLETED and not json:
+        console().print(f"talk with it: rookery serve --data {data}, then: rookery chat {job.id}", markup=False)
+    return code
 
 
 def _running_service(settings: Settings) -> Client | None:

@@ -46,40 +46,62 @@ def sparkline(values: Sequence[float | None], width: int = SPARK_WIDTH) -> str:
     return "".join(bar(value) for value in shown)
 
 
-def job_table(jobs: Sequence[Mapping[str, Any]], title: str | None = None, ids: bool = False) -> Table:
-    """One row per job view (``controller/views.JobView`` as a mapping); ``ids`` adds a column for them."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("job", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    table.add_column("step", justify="right", no_wrap=True)
-    table.add_column("reward", justify="right", no_wrap=True)
+def job_table(jobs: Sequence[Mapping[str, Any]], title: str | None = None) -> Table:
+    """One row per job view (``controller/views.JobView`` as a mapping)."""
+    table = _table(title)
+    _columns(table, left=("job", "state"), right=("step", "reward"))
     table.add_column("", no_wrap=True, min_width=SPARK_WIDTH)
-    table.add_column("tok/s", justify="right", no_wrap=True)
-    table.add_column("stale", justify="right", no_wrap=True)
+    _columns(table, right=("tok/s", "stale"))
     table.add_column(_cut("waits for"), min_width=8)
-    if ids:
-        table.add_column("id", no_wrap=True)
     for job in jobs:
-        state = str(job["state"])
-        steps = job.get("steps")
+        running = job["state"] == "running"
         table.add_row(
-            Text(str(job["name"])),
-            Text(state, STYLES.get(state, "")),
-            f"{job['step']}/{steps}" if steps is not None else str(job["step"]),
-            _number(job.get("reward"), "{:.3f}"),
+            *_about(job),
             Text(sparkline(job.get("rewards") or []), "green"),
-            _number(job.get("tokens_per_second"), "{:.0f}") if state == "running" else "–",
+            _number(job.get("tokens_per_second"), "{:.0f}") if running else "–",
             _number(job.get("staleness"), "{:.1f}"),
-            _cut(_waits(job, state), "dim"),
-            *([str(job["id"])] if ids else []),
+            _cut(_waits(job), "dim"),
         )
     return table
 
 
-def _waits(job: Mapping[str, Any], state: str) -> str:
-    if state == "running":
-        return str(job.get("waits_for") or "")
-    return str(job.get("reason") or job.get("waits_for") or "")
+def job_list(jobs: Sequence[Mapping[str, Any]]) -> Table:
+    """The same jobs with their ids, for commands that take one."""
+    table = _table(None)
+    _columns(table, left=("job", "state"), right=("step", "reward"))
+    table.add_column(_cut("waits for"), min_width=8)
+    _columns(table, left=("id",))
+    for job in jobs:
+        table.add_row(*_about(job), _cut(_waits(job), "dim"), str(job["id"]))
+    return table
+
+
+def _table(title: str | None) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
+def _columns(table: Table, left: Sequence[str] = (), right: Sequence[str] = ()) -> None:
+    for name in left:
+        table.add_column(name, no_wrap=True)
+    for name in right:
+        table.add_column(name, no_wrap=True, justify="right")
+
+
+def _about(job: Mapping[str, Any]) -> list[Text | str]:
+    """Name, state, step and reward."""
+    state, steps = str(job["state"]), job.get("steps")
+    return [
+        Text(str(job["name"])),
+        Text(state, STYLES.get(state, "")),
+        f"{job['step']}/{steps}" if steps is not None else str(job["step"]),
+        _number(job.get("reward"), "{:.3f}"),
+    ]
+
+
+def _waits(job: Mapping[str, Any]) -> str:
+    """What a job that is under way waits for; of another, why it is in its state."""
+    waits, reason = str(job.get("waits_for") or ""), str(job.get("reason") or "")
+    return waits if job["state"] == "running" else reason or waits
 
 
 def _number(value: Any, form: str) -> str:
