@@ -249,7 +249,19 @@ def test_what_nobody_claims_is_let_go(service: Dialled, start: Start) -> None:
         again.drop()
         number += 1
         assert number < 100
-    assert service.until(lambda: again.of(wire.Beat))[0].active == 0
+    service.until(lambda: (beats := again.of(wire.Beat)) and beats[-1].active == 0)
+
+
+def test_what_a_new_link_does_not_claim_is_computed_no_further(service: Dialled, start: Start) -> None:
+    start(claim_seconds="0.3", max_rows="1")
+    link = service.connection(0)
+    link.send(*(generate(f"r{number}") for number in range(50)))
+    link.some("r0", 1)
+    link.drop()
+    again = service.connection(1)
+    assert len(again.hello.running) == 50
+    service.until(lambda: (beats := again.of(wire.Beat)) and beats[-1].active + beats[-1].waiting == 0)
+    assert again.of(wire.Beat)[-1].generated < 50 * LONG
 
 
 def test_a_stopped_worker_comes_back(service: Dialled, start: Start) -> None:

@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rookery.errors import UserError
 
-
 TOKEN_VARIABLE = "ROOKERY_TOKEN"
 """Where workers and hosts find their token if it is not given: an argument would show in the list of processes."""
 
@@ -57,6 +56,9 @@ class Settings(BaseModel):
     """No beat for this long: the worker's requests go on elsewhere. Five beats, so that one slow slice is no alarm."""
     grace_seconds: float = Field(60.0, gt=0)
     """A suspect worker that has not come back by then is gone."""
+    claim_seconds: float = Field(15.0, gt=0)
+    """A worker whose link is back goes on this long with requests that nobody has claimed: a restarted service has its
+    jobs again by then; until then such a request may be computed in two places."""
     stuck_seconds: float = Field(120.0, gt=0)
     """Beats that show work but no finished compute slice for this long mean a stuck worker; the longest honest slice is
     one prompt of a whole context."""

@@ -158,12 +158,14 @@ class Link:
         self._pause = FIRST_PAUSE_SECONDS
         work = (self._receive(session), self._beat(session), self._send_output(session))
         tasks = [asyncio.create_task(part) for part in work]
+        claims = asyncio.get_running_loop().call_later(self._settings.claim_seconds, self._requests.release)
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
         finally:
             self._session = None
+            claims.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -7,7 +7,8 @@ Promises:
 * After a link broke, nothing is sent for a request until the controller claims it with a ``Generate``: then its stream
   goes on at ``len(given)``. If what the controller holds is not a piece of what was sampled here (it went on
   elsewhere), the request is begun anew from ``given``.
-* What no controller claims within the grace period is aborted and forgotten.
+* What no controller claims within the grace period is forgotten; soon after a link is back, what it has not claimed is
+  computed no further.
 * A request waits for its own adapter only; one that fails (its adapter cannot be had, the engine refuses it) ends with
   one line of reason and touches no other.
 """
@@ -25,7 +26,7 @@ import msgspec
 
 from rookery import wire
 from rookery.worker.compute import Compute
-from rookery.worker.transfer import Transfers, is_plain, one_line
+from rookery.worker.transfer import Transfers, Unreachable, is_plain, one_line
 
 log = logging.getLogger("rookery.worker.requests")
 
@@ -60,6 +61,11 @@ class Held:
     @property
     def length(self) -> int:
         return self.start + len(self.tokens)
+
+    @property
+    def good(self) -> bool:
+        """Whether going on with it, or handing it out again, is of use."""
+        return self.finish not in ("error", "abort")
 
     def continues(self, claim: wire.Generate) -> bool:
         """Whether ``claim`` asks for this very text, and has a piece of it that ends where it can be gone on from."""
@@ -100,7 +106,7 @@ class Requests:
             self._transfers.granted(ref.hash, ref.ticket)
         held = self._held.get(generate.request)
         if held is not None:
-            if held.finish != "error" and held.continues(generate):
+            if held.good and held.continues(generate):
                 self._resume(held, len(generate.given))
                 return
             self.abort(generate.request)
@@ -137,7 +143,9 @@ class Requests:
             async with self._transfers.pulled(ref) as folder:
                 await asyncio.wrap_future(self._compute.call(lambda core: core.submit(generate, folder)))
         except Exception as error:  # whatever it is, it is this request's alone
-            held.finish, held.error = "error", one_line(error)
+            # What another worker, or another moment, may do better is given back instead of failed.
+            held.finish = "abort" if isinstance(error, Unreachable) else "error"
+            held.error = one_line(error)
             self.failed += 1
             log.warning("request %s failed: %s", held.generate.request, held.error, exc_info=not is_plain(error))
             self._output(True)
@@ -188,7 +196,7 @@ class Requests:
 
     def running(self) -> list[str]:
         """Requests that a controller may claim."""
-        return [request for request, held in self._held.items() if held.finish != "error"]
+        return [request for request, held in self._held.items() if held.good]
 
     def waiting(self) -> int:
         """Requests that wait for their adapter."""
@@ -199,6 +207,12 @@ class Requests:
         for held in self._held.values():
             if held.claimed:
                 held.claimed, held.since = False, now
+
+    def release(self) -> None:
+        """Whoever wanted to claim a request has done so: stop computing for nobody. Complete ones cost nothing."""
+        for request, held in list(self._held.items()):
+            if not held.claimed and not held.finish:
+                self.abort(request)
 
     def expire(self, before: float) -> None:
         """Forget what nobody has claimed, and what was told to its end, since ``before``."""

@@ -65,6 +65,10 @@ class TransferFailed(Exception):
     """Bytes could not be had or brought; the message is one line."""
 
 
+class Unreachable(TransferFailed):
+    """The service did not answer, for as long as it was asked."""
+
+
 class CorruptArtifact(TransferFailed):
     """The service's bytes are not those that the hash names; asking again does not help."""
 
@@ -199,7 +203,7 @@ class Transfers:
                 return
             failures = 0 if _size(part) > have else failures + 1
             if failures == ATTEMPTS:
-                raise TransferFailed(f"GET {url}: {reason}")
+                raise Unreachable(f"GET {url}: {reason}")
             await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**failures)
 
     async def _download_once(self, url: str, ticket: str, part: Path, have: int, size: int) -> None:
@@ -292,7 +296,7 @@ class Transfers:
             except (httpx.TransportError, _Again) as error:
                 reason = one_line(error)
             await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**attempt)
-        raise TransferFailed(f"{method} {url}: {reason}")
+        raise Unreachable(f"{method} {url}: {reason}")
 
 
 class _Again(Exception):
