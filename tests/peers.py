@@ -1,7 +1,7 @@
 """A controller with everything real but its peers, and peers that speak the wire protocol as their script says.
 
-* :class:`ScriptedWorker` samples tokens that are a function of (seed, position), so what a resumed text must be is known,
-  and trains by writing down the chain of batches that a policy saw, so two histories can be compared by their content.
+* :class:`ScriptedWorker` samples tokens that are a function of (seed, position), so what a resumed text must be is
+  known, and trains by writing down the chain of batches that a policy saw, so two histories can be compared.
 * :class:`ScriptedHost` runs no code: what it answers is a function of the episode.
 * :class:`ManualClock` moves when a test moves it.
 """
@@ -53,7 +53,9 @@ def model_folder(folder: Path, context: int = 512) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=259, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=259, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator([], trainer)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -341,7 +343,9 @@ class ScriptedWorker:
             assert op.fresh
             self._gradient[op.policy] = hashlib.sha256(content).hexdigest()
             own = [w for unit in batch.units for member in unit.members for w in member.weights if w]
-            return wire.Done(epoch=0, op=op.op, metrics={"loss:sum": 1.0, "tokens": float(len(own)), "entropy:sum": 2.0})
+            return wire.Done(
+                epoch=0, op=op.op, metrics={"loss:sum": 1.0, "tokens": float(len(own)), "entropy:sum": 2.0}
+            )
         after = hashlib.sha256(f"{held[3]} {self._gradient.pop(op.policy)} {op.adam.lr}".encode()).hexdigest()
         self._states[op.policy] = (op.lease, op.parent.hash, op.steps + 1, after)
         if op.commit:
@@ -449,7 +453,9 @@ class ScriptedHost:
             scripted = self.script(message) if self.script is not None else None
             if scripted is HANG:
                 return None
-            answers[turn] = wire.Observed(epoch=0, call="", episode=message.episode, **(scripted or self.usual(message)))
+            answers[turn] = wire.Observed(
+                epoch=0, call="", episode=message.episode, **(scripted or self.usual(message))
+            )
         return answers[turn]
 
     def usual(self, message: wire.Reset | wire.StepEpisode) -> dict[str, Any]:

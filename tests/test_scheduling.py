@@ -201,7 +201,12 @@ def test_the_verdict_is_that_of_the_window(ends: list[str], window: int, share: 
 scores = st.one_of(st.none(), st.floats(-1, 1))
 
 
-@given(st.dictionaries(st.integers(0, 30), scores, min_size=1), st.integers(1, 5), st.booleans(), st.sets(st.integers(0, 30)))
+@given(
+    st.dictionaries(st.integers(0, 30), scores, min_size=1),
+    st.integers(1, 5),
+    st.booleans(),
+    st.sets(st.integers(0, 30)),
+)
 def test_the_head_the_last_the_best_and_the_used_stay(
     versions: dict[int, float | None], keep_last: int, keep_best: bool, in_use: set[int]
 ) -> None:

@@ -10,8 +10,8 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from peers import job_of
 
+from peers import job_of
 from rookery.errors import UserError
 from rookery.settings import Settings
 from rookery.spec import LOSS_PARAMETERS, JobSpec, SpecError, parse_job, read_job
@@ -28,7 +28,10 @@ REFUSED: list[tuple[Any, str]] = [
     (job_of(algorithm__group_sise=4), "algorithm.group_sise: unknown field; did you mean group_size?"),
     (main(rnk=3), "policies.main.rnk: unknown field; did you mean rank?"),
     (main(optimizer={"x": 3}), "policies.main.optimizer.x: unknown field; allowed: lr, schedule, beta1, beta2, eps,"),
-    (main(optimizer={"schedule": {"nam": 1}}), "policies.main.optimizer.schedule.nam: unknown field; did you mean name?"),
+    (
+        main(optimizer={"schedule": {"nam": 1}}),
+        "policies.main.optimizer.schedule.nam: unknown field; did you mean name?",
+    ),
     (job_of(sampling__top_k=3), "sampling.top_k: unknown field; "),
     (job_of(name="-bad"), 'name: given "-bad", allowed: match pattern'),
     (job_of(base_model=""), 'base_model: given "", allowed: have at least 1 character'),
@@ -69,7 +72,7 @@ REFUSED: list[tuple[Any, str]] = [
     (main(targets=["q", "x"]), "policies.main.targets.1: given \"x\", allowed: 'q', 'k', 'v', 'o', 'gate', 'up' or"),
     (main(targets=[]), "policies.main.targets: given [], allowed: at least one of q, k, v, o, gate, up, down"),
     (main(optimizer={"lr": 0}), "policies.main.optimizer.lr: given 0, allowed: greater than 0"),
-    (main(optimizer={"schedule": "cosin"}), "policies.main.optimizer.schedule.name: given \"cosin\", allowed: 'con"),
+    (main(optimizer={"schedule": "cosin"}), 'policies.main.optimizer.schedule.name: given "cosin", allowed: \'con'),
     (main(warm_start={}), "policies.main.warm_start: exactly one of job, peft and upload"),
     (main(warm_start={"job": "x", "peft": "y"}), "policies.main.warm_start: exactly one of job, peft and upload"),
     (main(warm_start={"upload": "y"}), 'policies.main.warm_start.upload: given "y", allowed: match pattern'),

@@ -1,0 +1,327 @@
+"""Optimizer steps through workers that are lost, stale, silent or lie; what is committed is what was computed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peers import ADAPTER, ManualClock, ScriptedWorker, Service, eventually, job_of, settle
+from rookery import wire
+from rookery.controller.fleet import Fleet
+from rookery.controller.ports import RandomIds, ThreadLedger
+from rookery.controller.tickets import Tickets
+from rookery.controller.training import Step, Trainee, Training, TrainingFailed
+from rookery.errors import Unavailable
+from rookery.settings import Settings
+from rookery.storage.artifacts import Artifacts
+
+MODEL = "smollm2-135m-instruct"
+
+
+class Room:
+    """A fleet and its trainers, with nothing else around them."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        self.clock = ManualClock()
+        self.settings = Settings(data=folder, cache=folder, **changes)
+        self.fleet = Fleet(self.settings, self.clock, "worker-token")
+        self.artifacts = Artifacts(folder / "artifacts")
+        self.tickets = Tickets(self.artifacts, self.clock, 600)
+        self.ledger = ThreadLedger()
+        self.training = Training(self.fleet, self.tickets, self.settings, self.clock, RandomIds(), self.ledger)
+        self.fleet.handle(wire.Output, lambda worker, message: None)
+        self.fleet.handle(wire.Want, lambda worker, message: None)
+        self.workers: list[ScriptedWorker] = []
+        self.leases: dict[str, int] = {}
+        self.versions = 0
+
+    async def worker(self, name: str = "worker", **script: Any) -> ScriptedWorker:
+        worker = ScriptedWorker(self.fleet.serve, self.tickets, name, **script)
+        self.workers.append(await worker.join())
+        return worker
+
+    def trainee(self, policy: str = "p") -> Trainee:
+        async def next_lease() -> int:
+            self.leases[policy] = self.leases.get(policy, 0) + 1
+            return self.leases[policy]
+
+        return Trainee(self.training, tenant="alice", policy=policy, model=MODEL, next_lease=next_lease)
+
+    async def begin(self, trainee: Trainee, policy: str = "p") -> wire.AdapterRef:
+        def make(op: str, commit: str, source: wire.AdapterRef | None) -> wire.InitAdapter:
+            return wire.InitAdapter(
+                op=op, policy=policy, rank=8, alpha=16.0, targets=["q"], seed=1, commit=commit, source=source
+            )
+
+        return self.commit(trainee, await trainee.init(make, None), policy)
+
+    def commit(self, trainee: Trainee, manifest: wire.Manifest | None, policy: str = "p") -> wire.AdapterRef:
+        assert manifest is not None
+        self.artifacts.verify(manifest.hash)
+        ref = wire.AdapterRef(policy=policy, version=self.versions, hash=manifest.hash, rank=8, alpha=16.0)
+        self.versions += 1
+        trainee.committed(ref)
+        return ref
+
+    def content(self, ref: wire.AdapterRef) -> str:
+        return self.artifacts.path(ref.hash, ADAPTER).read_text()
+
+    def staged(self) -> int:
+        return len(list((self.artifacts._root / ".staging").iterdir()))
+
+
+@pytest.fixture
+async def room(tmp_path: Path) -> AsyncIterator[Room]:
+    room = Room(tmp_path, worker_wait_seconds=0.2)
+    yield room
+    for worker in room.workers:
+        await worker.die()
+    room.ledger.close()
+
+
+def step(number: int) -> Step:
+    member = wire.Member(tokens=[number], logprobs=[-1.0], advantages=[1.0], weights=[1.0])
+    batch = wire.encode(wire.Batch(units=[wire.Unit(prompt=[1], members=[member])]))
+    return Step(batch, wire.Loss(name="aipo", params={"rho": 4.0}), 1.0, 0.0, wire.Adam(lr=0.1 * number))
+
+
+async def history(room: Room, trainee: Trainee, steps: int, every: int = 1) -> list[str]:
+    """Take that many steps; the content of every committed version."""
+    ref = await room.begin(trainee)
+    contents = [room.content(ref)]
+    for number in range(1, steps + 1):
+        done = await trainee.step(ref, step(number), commit=number % every == 0)
+        if number % every == 0:
+            ref = room.commit(trainee, done.manifest)
+            contents.append(room.content(ref))
+    return contents
+
+
+async def test_steps_follow_each_other_on_one_lease(room: Room) -> None:
+    worker = await room.worker()
+    contents = await history(room, room.trainee(), 4)
+    assert len(set(contents)) == 5
+    assert [type(op).__name__ for op in worker.operations] == ["InitAdapter"] + ["ForwardBackward", "OptimStep"] * 4
+    assert {op.lease for op in worker.operations[1:]} == {2}
+    assert all(op.steps == 0 for op in worker.operations[1:])
+    assert [op.parent.version for op in worker.operations[1:]] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert all(room.tickets.reads(op.parent.ticket, op.parent.hash) for op in worker.operations[1:])
+    assert all(room.tickets.offered(op.batch_ticket) is None for op in worker.operations[1::2]), "offers are withdrawn"
+    assert room.staged() == 0
+
+
+async def test_metrics_of_both_operations_come_back(room: Room) -> None:
+    await room.worker()
+    trainee = room.trainee()
+    done = await trainee.step(await room.begin(trainee), step(1), commit=True)
+    assert done.metrics == {"loss:sum": 1.0, "tokens": 1.0, "entropy:sum": 2.0, "grad_norm": 1.0}
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("death", range(8))
+async def test_a_lost_worker_costs_its_work_and_nothing_else(tmp_path: Path, every: int, death: int) -> None:
+    """Whenever the worker dies, the versions are those of an undisturbed run."""
+    calm = Room(tmp_path / "calm")
+    await calm.worker()
+    expected = await history(calm, calm.trainee(), 3, every)
+    rough = Room(tmp_path / "rough")
+    first = await rough.worker("a")
+    heard = 0
+
+    async def die(op: Any) -> None:
+        nonlocal heard
+        heard += 1
+        if heard == death + 1:
+            assert first.link is not None
+            first.link.cut()
+
+    first.answer = die
+    await rough.worker("b")
+    assert await history(rough, rough.trainee(), 3, every) == expected
+    assert rough.fleet.losses == (1 if heard > death else 0)
+    for room in (calm, rough):
+        for worker in room.workers:
+            await worker.die()
+        room.ledger.close()
+
+
+async def test_a_stale_worker_reloads(room: Room) -> None:
+    worker = await room.worker()
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+    ref = room.commit(trainee, (await trainee.step(ref, step(1), commit=True)).manifest)
+    worker._states.clear()  # it dropped the policy: the pending step must not be built on nothing
+
+    heard: list[str] = []
+
+    async def once(op: Any) -> wire.Done | None:
+        heard.append(type(op).__name__)
+        if heard == ["ForwardBackward"]:
+            return wire.Done(epoch=0, op=op.op, error="not held here", category="stale")
+        return None
+
+    worker.answer = once
+    done = await trainee.step(ref, step(2), commit=True)
+    assert done.manifest is not None
+    assert heard == ["ForwardBackward", "ForwardBackward", "OptimStep"]
+    assert worker.operations[-1].lease > worker.operations[-3].lease
+    assert room.training.retries == 1
+
+
+async def test_steps_since_the_commit_are_replayed(room: Room) -> None:
+    one = await room.worker("one")
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+    await trainee.step(ref, step(1), commit=False)
+    await trainee.step(ref, step(2), commit=False)
+    await one.die()
+    two = await room.worker("two")
+    await trainee.step(ref, step(3), commit=True)
+    assert [op.steps for op in two.operations] == [0, 0, 1, 1, 2, 2]
+    assert [op.commit != "" for op in two.operations if isinstance(op, wire.OptimStep)] == [False, False, True]
+
+
+@pytest.mark.parametrize("category", ["lost", "stale"])
+async def test_who_never_manages_fails_the_step(room: Room, category: Any) -> None:
+    worker = await room.worker()
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+
+    async def refuse(op: Any) -> wire.Done:
+        return wire.Done(epoch=0, op=op.op, error="no luck", category=category)
+
+    worker.answer = refuse
+    with pytest.raises(TrainingFailed, match="training failed 4 times, the last: worker worker: no luck"):
+        await trainee.step(ref, step(1), commit=True)
+
+
+async def test_what_no_worker_can_do_is_not_tried_again(room: Room) -> None:
+    worker = await room.worker()
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+
+    async def refuse(op: Any) -> wire.Done:
+        return wire.Done(epoch=0, op=op.op, error="the batch is no batch", category="failed")
+
+    worker.answer = refuse
+    with pytest.raises(TrainingFailed, match="worker worker: the batch is no batch"):
+        await trainee.step(ref, step(1), commit=True)
+    assert len(worker.operations) == 2
+    assert room.staged() == 0
+
+
+@pytest.mark.parametrize("lie", ["nothing uploaded", "other bytes", "no manifest"])
+async def test_a_commit_must_be_what_was_uploaded(room: Room, lie: str) -> None:
+    liar = await room.worker("a")
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+
+    async def answer(op: Any) -> wire.Done | None:
+        if not isinstance(op, wire.OptimStep):
+            return None
+        if lie == "nothing uploaded":
+            return wire.Done(epoch=0, op=op.op, manifest=wire.manifest_of([]))
+        done = liar.upload(op, "something")
+        done.manifest = wire.manifest_of([]) if lie == "other bytes" else None
+        return done
+
+    liar.answer = answer
+    with pytest.raises(TrainingFailed, match="worker a uploaded"):
+        await trainee.step(ref, step(1), commit=True)
+    assert sum(room.training.unnamed.values()) == 1, "version 0 alone, which this test names nowhere else"
+
+
+async def test_late_answers_are_ignored(room: Room) -> None:
+    worker = await room.worker()
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+    worker.training.clear()
+    stepping = asyncio.create_task(trainee.step(ref, step(1), commit=True))
+    await eventually(lambda: len(worker.operations) == 2)
+    await worker.say(wire.Done(epoch=0, op="another", metrics={"grad_norm": 9.0}))
+    await worker.say(wire.Done(epoch=0, op=worker.operations[1].op, error="old"), epoch=worker.epoch - 1)
+    await settle()
+    assert not stepping.done()
+    worker.training.set()
+    done = await stepping
+    await worker.say(wire.Done(epoch=0, op=worker.operations[1].op, error="again", category="failed"))
+    await settle()
+    assert room.commit(trainee, done.manifest).version == 1
+
+
+async def test_cancelling_a_step_gives_it_up_at_the_worker(room: Room) -> None:
+    worker = await room.worker()
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+    worker.training.clear()
+    stepping = asyncio.create_task(trainee.step(ref, step(1), commit=True))
+    await eventually(lambda: len(worker.operations) == 2)
+    stepping.cancel()
+    await asyncio.gather(stepping, return_exceptions=True)
+    trainee.forget()
+    await eventually(lambda: len(worker.other) == 2)
+    assert isinstance(worker.other[0], wire.Cancel)
+    assert worker.other[0].op == worker.operations[1].op
+    assert worker.other[1] == wire.Forget(policy="p")
+
+
+async def test_no_trainer_in_time_is_said(room: Room) -> None:
+    await room.worker("rolls", roles=["rollout"])
+    with pytest.raises(Unavailable, match=f"no worker serves {MODEL} for train"):
+        await room.begin(room.trainee())
+
+
+async def test_a_trainer_that_comes_is_found(tmp_path: Path) -> None:
+    room = Room(tmp_path, worker_wait_seconds=20)
+    beginning = asyncio.create_task(room.begin(room.trainee()))
+    await settle()
+    await room.worker()
+    assert (await beginning).version == 0
+    for worker in room.workers:
+        await worker.die()
+    room.ledger.close()
+
+
+async def test_policies_are_spread_over_the_trainers(room: Room) -> None:
+    workers = [await room.worker(name) for name in ("a", "b")]
+    for policy in ("p", "q", "r", "s"):
+        trainee = room.trainee(policy)
+        await trainee.step(await room.begin(trainee, policy), step(1), commit=False)
+    taken = [{op.policy for op in worker.operations} for worker in workers]
+    assert [len(policies) for policies in taken] == [2, 2]
+    assert not taken[0] & taken[1], "a policy stays where it is"
+
+
+async def test_a_batch_carries_one_prompt_for_its_group(tmp_path: Path) -> None:
+    """What the trainer gets from a job: prompts once, the behaviour's log-probs, advantages that sum to nothing."""
+    service = Service(tmp_path)
+    await service.start()
+    worker = await service.worker().join()
+    await service.host(turns=2).join()
+    view, _ = await service.controller.submit(
+        "alice", job_of(algorithm__group_size=4, algorithm__kl_weight=0.1, stop__steps=1, sampling__temperature=0.7)
+    )
+    await service.ends(view.id)
+    (batch,) = worker.batches.values()
+    assert len(batch.units) == 2
+    for unit in batch.units:
+        assert len(unit.members) == 4
+        assert sum(member.advantages[0] for member in unit.members) == pytest.approx(0)
+        for member in unit.members:
+            assert len({len(member.tokens), len(member.logprobs), len(member.advantages), len(member.weights)}) == 1
+            own = [i for i, weight in enumerate(member.weights) if weight]
+            assert own[0] == 0
+            assert len(own) < len(member.tokens), "the environment's turn carries no loss"
+            assert sum(member.weights) == pytest.approx(1 / 8)
+    (forward,) = [op for op in worker.operations if isinstance(op, wire.ForwardBackward)]
+    assert (forward.temperature, forward.kl_weight, forward.tenant) == (0.7, 0.1, "alice")
+    assert forward.loss == wire.Loss(name="aipo", params={"rho": 4.0})
+    sampled = {tuple(g.prompt) for g in worker.generates if g.request.endswith(".0")}
+    assert {tuple(unit.prompt) for unit in batch.units} == sampled
+    json.dumps(view.spec)
+    await service.close()
