@@ -67,7 +67,7 @@ class Settings(BaseModel):
     ticket_seconds: float = Field(600.0, gt=0)
     """How long a ticket for bytes is good."""
     worker_wait_seconds: float = Field(600.0, gt=0)
-    """A request or a training step that finds no worker for this long fails its job's step, with that reason."""
+    """A request or a training step that finds no worker for this long pauses its job, with that reason."""
 
     # --- a worker ---------------------------------------------------------------------------------------------------
     max_rows: int = Field(64, ge=1)

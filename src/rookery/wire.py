@@ -175,7 +175,7 @@ class Bye(Message, kw_only=True):
 
 
 class Welcome(Message, kw_only=True):
-    """``epoch`` is valid for this connection alone. ``base_url`` is where tickets are used."""
+    """``epoch`` is valid for this connection alone. Tickets are used at the address it dialled."""
 
     name: str
     epoch: int
@@ -234,7 +234,7 @@ class ForwardBackward(Message, kw_only=True):
 
     ``parent`` names the committed state from which the policy's current step began, ``steps`` the optimizer steps
     taken since on this lease: the worker answers ``stale`` unless it holds (policy, lease, parent, steps) or steps is 0
-    and it can load the parent. ``attempt`` 1 with ``steps`` 0 discards any gradient left from an abandoned attempt."""
+    and it can load the parent."""
 
     op: str
     policy: str

@@ -15,7 +15,7 @@ app = typer.Typer(help="Look at jobs and steer them.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its name where only one is called so.")]
 
-STEP_FIGURES = ("reward", "loss", "kl", "entropy", "staleness", "logp_diff", "seconds/train")
+STEP_FIGURES = ("reward", "loss", "kl", "entropy", "staleness_mean", "logp_diff_mean", "seconds/train")
 """What one line of a step shows where a row has it; --json shows all."""
 
 

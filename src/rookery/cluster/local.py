@@ -35,9 +35,6 @@ LONGEST_PAUSE_SECONDS = 30.0
 HEALTHY_SECONDS = 60.0
 """A child that lived this long was well: the next pause is the first again."""
 
-WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
-"""Threads of a worker sleep while they wait for each other. They would spin, which is a little faster on cores of their
-own, and many times slower as soon as anything else (the service, an environment) wants one of the same cores."""
 
 _PRIVATE = {"key", "database"}
 """Settings that children do not need and that may hold secrets."""
@@ -144,7 +141,7 @@ class LocalWorkers(LocalProcesses):
         everybody = len(models) * settings.workers
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = settings.threads or max(1, cores // max(1, everybody))
-        environment = WAITING | _environment(settings.model_copy(update={"threads": threads}), token)
+        environment = _environment(settings.model_copy(update={"threads": threads}), token)
         super().__init__(
             (
                 Child(

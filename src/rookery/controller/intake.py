@@ -10,11 +10,13 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from rookery import wire
 from rookery.controller.hosts import SERVICE
 from rookery.controller.world import World
 from rookery.errors import NotFound, UserError
-from rookery.spec import JobSpec, SpecError, parse_job
+from rookery.spec import TARGETS, JobSpec, PolicySpec, SpecError, parse_job
 from rookery.storage.rows import NewPolicy, PolicyRow, UploadKind
 from rookery.text.catalogue import resolve, status
 
@@ -111,8 +113,12 @@ class Intake:
                 if not found.kept:
                     raise NotFound(f"version {number} of job {start.job} is not kept any more")
                 digest = found.hash
+            config = await world.ledger(world.artifacts.path, digest, "adapter_config.json")
+            problems = _unlike(await asyncio.to_thread(config.read_bytes), name, asked)
         except NotFound as error:
             raise SpecError([f"{where}: {error}"]) from None
+        if problems:
+            raise SpecError(problems)
         return wire.AdapterRef(policy=policy.id, version=0, hash=digest, rank=asked.rank, alpha=asked.scale_alpha)
 
     async def preview(self, tenant: str, spec: JobSpec) -> list[dict[str, Any]]:
@@ -187,3 +193,19 @@ class Intake:
         size = sum(shard.size for shard in manifest.shards)
         await world.ledger(world.database.add_upload, tenant, kind, manifest.hash, size, world.clock.time())
         return manifest.hash
+
+
+def _unlike(config: bytes, name: str, asked: PolicySpec) -> list[str]:
+    """Where a PEFT configuration is not the adapter that a policy asks for, a line each."""
+    try:
+        about = msgspec.json.decode(config, type=dict[str, Any])
+        targets = [target for target in TARGETS if f"{target}_proj" in about["target_modules"]]
+        found = {"rank": about["r"], "alpha": about["lora_alpha"], "targets": targets}
+    except (msgspec.MsgspecError, KeyError, TypeError) as error:
+        return [f"policies.{name}.warm_start: its adapter_config.json is not that of a LoRA ({error})"]
+    given = {"rank": asked.rank, "alpha": asked.scale_alpha, "targets": list(asked.targets)}
+    return [
+        f"policies.{name}.{field}: given {value}, the adapter to start from has {found[field]}"
+        for field, value in given.items()
+        if value != found[field]
+    ]

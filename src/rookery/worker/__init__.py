@@ -8,4 +8,4 @@ its settings when torch loads it, so they are made here, before anything of a wo
 
 import os
 
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -31,8 +31,8 @@ class Chunks:
     queries: int = 128
     """Tokens of a sequence whose queries go together: enough rows for the matmuls' full speed, few enough that little
     is computed above the diagonal."""
-    scores: int = 1 << 20
-    """Scores alive at once: 2 MB in bfloat16, so that the passes of a softmax find them in the cache."""
+    scores: int = 1 << 19
+    """Scores alive at once: 1 MB in bfloat16, so that the passes of a softmax find them in the cache."""
 
 
 class _Plan:
@@ -52,16 +52,15 @@ class _Plan:
         self.inside = inside[:, None].expand(-1, kv_heads, -1, -1).flatten()
         self.padding = (~self.inside).nonzero()[:, 0]
         real = torch.arange(self.prefix, device=device) < block.prefixes[:, None]
-        self.bias: Tensor | None = None
-        if not bool(real.all()):  # shorter prefixes than the block's: what pads them is not seen
-            bias = torch.zeros(real.shape, dtype=dtype, device=device).masked_fill_(~real, float("-inf"))
-            self.bias = bias.repeat_interleave(kv_heads * self.members, 0)[:, None]
         self.real_prefix = real[:, None].expand(-1, kv_heads, -1).flatten().nonzero()[:, 0]
         shared = (block.keys[:, :1, : self.prefix] * kv_heads)[:, None] + head
         self.prefix_rows = shared.flatten()[self.real_prefix]
-        self.positions_q = block.prefixes[:, None] + torch.arange(self.tail, device=device)
+        self._own = torch.cat([real, real.new_ones(self.bundles, self.tail)], 1)
         before = torch.arange(self.prefix, device=device).expand(self.bundles, -1)
-        self.positions_k = torch.cat([before, self.positions_q], 1)
+        self._positions = torch.cat([before, block.prefixes[:, None] + torch.arange(self.tail, device=device)], 1)
+        self._uniform = bool(real.all()) and bool((block.prefixes == block.prefixes[0]).all())
+        self._dtype = dtype
+        self._masks: dict[int, Tensor] = {}
         # The last chunk comes first: it meets all keys, so that it sets what the others add to.
         count = max(1, round(self.tail / chunks.queries))
         edges = [self.tail * i // count for i in range(count + 1)]
@@ -89,18 +88,38 @@ class _Plan:
 
     def probabilities(self, q: Tensor, k: Tensor, part: slice, start: int, window: int) -> Tensor:
         """Of q [part, query rows, head_dim] from token ``start`` on, over k [part, keys up to theirs, head_dim]."""
+        if len(self.cuts) == 1:
+            if window not in self._masks:
+                self._masks[window] = self._mask(0, self.tail, window)
+            return torch.softmax(torch.baddbmm(self._of(part, self._masks[window]), q, k.transpose(1, 2)), -1)
         scores = torch.bmm(q, k.transpose(1, 2))
-        tokens, hidden = q.shape[1] // self.group, float("-inf")
-        by_head = scores.view(-1, tokens, self.group, k.shape[1])
-        ahead = torch.full((tokens, tokens), hidden, dtype=scores.dtype, device=scores.device).triu_(1)
-        by_head[..., self.prefix + start :] += ahead[:, None, :]
-        if self.bias is not None:
-            scores[..., : self.prefix] += self.bias[part]
-        if 0 < window < self.keys:
-            of = torch.arange(part.start, part.stop, device=scores.device) // (self.kv_heads * self.members)
-            distance = self.positions_q[of, start : start + tokens, None] - self.positions_k[of, None, : k.shape[1]]
-            by_head.masked_fill_((distance >= window)[:, :, None], hidden)
+        tokens = q.shape[1] // self.group
+        if self._uniform and not 0 < window < self.keys:  # then only a chunk's own square holds what must not be seen
+            ahead = torch.full((tokens, tokens), float("-inf"), dtype=scores.dtype, device=scores.device).triu_(1)
+            scores.view(-1, tokens, self.group, k.shape[1])[..., self.prefix + start :] += ahead[:, None, :]
+        else:
+            scores += self._of(part, self._mask(start, start + tokens, window))
         return torch.softmax(scores, -1)
+
+    def _mask(self, start: int, stop: int, window: int) -> Tensor:
+        """0 where a query token from ``start`` to ``stop`` may look, −inf elsewhere [bundles or 1, query rows, keys up
+        to theirs]."""
+        bundles = slice(0, 1) if self._uniform else slice(None)
+        keys = self.prefix + stop
+        of_keys = self._positions[bundles, None, :keys]
+        of_queries = self._positions[bundles, self.prefix + start : keys, None]
+        seen = self._own[bundles, None, :keys] & (of_keys <= of_queries)
+        if window:
+            seen = seen & (of_queries - of_keys < window)
+        mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+        return mask.repeat_interleave(self.group, 1)
+
+    def _of(self, part: slice, mask: Tensor) -> Tensor:
+        """Each batch row's mask."""
+        if len(mask) == 1:
+            return mask.expand(part.stop - part.start, -1, -1)
+        rows = torch.arange(part.start, part.stop, device=mask.device)
+        return mask.index_select(0, rows // (self.kv_heads * self.members))
 
 
 class _Plans:

@@ -194,7 +194,7 @@ class Trainer:
     def _pass(self, works: list[Work]) -> None:
         """One packed pass, begun by the first of ``works``; others of its kind join unit by unit while they fit."""
         ready = [work for work in works if work.op.forward_only == works[0].op.forward_only and self._begin(work)]
-        chosen: dict[str, list[PackedUnit]] = {work.op.op: [] for work in ready}
+        chosen: dict[Work, list[PackedUnit]] = {work: [] for work in ready}
         room, taking = self._slice_tokens, [work for work in ready if work.left]
         while taking:
             for work in list(taking):
@@ -202,11 +202,11 @@ class Trainer:
                 if unit.tokens > room and room < self._slice_tokens:
                     taking.remove(work)
                     continue
-                chosen[work.op.op].append(work.left.popleft())
+                chosen[work].append(work.left.popleft())
                 room -= unit.tokens
                 if not work.left:
                     taking.remove(work)
-        items = [Item(work, self._held[work.op.policy].state, units) for work in ready if (units := chosen[work.op.op])]
+        items = [Item(work, self._held[work.op.policy].state, units) for work in ready if (units := chosen[work])]
         if items:
             self.trained += run(self._decoder, items, self._chunks, self._recompute_tokens)
         for work in ready:
