@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 EXIT_REFUSED = 2
 """Exit code of a worker or environment host that cannot work as it was started: starting it again does not help."""
 

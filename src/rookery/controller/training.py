@@ -214,7 +214,9 @@ class Trainee:
         self._worker: Worker | None = None
         self._steps: list[Step] = []
         self._taken = 0
-        """How many of ``_steps`` the present worker has taken."""
+        """How many of ``_steps`` the present worker has taken …"""
+        self._applied = 0
+        """… and how many of those changed its state: a step that is not a number is skipped."""
         self.lease = 0
 
     async def init(
@@ -244,12 +246,13 @@ class Trainee:
         async def attempt(worker: Worker) -> wire.Done:
             if worker is not self._worker:
                 self.lease = await self._next_lease()
-                self._worker, self._taken = worker, 0
+                self._worker, self._taken, self._applied = worker, 0, 0
             try:
                 while True:
                     last = self._taken + 1 == len(self._steps)
                     done = await self._take(worker, parent, self._steps[self._taken], commit=commit and last)
                     self._taken += 1
+                    self._applied += not done.metrics.get("skipped")
                     if last:
                         return done
             except BaseException:
@@ -261,7 +264,7 @@ class Trainee:
     def committed(self, ref: wire.AdapterRef) -> None:
         """``ref`` is durable in the database: the next step begins from it."""
         self._steps.clear()
-        self._taken = 0
+        self._taken = self._applied = 0
         if self._worker is not None:
             self._worker.named.add(ref.hash)
             message = wire.Committed(policy=self._policy, lease=self.lease, ref=ref)
@@ -284,7 +287,7 @@ class Trainee:
                     policy=self._policy,
                     lease=self.lease,
                     parent=parent,
-                    steps=self._taken,
+                    steps=self._applied,
                     batch_ticket=ticket,
                     loss=step.loss,
                     temperature=step.temperature,
@@ -302,7 +305,7 @@ class Trainee:
                 policy=self._policy,
                 lease=self.lease,
                 parent=parent,
-                steps=self._taken,
+                steps=self._applied,
                 adam=step.adam,
                 commit=upload,
             )
