@@ -5,11 +5,12 @@
 * Completed turns are handed to ``save`` before the environment hears of them. An episode goes on from its saved turns:
   they are told to the environment again, which answers from memory if it is the same process, or replays them if it
   declared itself deterministic.
+* The environment is kept until :meth:`Episode.close`, to be called when the episode's end is stored; one that is
+  cancelled is not closed, so that it can be gone on with.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from rookery import wire
 from rookery.controller.hosts import EnvironmentFailed, Host, HostLost, Hosts
 from rookery.controller.rollouts import Request, Rollouts
 from rookery.controller.trajectory import Outcome, SaidTurn, Trajectory, derive
-from rookery.errors import RookeryError, Unavailable
+from rookery.errors import RookeryError
 from rookery.spec import JobSpec
 from rookery.text.chat import Chat
 
@@ -67,16 +68,17 @@ class Episode:
     instance: str = ""
     """The host instance that ran the saved turns."""
     resumable: bool = True
-    """Its turns are saved, so its environment is kept when the job rests."""
+    """Its turns are saved; one without begins with a new environment each time."""
     splits: int = 0
     """Times that the chat template did not extend the sequence."""
+    _host: Host | None = None
+    """Where its environment is."""
 
     async def run(self) -> Outcome:
         """Play to the end. Raises :class:`EpisodeFailed`; :class:`~rookery.errors.Unavailable` when there is no host
         or no worker to play with."""
         environment = self.spec.environment
         wanted = (self.owner, environment.name)
-        kept = False
         for _ in range(REPLAY_LIMIT):
             if self.said and self.instance:
                 host = await self.hosts.holder(*wanted, self.instance, environment.return_timeout)
@@ -84,7 +86,7 @@ class Episode:
                     raise EpisodeFailed("its environment host is gone, and the environment is not deterministic")
             else:
                 host = await self.hosts.host_for(*wanted, environment.return_timeout)
-            self.instance = host.hello.instance
+            self.instance, self._host = host.hello.instance, host
             if not self.resumable:
                 self.hosts.close_episode(host, self.id)  # of an earlier attempt, whose replies are not known
             try:
@@ -92,16 +94,17 @@ class Episode:
             except HostLost as lost:
                 if self.said and not lost.deterministic:
                     raise EpisodeFailed(f"{lost}, and the environment is not deterministic") from None
+                self.close()
                 self.instance = ""
             except EnvironmentFailed as error:
                 raise EpisodeFailed(str(error)) from None
-            except (asyncio.CancelledError, Unavailable):
-                kept = self.resumable  # a paused or restarted job takes the episode up again, in this same host
-                raise
-            finally:
-                if not kept:
-                    self.hosts.close_episode(host, self.id)
         raise EpisodeFailed(f"its environment host was lost {REPLAY_LIMIT} times")
+
+    def close(self) -> None:
+        """Let the environment go."""
+        if self._host is not None:
+            self.hosts.close_episode(self._host, self.id)
+            self._host = None
 
     async def _play(self, host: Host) -> Outcome:
         environment = self.spec.environment

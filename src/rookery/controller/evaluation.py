@@ -109,5 +109,7 @@ async def _one(job: Any, version: int, ref: wire.AdapterRef, number: int, prompt
         outcome: Outcome = await episode.run()
     except (EpisodeFailed, GenerationFailed) as error:
         return HeldOut(shown, error=str(error))
+    finally:
+        episode.close()
     said = "\n".join(turn.content for turn in outcome.turns if turn.role == "assistant")
     return HeldOut(shown, outcome.reward, said, outcome.metrics)

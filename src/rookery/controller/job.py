@@ -442,6 +442,7 @@ class Job:
             self.counters["episodes_failed"] += 1
             log.warning("episode %s failed: %s", row.id, error, extra={"tenant": row.tenant, "job": row.job})
             await world.ledger(world.database.finish_episode, row.id, "failed", world.clock.time(), error=str(error))
+            episode.close()
             return None
         self._failures.add("")
         self.counters["episodes"] += 1
@@ -456,6 +457,7 @@ class Job:
             metrics=outcome.metrics,
             version=ref.version,
         )
+        episode.close()
         return outcome
 
     def episode(

@@ -30,7 +30,8 @@ class Ids(Protocol):
 
 
 class Ledger(Protocol):
-    """Runs blocking calls of the database and the artifact store, one after another, off the event loop."""
+    """Runs blocking calls of the database and the artifact store, one after another, off the event loop. A call that
+    was handed over is carried out, also when its caller is cancelled."""
 
     async def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T: ...
 
@@ -64,7 +65,8 @@ class ThreadLedger:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ledger")
 
     async def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*arguments, **named))
+        running = asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*arguments, **named))
+        return await asyncio.shield(running)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
