@@ -175,7 +175,7 @@ def test_any_lengths(
 
 
 @pytest.mark.parametrize(
-    ("threads", "length", "shared", "max_tokens"), [(1, 1, 0, 5), (2, 48, 48, 12), (1, 75, 40, 40), (3, 230, 5, 6)]
+    ("threads", "length", "shared", "max_tokens"), [(1, 1, 0, 5), (2, 48, 48, 12), (1, 60, 30, 12), (3, 230, 5, 6)]
 )
 def test_smollm2(threads: int, length: int, shared: int, max_tokens: int) -> None:
     before = torch.get_num_threads()

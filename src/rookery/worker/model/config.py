@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from rookery.errors import UserError
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""``model_type`` values whose decoder is checked against transformers."""
+from rookery.text.catalogue import SUPPORTED_MODEL_TYPES
 
 _ROPE_BASE = {"smollm3": 2_000_000.0}
 """``rope_theta`` where the file leaves it out; 10,000 (RoFormer, arXiv:2104.09864) for the other families."""
@@ -73,8 +71,8 @@ class DecoderConfig:
     def from_hf(cls, raw: Mapping[str, Any]) -> DecoderConfig:
         """From the dictionary in ``config.json`` (either generation of RoPE fields). Raises ``UserError``."""
         family = raw.get("model_type", "")
-        if family not in FAMILIES:
-            raise UserError(f"model_type {family!r} is not supported; supported: {', '.join(FAMILIES)}")
+        if family not in SUPPORTED_MODEL_TYPES:
+            raise UserError(f"model_type {family!r} is not supported; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
         if raw.get("hidden_act", "silu") != "silu":
             raise UserError(f"hidden_act {raw['hidden_act']!r} is not supported; supported: silu")
         layers, heads, hidden = raw["num_hidden_layers"], raw["num_attention_heads"], raw["hidden_size"]

@@ -159,6 +159,7 @@ def _read_gguf(source: catalogue.Source, aside: Path) -> tuple[dict[str, Any], d
 def _write(
     model: catalogue.Model, source: catalogue.Source, raw: dict[str, Any], published: dict[str, Tensor], aside: Path
 ) -> None:
+    raw = {key: value for key, value in raw.items() if not key.startswith("_")}  # transformers' notes on this machine
     config = DecoderConfig.from_hf(raw)
     fused = fuse(config, {name: tensor.to(torch.bfloat16) for name, tensor in published.items()})
     save_file(fused, aside / WEIGHTS)
