@@ -30,6 +30,7 @@ from rookery.controller.ports import RandomIds, ThreadLedger
 from rookery.controller.tickets import Tickets
 from rookery.controller.views import JobView
 from rookery.settings import Settings
+from rookery.spec import TARGETS
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.database import Database
 from rookery.text.chat import Chat
@@ -178,6 +179,12 @@ def shard(name: str, content: bytes) -> wire.Shard:
 
 
 ADAPTER = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+
+def peft_config(rank: int = 16, alpha: float = 32.0, targets: Sequence[str] = TARGETS) -> bytes:
+    modules = [f"{target}_proj" for target in targets]
+    return json.dumps({"r": rank, "lora_alpha": alpha, "target_modules": modules}).encode()
 
 
 class ScriptedWorker:
@@ -356,8 +363,12 @@ class ScriptedWorker:
         """Write the artifact under the operation's ticket, and say so."""
         staging = self.tickets.staging(op.commit)
         assert staging is not None
-        written = staging.write(ADAPTER, [content.encode()])
-        return wire.Done(epoch=0, op=op.op, metrics={"grad_norm": 1.0}, manifest=wire.manifest_of([written]))
+        if isinstance(op, wire.InitAdapter):
+            config = peft_config(op.rank, op.alpha, op.targets)
+        else:
+            config = self.tickets.artifacts.path(op.parent.hash, CONFIG).read_bytes()
+        written = [staging.write(ADAPTER, [content.encode()]), staging.write(CONFIG, [config])]
+        return wire.Done(epoch=0, op=op.op, metrics={"grad_norm": 1.0}, manifest=wire.manifest_of(written))
 
 
 # --- an environment host ----------------------------------------------------------------------------------------------
@@ -509,6 +520,7 @@ class Service:
     """What survives (database, artifacts, folders) and the controller that runs on it now."""
 
     def __init__(self, folder: Path, clock: Any = None, **settings: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.clock = clock or ManualClock()
         self.settings = Settings(data=folder, cache=folder / "cache", **{"worker_wait_seconds": 30.0, **settings})
