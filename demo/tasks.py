@@ -66,7 +66,7 @@ class Echo(rookery.Environment):
         return WORDS[:HELD_OUT] if split == "eval" else WORDS[HELD_OUT:] + [name.lower() for name in PEOPLE + CITIES]
 
     async def reset(self, prompt: str, seed: int) -> Sequence[dict[str, str]]:
-        return [user("Say cloud three times."), assistant("cloud cloud cloud"), user(f"Say {prompt} three times.")]
+        return [user("Three times: cloud"), assistant("cloud cloud cloud"), user(f"Three times: {prompt}")]
 
     async def step(self, reply: rookery.Reply) -> rookery.Step:
         right = reply.text.strip().lower() == " ".join([self.prompt] * 3)
