@@ -141,27 +141,27 @@ class Episode:
         self, trajectories: list[Trajectory], before: list[wire.Turn], heard: list[wire.Turn], turn: int
     ) -> bool:
         """Bring the token sequence up to where the next reply begins; False when the context has no room for one."""
+        sequence = trajectories[-1].sequence if trajectories else []
         try:
-            if turn == 0:
-                trajectories.append(Trajectory(self.chat.prompt(_plain(heard))))
-            else:
+            tokens = None
+            if turn > 0:
                 last = self.said[turn - 1]
-                sequence = trajectories[-1].sequence
-                told = _plain(before[:-1])
-                tokens = self.chat.extend(sequence, told, last.text, last.tokens, _plain(heard))
-                if tokens is None:
-                    self.splits += 1
-                    trajectories.append(Trajectory(self.chat.prompt(_plain(before + heard))))
-                else:
-                    trajectories[-1].heard(tokens[len(sequence) :])
+                tokens = self.chat.extend(sequence, _plain(before[:-1]), last.text, last.tokens, _plain(heard))
+            extends = tokens is not None
+            if tokens is None:
+                tokens = self.chat.prompt(_plain(before + heard))
         except RookeryError as error:
             raise EpisodeFailed(str(error)) from None
-        length = len(trajectories[-1].sequence)
-        if length < self.chat.context:
-            return True
-        if turn == 0:
-            raise EpisodeFailed(f"the prompt has {length} tokens, the model's context is {self.chat.context}")
-        return False
+        if len(tokens) >= self.chat.context:
+            if turn == 0:
+                raise EpisodeFailed(f"the prompt has {len(tokens)} tokens, the model's context is {self.chat.context}")
+            return False
+        if extends:
+            trajectories[-1].heard(tokens[len(sequence) :])
+        else:
+            self.splits += turn > 0
+            trajectories.append(Trajectory(tokens))
+        return True
 
     async def _sample(self, trajectory: Trajectory, turn: int) -> SaidTurn:
         sequence = trajectory.sequence
