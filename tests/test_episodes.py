@@ -14,11 +14,12 @@ from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
 import rookery
-from peers import HANG, STOP, Service, eventually, job_of, members
+from peers import HANG, STOP, TEMPLATE, Service, eventually, job_of, members
 from rookery import wire
 from rookery.controller.links import LinkClosed
 from rookery.controller.trajectory import outcome_decoder, turns_decoder
 from rookery.environments.host import Host
+from rookery.text.chat import Chat
 
 
 @pytest.fixture
@@ -85,6 +86,28 @@ async def test_a_turn_extends_the_tokens_that_were_sampled(service: Service) -> 
     assert {turn.finish for e in episodes(service, job) for turn in turns_decoder.decode(e.turns)} <= {"stop", "length"}
     trained = list(members(worker))
     assert sum(w > 0 for _, m in trained for w in m.weights) > 0
+
+
+async def test_a_template_that_rewrites_the_past_makes_several_trajectories(service: Service) -> None:
+    """As those of models that drop their thinking of past turns do."""
+    folder = service.folder / "model"
+    (folder / "chat_template.jinja").write_text(
+        TEMPLATE.replace("{{ m.content }}", "{{ '' if m.role == 'assistant' and not loop.last else m.content }}")
+    )
+    service.chat = Chat.load(folder)
+    worker = await service.worker().join()
+    await service.host(turns=3).join()
+    job = await run(service, stop__steps=1, algorithm__kl_weight=0.1)
+    view = await service.ends(job)
+    assert view.counters["splits"] == 4 * 2
+    for episode in episodes(service, job):
+        outcome = outcome_decoder.decode(episode.trajectories)
+        said = turns_decoder.decode(episode.turns)
+        assert [trajectory.tokens for trajectory in outcome.trajectories] == [reply.tokens for reply in said]
+        prompts = [g.prompt for g in worker.generates if g.request.startswith(f"{episode.id}.")]
+        assert [trajectory.prompt for trajectory in outcome.trajectories] == prompts
+    (batch,) = worker.batches.values()
+    assert sum(len(unit.members) for unit in batch.units) == 12
 
 
 async def test_members_of_a_group_differ_in_their_noise_alone(service: Service) -> None:
@@ -204,9 +227,7 @@ async def test_a_job_pauses_with_its_reason_when_most_fail(service: Service) -> 
     host = await service.host(script=lambda message: {"error": "KeyError: 'answer'"} if broken else None).join()
     job = await run(service)
     view = await service.ends(job, "paused")
-    assert view.reason.endswith("of the last 16 episodes failed, most with: KeyError: 'answer'") or "16" in view.reason
-    assert "KeyError: 'answer'" in view.reason
-    assert not service.controller._running
+    assert view.reason == "16 of the last 16 episodes failed, most with: KeyError: 'answer'"
     broken = False
     await service.controller.resume("alice", job)
     await service.ends(job)

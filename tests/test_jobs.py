@@ -20,7 +20,6 @@ from peers import (
     Service,
     eventually,
     job_of,
-    members,
     peft_config,
     settle,
 )
@@ -262,7 +261,7 @@ async def test_pause_keeps_tokens_and_resume_takes_them_up(service: Service) -> 
     resent = [position for (request, position), count in worker.sampled.items() if count > 1]
     assert len(resent) <= 6 * 8, "at most what was on its way when it was paused"
     assert host.executed.most_common(1)[0][1] == 1, "no reset and no step was carried out twice"
-    assert view.tokens == sum(len(m.tokens) - m.weights.count(0.0) for _, m in members(worker)) or view.tokens > 0
+    assert view.tokens == len(worker.sampled)
 
 
 async def test_a_paused_job_stays_paused_over_a_restart(service: Service) -> None:
@@ -302,9 +301,63 @@ async def finish(service: Service, job: str, *, calls: list[int], after: bool, *
     return worker
 
 
+def content(service: Service, job: str) -> str:
+    """The newest version's: a chain of everything that the policy was trained on."""
+    head = service.check_history(job)[-1]
+    return service.artifacts.path(head.hash, ADAPTER).read_text()
+
+
+async def calm(folder: Path, turns: int) -> str:
+    """The content that nothing disturbed."""
+    service = Service(folder)
+    await service.start()
+    await service.worker(shortest=2).join()
+    await service.host(turns=turns).join()
+    job = await run(service, stop__steps=2)
+    await service.ends(job)
+    found = content(service, job)
+    await service.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """By the number of turns, the content of a calm run's last version."""
+    return {turns: asyncio.run(calm(tmp_path_factory.mktemp("calm"), turns)) for turns in (1, 2)}
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+async def test_workers_dying_in_the_middle_of_sentences_change_nothing(
+    tmp_path: Path, undisturbed: dict[int, str], turns: int
+) -> None:
+    service = Service(tmp_path)
+    await service.start()
+    await service.host(turns=turns).join()
+    job = await run(service, stop__steps=2)
+    sampled: Counter[tuple[str, int]] = Counter()
+    for number in range(12):
+        worker = service.worker(f"w{number}", shortest=2, chunk=1 + number % 3)
+        worker.chunks_left = 3 + number
+        await worker.join()
+        view = await service.controller.show("alice", job)
+        while view.state != "completed" and service.controller._fleet.serving("rollout", MODEL):
+            view = await service.controller.show("alice", job)
+        sampled += worker.sampled
+    await service.worker("last", shortest=2).join()
+    view = await service.ends(job)
+    sampled += service.peers[-1].sampled
+    assert content(service, job) == undisturbed[turns]
+    assert set(sampled.values()) == {1}
+    assert len(sampled) == view.tokens == service.controller.health()["totals"]["sampled_tokens"]
+    assert service.controller.health()["totals"]["worker_losses"] >= 4
+    await service.close()
+
+
 @pytest.mark.parametrize("after", [True, False])
 @pytest.mark.parametrize("part", range(4))
-async def test_a_crash_at_any_moment_loses_and_repeats_nothing(tmp_path: Path, part: int, after: bool) -> None:
+async def test_a_crash_at_any_moment_loses_and_repeats_nothing(
+    tmp_path: Path, undisturbed: dict[int, str], part: int, after: bool
+) -> None:
     """The controller dies at one ledger call after another, the call carried out or not; the job goes on to its end."""
     calls, moment = 0, 8 + part
     while moment < 75:
@@ -320,10 +373,11 @@ async def test_a_crash_at_any_moment_loses_and_repeats_nothing(tmp_path: Path, p
         assert all(row["min_version"] == row["consumed_by"] - 1 for row in rows if row["state"] == "consumed")
         metrics = await service.controller.metrics("alice", job)
         assert [row["step"] for row in metrics] == [1, 2]
+        assert content(service, job) == undisturbed[1 + moment % 2], "the same tokens, trained on in the same order"
         await service.close()
         calls += 1
-        moment += 9
-    assert calls > 5
+        moment += 17
+    assert calls >= 4
 
 
 async def test_restarts_upon_restarts(tmp_path: Path) -> None:
