@@ -70,7 +70,7 @@ def describe(groups: Sequence[CompleteGroup], step: int) -> dict[str, float]:
         "groups_no_variance_share": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
         "length_mean": statistics.fmean(lengths),
         "length_max": float(max(lengths)),
-        "turns_mean": statistics.fmean(sum(turn.role == "assistant" for turn in outcome.turns) for outcome in outcomes),
+        "turns_mean": statistics.fmean(len(outcome.replies) for outcome in outcomes),
         "staleness_mean": statistics.fmean(step - group.step for group in groups),
         "staleness_max": float(max(step - group.step for group in groups)),
     }

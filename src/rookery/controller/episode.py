@@ -135,7 +135,8 @@ class Episode:
                 break
             if not heard:
                 raise EpisodeFailed(f"the environment's step {turn} is not done and has no messages to go on with")
-        return Outcome(trajectories, conversation, reward, metrics, finish)
+        replies = [said.text for said in self.said]
+        return Outcome(trajectories, conversation, replies, reward, metrics, finish)
 
     def _extend(
         self, trajectories: list[Trajectory], before: list[wire.Turn], heard: list[wire.Turn], turn: int

@@ -111,5 +111,4 @@ async def _one(job: Any, version: int, ref: wire.AdapterRef, number: int, prompt
         return HeldOut(shown, error=str(error))
     finally:
         episode.close()
-    said = "\n".join(turn.content for turn in outcome.turns if turn.role == "assistant")
-    return HeldOut(shown, outcome.reward, said, outcome.metrics)
+    return HeldOut(shown, outcome.reward, "\n".join(outcome.replies), outcome.metrics)

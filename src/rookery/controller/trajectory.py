@@ -65,6 +65,8 @@ class Outcome(msgspec.Struct):
     trajectories: list[Trajectory]
     turns: list[Turn]
     """The conversation, the policy's replies included."""
+    replies: list[str]
+    """What the policy said, turn by turn."""
     reward: float
     metrics: dict[str, float]
     finish: str
