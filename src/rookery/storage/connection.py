@@ -4,6 +4,7 @@
   half-way for another writer; the commit returns after the log is on disk (``synchronous=FULL``), since what is
   published after it must survive a power cut.
 * ``_reading`` sees one snapshot however many queries it makes, and never waits for a writer.
+* Within ``together`` the calls of one thread share a transaction: one wait for the disk instead of one each.
 * A full disk is :class:`~rookery.errors.StorageFull`, a lost server :class:`~rookery.errors.Unavailable`; both leave
   the database as it was, except that a connection lost during the commit itself leaves its outcome to be read back.
 """
@@ -11,13 +12,21 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy import Connection, create_engine, event, insert, select
 from sqlalchemy.engine import Engine, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DataError,
+    DBAPIError,
+    IntegrityError,
+    NoSuchModuleError,
+    OperationalError,
+)
 from sqlalchemy.pool import StaticPool
 
 from rookery.errors import StorageFull, Unavailable, UserError
@@ -37,6 +46,7 @@ class Store:
 
         Raises :class:`UserError` for one that names no usable database.
         """
+        self._shared = threading.local()
         try:
             parsed = make_url(url)
             if parsed.drivername in ("postgres", "postgresql"):
@@ -82,16 +92,59 @@ class Store:
     def close(self) -> None:
         self._engine.dispose()
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What this thread calls within is durable at the end, all at once. A call that raises undoes itself alone. A
+        full disk or a lost server, in a call or at the end, is raised at the end, and all are undone."""
+        shared = self._shared
+        with _plain_errors(), self._engine.begin() as connection:
+            shared.connection, shared.failure = connection, None
+            try:
+                yield
+            finally:
+                shared.connection = None
+            if shared.failure is not None:
+                raise shared.failure
+
     def _shown_url(self) -> str:
         return self._engine.url.render_as_string(hide_password=True)
 
+    def _shared_connection(self) -> Connection | None:
+        """This thread's within ``together``, unless that has failed already."""
+        shared: Connection | None = getattr(self._shared, "connection", None)
+        if shared is not None and self._shared.failure is not None:
+            raise self._shared.failure
+        return shared
+
     @contextmanager
     def _writing(self) -> Iterator[Connection]:
+        shared = self._shared_connection()
+        if shared is not None:
+            part = shared.begin_nested()
+            try:
+                with _plain_errors():
+                    yield shared
+                    part.commit()
+            except (IntegrityError, DataError):
+                part.rollback()
+                raise
+            except (StorageFull, Unavailable, DBAPIError) as error:  # the database may have undone everything already
+                self._shared.failure = error
+                raise
+            except BaseException:
+                part.rollback()
+                raise
+            return
         with _plain_errors(), self._engine.begin() as connection:
             yield connection
 
     @contextmanager
     def _reading(self) -> Iterator[Connection]:
+        shared = self._shared_connection()
+        if shared is not None:
+            with _plain_errors():
+                yield shared
+            return
         with _plain_errors(), self._reader.begin() as connection:
             yield connection
 
