@@ -286,6 +286,8 @@ class Controller:
                 if running.job is not None:
                     counters = dict(running.job.counters)
                     await asyncio.shield(self._ledger(self._database.save_counters, row.id, counters))
+            except Exception:  # they are only shown
+                log.exception("counters of job %s are not saved", row.id, extra={"tenant": row.tenant, "job": row.id})
             finally:
                 self._totals.update(running.seen())
                 del self._running[row.id]
