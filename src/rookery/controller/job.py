@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -240,8 +240,6 @@ class Job:
             step = Step(batch, loss, self.spec.sampling.temperature, self.spec.algorithm.kl_weight, adam)
             done = await self._trainee.step(self.policy.ref(self.policy.head.version), step, commit=due)
             trained = self.world.clock.monotonic()
-            self.counters["groups_no_variance"] += sum(len(set(group.rewards)) == 1 for group in groups)
-            self.counters["steps_skipped"] += int(done.metrics.get("skipped", 0))
             metrics = {
                 "step": self.step + 1,
                 "time": self.world.clock.time(),
@@ -257,6 +255,9 @@ class Job:
             if due:
                 assert done.manifest is not None
                 consumed = [group.id for taken in self._taken for group in taken.groups]
+                for taken in self._taken:  # not before: a crash takes steps back that were not committed
+                    self.counters["groups_no_variance"] += sum(len(set(group.rewards)) == 1 for group in taken.groups)
+                    self.counters["steps_skipped"] += int(taken.metrics.get("skipped", 0))
                 await self._commit_version(done.manifest, consumed, self.step, metrics)
                 self._publish(self.world.clock.monotonic() - trained)
                 await self.policy.retire()
@@ -414,14 +415,14 @@ class Job:
         outcomes = [outcome for run in runs if (outcome := run.result()) is not None]
         if len(outcomes) >= 2:
             complete = self._complete(group, outcomes)
-            await world.ledger(
+            await self._store(
                 world.database.finish_group, group.id, "ready", world.clock.time(), min_version=complete.min_version
             )
             self.ready.append(complete)
         else:
             reason = f"{len(outcomes)} of {len(group.episodes)} episodes survived"
-            await world.ledger(world.database.finish_group, group.id, "failed", world.clock.time(), reason=reason)
             self.counters["groups_failed"] += 1
+            await self._store(world.database.finish_group, group.id, "failed", world.clock.time(), reason=reason)
         verdict = self._failures.verdict
         if verdict is not None:
             raise JobPaused(verdict)
@@ -441,13 +442,13 @@ class Job:
             self._failures.add(str(error))
             self.counters["episodes_failed"] += 1
             log.warning("episode %s failed: %s", row.id, error, extra={"tenant": row.tenant, "job": row.job})
-            await world.ledger(world.database.finish_episode, row.id, "failed", world.clock.time(), error=str(error))
+            await self._store(world.database.finish_episode, row.id, "failed", world.clock.time(), error=str(error))
             episode.close()
             return None
         self._failures.add("")
         self.counters["episodes"] += 1
         self.counters["splits"] += episode.splits
-        await world.ledger(
+        await self._store(
             world.database.finish_episode,
             row.id,
             "done",
@@ -477,7 +478,7 @@ class Job:
             self._count_tokens(len(said[-1].tokens))
             if row is not None:
                 turns = msgspec.msgpack.encode(said)
-                await world.ledger(world.database.save_turns, id, turns, version=ref.version, host_instance=instance)
+                await self._store(world.database.save_turns, id, turns, version=ref.version, host_instance=instance)
 
         return Episode(
             id=id,
@@ -511,10 +512,14 @@ class Job:
 
     async def _drop(self, groups: Sequence[CompleteGroup | GroupRow], reason: str) -> None:
         names = [group.id for group in groups]
-        await self.world.ledger(self.world.database.drop_groups, names, reason, self.world.clock.time())
-        self.ready = [group for group in self.ready if group.id not in names]
         self.counters["groups_dropped_stale"] += len(groups)
+        await self._store(self.world.database.drop_groups, names, reason, self.world.clock.time())
+        self.ready = [group for group in self.ready if group.id not in names]
         self._changed.beat()
+
+    async def _store(self, write: Callable[..., Any], *values: Any, **named: Any) -> None:
+        """Write to the database, and in the same transaction what this job has counted, this write's part included."""
+        await self.world.ledger(write, *values, **named, counters=dict(self.counters))
 
     # --- around it ----------------------------------------------------------------------------------------------------
 

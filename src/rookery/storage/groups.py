@@ -4,6 +4,8 @@
   and refuses any other ordinal. So no prompt is skipped or used twice, whatever order groups end in.
 * open → ready | failed | dropped; ready → consumed (only in :meth:`Versions.commit_step`) | dropped; nothing else.
 * An episode is closed once; a group closes its remaining episodes with itself.
+* What changes groups or episodes takes the job's ``counters`` along where they are given, in the same transaction:
+  after any crash they count what is stored, nothing twice.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Select, func, insert, select, update
 
 from rookery.errors import Conflict, NotFound
 from rookery.storage import schema
@@ -40,7 +42,13 @@ class Groups(Store):
                 connection.execute(insert(_episodes), rows)
 
     def save_turns(
-        self, episode: str, turns: bytes, *, version: int | None = None, host_instance: str | None = None
+        self,
+        episode: str,
+        turns: bytes,
+        *,
+        version: int | None = None,
+        host_instance: str | None = None,
+        counters: Mapping[str, Any] | None = None,
     ) -> bool:
         """Makes completed turns durable (all of them: they replace those saved before), and, where given, the version
         that the episode runs on and the host that holds it. False if the episode is closed: it changes no more."""
@@ -49,7 +57,7 @@ class Groups(Store):
             values["version"] = version
         if host_instance is not None:
             values["host_instance"] = host_instance
-        return self._change_open_episode(episode, values)
+        return self._change_open_episode(episode, values, counters)
 
     def finish_episode(
         self,
@@ -62,6 +70,7 @@ class Groups(Store):
         metrics: Mapping[str, Any] | None = None,
         version: int | None = None,
         error: str = "",
+        counters: Mapping[str, Any] | None = None,
     ) -> bool:
         """Closes an episode; the first one to do so wins. False if it was closed before."""
         values: dict[str, Any] = {
@@ -74,7 +83,7 @@ class Groups(Store):
         }
         if version is not None:
             values["version"] = version
-        return self._change_open_episode(episode, values)
+        return self._change_open_episode(episode, values, counters)
 
     def finish_group(
         self,
@@ -84,6 +93,7 @@ class Groups(Store):
         *,
         min_version: int | None = None,
         reason: str = "",
+        counters: Mapping[str, Any] | None = None,
     ) -> None:
         """Closes an open group. Raises :class:`Conflict` if it is not open, or is to be ready with an open episode."""
         with self._writing() as connection:
@@ -94,8 +104,11 @@ class Groups(Store):
             unfinished = _drop_open_episodes(connection, [group], time, reason)
             if state == "ready" and unfinished:
                 raise Conflict(f"group {group} still has {unfinished} open episodes")
+            _save_counters(connection, select(_groups.c.job).where(_groups.c.id == group), counters)
 
-    def drop_groups(self, groups: Sequence[str], reason: str, time: float) -> list[str]:
+    def drop_groups(
+        self, groups: Sequence[str], reason: str, time: float, *, counters: Mapping[str, Any] | None = None
+    ) -> list[str]:
         """Drops those that are open or ready; answers which (the others were closed before and stay as they are)."""
         alive = _groups.c.id.in_(groups) & _groups.c.state.in_(("open", "ready"))
         with self._writing() as connection:
@@ -103,6 +116,7 @@ class Groups(Store):
             values = {"state": "dropped", "reason": reason, "finished": time}
             connection.execute(update(_groups).where(_groups.c.id.in_(found)).values(values))
             _drop_open_episodes(connection, found, time, reason)
+            _save_counters(connection, select(_groups.c.job).where(_groups.c.id.in_(groups[:1])), counters)
         return sorted(found, key=list(groups).index)
 
     def open_groups(self, job: str) -> list[GroupRow]:
@@ -159,9 +173,12 @@ class Groups(Store):
                 episodes.setdefault(row.group_id, []).append(EpisodeRow(**row._mapping))
         return [GroupRow(**row._mapping, episodes=tuple(episodes.get(row.id, ()))) for row in groups]
 
-    def _change_open_episode(self, episode: str, values: Mapping[str, Any]) -> bool:
+    def _change_open_episode(
+        self, episode: str, values: Mapping[str, Any], counters: Mapping[str, Any] | None
+    ) -> bool:
         is_open: ColumnElement[bool] = (_episodes.c.id == episode) & (_episodes.c.state == "open")
         with self._writing() as connection:
+            _save_counters(connection, select(_episodes.c.job).where(_episodes.c.id == episode), counters)
             return connection.execute(update(_episodes).where(is_open).values(dict(values))).rowcount == 1
 
 
@@ -173,6 +190,12 @@ def _raise_cursor(connection: Connection, job: str, ordinals: Sequence[int]) -> 
     moved = connection.execute(update(schema.jobs).where(free).values(cursor=start + len(ordinals)))
     if moved.rowcount == 0:
         raise Conflict(f"job {job} is finished, or its next training group is not number {start}")
+
+
+def _save_counters(connection: Connection, job: Select[tuple[str]], counters: Mapping[str, Any] | None) -> None:
+    if counters is not None:
+        mine = schema.jobs.c.id == job.scalar_subquery()
+        connection.execute(update(schema.jobs).where(mine).values(counters=dict(counters)))
 
 
 def _drop_open_episodes(connection: Connection, groups: Sequence[str], time: float, reason: str) -> int:
