@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +40,20 @@ class Room:
         self.workers.append(await worker.join())
         return worker
 
-    def sample(self, number: int, tenant: str = "a", job: str = "job", **changes: Any) -> asyncio.Task[Reply]:
+    def sample(
+        self,
+        number: int,
+        tenant: str = "a",
+        job: str = "job",
+        grown: Callable[[Reply], None] | None = None,
+        **changes: Any,
+    ) -> asyncio.Task[Reply]:
         fields: dict[str, Any] = {
             "id": f"{job}-{number}", "tenant": tenant, "job": job, "model": "smollm2-135m-instruct",
             "adapter": ADAPTER, "prompt": [1, 5, 6], "shared": 3, "max_tokens": 12, "temperature": 1.0, "seed": number,
             "stop_tokens": [2], "stop": [], "episode": f"e{number}",
         }  # fmt: skip
-        return asyncio.create_task(self.rollouts.sample(Request(**{**fields, **changes})))
+        return asyncio.create_task(self.rollouts.sample(Request(**{**fields, **changes}), grown))
 
     async def close(self) -> None:
         for worker in self.workers:

@@ -92,6 +92,13 @@ class Settings(BaseModel):
     # --- jobs -------------------------------------------------------------------------------------------------------
     dispatch_ahead: int = Field(16, ge=0)
     """Requests handed to a worker beyond its rows, so that a freed row is filled without a round trip."""
+    chat_first: bool = True
+    """Answers that somebody waits for (chat, the OpenAI API) go before rollouts: a person notices a second, a
+    rollout of thousands does not …"""
+    chat_share: float = Field(0.5, gt=0, le=1)
+    """… on at most this share of a worker's rows: however much is chatted, training goes on."""
+    answer_tokens: int = Field(1024, ge=1)
+    """An answer's tokens where the OpenAI request sets no limit: a small model may never end by itself."""
     retry_limit: int = Field(3, ge=0)
     """Attempts of a training step on other workers before the job fails."""
     failing_share: float = Field(0.5, gt=0, le=1)

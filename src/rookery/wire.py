@@ -211,6 +211,9 @@ class Generate(Message, kw_only=True):
     stop: list[str] = msgspec.field(default_factory=list)
     """A stop string ends the text with the token that completes it; that token is kept."""
     episode: str = ""
+    first: bool = False
+    """Somebody waits for the answer: it is admitted before requests that are not ``first``, which give up rows for it
+    and go on later, where they were. Decides nothing about the text."""
 
 
 class Abort(Message, kw_only=True):

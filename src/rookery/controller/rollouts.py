@@ -5,6 +5,7 @@
   with the tokens received so far, ahead of those that never ran. A cancelled request of an episode parks its tokens,
   and takes them up when it returns.
 * Tenants take turns; a worker holds at most its rows and a few more, everything else waits here, where it can be seen.
+  Requests that somebody waits for go ahead of the others, on a bounded share of each worker's rows.
 * A chunk counts only from the worker that the request is with, under that worker's present epoch.
 """
 
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -21,7 +24,7 @@ from rookery.controller.fleet import Fleet, Worker
 from rookery.controller.ports import Clock
 from rookery.controller.tickets import Tickets
 from rookery.errors import RookeryError, Unavailable
-from rookery.scheduling.fairness import RoundRobin
+from rookery.scheduling.fairness import Lanes, RoundRobin
 from rookery.scheduling.routing import Candidate, route
 from rookery.settings import Settings
 
@@ -49,6 +52,8 @@ class Request:
     stop_tokens: list[int]
     stop: list[str]
     episode: str = ""
+    first: bool = False
+    """Somebody waits for it."""
 
 
 @dataclass
@@ -66,7 +71,10 @@ class _Live:
     request: Request
     reply: Reply
     done: asyncio.Future[Reply]
+    grown: Callable[[Reply], None] | None = None
     worker: Worker | None = None
+    ahead: bool = False
+    """Its worker was given it beyond the common room."""
     since: float = 0.0
 
 
@@ -76,7 +84,7 @@ class Rollouts:
         self._tickets = tickets
         self._settings = settings
         self._clock = clock
-        self._queue: RoundRobin[_Live] = RoundRobin()
+        self._queue: Lanes[_Live] = Lanes()
         self._live: dict[str, _Live] = {}
         self._parked: dict[str, dict[str, Reply]] = {}
         self._pending: dict[Worker, set[str]] = {}
@@ -91,16 +99,17 @@ class Rollouts:
         fleet.on_change(self._dispatch)
         fleet.on_lost(lambda worker, reason: self._lost(worker))
 
-    async def sample(self, request: Request) -> Reply:
-        """The complete reply. Raises :class:`GenerationFailed`, or :class:`Unavailable` when no worker came in time."""
+    async def sample(self, request: Request, grown: Callable[[Reply], None] | None = None) -> Reply:
+        """The complete reply; ``grown`` is shown it each time that tokens have come. Raises :class:`GenerationFailed`,
+        or :class:`Unavailable` when no worker came in time."""
         if request.id in self._live:
             raise RuntimeError(f"request {request.id} is under way already")
         reply = self._parked.get(request.job, {}).pop(request.id, Reply())
         if reply.finish:
             return reply
-        live = _Live(request, reply, asyncio.get_running_loop().create_future(), since=self._clock.monotonic())
+        live = _Live(request, reply, asyncio.get_running_loop().create_future(), grown, since=self._clock.monotonic())
         self._live[request.id] = live
-        self._queue.put(request.tenant, request.job, live)
+        self._lane(request).put(request.tenant, request.job, live)
         self._dispatch()
         try:
             return await live.done
@@ -115,8 +124,8 @@ class Rollouts:
         return len(self._queue)
 
     def position(self, tenant: str, job: str) -> int | None:
-        """How many requests stand before the first one of ``job`` that waits for a worker; None when none waits."""
-        return self._queue.before(tenant, job)
+        """How many rollouts stand before the first one of ``job`` that waits for a worker; None when none waits."""
+        return self._queue.common.before(tenant, job)
 
     def executing(self, worker: Worker) -> int:
         return len(self._pending.get(worker, ()))
@@ -139,28 +148,43 @@ class Rollouts:
     # --- dispatch -----------------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        while (live := self._queue.take(lambda live: self._choose(live) is not None)) is not None:
-            worker = self._choose(live)
+        while taken := self._queue.take(lambda live: self._choose(live, True) is not None, self._has_room):
+            live, ahead = taken
+            worker = self._choose(live, ahead)
             assert worker is not None
-            live.worker = worker
+            live.worker, live.ahead = worker, ahead
             self._pending.setdefault(worker, set()).add(live.request.id)
             worker.held.discard(live.request.id)
             if live.request.adapter is not None:
                 worker.named.add(live.request.adapter.hash)
             self._fleet.post(worker, self._generate(live))
 
-    def _choose(self, live: _Live) -> Worker | None:
+    def _lane(self, request: Request) -> RoundRobin[_Live]:
+        return self._queue.express if request.first else self._queue.common
+
+    def _has_room(self, live: _Live) -> bool:
+        return self._choose(live, False) is not None
+
+    def _choose(self, live: _Live, ahead: bool) -> Worker | None:
+        """The worker for a request in the common room, or in that of those who go ahead."""
         able = {worker.name: worker for worker in self._fleet.serving("rollout", live.request.model)}
         name = route(
             Candidate(
                 name,
-                pending=self.executing(worker),
-                room=worker.hello.max_rows + self._settings.dispatch_ahead,
+                pending=self._ahead(worker) if ahead else self.executing(worker),
+                room=self._room(worker, ahead),
                 holds=live.request.id in worker.held,
             )
             for name, worker in able.items()
         )
         return able[name] if name is not None else None
+
+    def _room(self, worker: Worker, ahead: bool) -> int:
+        rows = worker.hello.max_rows
+        return math.ceil(rows * self._settings.chat_share) if ahead else rows + self._settings.dispatch_ahead
+
+    def _ahead(self, worker: Worker) -> int:
+        return sum(self._live[name].ahead for name in self._pending.get(worker, ()))
 
     def _generate(self, live: _Live) -> wire.Generate:
         request = live.request
@@ -179,6 +203,7 @@ class Rollouts:
             stop_tokens=request.stop_tokens,
             stop=request.stop,
             episode=request.episode,
+            first=live.ahead,
         )
 
     # --- what workers say ---------------------------------------------------------------------------------------------
@@ -214,6 +239,8 @@ class Rollouts:
             reply.finish = chunk.finish
             live.done.set_result(reply)
             self._release(live)
+        if fresh and live.grown is not None:
+            live.grown(reply)
 
     def _fail(self, live: _Live, problem: str) -> None:
         live.done.set_exception(GenerationFailed(problem))
@@ -235,7 +262,7 @@ class Rollouts:
             return
         self.migrated += 1
         live.since = self._clock.monotonic()
-        self._queue.put(live.request.tenant, live.request.job, live, first=True)
+        self._lane(live.request).put(live.request.tenant, live.request.job, live, first=True)
 
     def _release(self, live: _Live) -> None:
         if live.worker is not None:
@@ -246,7 +273,7 @@ class Rollouts:
         """The caller has its answer, or gave up."""
         request = live.request
         self._live.pop(request.id, None)
-        self._queue.remove(request.tenant, request.job, live)
+        self._lane(request).remove(request.tenant, request.job, live)
         if live.worker is not None:
             self._fleet.post(live.worker, wire.Abort(request=request.id))
             self._release(live)

@@ -1,6 +1,7 @@
 """Equal shares by round-robin: tenants take turns, within a tenant its jobs take turns, within a job first come first.
 
-Every item put in comes out exactly once, or is removed exactly once.
+What somebody waits for goes ahead of the rest, within a bound. Every item put in comes out exactly once, or is removed
+exactly once.
 """
 
 from __future__ import annotations
@@ -75,3 +76,28 @@ class RoundRobin(Generic[T]):
             del jobs[job]
         if not jobs:
             del self._tenants[tenant]
+
+
+class Lanes(Generic[T]):
+    """Two round-robins. The express lane goes first where it has room of its own; then the common lane; what room that
+    leaves is the express lane's too. So neither lane can keep the other waiting for ever."""
+
+    def __init__(self) -> None:
+        self.express: RoundRobin[T] = RoundRobin()
+        self.common: RoundRobin[T] = RoundRobin()
+
+    def __len__(self) -> int:
+        return len(self.express) + len(self.common)
+
+    def __iter__(self) -> Iterator[T]:
+        yield from self.express
+        yield from self.common
+
+    def take(self, ahead: Callable[[T], bool], ready: Callable[[T], bool]) -> tuple[T, bool] | None:
+        """The next item, and whether it goes ahead: ``ahead`` tells for one of the express lane whether its own room
+        takes it, ``ready`` for any whether the common room does."""
+        for lane, fits in ((self.express, ahead), (self.common, ready), (self.express, ready)):
+            item = lane.take(fits)
+            if item is not None:
+                return item, fits is ahead
+        return None

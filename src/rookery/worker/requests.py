@@ -80,7 +80,7 @@ class Held:
 def _essence(generate: wire.Generate) -> wire.Generate:
     """What decides about the text."""
     ref = generate.adapter and msgspec.structs.replace(generate.adapter, ticket="")
-    return msgspec.structs.replace(generate, given=[], adapter=ref)
+    return msgspec.structs.replace(generate, given=[], adapter=ref, first=False)
 
 
 class Requests:

@@ -6,6 +6,7 @@ Promises:
   tokens, on its cache being kept, parked or lost, nor on when it was admitted (bit for bit in bfloat16 on CPU).
 * Full means wait: beyond ``max_rows`` or the cache's budget, requests queue, first come first served. When growing
   texts fill the budget, the youngest goes back to the head of the queue and later goes on where it was.
+* Requests marked ``first`` stand before the others in the queue and take their rows, the youngest's first.
 * One ``step`` is one bounded slice: at most ``prefill_tokens`` prompt tokens, or one token for every running row.
 * Trouble in one request (logits that are no numbers) ends that request alone.
 
@@ -108,6 +109,8 @@ class NativeEngine:
         request.settle(self.max_context)
         if request.finish:
             self._end(request)
+        elif order.first:
+            self._waiting.insert(self._firsts(), request)
         else:
             self._waiting.append(request)
 
@@ -175,8 +178,26 @@ class NativeEngine:
             )
 
     def _admit(self) -> None:
-        while self._waiting and len(self._rows) < self.max_rows and self._seat(self._waiting[0]):
-            self._rows.append(self._waiting.popleft())
+        while self._waiting:
+            request = self._waiting[0]
+            if len(self._rows) < self.max_rows and self._seat(request):
+                self._rows.append(self._waiting.popleft())
+            elif not (request.order.first and any(not row.order.first for row in self._rows)):
+                return
+            else:
+                self._send_back()
+
+    def _send_back(self) -> None:
+        """The youngest row goes back to wait, at the head of its kind; one that is ``first`` only if all are."""
+        row = next((row for row in reversed(self._rows) if not row.order.first), self._rows[-1])
+        self._rows.remove(row)
+        self._vacate(row)
+        self._waiting.insert(0 if row.order.first else self._firsts(), row)
+        self.stats["preempted"] += 1
+
+    def _firsts(self) -> int:
+        """How many that are ``first`` wait: they are at the head of the queue."""
+        return sum(request.order.first for request in self._waiting)
 
     def _seat(self, request: Request) -> bool:
         """Finds or makes the places of a request's segments; False (and nothing changed) when there is no room now."""
@@ -338,10 +359,7 @@ class NativeEngine:
                 if moved is not None:
                     row.place = moved
                 else:
-                    youngest = self._rows.pop()
-                    self._vacate(youngest)
-                    self._waiting.appendleft(youngest)
-                    self.stats["preempted"] += 1
+                    self._send_back()
 
     def _forward(self, streams: Sequence[Stream]) -> tuple[Tensor, Batch]:
         """Hidden states of streams sorted by adapter."""
