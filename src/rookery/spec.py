@@ -143,7 +143,7 @@ class WarmStart(Part):
 
     job: str | None = None
     policy: str = "main"
-    version: int | None = Field(None, ge=0)
+    version: int | None = Field(None, ge=0, lt=2**63)
     """The job's newest when absent."""
     peft: str | None = None
     upload: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
@@ -175,7 +175,7 @@ class PolicySpec(Part):
         default_factory=lambda: _targets("all-linear")
     )
     """A list of layers, or all-linear, attention, mlp."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     optimizer: OptimizerSpec = OptimizerSpec()
     warm_start: WarmStart | None = None
 
@@ -252,7 +252,7 @@ class EvaluationSpec(Part):
     """Steps between evaluations; 0 leaves the first and the last."""
     prompts: int = Field(0, ge=0, le=100_000)
     """How many prompts of the eval split; 0 is no evaluation."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
 
 
 class CheckpointSpec(Part):
@@ -293,7 +293,7 @@ class JobSpec(Part):
     evaluation: EvaluationSpec = EvaluationSpec()
     checkpoints: CheckpointSpec = CheckpointSpec()
     stop: StopSpec
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, lt=2**63)
     shuffle: bool = True
     """Shuffle the training prompts anew each epoch."""
 

@@ -178,7 +178,7 @@ class Fleet:
             return "the first frame is a Hello"
         if hello.protocol != wire.PROTOCOL:
             return f"protocol {hello.protocol} is not spoken here ({wire.PROTOCOL} is): install the service's version"
-        if not hmac.compare_digest(hello.token, self._token):
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             return "the worker token is wrong: it lies in the service's data folder, file worker.token"
         return ""
 

@@ -14,6 +14,7 @@ import msgspec
 
 from rookery import wire
 from rookery.controller.hosts import SERVICE
+from rookery.controller.views import NUMBER
 from rookery.controller.world import World
 from rookery.errors import NotFound, UserError
 from rookery.spec import TARGETS, JobSpec, PolicySpec, SpecError, parse_job
@@ -166,11 +167,11 @@ class Intake:
             if not world.fleet.serving("rollout", model):
                 raise UserError(f"no worker serves {model} now: rookery worker or rookery serve starts one") from None
             return model, None
-        if version and version != "latest" and not version.isdigit():
+        if version and version != "latest" and not NUMBER.fullmatch(version):
             raise UserError(f"{target!r}: after the @ comes a version's number, or latest")
         spec = JobSpec.model_validate(row.spec)
         policy = await world.ledger(world.database.get_policy, tenant, job, spec.policy[0])
-        number = int(version) if version.isdigit() else policy.head_version
+        number = int(version) if NUMBER.fullmatch(version) else policy.head_version
         if number is None:
             raise NotFound(f"job {job} has no version yet")
         found = await world.ledger(world.database.version, tenant, policy.id, number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 import msgspec
@@ -10,6 +11,9 @@ JobState = Literal["queued", "running", "paused", "completed", "failed", "cancel
 
 ENDED: tuple[JobState, ...] = ("completed", "failed", "cancelled")
 """States that a job never leaves."""
+
+NUMBER = re.compile(r"[0-9]{1,18}")
+"""A version's or a step's number as text: what fits the database and every message."""
 
 
 class PolicyView(msgspec.Struct, kw_only=True):

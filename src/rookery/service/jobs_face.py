@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Body, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
+from rookery.controller.views import NUMBER
 from rookery.environments.jsonl import read_jsonl
 from rookery.errors import NotFound, UserError
 from rookery.service.adapters import pack, unpack
@@ -33,6 +34,7 @@ routes = APIRouter(prefix="/api/v1", responses=PROBLEMS)
 JobData = Annotated[dict[str, Any], Body(description="A job: the fields of JobSpec")]
 IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key", max_length=200)]
 Limit = Annotated[int, Query(ge=1, le=1000)]
+OfVersion = Annotated[int | None, Query(ge=0, lt=2**63)]
 After = Annotated[int, Query(ge=-1, description="Only rows of later steps")]
 
 
@@ -84,7 +86,7 @@ async def metrics_stream(
 ) -> Response:
     """Server-sent events while the job runs: ``metrics`` (a row), ``job`` (its state changed), ``end``."""
     await service.controller.show(owner.id, job)
-    if last is not None and last.isdigit():
+    if last is not None and NUMBER.fullmatch(last):
         after = int(last)
     events = follow_job(service, owner.id, job, after)
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
@@ -98,7 +100,7 @@ async def events(service: Service, owner: Owner, job: str, limit: Limit = 100) -
 
 @routes.get("/jobs/{job}/trajectories", response_model=list[Row], tags=["results"])
 async def trajectories(
-    service: Service, owner: Owner, job: str, limit: Limit = 20, version: Annotated[int | None, Query(ge=0)] = None
+    service: Service, owner: Owner, job: str, limit: Limit = 20, version: OfVersion = None
 ) -> Response:
     """Recent episodes: text, tokens, log-probabilities, versions, rewards."""
     return answer(await service.controller.trajectories(owner.id, job, limit, version))
@@ -123,7 +125,7 @@ async def versions(service: Service, owner: Owner, job: str, policy: str) -> Res
 )
 async def adapter(service: Service, owner: Owner, job: str, policy: str, version: str) -> Response:
     """The PEFT folder of a version (a number, or ``latest``) as a tar; the trainer's state is not in it."""
-    if version != "latest" and not version.isdigit():
+    if version != "latest" and not NUMBER.fullmatch(version):
         raise NotFound(f"no version {version!r}; give a number or latest")
     number = None if version == "latest" else int(version)
     manifest = await service.controller.adapter(owner.id, job, policy, number)
