@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,11 +171,11 @@ class Job:
         """Keep groups in flight up to the staleness bound, those of an earlier run first."""
         world, algorithm = self.world, self.spec.algorithm
         for group in await world.ledger(world.database.open_groups, self.row.id):
-            began_on = {episode.version for episode in group.episodes if episode.version is not None}
-            if all(self._kept(version) for version in began_on):
-                self._start(tasks, group)
-            else:
+            version = self._version_of(group)
+            if version is None:
                 await self._drop([group], "its version was lost")
+            else:
+                self._start(tasks, group, version)
         while True:
             change = self._changed.next
             assert self.policy.head is not None
@@ -192,8 +193,9 @@ class Job:
             if count <= 0:
                 await change.wait()
                 continue
-            for group in await self._new_groups(count):
-                self._start(tasks, group)
+            version, groups = await self._new_groups(count)
+            for group in groups:
+                self._start(tasks, group, version)
 
     async def _alarm(self) -> None:
         """Have the wall time noticed by a job that waits."""
@@ -335,8 +337,9 @@ class Job:
 
     # --- groups -------------------------------------------------------------------------------------------------------
 
-    async def _new_groups(self, count: int) -> list[GroupRow]:
-        """The next prompts of the job's order, stored as open groups with their episodes."""
+    async def _new_groups(self, count: int) -> tuple[int, list[GroupRow]]:
+        """The next prompts of the job's order, stored as open groups with their episodes, and the version that these
+        run on: a restart goes on with the same one, and takes up what workers sampled meanwhile."""
         world, environment = self.world, self.spec.environment
         message = wire.GetPrompts(
             call="",
@@ -356,11 +359,15 @@ class Job:
             timeout=environment.step_timeout,
             return_timeout=environment.return_timeout,
         )
+        assert self.policy.head is not None
+        version = self.policy.head.version
         groups = []
         for ordinal, prompt in enumerate(answer.prompts[:count], self._cursor):
             name = f"{self.row.id}-g{ordinal}"
             episodes = tuple(
-                NewEpisode(id=f"{name}-{member}", member=member, seed=self.seed("episode", ordinal, member))
+                NewEpisode(
+                    id=f"{name}-{member}", member=member, seed=self.seed("episode", ordinal, member), version=version
+                )
                 for member in range(self.spec.algorithm.group_size)
             )
             seed = self.seed("group", ordinal)
@@ -370,15 +377,16 @@ class Job:
             )
         if not groups:
             raise EnvironmentFailed("prompts('train') gave no prompt")
-        await world.ledger(world.database.add_groups, self.row.id, groups)
+        with self.policy.pinned(version):
+            await world.ledger(world.database.add_groups, self.row.id, groups)
         self._cursor += len(groups)
-        return [self._as_row(group) for group in groups]
+        return version, [self._as_row(group) for group in groups]
 
     def _as_row(self, group: NewGroup) -> GroupRow:
         fresh: dict[str, Any] = {"tenant": self.row.tenant, "job": self.row.id}
         episodes = tuple(
             EpisodeRow(
-                id=e.id, member=e.member, seed=e.seed, group_id=group.id, state="open", version=None, turns=b"",
+                id=e.id, member=e.member, seed=e.seed, group_id=group.id, state="open", version=e.version, turns=b"",
                 trajectories=b"", reward=None, metrics={}, host_instance="", error="", finished=None, **fresh,
             )
             for e in group.episodes
@@ -389,10 +397,12 @@ class Job:
             **fresh,
         )  # fmt: skip
 
-    def _start(self, tasks: asyncio.TaskGroup, group: GroupRow) -> None:
-        task = tasks.create_task(self._run_group(group))
+    def _start(self, tasks: asyncio.TaskGroup, group: GroupRow, version: int) -> None:
+        pin = ExitStack()  # from now on, not from when the task first runs
+        task = tasks.create_task(self._run_group(group, pin.enter_context(self.policy.pinned(version))))
         self._groups.add(task)
         task.add_done_callback(self._ended)
+        task.add_done_callback(lambda _: pin.close())
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._groups.discard(task)
@@ -403,15 +413,11 @@ class Job:
         """Groups that run."""
         return len(self._groups)
 
-    async def _run_group(self, group: GroupRow) -> None:
+    async def _run_group(self, group: GroupRow, ref: wire.AdapterRef) -> None:
         """All episodes of one prompt, side by side. Ends with the group ready, or failed and counted."""
         world = self.world
-        assert self.policy.head is not None
-        began_on = [e.version for e in group.episodes if e.version is not None]
-        version = min(began_on) if began_on else self.policy.head.version
-        with self.policy.pinned(version) as ref:
-            async with asyncio.TaskGroup() as episodes:
-                runs = [episodes.create_task(self._run_episode(group, row, ref)) for row in group.episodes]
+        async with asyncio.TaskGroup() as episodes:
+            runs = [episodes.create_task(self._run_episode(group, row, ref)) for row in group.episodes]
         outcomes = [outcome for run in runs if (outcome := run.result()) is not None]
         if len(outcomes) >= 2:
             complete = self._complete(group, outcomes)
@@ -506,9 +512,15 @@ class Job:
         oldest = min((version for outcome in outcomes for version in outcome.versions), default=0)
         return CompleteGroup(group.id, group.ordinal, self.policy.step_of(oldest), oldest, outcomes)
 
-    def _kept(self, version: int) -> bool:
-        row = self.policy.version(version)
-        return row is not None and row.kept
+    def _version_of(self, group: GroupRow) -> int | None:
+        """The version that a group of an earlier run goes on with. Where its own was lost it begins on the head, unless
+        something was sampled from the lost one: then None."""
+        assert self.policy.head is not None
+        row = self.policy.version(min(e.version for e in group.episodes if e.version is not None))
+        if row is not None and row.kept:
+            return row.version
+        sampled = any(episode.turns or episode.state != "open" for episode in group.episodes)
+        return None if sampled else self.policy.head.version
 
     async def _drop(self, groups: Sequence[CompleteGroup | GroupRow], reason: str) -> None:
         names = [group.id for group in groups]

@@ -228,6 +228,7 @@ def _episode_values(tenant: str, job: str, group: NewGroup) -> list[dict[str, An
             "group_id": group.id,
             "member": episode.member,
             "state": "open",
+            "version": episode.version,
             "seed": episode.seed,
             "turns": b"",
             "trajectories": b"",

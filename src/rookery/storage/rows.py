@@ -183,6 +183,8 @@ class NewEpisode(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     member: int
     seed: int
+    version: int | None = None
+    """The policy's version that it runs on, where that is decided already."""
 
 
 class NewGroup(msgspec.Struct, frozen=True, kw_only=True):
