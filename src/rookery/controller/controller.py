@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from rookery import wire
+from rookery.controller.completions import Completions
 from rookery.controller.fleet import Fleet
 from rookery.controller.hosts import BUILTIN, SERVICE, EnvironmentFailed, Hosts
 from rookery.controller.intake import Intake
@@ -28,13 +29,13 @@ from rookery.controller.job import Job, JobPaused
 from rookery.controller.links import Link
 from rookery.controller.ports import Clock, Ids, Ledger
 from rookery.controller.pulse import Pulse
-from rookery.controller.rollouts import Request, Rollouts
+from rookery.controller.rollouts import Rollouts
 from rookery.controller.tickets import Tickets
 from rookery.controller.training import Training
 from rookery.controller.trajectory import outcome_decoder
 from rookery.controller.views import ENDED, JobState, JobView, PolicyView, Sampled
 from rookery.controller.world import World
-from rookery.errors import Conflict, NotFound, RookeryError, StorageFull, Unavailable, UserError
+from rookery.errors import Conflict, NotFound, RookeryError, StorageFull, Unavailable
 from rookery.settings import Settings
 from rookery.spec import JobSpec
 from rookery.storage.artifacts import Artifacts
@@ -122,6 +123,7 @@ class Controller:
             measured=self._measured,
         )
         self._intake = Intake(self.world)
+        self.completions = Completions(self.world, self._intake, self._pinned)
         self._running: dict[str, _Running] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: list[asyncio.Task[None]] = []
@@ -468,29 +470,17 @@ class Controller:
         self, tenant: str, target: str, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]
     ) -> Sampled:
         """One reply of a base model, of ``JOB`` (its newest version) or of ``JOB@VERSION``."""
-        model, ref = await self._intake.target(tenant, target)
-        chat = await self.world.chat(model)
-        prompt = chat.prompt([dict(message) for message in messages])
-        if len(prompt) >= chat.context:
-            raise UserError(f"the prompt has {len(prompt)} tokens, the model's context is {chat.context}: shorten it")
-        name = self._ids.new("sample")
-        seed = sampling.get("seed")
-        request = Request(
-            id=name,
-            tenant=tenant,
-            job=name,
-            model=model,
-            adapter=ref,
-            prompt=prompt,
-            shared=len(prompt),
-            max_tokens=min(sampling["max_tokens"], chat.context - len(prompt)),
+        found, chat = await self.completions.open(tenant, target)
+        question = self.completions.question(found, chat, messages)
+        reply = await self.completions.answer(
+            tenant,
+            question,
+            max_tokens=sampling["max_tokens"],
             temperature=sampling["temperature"],
-            seed=seed if seed is not None else int(self._ids.new("seed")[-12:], 16),
-            stop_tokens=chat.stop_tokens,
-            stop=list(sampling["stop"]),
+            seed=sampling.get("seed"),
+            stop=sampling["stop"],
         )
-        with self._pinned(target, ref):
-            reply = await self._rollouts.sample(request)
+        ref = found.adapter
         return Sampled(
             text=chat.decode(reply.tokens),
             tokens=reply.tokens,
@@ -498,13 +488,13 @@ class Controller:
             finish=reply.finish,
             version=ref.version if ref is not None else 0,
             policy=ref.policy if ref is not None else "",
-            prompt_tokens=len(prompt),
+            prompt_tokens=len(question.prompt),
         )
 
-    def _pinned(self, target: str, ref: wire.AdapterRef | None) -> AbstractContextManager[object]:
+    def _pinned(self, ref: wire.AdapterRef | None) -> AbstractContextManager[object]:
         """A running job's retention leaves the version alone within."""
-        running = self._running.get(target.partition("@")[0])
-        policy = running.job.policy if running is not None and running.job is not None else None
+        jobs = [running.job for running in self._running.values() if running.job is not None]
+        policy = next((job.policy for job in jobs if ref is not None and job.policy.row.id == ref.policy), None)
         if ref is None or policy is None or policy.version(ref.version) is None:
             return nullcontext()
         return policy.pinned(ref.version)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,6 +24,15 @@ from rookery.text.catalogue import resolve, status
 
 PREVIEWED = 3
 """Prompts that a dry run renders."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What answers: a base model, or one version of a policy on it. ``name`` names it wholly."""
+
+    name: str
+    model: str
+    adapter: wire.AdapterRef | None
 
 
 class Intake:
@@ -151,10 +161,10 @@ class Intake:
             shown.append({"messages": messages, "text": text, "tokens": len(chat.encode(text))})
         return shown
 
-    async def target(self, tenant: str, target: str) -> tuple[str, wire.AdapterRef | None]:
-        """``(base model, adapter)`` of a base model's name, ``JOB`` or ``JOB@VERSION``."""
+    async def target(self, tenant: str, target: str) -> Target:
+        """What answers to a base model's name, ``JOB`` (also written ``JOB:latest``) or ``JOB@VERSION``."""
         world = self._world
-        job, _, version = target.partition("@")
+        job, _, version = target.removesuffix(":latest").partition("@")
         try:
             row = await world.ledger(world.database.get_job, tenant, job)
         except NotFound:
@@ -166,7 +176,7 @@ class Intake:
                 ) from None
             if not world.fleet.serving("rollout", model):
                 raise UserError(f"no worker serves {model} now: rookery worker or rookery serve starts one") from None
-            return model, None
+            return Target(model, model, None)
         if version and version != "latest" and not NUMBER.fullmatch(version):
             raise UserError(f"{target!r}: after the @ comes a version's number, or latest")
         spec = JobSpec.model_validate(row.spec)
@@ -178,7 +188,7 @@ class Intake:
         if not found.kept:
             raise NotFound(f"version {number} of job {job} is not kept any more")
         ref = wire.AdapterRef(policy=policy.id, version=number, hash=found.hash, rank=policy.rank, alpha=policy.alpha)
-        return spec.base_model, ref
+        return Target(f"{job}@{number}", spec.base_model, ref)
 
     async def upload(self, tenant: str, kind: UploadKind, files: Mapping[str, bytes]) -> str:
         """Keep ``files`` as an artifact of the tenant's; answers its hash."""

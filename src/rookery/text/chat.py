@@ -25,6 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from rookery.errors import UserError
+from rookery.text.pieces import Pieces
 
 Message = Mapping[str, str]
 """``{"role": …, "content": …}``."""
@@ -52,6 +53,8 @@ class Chat:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self.pieces = Pieces(tokenizer)
+        """The bytes of single tokens."""
         self._special = dict(special)
         self._added = tokenizer.get_added_tokens_decoder()
         try:
