@@ -160,7 +160,8 @@ class Done(Message, kw_only=True):
     category: Literal["", "stale", "failed", "lost"] = ""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     logprobs: bytes = b""
-    """forward_only: float32 little-endian, the members' loss tokens in order of the batch."""
+    """forward_only, or asked for: float32 little-endian, the units' loss tokens in order of the batch, then the data's
+    targets."""
     manifest: Manifest | None = None
     """OptimStep with a commit: what was uploaded."""
 
@@ -252,6 +253,8 @@ class ForwardBackward(Message, kw_only=True):
     forward_only: bool = False
     fresh: bool = False
     """Drop the gradient accumulated so far (first operation of a step)."""
+    logprobs: bool = False
+    """Answer with ``Done.logprobs`` also where a gradient is computed."""
     tenant: str = ""
 
 
@@ -269,14 +272,15 @@ class Adam(Part, kw_only=True):
 class OptimStep(Message, kw_only=True):
     """One AdamW step of one policy on its accumulated gradient. Not a number in gradient or loss: nothing is applied,
     the state stays as it was, and ``Done.metrics['skipped']`` is 1. With ``commit`` the worker then writes adapter and
-    trainer state as artifact files, ``PUT {base}/wire/uploads/{commit}/{shard}``, and answers with the manifest."""
+    trainer state as artifact files, ``PUT {base}/wire/uploads/{commit}/{shard}``, and answers with the manifest.
+    Without ``adam`` no step is taken and the gradient stays as it is: only the commit."""
 
     op: str
     policy: str
     lease: int
     parent: AdapterRef
     steps: int
-    adam: Adam
+    adam: Adam | None
     commit: str = ""
     """An upload ticket, or empty for no commit after this step."""
     tenant: str = ""
@@ -341,8 +345,22 @@ class Unit(Part, kw_only=True):
     members: list[Member]
 
 
+class Datum(Part, kw_only=True):
+    """A sequence with targets of its own choice: ``targets[i]`` is scored as what follows ``tokens[: rows[i] + 1]``. The
+    other lists are parallel to ``targets``, with the meaning that they have in :class:`Member`, except that a target is
+    scored whatever its weight. A row may have several targets (a distribution), or none."""
+
+    tokens: list[int]
+    rows: list[int]
+    targets: list[int]
+    logprobs: list[float]
+    advantages: list[float]
+    weights: list[float]
+
+
 class Batch(Part, kw_only=True):
-    units: list[Unit]
+    units: list[Unit] = msgspec.field(default_factory=list)
+    data: list[Datum] = msgspec.field(default_factory=list)
 
 
 # --- environment hosts ----------------------------------------------------------------------------------------------

@@ -117,12 +117,13 @@ def gspo(
     clip_high_threshold: float,
 ) -> LossOut:
     """``ppo`` with the sequence's ratio ``exp(mean(sg(logp) − q) + logp − sg(logp))``, the mean over the trajectory's
-    loss tokens: GSPO-token (Zheng et al. 2025, arXiv 2507.18071), eq. 13–14. Its value is the same for all tokens of a
-    trajectory, its gradient is each token's own."""
-    gap = logp.detach() - q
+    tokens whose weight is not 0: GSPO-token (Zheng et al. 2025, arXiv 2507.18071), eq. 13–14. Its value is the same for
+    all tokens of a trajectory, its gradient is each token's own."""
+    counted = weights != 0
+    gap = (logp.detach() - q).where(counted, 0)
     sequences = int(segments.max()) + 1 if segments.numel() else 0
     sums = torch.zeros(sequences, dtype=gap.dtype, device=gap.device).index_add_(0, segments, gap)
-    means = sums / torch.bincount(segments, minlength=sequences).clamp(min=1)
+    means = sums / torch.bincount(segments[counted], minlength=sequences).clamp(min=1)
     ratio = (means[segments] + logp - logp.detach()).exp()
     return _clipped(ratio, advantages, weights, clip_low_threshold, clip_high_threshold)
 

@@ -3,8 +3,8 @@
 * A policy trains on one worker at a time, under a lease number that only grows; an answer under an older one is ignored
   and its commit refused by the database.
 * Every operation names its parent version and the steps since: a worker that holds something else says so and reloads.
-* Steps since the last commit are kept here until the commit, so that a lost worker costs their computation and nothing
-  else: the next worker loads the parent and replays them.
+* What was taken since the last commit is kept here until the commit, so that a lost worker costs its computation and
+  nothing else: the next worker loads the parent and replays it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 
@@ -29,6 +31,7 @@ from rookery.storage.artifacts import Staging
 log = logging.getLogger("rookery.controller.training")
 
 
+T = TypeVar("T")
 Operation = wire.ForwardBackward | wire.OptimStep | wire.InitAdapter
 
 
@@ -50,6 +53,31 @@ class Step:
     temperature: float
     kl_weight: float
     adam: wire.Adam
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A gradient to add, or (``forward_only``) log-probabilities to tell."""
+
+    batch: bytes
+    """An encoded :class:`rookery.wire.Batch`."""
+    loss: wire.Loss
+    temperature: float = 1.0
+    kl_weight: float = 0.0
+    forward_only: bool = False
+    logprobs: bool = False
+    """Answer with the log-probabilities too."""
+
+
+@dataclass(frozen=True)
+class Optimise:
+    """A step on the gradient added since the last one."""
+
+    adam: wire.Adam
+
+
+NOTHING = Forward(wire.encode(wire.Batch()), wire.Loss(name="cross_entropy"))
+"""Adds a gradient of zero: what a step without one before it is taken on."""
 
 
 class Training:
@@ -116,7 +144,7 @@ class Training:
             raise TrainingFailed(f"worker {worker.name}: {done.error}")
         return done
 
-    async def retrying(self, policy: str, model: str, attempt: Callable[[Worker], Awaitable[wire.Done]]) -> wire.Done:
+    async def retrying(self, policy: str, model: str, attempt: Callable[[Worker], Awaitable[T]]) -> T:
         """``attempt`` on the policy's worker, and on another one when that one is lost, a few times."""
         for _ in range(self._settings.retry_limit + 1):
             worker = await self.worker_for(policy, model)
@@ -201,7 +229,7 @@ class Training:
 
 
 class Trainee:
-    """One policy in training: its lease and the steps since its last commit."""
+    """One policy in training: its lease and what was taken since its last commit."""
 
     def __init__(
         self, training: Training, *, tenant: str, policy: str, model: str, next_lease: Callable[[], Awaitable[int]]
@@ -212,11 +240,11 @@ class Trainee:
         self._model = model
         self._next_lease = next_lease
         self._worker: Worker | None = None
-        self._steps: list[Step] = []
+        self._log: list[Forward | Optimise] = []
         self._taken = 0
-        """How many of ``_steps`` the present worker has taken …"""
+        """How much of ``_log`` the present worker has taken …"""
         self._applied = 0
-        """… and how many of those changed its state: a step that is not a number is skipped."""
+        """… and how many of the steps therein changed its state: one that is not a number is skipped."""
         self.lease = 0
 
     async def init(
@@ -241,77 +269,169 @@ class Trainee:
     async def step(self, parent: wire.AdapterRef, step: Step, *, commit: bool) -> wire.Done:
         """Take one optimizer step from ``parent`` and those since. Metrics of both operations are merged; with
         ``commit`` the answer's manifest is durable."""
-        self._steps.append(step)
+        forward = Forward(step.batch, step.loss, step.temperature, step.kl_weight)
+        first, last = await self._take([forward, Optimise(step.adam)], parent, commit=commit)
+        return msgspec.structs.replace(last, metrics={**first.metrics, **last.metrics})
+
+    async def forward(self, parent: wire.AdapterRef, forward: Forward) -> wire.Done:
+        """Add to the gradient of the next step from ``parent`` and what was taken since."""
+        if not forward.forward_only:
+            return (await self._take([forward], parent))[-1]
 
         async def attempt(worker: Worker) -> wire.Done:
-            if worker is not self._worker:
-                self.lease = await self._next_lease()
-                self._worker, self._taken, self._applied = worker, 0, 0
-            try:
-                while True:
-                    last = self._taken + 1 == len(self._steps)
-                    done = await self._take(worker, parent, self._steps[self._taken], commit=commit and last)
-                    self._taken += 1
-                    self._applied += not done.metrics.get("skipped")
-                    if last:
-                        return done
-            except BaseException:
-                self._worker = None  # what the worker holds now is not known: load the parent and replay
-                raise
+            await self._catch_up(worker, parent)
+            return await self._held(self._forward(worker, parent, forward, fresh=False))
 
         return await self._training.retrying(self._policy, self._model, attempt)
 
+    async def optimise(self, parent: wire.AdapterRef, adam: wire.Adam, *, commit: bool) -> wire.Done:
+        """Step on the gradient since the last step; without any, on zero. With ``commit`` the answer's manifest is
+        durable."""
+        begun = any(isinstance(entry, Forward) for entry in self._log[self._stepped :])
+        entries: list[Forward | Optimise] = [] if begun else [NOTHING]
+        return (await self._take([*entries, Optimise(adam)], parent, commit=commit))[-1]
+
+    async def commit(self, parent: wire.AdapterRef) -> wire.Done:
+        """Make the state after the steps taken so far durable; a gradient begun since stays."""
+
+        async def attempt(worker: Worker) -> wire.Done:
+            await self._catch_up(worker, parent)
+            return await self._held(self._training.uploading(worker, partial(self._optim, parent, worker, None)))
+
+        return await self._training.retrying(self._policy, self._model, attempt)
+
+    def recall(self, entries: Sequence[Forward | Optimise]) -> None:
+        """What an earlier process took since the commit that is to be the parent: it is replayed before anything else.
+        A step must have its gradient before it."""
+        self._log.extend(entries)
+
+    @property
+    def uncommitted(self) -> int:
+        """Steps since the last commit."""
+        return sum(isinstance(entry, Optimise) for entry in self._log)
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a gradient that no step was taken on yet."""
+        return self._stepped < len(self._log)
+
     def committed(self, ref: wire.AdapterRef) -> None:
         """``ref`` is durable in the database: the next step begins from it."""
-        self._steps.clear()
-        self._taken = self._applied = 0
+        gone = self._stepped
+        del self._log[:gone]
+        self._taken = max(0, self._taken - gone)
+        self._applied = 0
         if self._worker is not None:
             self._worker.named.add(ref.hash)
             message = wire.Committed(policy=self._policy, lease=self.lease, ref=ref)
             self._training.committed(self._worker, message)
 
-    def forget(self) -> None:
-        self._steps.clear()
-        self._worker = None
+    def rest(self) -> None:
+        """Let the worker's place go to somebody else: the next operation loads the parent again, and replays."""
+        self._leave()
         self._training.forget(self._policy)
 
-    async def _take(self, worker: Worker, parent: wire.AdapterRef, step: Step, *, commit: bool) -> wire.Done:
-        parent = self._training.named(worker, parent)
-        ticket = self._training.offer(step.batch)
+    def forget(self) -> None:
+        """The policy goes on from another state, or not at all."""
+        self._log.clear()
+        self.rest()
+
+    @property
+    def _stepped(self) -> int:
+        """Entries of the log up to its last step."""
+        return max((at + 1 for at, entry in enumerate(self._log) if isinstance(entry, Optimise)), default=0)
+
+    def _leave(self) -> None:
+        self._worker = None
+        self._taken = self._applied = 0
+
+    async def _held(self, operation: Awaitable[wire.Done]) -> wire.Done:
+        """``operation``, which changes nothing in the worker; whether that holds what it did is not known where it is
+        given up."""
         try:
-            forward = await self._training.call(
+            return await operation
+        except TrainingFailed:
+            raise
+        except BaseException:
+            self._leave()
+            raise
+
+    async def _take(
+        self, entries: Sequence[Forward | Optimise], parent: wire.AdapterRef, *, commit: bool = False
+    ) -> list[wire.Done]:
+        """Add ``entries`` to the log and have the worker take them; their answers. What fails is not in the log."""
+        known = len(self._log)
+        self._log.extend(entries)
+
+        async def attempt(worker: Worker) -> list[wire.Done]:
+            return await self._catch_up(worker, parent, commit=commit)
+
+        try:
+            done = await self._training.retrying(self._policy, self._model, attempt)
+        except TrainingFailed:
+            del self._log[known:]
+            raise
+        return done[-len(entries) :]
+
+    async def _catch_up(self, worker: Worker, parent: wire.AdapterRef, *, commit: bool = False) -> list[wire.Done]:
+        """Have ``worker`` take what it lacks of the log; the answers so far of this worker to the newest entries."""
+        if worker is not self._worker:
+            self._leave()
+            self.lease = await self._next_lease()
+            self._worker = worker
+        answers = []
+        try:
+            while self._taken < len(self._log):
+                at = self._taken
+                entry = self._log[at]
+                if isinstance(entry, Forward):
+                    fresh = at == 0 or isinstance(self._log[at - 1], Optimise)
+                    done = await self._forward(worker, parent, entry, fresh=fresh)
+                elif commit and at + 1 == len(self._log):
+                    done = await self._training.uploading(worker, partial(self._optim, parent, worker, entry.adam))
+                else:
+                    done = await self._training.call(worker, self._optim(parent, worker, entry.adam, ""))
+                self._taken += 1
+                if isinstance(entry, Optimise):
+                    self._applied += not done.metrics.get("skipped")
+                answers.append(done)
+        except BaseException:
+            self._leave()  # what the worker holds now is not known: load the parent and replay
+            raise
+        return answers
+
+    async def _forward(self, worker: Worker, parent: wire.AdapterRef, entry: Forward, *, fresh: bool) -> wire.Done:
+        ticket = self._training.offer(entry.batch)
+        try:
+            return await self._training.call(
                 worker,
                 wire.ForwardBackward(
                     op=self._training.new_op(),
                     tenant=self._tenant,
                     policy=self._policy,
                     lease=self.lease,
-                    parent=parent,
+                    parent=self._training.named(worker, parent),
                     steps=self._applied,
                     batch_ticket=ticket,
-                    loss=step.loss,
-                    temperature=step.temperature,
-                    kl_weight=step.kl_weight,
-                    fresh=True,
+                    loss=entry.loss,
+                    temperature=entry.temperature,
+                    kl_weight=entry.kl_weight,
+                    forward_only=entry.forward_only,
+                    fresh=fresh,
+                    logprobs=entry.logprobs,
                 ),
             )
         finally:
             self._training.withdraw(ticket)
 
-        def optim(upload: str) -> wire.OptimStep:
-            return wire.OptimStep(
-                op=self._training.new_op(),
-                tenant=self._tenant,
-                policy=self._policy,
-                lease=self.lease,
-                parent=parent,
-                steps=self._applied,
-                adam=step.adam,
-                commit=upload,
-            )
-
-        if commit:
-            done = await self._training.uploading(worker, optim)
-        else:
-            done = await self._training.call(worker, optim(""))
-        return msgspec.structs.replace(done, metrics={**forward.metrics, **done.metrics})
+    def _optim(self, parent: wire.AdapterRef, worker: Worker, adam: wire.Adam | None, upload: str) -> wire.OptimStep:
+        return wire.OptimStep(
+            op=self._training.new_op(),
+            tenant=self._tenant,
+            policy=self._policy,
+            lease=self.lease,
+            parent=self._training.named(worker, parent),
+            steps=self._applied,
+            adam=adam,
+            commit=upload,
+        )

@@ -59,7 +59,7 @@ class Work:
         return dict(self._metrics)
 
     def logprobs(self) -> bytes:
-        """float32 little-endian, the loss tokens in order of the batch (forward-only operations)."""
+        """float32 little-endian, the loss tokens in order of the batch (forward-only operations, and where asked)."""
         return b"".join(self._logprobs)
 
 
@@ -87,7 +87,7 @@ def run(decoder: Decoder, items: Sequence[Item], chunks: Chunks, recompute_token
         logp = score(decoder, hidden, stream.targets, temperatures, derivatives=False).logp
         for item, span in zip(items, loss_spans, strict=True):
             item.work.add_logprobs(logp[span])
-            item.work.add(_agreement(logp[span], stream.logprobs[span]))
+            _value(item, stream, span, logp[span])
     else:
         passed = forward(decoder, stream, attend, lora, recompute=len(stream.tokens) > recompute_tokens)
         scores = score(decoder, passed.hidden[stream.rows], stream.targets, temperatures, derivatives=True)
@@ -97,6 +97,8 @@ def run(decoder: Decoder, items: Sequence[Item], chunks: Chunks, recompute_token
         for item, span in zip(items, loss_spans, strict=True):
             d_logp[span] = _loss(item, stream, span, scores.logp[span], base[span])
             item.work.add({"entropy:sum": float(scores.entropy[span].sum())})
+            if item.work.op.logprobs:
+                item.work.add_logprobs(scores.logp[span])
         d_hidden = torch.zeros(passed.hidden.shape, dtype=scores.slopes.dtype, device=decoder.device)
         d_hidden.index_add_(0, stream.rows, scores.slopes.mul_(d_logp[:, None]))
         passed.backward(d_hidden.to(decoder.dtype))
@@ -135,6 +137,14 @@ def _loss(item: Item, stream: Stream, span: slice, logp: Tensor, base: Tensor) -
         return torch.zeros_like(logp)
     (gradient,) = torch.autograd.grad(total, leaf)
     return gradient
+
+
+def _value(item: Item, stream: Stream, span: slice, logp: Tensor) -> None:
+    """Books the loss of a forward-only operation."""
+    loss, q = item.work.op.loss, stream.logprobs[span]
+    sequences = _sequences(item, stream, span)
+    out = LOSSES[loss.name](logp, q, stream.advantages[span], stream.weights[span], sequences, **loss.params)
+    item.work.add({"loss:sum": float(out.total)} | out.metrics | _agreement(logp, q))
 
 
 def _agreement(logp: Tensor, q: Tensor) -> dict[str, float]:

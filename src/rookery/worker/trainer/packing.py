@@ -6,7 +6,7 @@ Promises:
   it. Tail tokens after the last one that carries loss are left out (nothing that is trained depends on them), and so is
   the last one itself: it is predicted, never read.
 * The order of a batch is kept in ``Unit``'s loss tokens: members in order, tokens in order. A token carries loss where
-  its weight is not 0; the others are attended to like any other.
+  its weight is not 0; the others are attended to like any other. A datum's targets keep their order, all of them.
 * A token attends to its own prompt and its own tail up to itself, to nothing else. Padding of a block repeats rows of
   the same unit, so what is wrong in one unit (a NaN) cannot reach another.
 """
@@ -73,6 +73,22 @@ class PackedUnit:
             packed.tails.append(list(member.tokens[: loss[-1]]))
             start += loss[-1]
         return packed
+
+
+    @classmethod
+    def from_datum(cls, datum: wire.Datum) -> PackedUnit:
+        """Every target is a loss token, also one of weight 0: its log-probability is asked for. Tokens behind the last
+        row with a target are left out. Raises ``ValueError`` for lists of unlike length, or a row that is none."""
+        lists = (datum.rows, datum.targets, datum.logprobs, datum.advantages, datum.weights)
+        if len({len(values) for values in lists}) > 1:
+            raise ValueError("a datum's rows, targets, logprobs, advantages and weights differ in length")
+        if datum.rows and not 0 <= min(datum.rows) <= max(datum.rows) < len(datum.tokens):
+            raise ValueError(f"a datum of {len(datum.tokens)} tokens has a target at row {max(datum.rows)}")
+        read = datum.tokens[: max(datum.rows, default=-1) + 1]
+        return cls(
+            list(read), [[]], datum.rows, datum.targets, datum.logprobs, datum.advantages, datum.weights,
+            [0] * len(datum.rows),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class Trainer:
     def holds(self, policy: str, lease: int, parent_hash: str, steps: int) -> bool:
         """Whether an operation that names this state can be queued now (queued optimizer steps counted as taken)."""
         held = self._held.get(policy)
-        ahead = sum(isinstance(op, wire.OptimStep) for op in self._queue(policy))
+        ahead = sum(isinstance(op, wire.OptimStep) and op.adam is not None for op in self._queue(policy))
         return held is not None and self._at(held, lease, parent_hash, steps - ahead)
 
     def load(self, policy: str, lease: int, parent: wire.AdapterRef, folder: Path) -> None:
@@ -133,7 +133,9 @@ class Trainer:
         """Queue it. A batch that cannot be computed is answered ``failed`` at once."""
         units: list[PackedUnit] | None
         try:
-            units = [self._checked(PackedUnit.from_wire(unit)) for unit in batch.units]
+            packed = [PackedUnit.from_wire(unit) for unit in batch.units]
+            packed += [PackedUnit.from_datum(datum) for datum in batch.data]
+            units = [self._checked(unit) for unit in packed if unit.targets]
             _check_loss(op.loss)
         except ValueError as error:
             self._finished.append(Finished(op.op, str(error), "failed"))
@@ -242,15 +244,17 @@ class Trainer:
         if held is None or not self._at(held, op.lease, op.parent.hash, op.steps):
             self._finished.append(Finished(op.op, "this worker holds another state of the policy", "stale"))
             return
-        if not (held.whole and held.batches):
-            self._finished.append(Finished(op.op, "the gradient of this step is not whole", "stale"))
-            return
-        metrics = held.state.adamw(op.adam)
-        held.batches = 0
-        if metrics["skipped"]:
-            log.warning("a step was skipped: loss or gradient is not finite", extra={"tenant": op.tenant})
-        else:
-            held.taken += 1
+        metrics: dict[str, float] = {}
+        if op.adam is not None:
+            if not (held.whole and held.batches):
+                self._finished.append(Finished(op.op, "the gradient of this step is not whole", "stale"))
+                return
+            metrics = held.state.adamw(op.adam)
+            held.batches = 0
+            if metrics["skipped"]:
+                log.warning("a step was skipped: loss or gradient is not finite", extra={"tenant": op.tenant})
+            else:
+                held.taken += 1
         export = None
         if op.commit:
             export, held.exported = held.state.export(self._base_model), held.taken
