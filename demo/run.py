@@ -59,7 +59,7 @@ def spec_of(task: Task) -> dict[str, Any]:
     """All but the environment."""
     return {
         "base_model": MODEL,
-        "policies": {"main": {"rank": 16, "optimizer": {"lr": 1.0e-3}}},
+        "policies": {"main": {"rank": 16, "optimizer": {"lr": 5.0e-4}}},
         "algorithm": {"name": "grpo", "group_size": 8, "groups_per_step": 6, "max_staleness": 2},
         "sampling": {"temperature": 1.0, "max_tokens": task.max_tokens},
         "evaluation": {"prompts": HELD_OUT},

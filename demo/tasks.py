@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import json
 import random
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,21 +58,26 @@ def write_contacts(path: Path) -> None:
             file.write(json.dumps({"messages": messages, "name": name, "city": city}) + "\n")
 
 
-class Echo(rookery.Environment):
-    """Single turn: say a word three times, and nothing else."""
+class Shopping(rookery.Environment):
+    """Single turn: write a wish as a line of a shopping list."""
 
     deterministic = True
 
-    def prompts(self, split: str) -> Iterable[str]:
-        return WORDS[:HELD_OUT] if split == "eval" else WORDS[HELD_OUT:] + [name.lower() for name in PEOPLE + CITIES]
+    def prompts(self, split: str) -> Iterable[dict[str, Any]]:
+        wishes = random.Random(5).sample(list(itertools.product(WORDS, range(2, 10))), HELD_OUT * 5)
+        part = wishes[:HELD_OUT] if split == "eval" else wishes[HELD_OUT:]
+        return [{"thing": thing, "number": number} for thing, number in part]
 
-    async def reset(self, prompt: str, seed: int) -> Sequence[dict[str, str]]:
-        return [user("Three times: cloud"), assistant("cloud cloud cloud"), user(f"Three times: {prompt}")]
+    async def reset(self, prompt: dict[str, Any], seed: int) -> Sequence[dict[str, str]]:
+        wish = f"I want {prompt['number']} of {prompt['thing']}."
+        return [user("I want 3 of cloud."), assistant("cloud: 3"), user(wish)]
 
     async def step(self, reply: rookery.Reply) -> rookery.Step:
-        right = reply.text.strip().lower() == " ".join([self.prompt] * 3)
-        said = min(3, reply.text.lower().split().count(self.prompt))
-        return rookery.Step(reward=1.0 if right else 0.1 * said, done=True, metrics={"right": float(right)})
+        thing, number = self.prompt["thing"], self.prompt["number"]
+        line = re.fullmatch(r"([a-z]+): ([0-9]+)", reply.text.strip())
+        parts = (line[1] == thing) + (line[2] == str(number)) if line else 0
+        reward = 0.2 + 0.4 * parts if line else 0.0
+        return rookery.Step(reward=reward, done=True, metrics={"right": float(parts == 2)})
 
 
 class PhoneBook(rookery.Environment):
@@ -104,24 +110,27 @@ class PhoneBook(rookery.Environment):
 
 
 class SlowClerk(rookery.Environment):
-    """Single turn, but the world takes 1 to 2 seconds to answer each reply: which of two numbers is larger?"""
+    """Single turn, but the world takes 1 to 2 seconds to answer: a clerk who files people under city and name."""
 
     deterministic = True
 
-    def prompts(self, split: str) -> Iterable[list[int]]:
-        draw = random.Random(f"slow clerk {split}")
-        return [draw.sample(range(10, 100), 2) for _ in range(HELD_OUT * 4)]
+    def prompts(self, split: str) -> Iterable[list[str]]:
+        pairs = random.Random(11).sample(list(itertools.product(PEOPLE, CITIES)), HELD_OUT * 5)
+        return pairs[:HELD_OUT] if split == "eval" else pairs[HELD_OUT:]
 
-    async def reset(self, prompt: list[int], seed: int) -> Sequence[dict[str, str]]:
+    async def reset(self, prompt: list[str], seed: int) -> Sequence[dict[str, str]]:
         self.delay = 1 + random.Random(seed).random()
-        a, b = prompt
-        return [user("Larger: 31 or 17?"), assistant("31"), user(f"Larger: {a} or {b}?")]
+        name, city = prompt
+        return [user("File: Hugo of Lima"), assistant("lima/hugo"), user(f"File: {name} of {city}")]
 
     async def step(self, reply: rookery.Reply) -> rookery.Step:
         await asyncio.sleep(self.delay)
+        name, city = (part.lower() for part in self.prompt)
         said = reply.text.strip()
-        reward = 1.0 if said == str(max(self.prompt)) else 0.3 if said == str(min(self.prompt)) else 0.0
-        return rookery.Step(reward=reward, done=True, metrics={"right": float(reward == 1.0)})
+        form = re.fullmatch(r"([a-z]+)/([a-z]+)", said) is not None
+        right = said == f"{city}/{name}"
+        parts = form * (said.startswith(f"{city}/") + said.endswith(f"/{name}"))
+        return rookery.Step(reward=0.2 * form + 0.4 * parts, done=True, metrics={"right": float(right)})
 
 
 @dataclass(frozen=True)
@@ -144,8 +153,11 @@ def _json_constant(prompts: list[Any]) -> float:
     return 0.3 + 0.35 * right / len(prompts)
 
 
-def _echo_constant(prompts: list[Any]) -> float:
-    return 1 / len(prompts)
+def _shopping_constant(prompts: list[Any]) -> float:
+    """The right form with the most common thing and number."""
+    things, numbers = [prompt["thing"] for prompt in prompts], [prompt["number"] for prompt in prompts]
+    right = max(map(things.count, things)) + max(map(numbers.count, numbers))
+    return 0.2 + 0.4 * right / len(prompts)
 
 
 def _book_constant(prompts: list[Any]) -> float:
@@ -154,12 +166,9 @@ def _book_constant(prompts: list[Any]) -> float:
 
 
 def _clerk_constant(prompts: list[Any]) -> float:
-    """The number that is most often the larger one, or the smaller one."""
-    earned = [
-        sum(1.0 if number == max(pair) else 0.3 if number == min(pair) else 0.0 for pair in prompts)
-        for number in range(10, 100)
-    ]
-    return max(earned) / len(prompts)
+    """The right form with the most common city and name."""
+    names, cities = [name for name, _ in prompts], [city for _, city in prompts]
+    return 0.2 + 0.4 * (max(map(names.count, names)) + max(map(cities.count, cities))) / len(prompts)
 
 
 def tasks(folder: Path) -> list[Task]:
@@ -180,10 +189,10 @@ def tasks(folder: Path) -> list[Task]:
     return [
         Task("ada", "contacts", "a JSONL file and a named verifier: write a sentence as strict JSON", rows,
              24, 10, _json_constant),
-        Task("bo", "echo", "a class of your own, one turn: say a word three times, nothing else", Echo(),
-             16, 10, _echo_constant),
+        Task("bo", "shopping", "a class of your own, one turn: a wish becomes a line of a list", Shopping(),
+             12, 8, _shopping_constant),
         Task("cy", "phone-book", "two turns with a tool: ask the book, then use what it says", PhoneBook(),
-             14, 10, _book_constant),
-        Task("dee", "slow-clerk", "a world that takes 1 to 2 s to answer: which number is larger?", SlowClerk(),
-             8, 10, _clerk_constant),
+             14, 8, _book_constant),
+        Task("dee", "slow-clerk", "a world that takes 1 to 2 s to answer: file people under city/name", SlowClerk(),
+             12, 12, _clerk_constant),
     ]  # fmt: skip
