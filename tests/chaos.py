@@ -309,6 +309,12 @@ class Town:
         finally:
             connection.close()
 
+    def after(self, jobs: list[Job], moment: tuple[int, float]) -> None:
+        """Waits until so many episodes of the jobs have ended, and so many seconds more."""
+        count, seconds = moment
+        until(lambda: self.episodes_ended(jobs) >= count, f"{count} episodes have ended")
+        time.sleep(seconds)
+
     def episodes_ended(self, jobs: Iterable[Job]) -> int:
         names = [job.id for job in jobs]
         marks = ",".join("?" * len(names))

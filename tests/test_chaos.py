@@ -10,7 +10,6 @@ import math
 import os
 import random
 import signal
-import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -34,8 +33,14 @@ ROUNDS = int(os.environ.get("ROOKERY_CHAOS_ROUNDS", "1"))
 VICTIMS = ["worker", "environments", "host", "joined", "service", "everything"]
 """The service's own worker and environment host, a user's host, a worker that joined, the service, all of them."""
 
+DEATHS = 4
+"""Of the service, where nothing else dies."""
+
 LATER_SECONDS = 0.4
 """Victims die up to this long after the event that dooms them: an episode, a step and a commit fit in it."""
+
+RETURN_SECONDS = 20
+"""What episodes that cannot be replayed wait for their host when the service does not know either what became of it."""
 
 STEPS, GROUPS, MEMBERS = 6, 2, 4
 
@@ -55,6 +60,8 @@ def submit(town: Town, kind: str, *, seed: int, max_staleness: int = 0) -> Job:
     """A job whose rewards differ within groups: ``jsonl`` runs in the service's own host, the others in a user's."""
     verifier = {"name": "regex", "pattern": "[a-m].*[n-z]"}
     own: dict[str, Any] = {"hosted": kind, "max_turns": Steady.turns}
+    if kind == "fickle":
+        own["return_timeout"] = RETURN_SECONDS
     return town.client.submit(
         {
             "name": kind,
@@ -158,6 +165,17 @@ class Story:
         return alike
 
 
+Moment = tuple[int, float]
+"""Episodes that have ended, and seconds after the last of them."""
+
+
+def moments(chance: random.Random, jobs: list[Job], count: int) -> list[Moment]:
+    """Somewhere in the run of these jobs, in their order."""
+    episodes = len(jobs) * STEPS * GROUPS * MEMBERS
+    ended = sorted(chance.sample(range(episodes * 9 // 10), count))
+    return [(number, chance.uniform(0, LATER_SECONDS)) for number in ended]
+
+
 def end_of(town: Town, jobs: list[Job]) -> list[Story]:
     """Waits until the jobs are over; none may have stopped by itself."""
     for job in jobs:
@@ -174,7 +192,7 @@ def end_of(town: Town, jobs: list[Job]) -> list[Story]:
 def test_kills_at_random_moments(home: tuple[Path, Path], tmp_path: Path, seed: int) -> None:
     cache, model = home
     chance = random.Random(f"chaos {seed}")
-    victims = chance.sample(VICTIMS, len(VICTIMS))
+    victims = chance.choices(VICTIMS, k=len(VICTIMS)) if seed else chance.sample(VICTIMS, len(VICTIMS))
     print(f"seed {seed}: {', '.join(victims)}")
     with Town(tmp_path, cache, model, workers=1) as town:
         town.join("joined")
@@ -182,12 +200,9 @@ def test_kills_at_random_moments(home: tuple[Path, Path], tmp_path: Path, seed: 
         calm = end_of(town, [submit(town, kind, seed=seed) for kind in ("jsonl", "steady")])
         jobs = [submit(town, kind, seed=seed) for kind in ("jsonl", "steady")]
         jobs.append(submit(town, "fickle", seed=seed, max_staleness=2))
-        episodes = len(jobs) * STEPS * GROUPS * MEMBERS
-        moments = sorted(chance.sample(range(episodes * 9 // 10), len(victims)))
-        for victim, moment in zip(victims, moments, strict=True):
-            until(lambda moment=moment: town.episodes_ended(jobs) >= moment, f"{moment} episodes have ended")
-            time.sleep(chance.uniform(0, LATER_SECONDS))
-            print(f"{town.episodes_ended(jobs)} of {episodes} episodes have ended: {victim} dies")
+        for victim, moment in zip(victims, moments(chance, jobs, len(victims)), strict=True):
+            town.after(jobs, moment)
+            print(f"{victim} dies when {town.episodes_ended(jobs)} episodes have ended")
             town.kill(victim)
         stories = end_of(town, jobs)
         for story in [*calm, *stories]:
@@ -211,17 +226,17 @@ def test_a_service_that_dies_costs_no_token(home: tuple[Path, Path], tmp_path: P
         calm = end_of(town, [submit(town, "jsonl", seed=3)])[0]
         before = generated(town, "joined", calm.sampled)
         assert before == calm.sampled
-        job = submit(town, "jsonl", seed=3)
-        for moment in sorted(chance.sample(range(STEPS * GROUPS * MEMBERS * 9 // 10), 3)):
-            until(lambda moment=moment: town.episodes_ended([job]) >= moment, f"{moment} episodes have ended")
-            time.sleep(chance.uniform(0, LATER_SECONDS))
+        jobs = [submit(town, "jsonl", seed=3), submit(town, "jsonl", seed=4, max_staleness=2)]
+        for moment in moments(chance, jobs, DEATHS):
+            town.after(jobs, moment)
             town.kill("service")
-        story = end_of(town, [job])[0]
-        story.holds()
-        assert story.tells_the_same(calm) == len(calm.outcomes) == STEPS * GROUPS * MEMBERS
-        assert [row["hash"] for row in story.versions] == [row["hash"] for row in calm.versions]
-        assert generated(town, "joined", before + story.sampled) == before + story.sampled
-        assert json.loads(story.row["counters"])["tokens"] == story.sampled
+        strict, ahead = end_of(town, jobs)
+        assert strict.tells_the_same(calm) == len(calm.outcomes) == STEPS * GROUPS * MEMBERS
+        for story in (strict, ahead):
+            story.holds()
+            assert json.loads(story.row["counters"])["tokens"] == story.sampled
+        tokens = before + strict.sampled + ahead.sampled
+        assert generated(town, "joined", tokens) == tokens
 
 
 def generated(town: Town, worker: str, least: int) -> int:
