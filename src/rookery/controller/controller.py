@@ -66,6 +66,8 @@ class _Running:
     before: Counter[str] = field(default_factory=Counter)
     """The job's counters when it was taken up, so that totals count what this process saw."""
     sinks: Sinks | None = None
+    unstored: str = ""
+    """Why the job rests, while the database does not take it."""
 
     def seen(self) -> Counter[str]:
         """What the job counted since it was taken up."""
@@ -201,6 +203,8 @@ class Controller:
     async def resume(self, tenant: str, job: str) -> None:
         async with self._changing(job):
             row = await self._ledger(self._database.get_job, tenant, job)
+            if job in self._running and (reason := self._running[job].unstored):
+                raise Unavailable(f"job {job} cannot be resumed before the database takes that it rests: {reason}")
             if row.state in ENDED:
                 raise Conflict(f"job {job} is {row.state}: submit a new one, with warm_start to go on from its weights")
             if row.state == "paused":
@@ -243,7 +247,12 @@ class Controller:
             row = await self._ledger(self._database.get_job, tenant, job)
             if row.state in ENDED:
                 return
-        await self._set_state(row, state, reason)
+        try:
+            await self._set_state(row, state, reason)
+        except (StorageFull, Unavailable):
+            if running is not None:
+                self._launch(row)  # it is not what was wanted: it goes on, or says itself why it cannot
+            raise
 
     async def _set_state(self, row: JobRow, state: JobState, reason: str, error: str = "") -> JobRow:
         new = await self._ledger(self._database.set_job_state, row.id, state, reason, self._clock.time(), error)
@@ -274,12 +283,11 @@ class Controller:
         running.before = Counter(row.counters)
         try:
             state, reason = await self._carry_out(row, running)
-            current = await self._ledger(self._database.get_job, row.tenant, row.id)
-            await asyncio.shield(self._set_state(current, state, reason, reason if state == "failed" else ""))
+            await self._record(row, running, state, reason)
         except asyncio.CancelledError:
             if running.wanted is None and not self._stopping:
                 raise
-        except Exception:  # the database does not take it: the job goes on at the next start
+        except Exception:  # as after a crash, the job goes on at the next start
             log.exception("job %s stopped", row.id, extra={"tenant": row.tenant, "job": row.id})
         finally:
             if running.sinks is not None:
@@ -311,6 +319,22 @@ class Controller:
                 return "failed", str(cause)
             log.exception("job %s failed", row.id, extra={"tenant": row.tenant, "job": row.id})
             return "failed", f"{type(cause).__name__}: {cause}"
+
+    async def _record(self, row: JobRow, running: _Running, state: JobState, reason: str) -> None:
+        """Make durable how the job ended: tried until the database takes it. Until then it shows as paused."""
+        while True:
+            try:
+                current = await self._ledger(self._database.get_job, row.tenant, row.id)
+                await asyncio.shield(self._set_state(current, state, reason, reason if state == "failed" else ""))
+            except (StorageFull, Unavailable) as error:
+                if not running.unstored:
+                    extra = {"tenant": row.tenant, "job": row.id}
+                    log.error("job %s is %s (%s), not stored yet: %s", row.id, state, reason, error, extra=extra)
+                running.unstored = reason if state == "paused" else f"it is {state} ({reason}), but {error}"
+                self._pulse.beat()
+                await self._clock.sleep(self._settings.heartbeat_seconds)
+            else:
+                return
 
     async def _assemble(self, row: JobRow, running: _Running) -> Job:
         spec = JobSpec.model_validate(row.spec)
@@ -414,7 +438,8 @@ class Controller:
         ]
 
     async def adapter(self, tenant: str, job: str, policy: str, version: int | None) -> wire.Manifest:
-        """The artifact of a version (the newest for None). Raises :class:`NotFound` where it is not kept."""
+        """The artifact of a version (the newest for None). Raises :class:`NotFound` where it is not kept,
+        :class:`CorruptArtifact` where its bytes are not what its hash says."""
         row = await self._ledger(self._database.get_policy, tenant, job, policy)
         number = row.head_version if version is None else version
         if number is None:
@@ -424,7 +449,7 @@ class Controller:
             raise NotFound(
                 f"version {number} of job {job} is not kept any more; checkpoints.keep_last says how many are"
             )
-        return await self._ledger(self._artifacts.open, found.hash)
+        return await asyncio.to_thread(self._artifacts.verify, found.hash)
 
     async def _view(self, row: JobRow) -> JobView:
         running = self._running.get(row.id)
@@ -436,15 +461,17 @@ class Controller:
         else:
             rows = await asyncio.to_thread(MetricsLog(self._jobs_folder / row.id).read)
             rewards, step, counters = [entry["reward"] for entry in rows], row.step, row.counters
-        waits = ""
-        if row.state in ("queued", "running"):
+        state, reason, waits = row.state, row.reason, ""
+        if running is not None and running.unstored:
+            state, reason = "paused", running.unstored
+        elif row.state in ("queued", "running"):
             waits = job.waits_for() if job is not None else f"base model {row.spec['base_model']} to be ready"
         return JobView(
             id=row.id,
             name=row.name,
             tenant=tenant.name,
-            state=row.state,
-            reason=row.reason,
+            state=state,
+            reason=reason,
             waits_for=waits,
             base_model=row.spec["base_model"],
             step=step,

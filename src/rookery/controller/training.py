@@ -158,14 +158,17 @@ class Training:
         raise TrainingFailed(f"training failed {self._settings.retry_limit + 1} times, the last: {reason}")
 
     async def uploading(self, worker: Worker, make: Callable[[str], wire.OptimStep | wire.InitAdapter]) -> wire.Done:
-        """Call an operation that uploads an artifact; it is durable, and what the worker said it is, on return."""
+        """Call an operation that uploads an artifact; it is durable, and what the worker said it is, on return. Raises
+        :class:`~rookery.errors.StorageFull` where the upload found no room."""
         ticket = await self._ledger(self._tickets.upload)
         try:
             done = await self.call(worker, make(ticket))
-        except BaseException:
+        except BaseException as error:
             staging = self._tickets.collect(ticket)
             if staging is not None:
                 await asyncio.shield(self._ledger(staging.abandon))
+                if staging.full is not None and isinstance(error, TrainingFailed | _TryElsewhere):
+                    raise staging.full from None  # no fault of the worker's
             raise
         staging = self._tickets.collect(ticket)
         assert staging is not None

@@ -159,6 +159,8 @@ class Staging:
         self._artifacts = artifacts
         self._shards: dict[str, Shard] = {}
         self._max_bytes = max_bytes
+        self.full: StorageFull | None = None
+        """Set where a write met a full disk."""
 
     def begin(self, name: str) -> ShardWriter:
         """A file to be filled piece by piece. Raises :class:`UserError` for a name that is none."""
@@ -172,10 +174,14 @@ class Staging:
         """Writes one file, durable when this returns; a file of the same name is replaced (an upload tried again).
 
         Raises :class:`UserError` for a bad name or too many bytes, :class:`StorageFull`; then nothing of it stays."""
-        with self.begin(name) as writer:
-            for chunk in chunks:
-                writer.write(chunk)
-            return writer.finish()
+        try:
+            with self.begin(name) as writer:
+                for chunk in chunks:
+                    writer.write(chunk)
+                return writer.finish()
+        except StorageFull as error:
+            self.full = error
+            raise
 
     def commit(self) -> Manifest:
         """Makes the artifact visible; it is durable when this returns. Raises :class:`Conflict` if nothing was written,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -53,10 +54,18 @@ class ForPeople(logging.Formatter):
         return f"{time} {level}{record.getMessage()}" + (f"  [{about}]" if about else "")
 
 
+class _File(RotatingFileHandler):
+    """A line that the disk does not take is lost, and nothing else: a full disk is said by those who need it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the standard library's name
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+
 def file_handler(path: Path) -> logging.Handler:
     """Lines into ``path``, rotated. The folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = RotatingFileHandler(path, maxBytes=FILE_BYTES, backupCount=FILES - 1, encoding="utf-8", delay=True)
+    handler = _File(path, maxBytes=FILE_BYTES, backupCount=FILES - 1, encoding="utf-8", delay=True)
     handler.setFormatter(JsonLines())
     return handler
 

@@ -10,12 +10,17 @@ Promises:
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from rookery.errors import StorageFull
 
 log = logging.getLogger("rookery.telemetry")
 
@@ -30,14 +35,15 @@ class MetricsLog:
 
     def append(self, row: dict[str, Any]) -> None:
         """Write one row behind the others. ``row["step"]`` is an int; other values are JSON, non-finite numbers become
-        null. Raises ValueError for a row without a step, OSError where the disk refuses."""
+        null. Raises ValueError for a row without a step, :class:`StorageFull`, OSError where the disk refuses."""
         if not isinstance(row.get("step"), int):
             raise ValueError(f"a metrics row needs an integer step, given {row.get('step')!r}")
         line = json.dumps(_finite(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a+b") as file:
-            self._cut_torn_line(file)
-            file.write(line)
+        with _plain_errors():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a+b") as file:
+                self._cut_torn_line(file)
+                file.write(line)
 
     def read(self, after: int = -1) -> list[dict[str, Any]]:
         """Rows of steps greater than ``after``, oldest first; none where there is no file yet."""
@@ -45,12 +51,13 @@ class MetricsLog:
 
     def truncate_after(self, step: int) -> None:
         """Drop every row of a step greater than ``step``, as recovery does with rows of steps that were never
-        committed. What is kept is written aside and renamed, so a crash leaves the one or the other file."""
+        committed. What is kept is written aside and renamed, so a crash leaves the one or the other file. Raises
+        :class:`StorageFull`."""
         if not self.path.exists():
             return
         kept = [line for row, line in self._rows() if row["step"] <= step]
         aside = self.path.with_suffix(".new")
-        with aside.open("wb") as file:
+        with _plain_errors(), aside.open("wb") as file:
             file.writelines(kept)
             file.flush()
             os.fsync(file.fileno())
@@ -85,6 +92,16 @@ class MetricsLog:
         whole = content.rfind(b"\n") + 1
         log.warning("%s: cutting off %d bytes of a line that a crash left unfinished", self.path, len(content) - whole)
         file.truncate(whole)
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull("the disk of the metrics is full; free some space") from error
+        raise
 
 
 def _finite(value: Any) -> Any:
