@@ -19,7 +19,17 @@ from sqlalchemy import Connection, create_engine, select
 from rookery.errors import Conflict
 from rookery.storage import schema
 from rookery.storage.database import Database
-from rookery.storage.rows import JobRow, NewEpisode, NewGroup, NewPolicy
+from rookery.storage.rows import (
+    CheckpointRow,
+    FutureRow,
+    JobRow,
+    ModelRow,
+    NewEpisode,
+    NewGroup,
+    NewPolicy,
+    SamplerRow,
+    SessionRow,
+)
 from rookery.wire import Manifest, Shard, manifest_of
 
 
@@ -45,6 +55,49 @@ def submit(database: Database, tenant: str = "alice", job: str = "job", key: str
         policies=[policy],
         idempotency_key=key,
         rng={"seed": 1},
+    )
+
+
+def visit(database: Database, tenant: str = "alice", id: str = "one", model: str = "one") -> None:
+    """A client's session with everything that can belong to one."""
+    database.add_session(
+        SessionRow(
+            id=id, tenant=tenant, idempotency_key=None, created=0.0, seen=0.0, finished=None, status="",
+            sdk_version="0.38.0", name="", about={},
+        )
+    )  # fmt: skip
+    row = ModelRow(
+        id=model, tenant=tenant, session=id, base_model="tiny", asked_model="tiny", policy=f"{model}-policy", lora={},
+        about={}, created=0.0, used=0.0, done_seq=-1, inflight=None,
+    )  # fmt: skip
+    policy = NewPolicy(id=f"{model}-policy", name=model, rank=8, alpha=16.0, targets=["q"])
+    database.add_model(row, policy)
+    database.add_sampler(sampler_row(id, tenant, session=id))
+    database.save_checkpoint(checkpoint_row(model, tenant), overwrite=False)
+    database.open_future(future_row(id, tenant, model))
+
+
+def sampler_row(id: str, tenant: str = "alice", session: str = "one", digest: str = "", used: float = 0) -> SamplerRow:
+    return SamplerRow(
+        id=id, tenant=tenant, session=session, base_model="tiny", asked_model="tiny", path="", model=None,
+        inflight=False, policy="", version=0, hash=digest, rank=0, alpha=0.0, created=0.0, used=used, kept=True,
+        clones=0,
+    )  # fmt: skip
+
+
+def checkpoint_row(
+    model: str = "model", tenant: str = "alice", name: str = "main", content: str = "a"
+) -> CheckpointRow:
+    kept = manifest(content)
+    return CheckpointRow(
+        model=model, kind="weights", name=name, tenant=tenant, policy=f"{model}-policy", version=0, manifest=kept,
+        hash=kept.hash, size=1, created=0.0, expires=None, about={},
+    )  # fmt: skip
+
+
+def future_row(id: str, tenant: str = "alice", model: str | None = None, seq: int = 0, call: bytes = b"c") -> FutureRow:
+    return FutureRow(
+        id=id, tenant=tenant, model=model, seq=seq, digest="", call=call, outcome=None, created=0.0, finished=None
     )
 
 

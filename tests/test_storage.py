@@ -22,7 +22,18 @@ from rookery.storage import schema
 from rookery.storage.database import Database
 from rookery.storage.keys import hash_key, new_key
 from rookery.storage.rows import EpisodeRow, JobRow, NewGroup, NewPolicy
-from storing import commit, connected, everything, in_threads, make_ready, manifest, new_group, running_postgres, submit
+from storing import (
+    commit,
+    connected,
+    everything,
+    in_threads,
+    make_ready,
+    manifest,
+    new_group,
+    running_postgres,
+    submit,
+    visit,
+)
 
 
 @pytest.fixture(scope="module")
@@ -421,6 +432,19 @@ _ALICES: dict[str, Any] = {
     "versions": [],
     "version": NotFound,
     "evaluations": [],
+    "get_session": NotFound,
+    "list_sessions": [],
+    "get_model": NotFound,
+    "list_models": [],
+    "get_sampler": NotFound,
+    "list_samplers": [],
+    "join_sampler": NotFound,
+    "get_checkpoint": NotFound,
+    "list_checkpoints": [],
+    "expire_checkpoint": NotFound,
+    "delete_checkpoint": NotFound,
+    "count_checkpoints": {},
+    "get_future": NotFound,
 }
 """What each method that takes a tenant answers bob who names alice's things; None: it names nothing that exists."""
 
@@ -434,7 +458,12 @@ def test_another_tenants_things_are_not_there(database: Database) -> None:
     database.add_evaluation(policy="job-main", version=0, prompts=1, mean=0.0, stderr=0.0, results={}, created=0.0)
     database.add_upload("alice", "dataset", "d" * 64, 1, 0.0)
     database.add_event("alice", "job", 0.0, "kind", "text")
+    visit(database)
     named: dict[str, Any] = {
+        "id": "one",
+        "session": "one",
+        "model": "one",
+        "expires": 1.0,
         "job": "job",
         "policy": "job-main",
         "name": "main",
@@ -461,13 +490,15 @@ def test_another_tenants_things_are_not_there(database: Database) -> None:
             arguments["policy"] = NewPolicy(id="p", name="p", rank=1, alpha=1.0, targets=[])
         if name == "recent_episodes":
             del arguments["version"]
+        if "checkpoint" in name and "kind" in arguments:
+            arguments["kind"] = "weights"
         method = getattr(database, name)
         if expected is NotFound:
             with pytest.raises(NotFound):
                 method(tenant="bob", **arguments)
         else:
             assert method(tenant="bob", **arguments) == expected, name
-        if name not in ("revoke_key", "add_policy"):
+        if name not in ("revoke_key", "add_policy", "expire_checkpoint", "delete_checkpoint"):
             assert method(tenant="alice", **arguments), f"{name} shows them to their owner"
     database.add_upload("bob", "dataset", "d" * 64, 1, 5.0)
     assert database.get_upload("bob", "dataset", "d" * 64).created == 5.0, "who brings the same bytes has them too"

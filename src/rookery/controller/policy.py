@@ -102,10 +102,12 @@ class Policy:
         """One transaction: the version, what it consumed, the job's step and counters. Then it is the head."""
         world = self._world
         parent = self.head.version if self.head is not None else None
+        job = self.row.job
+        assert job is not None
 
         def commit() -> VersionRow:
             row = world.database.commit_step(
-                job=self.row.job,
+                job=job,
                 policy=self.row.id,
                 lease=lease,
                 parent=parent,

@@ -9,11 +9,13 @@
 
 from __future__ import annotations
 
+from rookery.storage.futures import Futures
 from rookery.storage.groups import Groups
 from rookery.storage.jobs import Jobs
+from rookery.storage.sessions import Sessions
 from rookery.storage.tenants import Tenants
 from rookery.storage.versions import Versions
 
 
-class Database(Tenants, Jobs, Groups, Versions):
+class Database(Tenants, Jobs, Groups, Versions, Sessions, Futures):
     """SQLite or PostgreSQL, by URL. Call :meth:`create` before anything else and :meth:`close` at the end."""

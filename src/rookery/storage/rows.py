@@ -69,7 +69,8 @@ class JobRow(msgspec.Struct, frozen=True, kw_only=True):
 class PolicyRow(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     tenant: str
-    job: str
+    job: str | None
+    """None for a policy that a client drives: a row of ``models`` names it."""
     name: str
     rank: int
     alpha: float
@@ -160,6 +161,110 @@ class UploadRow(msgspec.Struct, frozen=True, kw_only=True):
     kind: UploadKind
     size: int
     created: float
+
+
+class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A client's visit: what it creates belongs to it."""
+
+    id: str
+    tenant: str
+    idempotency_key: str | None
+    created: float
+    seen: float
+    """The newest heartbeat that was stored."""
+    finished: float | None
+    status: str
+    """How its client said that it ended; empty before."""
+    sdk_version: str
+    name: str
+    about: dict[str, Any]
+    """What the client said about it: tags, metadata."""
+
+
+class ModelRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A policy that a client drives call by call."""
+
+    id: str
+    tenant: str
+    session: str
+    base_model: str
+    asked_model: str
+    """The base model's name as the client wrote it."""
+    policy: str
+    lora: dict[str, Any]
+    about: dict[str, Any]
+    created: float
+    used: float
+    done_seq: int
+    """The calls up to this one are in the policy's head, or never changed it. -1 before version 0."""
+    inflight: int | None
+    """The version that its in-flight samplers follow."""
+
+
+class SamplerRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights that a client samples from: the base model (``hash`` empty), a version, or (``inflight``) the newest one
+    that its model published."""
+
+    id: str
+    tenant: str
+    session: str
+    base_model: str
+    asked_model: str
+    path: str
+    """The checkpoint it was made from, if any."""
+    model: str | None
+    inflight: bool
+    policy: str
+    version: int
+    hash: str
+    rank: int
+    alpha: float
+    created: float
+    used: float
+    kept: bool
+    """False: its weights may be gone."""
+    clones: int
+    """Clients that joined it."""
+
+
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+
+
+class CheckpointRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A version under a name that its owner chose."""
+
+    model: str
+    kind: CheckpointKind
+    name: str
+    tenant: str
+    policy: str
+    version: int
+    manifest: Manifest
+    hash: str
+    size: int
+    created: float
+    expires: float | None
+    about: dict[str, Any]
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.model}/{self.kind}/{self.name}"
+
+
+class FutureRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A call and, when it has one, its outcome; both in the controller's encoding."""
+
+    id: str
+    tenant: str
+    model: str | None
+    seq: int
+    digest: str
+    """SHA-256 of the call."""
+    call: bytes
+    """Empty once nobody can need it again."""
+    outcome: bytes | None
+    created: float
+    finished: float | None
 
 
 class EventRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -30,7 +30,7 @@ from sqlalchemy.types import TypeDecorator
 
 from rookery.wire import Manifest
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised with every change of the tables below; another version in a database is refused."""
 
 
@@ -121,7 +121,7 @@ policies = Table(
     metadata,
     Column("id", Words, primary_key=True),
     Column("tenant", ForeignKey("tenants.id"), nullable=False),
-    Column("job", ForeignKey("jobs.id"), nullable=False),
+    Column("job", ForeignKey("jobs.id")),
     Column("name", Words, nullable=False),
     Column("rank", Integer, nullable=False),
     Column("alpha", Double, nullable=False),
@@ -213,6 +213,98 @@ uploads = Table(
     Column("kind", Words, primary_key=True),
     Column("size", BigInteger, nullable=False),
     Column("created", Double, nullable=False),
+)
+
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("id", Words, primary_key=True),
+    Column("tenant", ForeignKey("tenants.id"), nullable=False),
+    Column("idempotency_key", Words),
+    Column("created", Double, nullable=False),
+    Column("seen", Double, nullable=False),
+    Column("finished", Double),
+    Column("status", Words, nullable=False),
+    Column("sdk_version", Words, nullable=False),
+    Column("name", Words, nullable=False),
+    Column("about", Json, nullable=False),
+    UniqueConstraint("tenant", "idempotency_key"),
+)
+
+models = Table(
+    "models",
+    metadata,
+    Column("id", Words, primary_key=True),
+    Column("tenant", ForeignKey("tenants.id"), nullable=False),
+    Column("session", ForeignKey("sessions.id"), nullable=False),
+    Column("base_model", Words, nullable=False),
+    Column("asked_model", Words, nullable=False),
+    Column("policy", ForeignKey("policies.id"), nullable=False),
+    Column("lora", Json, nullable=False),
+    Column("about", Json, nullable=False),
+    Column("created", Double, nullable=False),
+    Column("used", Double, nullable=False),
+    Column("done_seq", BigInteger, nullable=False),
+    Column("inflight", BigInteger),
+    Index("models_by_session", "session"),
+)
+
+samplers = Table(
+    "samplers",
+    metadata,
+    Column("id", Words, primary_key=True),
+    Column("tenant", ForeignKey("tenants.id"), nullable=False),
+    Column("session", ForeignKey("sessions.id"), nullable=False),
+    Column("base_model", Words, nullable=False),
+    Column("asked_model", Words, nullable=False),
+    Column("path", Words, nullable=False),
+    Column("model", ForeignKey("models.id")),
+    Column("inflight", Boolean, nullable=False),
+    Column("policy", Words, nullable=False),
+    Column("version", BigInteger, nullable=False),
+    Column("hash", Words, nullable=False),
+    Column("rank", Integer, nullable=False),
+    Column("alpha", Double, nullable=False),
+    Column("created", Double, nullable=False),
+    Column("used", Double, nullable=False),
+    Column("kept", Boolean, nullable=False),
+    Column("clones", Integer, nullable=False),
+    Index("samplers_by_hash", "hash"),
+    Index("samplers_by_session", "session"),
+)
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    Column("model", ForeignKey("models.id"), primary_key=True),
+    Column("kind", Words, primary_key=True),
+    Column("name", Words, primary_key=True),
+    Column("tenant", ForeignKey("tenants.id"), nullable=False),
+    Column("policy", Words, nullable=False),
+    Column("version", BigInteger, nullable=False),
+    Column("manifest", ManifestJson, nullable=False),
+    Column("hash", Words, nullable=False),
+    Column("size", BigInteger, nullable=False),
+    Column("created", Double, nullable=False),
+    Column("expires", Double),
+    Column("about", Json, nullable=False),
+    Index("checkpoints_by_hash", "hash"),
+)
+
+futures = Table(
+    "futures",
+    metadata,
+    Column("id", Words, primary_key=True),
+    Column("tenant", ForeignKey("tenants.id"), nullable=False),
+    Column("model", ForeignKey("models.id")),
+    Column("seq", BigInteger, nullable=False),
+    Column("digest", Words, nullable=False),
+    Column("call", LargeBinary, nullable=False),
+    Column("outcome", LargeBinary),
+    Column("created", Double, nullable=False),
+    Column("finished", Double),
+    Index("futures_by_model", "model", "seq"),
+    Index("futures_by_time", "finished"),
 )
 
 events = Table(

@@ -51,25 +51,11 @@ class Versions(Store):
             state = {"step": step, "counters": dict(counters), "rng": dict(rng)}
             if connection.execute(update(_jobs).where(alive).values(state)).rowcount == 0:
                 raise Conflict(f"job {job} is finished or does not exist")
-            owner = _check_head(connection, job, policy, lease, parent)
-            version = _next_number(connection, policy)
-            connection.execute(update(_policies).where(_policies.c.id == policy).values(head_version=version))
-            row = VersionRow(
-                policy=policy,
-                version=version,
-                tenant=owner.tenant,
-                parent=parent,
-                manifest=manifest,
-                hash=manifest.hash,
-                step=step,
-                created=time,
-                metrics=dict(metrics),
-                kept=True,
-                lost="",
-                evaluation=None,
-            )
-            connection.execute(insert(_versions).values(asdict(row)))
-            _consume(connection, job, groups, version)
+            row = add_version(
+                connection, job=job, policy=policy, lease=lease, parent=parent, manifest=manifest, step=step,
+                metrics=metrics, time=time,
+            )  # fmt: skip
+            _consume(connection, job, groups, row.version)
         return row
 
     def versions(self, tenant: str, policy: str) -> list[VersionRow]:
@@ -96,7 +82,7 @@ class Versions(Store):
             if head == version:
                 raise Conflict(f"version {version} of policy {policy} is its head")
             connection.execute(update(_versions).filter_by(policy=policy, version=version).values(kept=False))
-            return None if row.hash in _live_hashes(connection) else str(row.hash)
+            return None if is_live(connection, row.hash) else str(row.hash)
 
     def lose_head(self, policy: str, version: int, why: str) -> VersionRow:
         """The head's bytes are corrupt: the newest kept version before it becomes the head again, and the job's step
@@ -119,8 +105,8 @@ class Versions(Store):
         return VersionRow(**ancestor._mapping)
 
     def live_hashes(self) -> set[str]:
-        """Hashes of every artifact that must be kept: of versions and of uploads. All others are leftovers of a crash
-        between writing an artifact and committing it."""
+        """Hashes of every artifact that must be kept: of versions, named checkpoints, samplers and uploads. All others
+        are leftovers of a crash between writing an artifact and committing it."""
         with self._reading() as connection:
             return _live_hashes(connection)
 
@@ -165,7 +151,41 @@ class Versions(Store):
             return [EvaluationRow(**row._mapping) for row in connection.execute(query)]
 
 
-def _check_head(connection: Connection, job: str, policy: str, lease: int, parent: int | None) -> PolicyRow:
+def add_version(
+    connection: Connection,
+    *,
+    job: str | None,
+    policy: str,
+    lease: int,
+    parent: int | None,
+    manifest: Manifest,
+    step: int,
+    metrics: Mapping[str, Any],
+    time: float,
+) -> VersionRow:
+    """The next version of ``policy``, now its head. Raises :class:`Conflict` unless lease and parent are the newest."""
+    owner = _check_head(connection, job, policy, lease, parent)
+    version = _next_number(connection, policy)
+    connection.execute(update(_policies).where(_policies.c.id == policy).values(head_version=version))
+    row = VersionRow(
+        policy=policy,
+        version=version,
+        tenant=owner.tenant,
+        parent=parent,
+        manifest=manifest,
+        hash=manifest.hash,
+        step=step,
+        created=time,
+        metrics=dict(metrics),
+        kept=True,
+        lost="",
+        evaluation=None,
+    )
+    connection.execute(insert(_versions).values(asdict(row)))
+    return row
+
+
+def _check_head(connection: Connection, job: str | None, policy: str, lease: int, parent: int | None) -> PolicyRow:
     found = connection.execute(select(_policies).filter_by(id=policy, job=job).with_for_update()).one_or_none()
     if found is None:
         raise Conflict(f"job {job} has no policy {policy}")
@@ -197,6 +217,22 @@ def _version_row(connection: Connection, policy: str, version: int) -> Row[Any]:
     return row
 
 
+_NAMING = (
+    select(_versions.c.hash).where(_versions.c.kept.is_(True)),
+    select(schema.uploads.c.hash),
+    select(schema.checkpoints.c.hash),
+    select(schema.samplers.c.hash).where(schema.samplers.c.kept.is_(True)),
+)
+"""What names an artifact that must be kept."""
+
+
+def is_live(connection: Connection, digest: str) -> bool:
+    """Whether anything names the artifact."""
+    return any(
+        connection.execute(query.where(query.selected_columns.hash == digest).limit(1)).one_or_none() is not None
+        for query in _NAMING
+    )
+
+
 def _live_hashes(connection: Connection) -> set[str]:
-    kept = connection.execute(select(_versions.c.hash).where(_versions.c.kept.is_(True))).scalars()
-    return set(kept) | set(connection.execute(select(schema.uploads.c.hash)).scalars())
+    return {digest for query in _NAMING for digest in connection.execute(query).scalars()}
