@@ -23,9 +23,10 @@ import msgspec
 from rookery import wire
 from rookery.controller.completions import Completions
 from rookery.controller.fleet import Fleet
+from rookery.controller.groups import JobPaused
 from rookery.controller.hosts import BUILTIN, SERVICE, EnvironmentFailed, Hosts
 from rookery.controller.intake import Intake
-from rookery.controller.job import Job, JobPaused
+from rookery.controller.job import Job
 from rookery.controller.links import Link
 from rookery.controller.ports import Clock, Ids, Ledger
 from rookery.controller.pulse import Pulse
@@ -71,7 +72,7 @@ class _Running:
 
     def seen(self) -> Counter[str]:
         """What the job counted since it was taken up."""
-        now = self.job.counters if self.job is not None else self.before
+        now = self.job.progress.counters if self.job is not None else self.before
         return Counter({name: now[name] - self.before[name] for name in _COUNTED})
 
 
@@ -294,7 +295,7 @@ class Controller:
                 running.sinks.close()
             try:
                 if running.job is not None:
-                    counters = dict(running.job.counters)
+                    counters = dict(running.job.progress.counters)
                     await asyncio.shield(self._ledger(self._database.save_counters, row.id, counters))
             except Exception:  # they are only shown
                 log.exception("counters of job %s are not saved", row.id, extra={"tenant": row.tenant, "job": row.id})
@@ -457,7 +458,7 @@ class Controller:
         policies = await self._ledger(self._database.policies, row.tenant, row.id)
         tenant = await self._ledger(self._database.get_tenant, row.tenant)
         if job is not None:
-            rewards, step, counters = list(job.rewards), job.step, dict(job.counters)
+            rewards, step, counters = list(job.progress.rewards), job.step, dict(job.progress.counters)
         else:
             rows = await asyncio.to_thread(MetricsLog(self._jobs_folder / row.id).read)
             rewards, step, counters = [entry["reward"] for entry in rows], row.step, row.counters
@@ -465,7 +466,7 @@ class Controller:
         if running is not None and running.unstored:
             state, reason = "paused", running.unstored
         elif row.state in ("queued", "running"):
-            waits = job.waits_for() if job is not None else f"base model {row.spec['base_model']} to be ready"
+            waits = job.progress.waits_for() if job is not None else f"base model {row.spec['base_model']} to be ready"
         return JobView(
             id=row.id,
             name=row.name,
@@ -478,10 +479,10 @@ class Controller:
             steps=row.spec["stop"]["steps"],
             reward=rewards[-1] if rewards else None,
             rewards=rewards,
-            tokens_per_second=job.tokens_per_second() if job is not None else 0.0,
-            staleness=job.staleness if job is not None else None,
-            groups_in_flight=job.in_flight if job is not None else 0,
-            groups_ready=len(job.ready) if job is not None else 0,
+            tokens_per_second=job.progress.tokens_per_second() if job is not None else 0.0,
+            staleness=job.progress.staleness if job is not None else None,
+            groups_in_flight=job.groups.in_flight if job is not None else 0,
+            groups_ready=len(job.groups.ready) if job is not None else 0,
             tokens=counters.get("tokens", 0),
             counters=counters,
             policies=[_policy_view(policy) for policy in policies],

@@ -15,8 +15,8 @@ import msgspec
 
 from rookery import wire
 from rookery.controller.episode import EpisodeFailed
+from rookery.controller.episodes import Episodes
 from rookery.controller.rollouts import GenerationFailed
-from rookery.controller.trajectory import Outcome
 
 
 class HeldOut(msgspec.Struct):
@@ -39,8 +39,8 @@ def summarise(results: list[HeldOut]) -> tuple[float, float]:
     return statistics.fmean(rewards), spread
 
 
-async def evaluate(job: Any, version: int) -> None:
-    """Evaluate ``version`` of ``job`` (a :class:`rookery.controller.job.Job`) and store the result."""
+async def evaluate(job: Episodes, version: int) -> None:
+    """Evaluate ``version`` of the job whose episodes these are, and store the result."""
     world, spec = job.world, job.spec
     with job.policy.pinned(version) as ref:
         prompts = await held_out_prompts(job)
@@ -51,9 +51,11 @@ async def evaluate(job: Any, version: int) -> None:
     results = [run.result() for run in runs]
     mean, spread = summarise(results)
     failed = [result.error for result in results if result.error]
-    job.counters["evaluation_failures"] += len(failed)
+    job.progress.counters["evaluation_failures"] += len(failed)
     if math.isnan(mean):
-        await job.say("evaluation", f"version {version}: all {len(results)} held-out episodes failed: {failed[0]}")
+        await job.progress.say(
+            "evaluation", f"version {version}: all {len(results)} held-out episodes failed: {failed[0]}"
+        )
         return
     await world.ledger(
         world.database.add_evaluation,
@@ -66,37 +68,21 @@ async def evaluate(job: Any, version: int) -> None:
         created=world.clock.time(),
     )
     job.policy.evaluated(version, mean)
-    await job.say("evaluation", f"version {version}: mean reward {mean:.3f} ± {spread:.3f} on {len(results)} prompts")
+    await job.progress.say(
+        "evaluation", f"version {version}: mean reward {mean:.3f} ± {spread:.3f} on {len(results)} prompts"
+    )
 
 
-async def held_out_prompts(job: Any) -> list[bytes]:
+async def held_out_prompts(job: Episodes) -> list[bytes]:
     """The same at every call: those of the first evaluation where there was one."""
-    world, spec = job.world, job.spec
+    world, evaluation = job.world, job.spec.evaluation
     earlier = await world.ledger(world.database.evaluations, job.row.tenant, job.row.id)
     if earlier:
         return [msgspec.json.encode(result["prompt"]) for result in earlier[0].results["held_out"]]
-    message = wire.GetPrompts(
-        call="",
-        job=job.row.id,
-        environment=spec.environment.name,
-        options=job.options,
-        split="eval",
-        start=0,
-        count=spec.evaluation.prompts,
-        seed=spec.evaluation.seed,
-        shuffle=False,
-    )
-    answer: wire.Prompts = await world.hosts.prompts(
-        job.owner,
-        spec.environment.name,
-        message,
-        timeout=spec.environment.step_timeout,
-        return_timeout=spec.environment.return_timeout,
-    )
-    return answer.prompts
+    return await job.prompts("eval", 0, evaluation.prompts, seed=evaluation.seed, shuffle=False)
 
 
-async def _one(job: Any, version: int, ref: wire.AdapterRef, number: int, prompt: bytes) -> HeldOut:
+async def _one(job: Episodes, version: int, ref: wire.AdapterRef, number: int, prompt: bytes) -> HeldOut:
     episode = job.episode(
         id=f"{job.row.id}-e{version}-{number}",
         ref=ref,
@@ -106,7 +92,7 @@ async def _one(job: Any, version: int, ref: wire.AdapterRef, number: int, prompt
     )
     shown = msgspec.json.decode(prompt)
     try:
-        outcome: Outcome = await episode.run()
+        outcome = await episode.run()
     except (EpisodeFailed, GenerationFailed) as error:
         return HeldOut(shown, error=str(error))
     finally:

@@ -1,0 +1,116 @@
+"""The episodes of a job: its prompts, its seeds, and an episode of it from either, to train on or to evaluate.
+
+What is drawn depends on the job's seed and on the thing's place alone, so it is the same after any restart.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from rookery import wire
+from rookery.controller.episode import Episode
+from rookery.controller.policy import Policy
+from rookery.controller.progress import Progress
+from rookery.controller.trajectory import SaidTurn, derive, turns_decoder
+from rookery.controller.world import World
+from rookery.spec import JobSpec
+from rookery.storage.rows import EpisodeRow, JobRow
+from rookery.text.chat import Chat
+
+
+class Episodes:
+    """``owner`` is whose environment hosts may run them: the tenant, or the service. ``options`` are the environment's,
+    datasets resolved."""
+
+    def __init__(
+        self,
+        world: World,
+        row: JobRow,
+        spec: JobSpec,
+        policy: Policy,
+        progress: Progress,
+        *,
+        owner: str,
+        options: dict[str, Any],
+        chat: Chat,
+    ) -> None:
+        self.world = world
+        self.row = row
+        self.spec = spec
+        self.policy = policy
+        self.progress = progress
+        self._owner = owner
+        self._options = options
+        self._chat = chat
+
+    def seed(self, *parts: object) -> int:
+        """A seed of this job's."""
+        return derive(self.spec.seed, *parts)
+
+    async def prompts(
+        self, split: Literal["train", "eval"], start: int, count: int, *, seed: int, shuffle: bool
+    ) -> list[bytes]:
+        """``count`` prompts, encoded, from the ``start``-th on in the order of ``seed``."""
+        environment = self.spec.environment
+        message = wire.GetPrompts(
+            call="",
+            job=self.row.id,
+            environment=environment.name,
+            options=self._options,
+            split=split,
+            start=start,
+            count=count,
+            seed=seed,
+            shuffle=shuffle,
+        )
+        answer = await self.world.hosts.prompts(
+            self._owner,
+            environment.name,
+            message,
+            timeout=environment.step_timeout,
+            return_timeout=environment.return_timeout,
+        )
+        return answer.prompts
+
+    def episode(
+        self,
+        *,
+        id: str,
+        ref: wire.AdapterRef,
+        prompt: bytes,
+        seed: int,
+        environment_seed: int,
+        row: EpisodeRow | None = None,
+    ) -> Episode:
+        """An episode under ``ref``; with ``row`` its turns are stored there and those stored before are taken up."""
+        world, progress = self.world, self.progress
+
+        async def save(said: list[SaidTurn], instance: str) -> None:
+            progress.sampled(len(said[-1].tokens))
+            if row is not None:
+                turns = msgspec.msgpack.encode(said)
+                await progress.store(world.database.save_turns, id, turns, version=ref.version, host_instance=instance)
+
+        return Episode(
+            id=id,
+            tenant=self.row.tenant,
+            owner=self._owner,
+            job=self.row.id,
+            spec=self.spec,
+            options=self._options,
+            model=self.spec.base_model,
+            chat=self._chat,
+            adapter=ref,
+            prompt=prompt,
+            seed=seed,
+            environment_seed=environment_seed,
+            hosts=world.hosts,
+            rollouts=world.rollouts,
+            phases=progress.phases,
+            save=save,
+            said=turns_decoder.decode(row.turns) if row is not None and row.turns else [],
+            instance=row.host_instance if row is not None else "",
+            resumable=row is not None,
+        )
