@@ -76,5 +76,6 @@ def describe(groups: Sequence[CompleteGroup], step: int) -> dict[str, float]:
     }
     names = sorted({name for outcome in outcomes for name in outcome.metrics})
     for name in names:
-        row[f"reward/{name}"] = statistics.fmean(outcome.metrics.get(name, 0.0) for outcome in outcomes)
+        values = [outcome.metrics.get(name, 0.0) for outcome in outcomes]
+        row[f"reward/{name}"] = sum(values) / len(values)  # plainly: these may be infinite, where fmean raises
     return row

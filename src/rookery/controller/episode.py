@@ -29,6 +29,10 @@ REPLAY_LIMIT = 3
 """Times an episode is replayed in another host before it fails: more means the environment kills its hosts."""
 
 
+LARGEST_REWARD = 1e15
+"""Beyond it the squares of what follows from a reward (advantages, gradients) leave the range of float32."""
+
+
 class EpisodeFailed(RookeryError):
     """The episode cannot be finished; its group goes on without it."""
 
@@ -125,8 +129,8 @@ class Episode:
             if not math.isfinite(observed.reward):
                 raise EpisodeFailed(f"the environment's reward of turn {turn} is {observed.reward}, not a number")
             reward += observed.reward
-            if not math.isfinite(reward):
-                raise EpisodeFailed("the environment's rewards add up to more than a number holds")
+            if not abs(reward) <= LARGEST_REWARD:
+                raise EpisodeFailed(f"the environment's rewards add up to {reward:g}, allowed: ±{LARGEST_REWARD:g}")
             metrics.update(observed.metrics)
             heard = list(observed.turns)
             conversation += heard
