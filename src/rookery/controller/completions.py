@@ -52,8 +52,12 @@ class Completions:
 
     async def open(self, tenant: str, target: str) -> tuple[Target, Chat]:
         """Who is asked, and how it reads and writes. Raises :class:`UserError` or :class:`NotFound`."""
-        found = await self._intake.target(tenant, target)
+        found = await self.find(tenant, target)
         return found, await self._world.chat(found.model)
+
+    async def find(self, tenant: str, target: str) -> Target:
+        """What a name means to this tenant. Raises as :meth:`open`."""
+        return await self._intake.target(tenant, target)
 
     @staticmethod
     def question(target: Target, chat: Chat, asked: Sequence[Message] | str | Sequence[int]) -> Question:

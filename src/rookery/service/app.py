@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Response
 from fastapi.routing import APIRoute
 
-from rookery.service import admin_face, answers, jobs_face, wire_face
+from rookery.service import admin_face, answers, jobs_face, openai_face, wire_face
 from rookery.service.parts import Parts, Service
 from rookery.spec import JobSpec
 from rookery.telemetry.prometheus import CONTENT_TYPE, Figures
@@ -28,6 +28,7 @@ def build(parts: Parts) -> FastAPI:
     answers.install(app)
     app.include_router(jobs_face.routes)
     app.include_router(admin_face.routes)
+    app.include_router(openai_face.routes)
     app.include_router(wire_face.routes)
     app.add_api_route("/healthz", healthz, tags=["service"], response_model=dict[str, str])
     app.add_api_route("/metrics", prometheus, tags=["service"], response_class=Response, include_in_schema=False)

@@ -92,11 +92,11 @@ class GrowingText:
             return ""
         searched = max(0, len(self._text) - max(map(len, self._stops), default=1) + 1)
         self._text += "".join(fresh)
-        found = [at for stop in self._stops if (at := self._text.find(stop, searched)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._text.find(stop, searched)) >= 0]
         before = len(self.shown)
         if found:
             self._cut = True
-            self.shown = self._text[: min(found)]
+            self.shown = self._text[: min(found)[1]]  # the one that is complete first, however the tokens came
         else:
             self.shown = self._text[: len(self._text) - (0 if last else self._held())]
         return self.shown[before:]
