@@ -211,6 +211,15 @@ def test_a_conversation_may_be_written_in_parts(face: Open) -> None:
     assert answers[0].choices[0].to_dict() == answers[1].choices[0].to_dict()
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_documentations_examples_run(face: Open, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "openai.md").read_text()
+    example = page.split("```python\n")[number + 1].split("```")[0]
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{face.service.url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", face.service.key)
+    exec(compile(example.replace("JOB", face.job), "docs/openai.md", "exec"), {})
+
+
 # --- log-probs and token ids ------------------------------------------------------------------------------------------
 
 
