@@ -1,0 +1,118 @@
+"""A job's task in this process: the job assembled from its row, run, and how that ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from rookery.controller.groups import JobPaused
+from rookery.controller.hosts import SERVICE, EnvironmentFailed
+from rookery.controller.intake import Intake
+from rookery.controller.job import Job
+from rookery.controller.views import JobState
+from rookery.controller.world import World
+from rookery.errors import RookeryError, StorageFull, Unavailable
+from rookery.spec import JobSpec
+from rookery.storage.rows import JobRow
+from rookery.telemetry.metrics import MetricsLog
+from rookery.telemetry.sinks import Sinks
+
+log = logging.getLogger("rookery.controller")
+
+COUNTED = (
+    "episodes", "episodes_failed", "groups_dropped_stale", "groups_failed", "groups_no_variance", "steps_skipped",
+)  # fmt: skip
+"""Of a job's counters, those that the service sums over all jobs."""
+
+
+class Running:
+    task: asyncio.Task[None]
+    """Set by who makes it."""
+
+    def __init__(self, world: World, intake: Intake, provide: Callable[[str], None], row: JobRow, folder: Path) -> None:
+        """``provide(model)`` asks for a worker with that model; ``folder`` is the job's, for its metrics."""
+        self.row = row
+        self.job: Job | None = None
+        """None until its model and its environment's data are there."""
+        self.wanted: JobState | None = None
+        """The state that a person asked for while it ran."""
+        self.unstored = ""
+        """Why the job rests, while the database does not take it."""
+        self._world = world
+        self._intake = intake
+        self._provide = provide
+        self._folder = folder
+        self._before = Counter(row.counters)
+        """When it was taken up, so that totals count what this process saw."""
+        self._sinks: Sinks | None = None
+
+    async def carry_out(self, begun: Callable[[], Awaitable[object]]) -> tuple[JobState, str]:
+        """Run the job, which has ``begun`` when it is assembled; how it ended, and why. Only a cancellation comes out
+        as an exception."""
+        try:
+            self.job = await self._assemble()
+            await begun()
+            return "completed", await self.job.run()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            cause = _first(error)
+            if isinstance(cause, JobPaused | Unavailable | StorageFull | EnvironmentFailed):
+                return "paused", str(cause)
+            if isinstance(cause, RookeryError):
+                return "failed", str(cause)
+            log.exception("job %s failed", self.row.id, extra={"tenant": self.row.tenant, "job": self.row.id})
+            return "failed", f"{type(cause).__name__}: {cause}"
+
+    async def _assemble(self) -> Job:
+        world, row = self._world, self.row
+        spec = JobSpec.model_validate(row.spec)
+        self._provide(spec.base_model)
+        policies = await world.ledger(world.database.policies, row.tenant, row.id)
+        self._sinks = Sinks(world.settings, self._folder, row.id, row.name)
+        return Job(
+            world,
+            row,
+            spec,
+            policies[0],
+            owner=row.tenant if spec.environment.hosted is not None else SERVICE,
+            options=await self._intake.options(row.tenant, spec),
+            chat=await world.chat(spec.base_model),
+            warm_start=await self._intake.warm_start(row.tenant, spec, policies[0])
+            if policies[0].head_version is None
+            else None,
+            metrics=MetricsLog(self._folder),
+        )
+
+    def measured(self, row: dict[str, Any]) -> None:
+        """Hand a committed step's metrics to where the operator wants them."""
+        if self._sinks is not None:
+            self._sinks.write(row)
+
+    def seen(self) -> Counter[str]:
+        """What the job counted since it was taken up."""
+        now = self.job.progress.counters if self.job is not None else self._before
+        return Counter({name: now[name] - self._before[name] for name in COUNTED})
+
+    async def close(self) -> None:
+        """The task ends: what the job counted is stored."""
+        if self._sinks is not None:
+            self._sinks.close()
+        try:
+            if self.job is not None:
+                counters = dict(self.job.progress.counters)
+                await asyncio.shield(self._world.ledger(self._world.database.save_counters, self.row.id, counters))
+        except Exception:  # they are only shown
+            extra = {"tenant": self.row.tenant, "job": self.row.id}
+            log.exception("counters of job %s are not saved", self.row.id, extra=extra)
+
+
+def _first(error: BaseException) -> BaseException:
+    """The cause inside nested exception groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
