@@ -7,8 +7,10 @@ another tenant's ids without anybody having to remember it, or has to be added t
 from __future__ import annotations
 
 import io
+import re
 import tarfile
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -37,12 +39,15 @@ WITHOUT_IDS = {
     "GET /api/v1/health": "test_lists_hold_the_tenants_own_things_alone",
     "GET /api/v1/workers": "test_lists_hold_the_tenants_own_things_alone",
     "GET /api/v1/tenants": "test_lists_hold_the_tenants_own_things_alone",
+    "GET /v1/models": "test_lists_hold_the_tenants_own_things_alone",
     "GET /healthz": "test_lists_hold_the_tenants_own_things_alone",
     "GET /metrics": "test_lists_hold_the_tenants_own_things_alone",
     "POST /api/v1/tenants": "test_lists_hold_the_tenants_own_things_alone",
     "POST /api/v1/jobs": "test_a_job_cannot_name_anothers_things",
     "POST /api/v1/jobs/dry-run": "test_a_job_cannot_name_anothers_things",
     "POST /api/v1/sample": "test_nothing_of_anothers_can_be_sampled_from",
+    "POST /v1/chat/completions": "test_nothing_of_anothers_can_be_sampled_from",
+    "POST /v1/completions": "test_nothing_of_anothers_can_be_sampled_from",
     "POST /api/v1/datasets": "test_a_hash_is_no_authority",
     "POST /api/v1/adapters": "test_a_hash_is_no_authority",
     "WEBSOCKET /wire/worker": "test_an_api_key_is_no_worker_token",
@@ -162,7 +167,7 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
 
 
 def routes() -> list[tuple[str, str]]:
-    """(method, path) of every route of the application."""
+    """(method, path) of every route of the application, paths as ``/jobs/{job}``."""
 
     def walk(routes: Any) -> Iterator[tuple[str, str]]:
         for route in routes:
@@ -170,14 +175,16 @@ def routes() -> list[tuple[str, str]]:
             if router is not None:
                 yield from walk(router.routes)
             elif route.path not in NOT_OURS:
-                yield from ((method, route.path) for method in getattr(route, "methods", None) or ["WEBSOCKET"])
+                path = re.sub(r":\w+}", "}", route.path)
+                yield from ((method, path) for method in getattr(route, "methods", None) or ["WEBSOCKET"])
 
     return sorted(walk(build(None).routes))  # type: ignore[arg-type]  # nothing is served by this one
 
 
 def test_every_route_is_tried() -> None:
     found = routes()
-    documented = build(None).openapi()["paths"]  # type: ignore[arg-type]
+    with warnings.catch_warnings(action="error"):  # such as two operations of one name
+        documented = build(None).openapi()["paths"]  # type: ignore[arg-type]
     assert {path for _, path in found} >= documented.keys() - NOT_OURS
     without = {f"{method} {path}" for method, path in found if "{" not in path}
     assert without == WITHOUT_IDS.keys(), "a route without ids in its path needs a test, named in WITHOUT_IDS"
@@ -187,32 +194,42 @@ def test_every_route_is_tried() -> None:
 @pytest.mark.parametrize(("method", "path"), [(m, p) for m, p in routes() if "{" in p])
 def test_anothers_ids_answer_exactly_as_unknown_ones(town: Town, method: str, path: str) -> None:
     before = town.adas()
-    unknown = {name: "0" * len(value) for name, value in ids(town, town.done["id"]).items()}
+    none = "0" * 64
+    nobodys = ids(f"job-{'0' * 24}", f"tenant-{'0' * 24}", none, none[: len(town.worker.uploads[-1])])
     for id in (town.done["id"], town.paused):
+        theirs = ids(id, town.tenant, town.versions[-1]["hash"], town.worker.uploads[-1])
         for action in ("pause", "resume", "cancel") if "{action}" in path else ("",):
-            theirs, nobodys = ids(town, id), {**unknown, "job": f"job-{'0' * 24}", "tenant": f"tenant-{'0' * 24}"}
             answers = []
             for given in (theirs, nobodys):
-                given = {**given, "policy": "main", "version": "1", "action": action, "name": "adapter_config.json"}
-                response = town.bob.request(method, path.format(**given), json={} if method == "POST" else None)
-                text = response.text
-                for name, value in given.items():
-                    text = text.replace(value, name) if value else text
+                response = town.bob.request(
+                    method, path.format(**given, action=action), json={} if method == "POST" else None
+                )
+                told = response.text
+                for name in NAMES:
+                    told = told.replace(given[name], name)
                 headers = {key: value for key, value in response.headers.items() if key != "date"}
-                answers.append((response.status_code, headers, text))
+                answers.append((response.status_code, headers, told))
             assert answers[0] == answers[1]
             assert answers[0][0] in (403, 404), answers[0]
             assert SECRET not in answers[0][2]
     assert town.adas() == before
 
 
-def ids(town: Town, job: str) -> dict[str, str]:
-    """What a path may name of Ada's, by parameter. A parameter that is not here is a new one: say what it means."""
+NAMES = ("job", "tenant", "digest", "ticket")
+
+
+def ids(job: str, tenant: str, digest: str, ticket: str) -> dict[str, str]:
+    """What a path names, by parameter. A parameter that is not here is a new one: say what it means."""
     return {
         "job": job,
-        "tenant": town.tenant,
-        "digest": town.versions[-1]["hash"],
-        "ticket": town.worker.uploads[-1],
+        "tenant": tenant,
+        "digest": digest,
+        "ticket": ticket,
+        "policy": "main",
+        "version": "1",
+        "name": "adapter_config.json",
+        "model": f"{job}@1",
+        "path": f"jobs/{job}",
     }
 
 
@@ -279,8 +296,13 @@ def test_nothing_of_anothers_can_be_sampled_from(town: Town) -> None:
     asked = {"messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 4}
     for id in (town.done["id"], town.paused):
         for version in ("", "@0", "@1", "@2", "@99", "@latest", "@x", "@"):
-            made = [{**asked, "target": f"{value}{version}"} for value in (id, nobody)]
-            same(town, "/api/v1/sample", *made, {id: nobody})
+            targets = [f"{value}{version}" for value in (id, nobody)]
+            theirs, nobodys = ({**asked, "target": target} for target in targets)
+            same(town, "/api/v1/sample", theirs, nobodys, {id: nobody})
+            theirs, nobodys = ({**asked, "model": target} for target in targets)
+            same(town, "/v1/chat/completions", theirs, nobodys, {id: nobody})
+            theirs, nobodys = ({"prompt": "2+2?", "model": target} for target in targets)
+            same(town, "/v1/completions", theirs, nobodys, {id: nobody})
     for name in (town.versions[-1]["hash"], town.done["policies"][0]["id"], town.adapter, SECRET):
         assert town.bob.post("/api/v1/sample", json={**asked, "target": name}).status_code == 404
 

@@ -134,7 +134,7 @@ async def completions(service: Service, owner: Owner, request: Request, asked: C
     return await _respond(service, owner.id, request, shape, questions, asked.max_tokens or COMPLETION_TOKENS)
 
 
-@routes.get("/models", response_model=dict[str, Any])
+@routes.get("/models", response_model=dict[str, Any], name="openai_models")
 async def models(service: Service, owner: Owner) -> Response:
     """What can be asked now: base models that a worker has, and the versions of the tenant's jobs."""
     rows = await service.controller.completions.targets(owner.id)
