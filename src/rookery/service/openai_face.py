@@ -135,14 +135,14 @@ async def completions(service: Service, owner: Owner, request: Request, asked: C
 
 
 @routes.get("/models", response_model=dict[str, Any], name="openai_models")
-async def models(service: Service, owner: Owner) -> Response:
+async def list_models(service: Service, owner: Owner) -> Response:
     """What can be asked now: base models that a worker has, and the versions of the tenant's jobs."""
     rows = await service.controller.completions.targets(owner.id)
     return answer({"object": "list", "data": [_model(row["name"], row) for row in rows]})
 
 
 @routes.get("/models/{model:path}", response_model=dict[str, Any])
-async def model(service: Service, owner: Owner, model: str) -> Response:
+async def show_model(service: Service, owner: Owner, model: str) -> Response:
     """One of them, by any of its names."""
     found = await service.controller.completions.find(owner.id, model)
     rows = {row["name"]: row for row in await service.controller.completions.targets(owner.id)}
