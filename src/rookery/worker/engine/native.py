@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from math import isfinite, isnan
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from rookery import wire
+from rookery.worker.engine.admission import Admission
 from rookery.worker.engine.attention import Batch, Stream
 from rookery.worker.engine.cache import KvStore
 from rookery.worker.engine.request import Request, Segment, StopStrings
@@ -60,7 +61,6 @@ class NativeEngine:
     ) -> None:
         self.decoder = decoder
         self.bank = bank
-        self.max_rows = max_rows
         self.max_context = min(max_context or decoder.config.context, decoder.config.context)
         self.generated = 0
         """Tokens sampled since the beginning."""
@@ -69,14 +69,11 @@ class NativeEngine:
         (found in the cache instead of computed), preempted."""
         self._decode = decode
         self._store = KvStore(decoder.config, decoder.dtype, decoder.device, kv_budget_bytes)
+        self._admission = Admission(self._store, bank, max_rows, self.stats)
         self._prefill_tokens = prefill_tokens
         self._finished_kept = finished_kept
         self._requests: dict[str, Request] = {}
         self._finished: OrderedDict[str, Request] = OrderedDict()
-        self._waiting: deque[Request] = deque()
-        self._rows: list[Request] = []
-        """Admitted requests in order of admission."""
-        self._segments: dict[tuple[str, tuple[int, ...]], Segment] = {}
         self._news: dict[str, Request] = {}
         """Requests with something to hand out."""
         self._prefilled_last = False
@@ -86,11 +83,11 @@ class NativeEngine:
     @property
     def active(self) -> int:
         """Admitted requests."""
-        return len(self._rows)
+        return len(self._admission.rows)
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._admission.waiting)
 
     def running(self) -> list[str]:
         """Requests that ``attach`` can take up: unfinished ones, and finished ones whose tokens are still here."""
@@ -109,10 +106,8 @@ class NativeEngine:
         request.settle(self.max_context)
         if request.finish:
             self._end(request)
-        elif order.first:
-            self._waiting.insert(self._firsts(), request)
         else:
-            self._waiting.append(request)
+            self._admission.wait(request)
 
     def attach(self, request: str, offset: int) -> bool:
         """A controller that has ``offset`` tokens of ``request`` takes it up: they are handed out from there on.
@@ -140,17 +135,15 @@ class NativeEngine:
     def step(self) -> bool:
         """One bounded slice of compute; False when there is nothing to do."""
         with torch.no_grad():
-            self._admit()
+            self._admission.admit()
             self._start_from_segments()
             # Prefill and decoding take turns, so that neither a stream of long prompts nor running rows starve.
-            if not (self._prefilled_last and any(self._decoding(row) for row in self._rows)):
+            if not (self._prefilled_last and any(self._decoding(row) for row in self._admission.rows)):
                 self._prefilled_last = self._timed("prefill_seconds", self._prefill)
                 if self._prefilled_last:
                     return True
             self._prefilled_last = False
             return self._timed("decode_seconds", self._decode_step)
-
-    # --- admission --------------------------------------------------------------------------------------------------
 
     def _check(self, order: wire.Generate) -> None:
         length = len(order.prompt) + len(order.given)
@@ -177,90 +170,6 @@ class NativeEngine:
                 f"a text of {longest} tokens does not fit this worker's cache ({self._store.budget} bytes)"
             )
 
-    def _admit(self) -> None:
-        while self._waiting:
-            request = self._waiting[0]
-            if len(self._rows) < self.max_rows and self._seat(request):
-                self._rows.append(self._waiting.popleft())
-            elif not (request.order.first and any(not row.order.first for row in self._rows)):
-                return
-            else:
-                self._send_back()
-
-    def _send_back(self) -> None:
-        """The youngest row goes back to wait, at the head of its kind; one that is ``first`` only if all are."""
-        row = next((row for row in reversed(self._rows) if not row.order.first), self._rows[-1])
-        self._rows.remove(row)
-        self._vacate(row)
-        self._waiting.insert(0 if row.order.first else self._firsts(), row)
-        self.stats["preempted"] += 1
-
-    def _firsts(self) -> int:
-        """How many that are ``first`` wait: they are at the head of the queue."""
-        return sum(request.order.first for request in self._waiting)
-
-    def _seat(self, request: Request) -> bool:
-        """Finds or makes the places of a request's segments; False (and nothing changed) when there is no room now."""
-        tail = request.tail
-        revived = self._revive(request, tail)
-        if not revived:
-            request.place, request.filled = self._store.seat("tail", max(len(tail), 1)), 0
-        if request.place is None:
-            return False
-        if request.shared and not self._join_segment(request):
-            self._vacate(request)
-            return False
-        return True
-
-    def _revive(self, request: Request, tail: list[int]) -> bool:
-        """Takes up the episode's cache where it is a beginning of this request's tail."""
-        episode = request.order.episode
-        kept = self._store.revive("tail", ("episode", episode), len(tail)) if episode and tail else None
-        if kept is None:
-            return False
-        place, (key, shared, tokens) = kept
-        if (key, shared) != (request.key, self._shared_tokens(request)) or tail[: len(tokens)] != tokens:
-            self._store.leave(place)
-            return False
-        # Where all of the tail is there, its last token is computed again: its logits were not kept.
-        request.place, request.filled = place, min(len(tokens), len(tail) - 1)
-        self.stats["reused_tokens"] += request.filled
-        return True
-
-    def _shared_tokens(self, request: Request) -> tuple[int, ...]:
-        return tuple(request.order.prompt[: request.shared])
-
-    def _join_segment(self, request: Request) -> bool:
-        tokens = self._shared_tokens(request)
-        key = (request.key, tokens)
-        segment = self._segments.get(key)
-        if segment is None:
-            kept = self._store.revive("shared", key, len(tokens))
-            if kept is not None:
-                segment = Segment(key, kept[0], filled=len(tokens), logits=kept[1])
-                self.stats["reused_tokens"] += len(tokens)
-            else:
-                place = self._store.seat("shared", len(tokens))
-                if place is None:
-                    return False
-                segment = Segment(key, place)
-            self._segments[key] = segment
-        segment.users += 1
-        request.segment = segment
-        return True
-
-    def _release_segment(self, request: Request) -> None:
-        segment, request.segment = request.segment, None
-        if segment is None:
-            return
-        segment.users -= 1
-        if segment.users == 0:
-            del self._segments[segment.key]
-            if segment.complete and (not segment.key[0] or segment.key[0] in self.bank):
-                self._store.park(segment.place, len(segment.tokens), segment.key, segment.logits)
-            else:
-                self._store.leave(segment.place)
-
     # --- slices -----------------------------------------------------------------------------------------------------
 
     def _timed(self, what: str, work: Callable[[], bool]) -> bool:
@@ -275,7 +184,7 @@ class NativeEngine:
 
     def _start_from_segments(self) -> None:
         """Samples the first token of rows whose whole prompt is a complete segment: its logits are there."""
-        ready = [row for row in self._rows if row.tail_length == 0 and _ready(row)]
+        ready = [row for row in self._admission.rows if row.tail_length == 0 and _ready(row)]
         if ready:
             kept = [row.segment.logits for row in ready if row.segment is not None]
             self._take(ready, torch.stack([logits for logits in kept if logits is not None]))
@@ -284,7 +193,7 @@ class NativeEngine:
         """One slice of prompt tokens, segments and tails of several requests together, oldest first."""
         work: list[tuple[Request | Segment, Stream]] = []
         widest, begun = 0, set()
-        for row in self._rows:
+        for row in self._admission.rows:
             target: Request | Segment
             tokens: Sequence[int]
             if row.segment is not None and not row.segment.complete:
@@ -331,8 +240,8 @@ class NativeEngine:
 
     def _decode_step(self) -> bool:
         """One token for every row whose prompt is cached."""
-        self._make_room()
-        rows = sorted((row for row in self._rows if self._decoding(row)), key=self._adapter_order)
+        self._admission.make_room()
+        rows = sorted((row for row in self._admission.rows if self._decoding(row)), key=self._adapter_order)
         if not rows:
             return False
         streams = []
@@ -350,16 +259,6 @@ class NativeEngine:
 
     def _adapter_order(self, row: Request) -> tuple[int, str]:
         return self.bank.order(row.key), row.key
-
-    def _make_room(self) -> None:
-        """Grows the rows' places for their next token; what finds no room sends the youngest row back to wait."""
-        for row in list(self._rows):
-            while row.place is not None and row.tail_length > row.place.capacity:
-                moved = self._store.move("tail", row.place, row.tail_length)
-                if moved is not None:
-                    row.place = moved
-                else:
-                    self._send_back()
 
     def _forward(self, streams: Sequence[Stream]) -> tuple[Tensor, Batch]:
         """Hidden states of streams sorted by adapter."""
@@ -391,27 +290,10 @@ class NativeEngine:
 
     # --- leaving ----------------------------------------------------------------------------------------------------
 
-    def _vacate(self, request: Request) -> None:
-        """Gives the request's places back; an episode's tail is parked for its next turn."""
-        place, request.place = request.place, None
-        if place is not None:
-            episode = request.order.episode
-            if episode and request.filled and (not request.key or request.key in self.bank):
-                about = (request.key, self._shared_tokens(request), request.tail[: request.filled])
-                self._store.park(place, request.filled, ("episode", episode), about)
-            else:
-                self._store.leave(place)
-        request.filled = 0
-        self._release_segment(request)
-
     def _end(self, request: Request) -> None:
         """A finished request leaves the batch; its tokens stay for ``attach``."""
         name = request.order.request
-        if request in self._rows:
-            self._rows.remove(request)
-        elif request in self._waiting:
-            self._waiting.remove(request)
-        self._vacate(request)
+        self._admission.leave(request)
         if request.key:
             self.bank.unpin(request.key)
         del self._requests[name]
