@@ -486,10 +486,10 @@ class Crash(Exception):
 
 
 class MortalLedger:
-    """The shipped ledger, until the process dies: then nothing more is written by it."""
+    """The shipped ledger (or another), until the process dies: then nothing more is written by it."""
 
-    def __init__(self, calls_left: int | None = None, after: bool = True) -> None:
-        self._ledger = ThreadLedger()
+    def __init__(self, calls_left: int | None = None, after: bool = True, ledger: Any = None) -> None:
+        self._ledger = ledger or ThreadLedger()
         self.calls = 0
         self.calls_left = calls_left
         self.after = after
@@ -519,10 +519,13 @@ class MortalLedger:
 class Service:
     """What survives (database, artifacts, folders) and the controller that runs on it now."""
 
-    def __init__(self, folder: Path, clock: Any = None, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, clock: Any = None, ledger: Callable[[], Any] = ThreadLedger, **settings: Any
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.clock = clock or ManualClock()
+        self.make_ledger = ledger
         self.settings = Settings(data=folder, cache=folder / "cache", **{"worker_wait_seconds": 30.0, **settings})
         self.database = Database(f"sqlite:///{folder}/rookery.db")
         self.database.create()
@@ -545,7 +548,7 @@ class Service:
             return KEYS.get(token)
 
         self.lives += 1
-        self.ledger = MortalLedger(calls_left, after)
+        self.ledger = MortalLedger(calls_left, after, self.make_ledger())
         self.controller = Controller(
             self.database,
             self.artifacts,

@@ -1,8 +1,8 @@
 """A service in virtual time: the shipped controller, its database and its artifacts, and peers whose every piece of
 work takes a stated time.
 
-* :class:`VirtualLoop` never waits. When nothing is ready, its clock jumps to the next timer; what runs in other threads
-  elsewhere runs inline here. So an hour passes in a second, the same in every run, however busy the machine is.
+* :class:`VirtualLoop` never waits. When nothing is ready, its clock jumps to the next timer; what runs in other
+  threads elsewhere runs inline here. So an hour passes in a second, the same in every run, however busy the machine is.
 * :class:`TimedWorker` computes one thing at a time, as a worker does: decode steps of at most its rows, and slices of
   training that go round the tenants; the two share its time by what each has had.
 * :class:`TimedHost` runs environments that answer after a time of their own, side by side.
@@ -86,6 +86,16 @@ class VirtualClock:
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+
+class InlineLedger:
+    """Every call is carried out where it is made, and takes no time."""
+
+    async def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        return call(*arguments, **named)
+
+    def close(self) -> None:
+        """There is nothing to wait for."""
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------
@@ -275,7 +285,7 @@ def play(
     """``jobs`` (tenant, job) run side by side on one worker for so many virtual seconds."""
 
     async def main(folder: str) -> Played:
-        service = Service(Path(folder), VirtualClock())
+        service = Service(Path(folder), VirtualClock(), InlineLedger)
         for tenant in sorted({tenant for tenant, _ in jobs} - {"alice", "bob"}):
             service.database.create_tenant(tenant, tenant, 1.0)
         await service.start()
