@@ -7,40 +7,27 @@ Promises:
 * A broken transfer goes on from the byte where it stopped. A shard that arrives with another hash is thrown away,
   counted, fetched once more from its beginning, and then refused.
 * A ticket that the service no longer honours is replaced once, by asking over the control link.
-* Bytes on disk are hashed again before this process first uses them.
-* The cache stays below its bound: folders not used for longest go first, never one that a caller has pinned.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import os
 import shutil
-import tempfile
-import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import msgspec
-import psutil
 
 from rookery import wire
 from rookery.errors import RookeryError
+from rookery.worker.adapter_cache import TRAINER_STATE, AdapterCache, part_of, sha256, write_whole
 
 log = logging.getLogger("rookery.worker.transfer")
-
-TRAINER_STATE = "trainer_state.safetensors"
-"""The one shard that generating does not need."""
-
-MARK = ".adapter"
-"""Present in a cached folder that holds all that generating needs. No shard's name begins with a dot."""
 
 ATTEMPTS = 6
 """Tries without a new byte before a transfer fails: with the pauses between them about six seconds."""
@@ -50,9 +37,6 @@ FIRST_PAUSE_SECONDS = 0.2
 
 CHUNK_BYTES = 1 << 20
 """Read and written at once: large enough to be cheap, small enough that the heartbeat is never late."""
-
-RECENT_SECONDS = 60.0
-"""Folders used this recently, perhaps by another worker of the machine, are not evicted."""
 
 _REFUSED = {401, 403, 404, 410}
 """Answers to a ticket that is not, or no longer, good."""
@@ -86,18 +70,13 @@ class Transfers:
         """``base`` is the service's HTTP address, ``root`` holds one folder per artifact, ``renew`` asks for a new
         ticket for a hash and may raise :class:`TransferFailed`."""
         self._http = httpx.AsyncClient(base_url=base, timeout=timeout_seconds, trust_env=not is_loopback(base))
-        self._root = root
-        self._cap_bytes = cap_bytes
+        self._cache = AdapterCache(root, cap_bytes)
         self._renew = renew
         self._pulls: dict[tuple[str, bool], asyncio.Task[Path]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._tickets: dict[str, str] = {}
-        self._verified: set[Path] = set()
-        self._pins: Counter[str] = Counter()
         self.corrupt = 0
         """Shards that arrived, or lay on disk, with another hash than their name."""
-        root.mkdir(parents=True, exist_ok=True)
-        _sweep(root)
 
     async def close(self) -> None:
         for task in self._pulls.values():
@@ -117,11 +96,8 @@ class Transfers:
             task = asyncio.create_task(self._pull(*key))
             task.add_done_callback(lambda done: self._pulled(key, done))
             self._pulls[key] = task
-        self._pins[ref.hash] += 1
-        try:
+        with self._cache.pinned(ref.hash):
             yield await asyncio.shield(self._pulls[key])
-        finally:
-            self._pins[ref.hash] -= 1
 
     def granted(self, digest: str, ticket: str) -> None:
         """``ticket`` reads the artifact from now on."""
@@ -134,7 +110,12 @@ class Transfers:
 
     def here(self) -> list[str]:
         """Hashes of the artifacts whose adapter lies in the cache."""
-        return [folder.name for folder in self._root.iterdir() if (folder / MARK).exists()]
+        return self._cache.here()
+
+    def forget(self, digest: str) -> None:
+        """Nothing will name this artifact again."""
+        self._tickets.pop(digest, None)
+        self._cache.forget(digest)
 
     async def offer(self, ticket: str) -> bytes:
         """The bytes that the controller offers under ``ticket``."""
@@ -142,16 +123,15 @@ class Transfers:
         return response.content
 
     async def _pull(self, digest: str, state: bool) -> Path:
-        folder = self._root / digest
+        folder = self._cache.folder(digest)
         async with self._locks.setdefault(digest, asyncio.Lock()):
             manifest = await self._manifest(digest, folder)
             needed = [shard for shard in manifest.shards if state or shard.name != TRAINER_STATE]
             fetched = [shard.name for shard in needed if await self._shard(digest, folder, shard)]
-            (folder / MARK).touch()
-            os.utime(folder)
+            self._cache.complete(folder)
         if fetched:
             log.info("pulled %s of artifact %s", ", ".join(fetched), digest[:12])
-            await self._evict()
+            await self._cache.evict()
         return folder
 
     async def _manifest(self, digest: str, folder: Path) -> wire.Manifest:
@@ -165,25 +145,23 @@ class Transfers:
         url = f"/wire/artifacts/{digest}"
         response = await self._with_ticket(digest, lambda ticket: self._request("GET", url, ticket))
         manifest = _checked(response.content, digest)
-        _write(path, response.content)
+        write_whole(path, response.content)
         return manifest
 
     async def _shard(self, digest: str, folder: Path, shard: wire.Shard) -> bool:
         """Whether it had to be fetched."""
         path = folder / shard.name
         if path.is_file():
-            if path in self._verified or await asyncio.to_thread(_sha256, path) == shard.sha256:
-                self._verified.add(path)
+            if await self._cache.intact(path, shard.sha256):
                 return False
             self.corrupt += 1
             log.warning("%s is damaged on disk and is fetched again", path)
             path.unlink()
-        part, url = _part(path), f"/wire/artifacts/{digest}/{shard.name}"
+        part, url = part_of(path), f"/wire/artifacts/{digest}/{shard.name}"
         for _ in range(2):
             await self._with_ticket(digest, lambda ticket: self._download(url, ticket, part, shard.size))
-            if await asyncio.to_thread(_sha256, part) == shard.sha256:
-                part.rename(path)
-                self._verified.add(path)
+            if await asyncio.to_thread(sha256, part) == shard.sha256:
+                self._cache.take(part, path)
                 return True
             part.unlink()
             self.corrupt += 1
@@ -221,54 +199,17 @@ class Transfers:
     async def upload(self, ticket: str, write: Callable[[Path], object]) -> wire.Manifest:
         """Bring what ``write(folder)`` puts into an empty folder under an upload ticket. What generating needs of it is
         kept in the cache as well, so that this worker need not pull its own commit. Raises :class:`TransferFailed`."""
-        aside = _aside(self._root)
+        aside = self._cache.aside()
         try:
             manifest = await asyncio.to_thread(_write_aside, write, aside)
             for shard in manifest.shards:
                 url = f"/wire/uploads/{ticket}/{shard.name}"
                 await self._request("PUT", url, content=(aside / shard.name, shard.size))
-            self._keep(manifest, aside)
+            self._cache.keep(manifest, aside)
         finally:
             await asyncio.to_thread(shutil.rmtree, aside, True)
-        await self._evict()
+        await self._cache.evict()
         return manifest
-
-    def _keep(self, manifest: wire.Manifest, aside: Path) -> None:
-        folder = self._root / manifest.hash
-        folder.mkdir(exist_ok=True)
-        for shard in manifest.shards:
-            if shard.name != TRAINER_STATE:
-                (aside / shard.name).rename(folder / shard.name)
-                self._verified.add(folder / shard.name)
-        _write(folder / "manifest.json", msgspec.json.encode(manifest))
-        (folder / MARK).touch()
-
-    # --- the cache --------------------------------------------------------------------------------------------------
-
-    def forget(self, digest: str) -> None:
-        """Nothing will name this artifact again."""
-        self._tickets.pop(digest, None)
-        if not self._pins[digest]:
-            self._remove(self._root / digest)
-
-    def _remove(self, folder: Path) -> None:
-        """Gone at once; its bytes are freed in a thread."""
-        gone = _aside(self._root) / "gone"
-        with suppress(FileNotFoundError):  # another worker of this machine was faster
-            folder.rename(gone)
-        self._verified = {path for path in self._verified if path.parent != folder}
-        asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, gone.parent, True)
-
-    async def _evict(self) -> None:
-        folders = await asyncio.to_thread(_survey, self._root)
-        total = sum(size for _, size, _ in folders)
-        before = time.time() - RECENT_SECONDS
-        for folder, size, used in sorted(folders, key=lambda entry: entry[2]):
-            if total <= self._cap_bytes or used > before:
-                return
-            if not self._pins[folder.name]:
-                self._remove(folder)
-                total -= size
 
     # --- HTTP -------------------------------------------------------------------------------------------------------
 
@@ -346,7 +287,7 @@ def _checked(content: bytes, digest: str) -> wire.Manifest:
 def _write_aside(write: Callable[[Path], object], folder: Path) -> wire.Manifest:
     write(folder)
     return wire.manifest_of(
-        wire.Shard(name=path.name, size=path.stat().st_size, sha256=_sha256(path)) for path in folder.iterdir()
+        wire.Shard(name=path.name, size=path.stat().st_size, sha256=sha256(path)) for path in folder.iterdir()
     )
 
 
@@ -359,47 +300,3 @@ async def _read(path: Path) -> AsyncIterator[bytes]:
 def _size(path: Path) -> int:
     """Bytes of a file; -1 if there is none."""
     return path.stat().st_size if path.exists() else -1
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _part(path: Path) -> Path:
-    """Where this process writes what will become ``path``: workers of one machine share the cache."""
-    return path.with_name(f"{path.name}.{os.getpid()}.part")
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(exist_ok=True)
-    part = _part(path)
-    part.write_bytes(content)
-    part.rename(path)
-
-
-def _aside(root: Path) -> Path:
-    """A new folder of this process's own, which no one takes for an artifact."""
-    return Path(tempfile.mkdtemp(prefix=f".{os.getpid()}.", dir=root))
-
-
-def _survey(root: Path) -> list[tuple[Path, int, float]]:
-    """(folder, bytes, time of last use) of every cached artifact."""
-    found = []
-    for folder in root.iterdir():
-        try:
-            if not folder.name.startswith("."):
-                found.append((folder, sum(e.stat().st_size for e in os.scandir(folder)), folder.stat().st_mtime))
-        except FileNotFoundError:  # another worker of this machine removes it
-            continue
-    return found
-
-
-def _sweep(root: Path) -> None:
-    """Remove what processes that no longer live left half-written."""
-    for part in root.glob("*/*.part"):
-        if not psutil.pid_exists(int(part.name.split(".")[-2])):
-            part.unlink(missing_ok=True)
-    for aside in root.glob(".*.*"):
-        if not psutil.pid_exists(int(aside.name.split(".")[1])):
-            shutil.rmtree(aside, ignore_errors=True)
