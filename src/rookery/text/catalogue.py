@@ -105,14 +105,13 @@ def resolve(name: str, *, folders: bool = True) -> Model:
     """What ``name`` means. Raises :class:`UserError` where it means nothing. Without ``folders`` nothing is looked up
     on this machine's disk, and the answer tells nothing about it.
 
-    Catalogue names win (in any case of letters), then folders that exist or are written as paths (``./x``, ``/x``,
-    ``~/x``), then hub ids. Whether a hub id exists is only known when it is fetched.
+    A catalogue name in any case of letters; a folder, written as a path (``./x``, ``/x``, ``~/x``); else a hub id. A name
+    means the same whatever lies on the disk. Whether a hub id exists is only known when it is fetched.
     """
     if known := CATALOGUE.get(name.lower()):
         return known
-    folder = Path(name).expanduser() if name else Path()
-    written_as_path = name.startswith(("/", "./", "../", "~")) or name in {".", ".."}
-    if folders and name and (written_as_path or folder.is_dir()):
+    if folders and (name.startswith(("/", "./", "../", "~")) or name in {".", ".."}):
+        folder = Path(name).expanduser()
         if not folder.is_dir():
             raise UserError(f"base_model: {name} is not a folder on this machine; give a folder, {_choices()}")
         return Model(name=name, kind="folder", sources=(Source("folder", str(folder.resolve())),))
