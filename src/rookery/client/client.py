@@ -13,7 +13,7 @@ from rookery.client.hosting import Hosting
 from rookery.client.job import Job, sample
 from rookery.client.uploads import uploaded
 from rookery.environments.base import Environment
-from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable
+from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError
 from rookery.settings import Settings
 from rookery.storage.keys import ADMIN_KEY_FILE, read_secret
 
@@ -66,6 +66,14 @@ class Client:
             self._unhost(hosting)
             raise
         return Job(self._connection, job.id, job.name, ended=lambda: self._unhost(hosting))
+
+    def host(self, name: str, environment: Environment | type[Environment]) -> None:
+        """Offer an environment under ``name``, in this process, until the client is closed: for jobs that say
+        ``{"hosted": name}``, such as one whose own process ended (its ``show().spec`` has the name)."""
+        if name in self._hosted:
+            raise UserError(f"this client offers {name!r} already; give another name")
+        own = environment() if isinstance(environment, type) else environment
+        self._hosted[name] = Hosting(self.url, self._key, name, own)
 
     def submit(self, spec: Mapping[str, Any], *, folder: Path | None = None, key: str | None = None) -> Job:
         """Submit a job as a job file has it. Relative paths in it start at ``folder``, the working directory unless
@@ -142,12 +150,10 @@ class Client:
         return Job(self._connection, view.id, view.name)
 
     def _host(self, name: str, environment: Environment) -> Hosting:
-        """A name that another environment of this client has is told apart by a number."""
-        free, number = name, 2
-        while free in self._hosted:
-            free, number = f"{name}-{number}", number + 1
-        self._hosted[free] = Hosting(self.url, self._key, free, environment)
-        return self._hosted[free]
+        """Under a name of its own: two programs that train a class of the same name never serve each other's jobs."""
+        own = f"{name}-{uuid.uuid4().hex[:8]}"
+        self._hosted[own] = Hosting(self.url, self._key, own, environment)
+        return self._hosted[own]
 
     def _unhost(self, hosting: Hosting) -> None:
         self._hosted.pop(hosting.name, None)

@@ -20,7 +20,7 @@ from rookery.controller.episodes import Episodes
 from rookery.controller.evaluation import evaluate
 from rookery.controller.groups import Groups
 from rookery.controller.policy import Policy
-from rookery.controller.progress import Progress, per_token
+from rookery.controller.progress import EARLIER, Progress, per_token
 from rookery.controller.pulse import Pulse
 from rookery.controller.recipe import first_adapter, training_step
 from rookery.controller.training import Trainee
@@ -195,7 +195,8 @@ class Job:
             counters["groups_no_variance"] += sum(len(set(group.rewards)) == 1 for group in taken.groups)
             counters["steps_skipped"] += int(taken.metrics.get("skipped", 0))
         consumed = [group.id for taken in self._taken for group in taken.groups]
-        await self._commit_version(manifest, consumed, self._taken[-1].metrics)
+        *earlier, last = (taken.metrics for taken in self._taken)
+        await self._commit_version(manifest, consumed, {**last, EARLIER: earlier} if earlier else last)
         seconds = self.world.clock.monotonic() - began
         for taken in self._taken:
             taken.metrics = {**taken.metrics, "seconds/commit": seconds}

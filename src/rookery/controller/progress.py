@@ -22,6 +22,9 @@ RATE_SECONDS = 30.0
 SHOWN_REWARDS = 64
 """Steps kept for the sparkline."""
 
+EARLIER = "earlier_steps"
+"""Where a version's metrics keep the rows of the steps before its last, so that a crash loses none of them."""
+
 _SHOWN = {
     "entropy:sum": "entropy",
     "kl:sum": "kl",
@@ -72,9 +75,12 @@ class Progress:
         rows = self._metrics.read()
         last = rows[-1]["step"] if rows else 0
         for version in history:
-            if version.step > last and not version.lost:
-                rows.append({**version.metrics, "version": version.version})
-                self._metrics.append(rows[-1])
+            steps = [*version.metrics.get(EARLIER, []), version.metrics] if version.metrics and not version.lost else []
+            for metrics in steps:
+                if metrics["step"] > last:
+                    row = {name: value for name, value in metrics.items() if name != EARLIER}
+                    rows.append({**row, "version": version.version})
+                    self._metrics.append(rows[-1])
         return rows
 
     def show(self, row: dict[str, Any]) -> None:
