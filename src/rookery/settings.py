@@ -89,6 +89,31 @@ class Settings(BaseModel):
     drain_seconds: float = Field(4.0, gt=0)
     """What a worker told to end takes to finish its slice and its uploads: less than ``stop_seconds``."""
 
+    # --- clients that drive their models call by call (the Tinker API) ----------------------------------------------
+    training_places: int = Field(8, ge=1)
+    """Models of clients whose training state a worker keeps in memory (80 MB each at rank 16 of a 135M model). Others
+    wait for a place; an idle one makes room and comes back on use."""
+    place_patience_seconds: float = Field(5.0, ge=0)
+    """A model whose gradient is begun keeps its place this long without a call while others wait: leaving costs its
+    gradient's computation."""
+    client_commit_every: int = Field(1, ge=1)
+    """Optimizer steps of a client per durable version. Above 1 an answered step may have to be computed again after a
+    crash; its answer says so (``durable`` is 0)."""
+    client_alpha: float = Field(32.0, gt=0)
+    """A client's adapters are scaled by this over their rank: the API does not let it choose, and 32 is what the API's
+    authors say they use."""
+    client_poll_seconds: float = Field(30.0, gt=0, lt=45)
+    """A question for a result is held this long before the answer is to try again; the client gives up at 45."""
+    client_result_seconds: float = Field(86400.0, gt=0)
+    """How long a result can be fetched."""
+    client_gap_seconds: float = Field(300.0, gt=0)
+    """Calls that wait for one with a lower number fail when that has not arrived for this long: the client tries again
+    for five minutes."""
+    client_away_seconds: float = Field(120.0, gt=0)
+    """A client without a heartbeat for this long is away: its models give up their places. It may come back."""
+    sampler_idle_seconds: float = Field(3600.0, gt=0)
+    """Weights of a sampler without a name that nobody used for this long are let go."""
+
     # --- jobs -------------------------------------------------------------------------------------------------------
     dispatch_ahead: int = Field(16, ge=0)
     """Requests handed to a worker beyond its rows, so that a freed row is filled without a round trip."""

@@ -346,9 +346,9 @@ class Unit(Part, kw_only=True):
 
 
 class Datum(Part, kw_only=True):
-    """A sequence with targets of its own choice: ``targets[i]`` is scored as what follows ``tokens[: rows[i] + 1]``. The
-    other lists are parallel to ``targets``, with the meaning that they have in :class:`Member`, except that a target is
-    scored whatever its weight. A row may have several targets (a distribution), or none."""
+    """A sequence with targets of its own choice: ``targets[i]`` is scored as what follows ``tokens[: rows[i] + 1]``.
+    The other lists are parallel to ``targets``, with the meaning that they have in :class:`Member`, except that a
+    target is scored whatever its weight. A row may have several targets (a distribution), or none."""
 
     tokens: list[int]
     rows: list[int]

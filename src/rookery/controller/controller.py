@@ -28,6 +28,7 @@ from rookery.controller.looking import Looking
 from rookery.controller.ports import Clock, Ids, Ledger
 from rookery.controller.rollouts import Rollouts
 from rookery.controller.running import Running
+from rookery.controller.sessions import Sessions
 from rookery.controller.tickets import Tickets
 from rookery.controller.training import Training
 from rookery.controller.views import ENDED, JobState, JobView, Sampled
@@ -85,6 +86,7 @@ class Controller(Looking):
         super().__init__(world, jobs_folder)
         self._intake = Intake(self.world)
         self.completions = Completions(self.world, self._intake, self._pinned)
+        self.sessions = Sessions(self.world, self._intake, provide)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -97,8 +99,9 @@ class Controller(Looking):
         live = await self._ledger(self._database.live_hashes)
         for digest in await self._ledger(self._artifacts.prune, live):
             log.info("removed artifact %s, whose commit never came", digest)
-        for watch in (self._fleet.watch, self._rollouts.watch, self._hosts.watch):
+        for watch in (self._fleet.watch, self._rollouts.watch, self._hosts.watch, self.sessions.watch):
             self._tasks.append(asyncio.create_task(watch()))
+        await self.sessions.start()
         for row in await self._ledger(self._database.all_unfinished_jobs):
             self._states[row.state] += 1
             if row.state != "paused":
@@ -111,6 +114,7 @@ class Controller(Looking):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.sessions.stop()
 
     async def serve_worker(self, link: Link) -> None:
         await self._fleet.serve(link)

@@ -290,8 +290,7 @@ class Trainee:
     async def optimise(self, parent: wire.AdapterRef, adam: wire.Adam, *, commit: bool) -> wire.Done:
         """Step on the gradient since the last step; without any, on zero. With ``commit`` the answer's manifest is
         durable."""
-        begun = any(isinstance(entry, Forward) for entry in self._log[self._stepped :])
-        entries: list[Forward | Optimise] = [] if begun else [NOTHING]
+        entries: list[Forward | Optimise] = [] if self.begun else [NOTHING]
         return (await self._take([*entries, Optimise(adam)], parent, commit=commit))[-1]
 
     async def commit(self, parent: wire.AdapterRef) -> wire.Done:
@@ -303,10 +302,25 @@ class Trainee:
 
         return await self._training.retrying(self._policy, self._model, attempt)
 
-    def recall(self, entries: Sequence[Forward | Optimise]) -> None:
-        """What an earlier process took since the commit that is to be the parent: it is replayed before anything else.
-        A step must have its gradient before it."""
-        self._log.extend(entries)
+    def recall(self, entry: Forward | Optimise) -> None:
+        """What an earlier process took since the commit that is to be the parent: it is replayed before anything
+        else."""
+        if isinstance(entry, Optimise) and not self.begun:
+            self._log.append(NOTHING)
+        self._log.append(entry)
+
+    def drop_gradient(self) -> None:
+        """What was added since the last step is as if it had never been."""
+        if self.begun:
+            del self._log[self._stepped :]
+            self._leave()
+
+    def drop_step(self) -> None:
+        """Neither was the last step, whose commit did not succeed."""
+        self.drop_gradient()
+        del self._log[-1:]
+        self.drop_gradient()
+        self._leave()
 
     @property
     def uncommitted(self) -> int:

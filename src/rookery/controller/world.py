@@ -37,6 +37,19 @@ class World:
     measured: Callable[[str, dict[str, Any]], None]
     """Takes a job's id and a metrics row as it happens, for sinks and counters."""
 
+    async def let_go(self, call: Callable[..., str | None], *arguments: Any) -> None:
+        """Carry out ``call``, which answers the hash of an artifact that nothing names any more, and delete that."""
+
+        def both() -> str | None:
+            digest = call(*arguments)
+            if digest is None or digest in self.training.unnamed:
+                return None
+            self.artifacts.delete(digest)
+            return digest
+
+        if (gone := await self.ledger(both)) is not None:
+            self.forget_artifacts([gone])
+
     def forget_artifacts(self, hashes: Sequence[str]) -> None:
         """Tell every worker that these will not be named again."""
         for worker in self.fleet.all():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -12,6 +13,8 @@ from rookery.service import admin_face, answers, jobs_face, openai_face, wire_fa
 from rookery.service.parts import Parts, Service
 from rookery.spec import JobSpec
 from rookery.telemetry.prometheus import CONTENT_TYPE, Figures
+
+log = logging.getLogger("rookery.service")
 
 VERSION = "0.1.0"
 
@@ -33,7 +36,18 @@ def build(parts: Parts) -> FastAPI:
     app.add_api_route("/healthz", healthz, tags=["service"], response_model=dict[str, str])
     app.add_api_route("/metrics", prometheus, tags=["service"], response_class=Response, include_in_schema=False)
     _document_jobs(app)
+    _mount_tinker(app, parts)
     return app
+
+
+def _mount_tinker(app: FastAPI, parts: Parts) -> None:
+    """The Tinker-compatible API, where the package that publishes its schema is installed."""
+    try:
+        from rookery.service.tinker.app import build as build_tinker
+
+        app.mount("/tinker", build_tinker(parts))
+    except ImportError as error:
+        log.info("the Tinker-compatible API is off: %s", error)
 
 
 async def healthz() -> Response:

@@ -40,10 +40,8 @@ class Futures(Store):
     def finish_future(self, id: str, outcome: bytes, time: float) -> None:
         """Stores an outcome, unless it has one. The call stays where a model may have to replay it."""
         table = _futures
-        values: dict[str, Any] = {"outcome": outcome, "finished": time}
-        mine = (table.c.id == id) & table.c.outcome.is_(None)
         with self._writing() as connection:
-            connection.execute(update(table).where(mine).values(values))
+            write_outcome(connection, id, outcome, time)
             connection.execute(update(table).where(table.c.id == id, table.c.model.is_(None)).values(call=b""))
 
     def get_future(self, tenant: str, id: str) -> FutureRow:
@@ -100,9 +98,7 @@ class Futures(Store):
             mine = _models.c.id == model
             connection.execute(update(_models).where(mine).values(done_seq=done_seq, used=time))
             if outcome is not None:
-                values: dict[str, Any] = {"outcome": outcome[1], "finished": time}
-                open_one = (_futures.c.id == outcome[0]) & _futures.c.outcome.is_(None)
-                connection.execute(update(_futures).where(open_one).values(values))
+                write_outcome(connection, *outcome, time)
             over = (_futures.c.model == model) & (_futures.c.seq <= done_seq) & _futures.c.outcome.is_not(None)
             connection.execute(update(_futures).where(over).values(call=b""))
         return row

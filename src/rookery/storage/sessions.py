@@ -16,6 +16,7 @@ from sqlalchemy.exc import IntegrityError
 from rookery.errors import Conflict, NotFound
 from rookery.storage import schema
 from rookery.storage.connection import Store
+from rookery.storage.futures import write_outcome
 from rookery.storage.rows import CheckpointRow, ModelRow, NewPolicy, PolicyRow, SamplerRow, SessionRow
 from rookery.storage.versions import is_live
 
@@ -142,11 +143,16 @@ class Sessions(Store):
         return int(count)
 
     def idle_samplers(self, before: float) -> list[SamplerRow]:
-        """Kept samplers with weights of their own, without a name, that nobody used since ``before``."""
+        """Kept samplers with weights of their own that nobody used since ``before``."""
         table = _samplers
-        idle = table.c.kept.is_(True) & (table.c.hash != "") & (table.c.path == "") & (table.c.used < before)
+        idle = table.c.kept.is_(True) & (table.c.hash != "") & (table.c.used < before)
         with self._reading() as connection:
             return [SamplerRow(**row._mapping) for row in connection.execute(select(table).where(idle))]
+
+    def keep_sampler(self, id: str) -> None:
+        """What it is made of is there, and stays."""
+        with self._writing() as connection:
+            connection.execute(update(_samplers).where(_samplers.c.id == id).values(kept=True))
 
     def let_sampler_go(self, id: str) -> str | None:
         """Its weights need not be kept. Answers their hash if nothing names them now."""
@@ -157,9 +163,12 @@ class Sessions(Store):
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, row: CheckpointRow, overwrite: bool) -> str | None:
-        """Keeps a version under a name. Answers the hash of what it replaces, if nothing names that now. Raises
-        :class:`Conflict` where the name is taken and not to be overwritten."""
+    def save_checkpoint(
+        self, row: CheckpointRow, overwrite: bool, outcome: tuple[str, bytes] | None = None
+    ) -> str | None:
+        """Keeps a version under a name, and stores the ``outcome`` (future's id, its bytes) of the call that asked for
+        it. Answers the hash of what it replaces, if nothing names that now. Raises :class:`Conflict` where the name is
+        taken and not to be overwritten."""
         key = {"model": row.model, "kind": row.kind, "name": row.name}
         with self._writing() as connection:
             known = connection.execute(select(_checkpoints).filter_by(**key)).one_or_none()
@@ -167,6 +176,8 @@ class Sessions(Store):
                 raise Conflict(f"{row.path} exists already; choose another name, or overwrite")
             connection.execute(delete(_checkpoints).filter_by(**key))
             connection.execute(insert(_checkpoints).values(asdict(row)))
+            if outcome is not None:
+                write_outcome(connection, *outcome, row.created)
             return _freed(connection, known.hash) if known is not None else None
 
     def get_checkpoint(self, tenant: str, model: str, kind: str, name: str) -> CheckpointRow:

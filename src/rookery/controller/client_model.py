@@ -1,0 +1,397 @@
+"""A policy that a client drives call by call: its calls, in the order of their numbers, on the shared trainers.
+
+* Calls are carried out one after another by number, in whatever order they arrive; a number that stays away fails those
+  behind it after a while, with its name.
+* Gradients add up from call to call until a step. A call that fails leaves its gradient incomplete: the next step is
+  refused and drops it, so no step is ever taken on a part of what was asked for.
+* A step's version, what it consumed and its answer become durable together. What came after is in the calls' log: it
+  is replayed, not answered again, when this process or the worker is lost.
+* Between its calls the policy may lose its place in the worker; it comes back by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+
+from rookery import wire
+from rookery.controller import calls
+from rookery.controller.futures import Future, Futures, Waiting
+from rookery.controller.places import Guest, Places
+from rookery.controller.training import Forward, Optimise, Trainee, TrainingFailed
+from rookery.controller.world import World
+from rookery.errors import NotFound, RookeryError, UserError
+from rookery.scheduling.sequence import Sequence
+from rookery.storage.rows import CheckpointRow, ModelRow, PolicyRow, SamplerRow, VersionRow
+
+log = logging.getLogger("rookery.controller.models")
+
+
+class ClientModel:
+    def __init__(self, world: World, futures: Futures, places: Places, row: ModelRow, policy: PolicyRow) -> None:
+        self.row = row
+        self.policy = policy
+        self._world = world
+        self._futures = futures
+        self._places = places
+        self._line: Sequence[tuple[Future, calls.AnyCall]] = Sequence(row.done_seq + 1)
+        self._came = asyncio.Event()
+        self._stuck_since: float | None = None
+        self._head: VersionRow | None = None
+        self._inflight: int | None = row.inflight
+        self._stepped = row.done_seq
+        """The last step's number."""
+        self._failed = ""
+        """Why the present gradient is incomplete."""
+        self._trainee = Trainee(
+            world.training,
+            tenant=row.tenant,
+            policy=policy.id,
+            model=row.base_model,
+            next_lease=lambda: world.ledger(world.database.next_lease, policy.id),
+        )
+        self._guest = Guest(
+            row.id, row.tenant, row.session, row.base_model, self._trainee.rest, lambda: self._trainee.begun
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    async def load(self) -> None:
+        """Read the head and the log behind it; then calls are carried out."""
+        world = self._world
+        for version in await world.ledger(world.database.versions, self.row.tenant, self.policy.id):
+            if version.version == self.policy.head_version:
+                self._head = version
+            elif version.kept and version.version != self._inflight:
+                await self._let_go(version.version)
+        for row in await world.ledger(world.database.futures_behind, self.row.id, self.row.done_seq):
+            if row.outcome is None:
+                future, call = self._futures.recall(row)
+                self.put(future, call)
+            else:
+                self._line.next = row.seq + 1
+                self._replay(row.seq, calls.calls.decode(row.call), calls.outcomes.decode(row.outcome))
+        self._task = asyncio.create_task(self._run(), name=f"model {self.row.id}")
+
+    def _replay(self, seq: int, call: calls.AnyCall, outcome: calls.AnyOutcome) -> None:
+        """What an earlier process did and answered, since the head."""
+        if isinstance(outcome, calls.Failed) and _adds(call):
+            self._failed = outcome.error
+        elif isinstance(call, calls.Compute) and not call.forward_only:
+            self._trainee.recall(_forward(call))
+        elif isinstance(call, calls.Step):
+            if isinstance(outcome, calls.Failed):
+                self._drop_gradient()
+            else:
+                self._trainee.recall(Optimise(call.adam))
+                self._stepped = seq
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def leave(self) -> None:
+        """The client is away: its place is free as soon as nothing is under way."""
+        if not self._guest.busy and not len(self._line):
+            self._places.leave(self._guest)
+
+    def put(self, future: Future, call: calls.AnyCall) -> None:
+        """A call for its turn. Raises :class:`UserError` for a number that came before."""
+        future.why = lambda: self._why(future)
+        try:
+            self._line.put(future.seq, (future, call))
+        except ValueError as error:
+            raise UserError(f"model {self.row.id}: {error}") from None
+        self._came.set()
+
+    @property
+    def last(self) -> int:
+        """The highest number that came."""
+        return self._line.last
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has weights."""
+        return self._head is not None
+
+    def ref(self) -> wire.AdapterRef:
+        """The head, as workers are told of it. Raises :class:`UserError` where there is none."""
+        if self._head is None:
+            raise UserError(f"model {self.row.id} has no weights: its creation failed, or is not over")
+        return wire.AdapterRef(
+            policy=self.policy.id, version=self._head.version, hash=self._head.hash, rank=self.policy.rank,
+            alpha=self.policy.alpha,
+        )  # fmt: skip
+
+    def _why(self, future: Future) -> Waiting:
+        if reason := self._places.reason(self._guest):
+            return Waiting(paused=True, reason=reason)
+        if not self._world.fleet.serving("train", self.row.base_model):
+            return Waiting(paused=True, reason=self._world.fleet.missing("train", self.row.base_model))
+        missing = self._line.missing
+        if missing is not None and missing < future.seq:
+            return Waiting(reason=f"waits for request {missing} of this model, which has not arrived")
+        return Waiting()
+
+    async def expire(self, patience: float) -> None:
+        """Fail what has waited longer than ``patience`` for a number that does not come."""
+        missing, now = self._line.missing, self._world.clock.monotonic()
+        if missing is None:
+            self._stuck_since = None
+        elif self._stuck_since is None:
+            self._stuck_since = now
+        elif now - self._stuck_since > patience:
+            self._stuck_since = None
+            error = f"request {missing} of model {self.row.id} has not arrived for {patience:.0f} s"
+            self._failed = error
+            for future, _ in self._line.skip():
+                await self._futures.settle(future, calls.Failed(error=error, category="user"))
+
+    # --- one call after another ---------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            self._came.clear()
+            while (item := self._line.take()) is not None:
+                await self._carry_out(*item)
+                if self._guest.busy and self._places.wanted(self.row.base_model) and not self._trainee.begun:
+                    self._places.leave(self._guest)  # a turn is over: who waits goes first
+            if self._guest.busy:
+                self._places.idle(self._guest)
+            await self._came.wait()
+
+    async def _carry_out(self, future: Future, call: calls.AnyCall) -> None:
+        outcome: calls.AnyOutcome | None
+        try:
+            outcome = await self._dispatch(future, call)
+        except TrainingFailed as error:
+            outcome = calls.Failed(error=str(error), category="unknown")
+        except RookeryError as error:
+            outcome = calls.Failed(error=str(error), category="user" if error.status < 500 else "server")
+        except Exception as error:
+            log.exception("call %s", future.id, extra={"tenant": self.row.tenant})
+            outcome = calls.Failed(error=f"internal error ({type(error).__name__}); the log has it", category="server")
+        if isinstance(outcome, calls.Failed) and _adds(call):
+            self._failed = outcome.error
+        if outcome is not None:
+            await self._futures.settle(future, outcome)
+
+    async def _dispatch(self, future: Future, call: calls.AnyCall) -> calls.AnyOutcome | None:
+        """None: the outcome was told already."""
+        match call:
+            case calls.Compute():
+                return await self._compute(call)
+            case calls.Step():
+                return await self._step(future, call)
+            case calls.SaveSampler():
+                return await self._save_sampler(call)
+            case calls.SaveState():
+                await self._save(future, call)
+            case calls.LoadState():
+                await self._load_state(future, call)
+            case calls.CreateModel():
+                await self._create(future, call)
+            case calls.Refused():
+                raise UserError(call.error)
+            case calls.Sample():
+                raise UserError("a model does not sample; make a sampler of it")
+        return None
+
+    async def _create(self, future: Future, call: calls.CreateModel) -> None:
+        world, row, policy = self._world, self.row, self.policy
+        await world.chat(row.base_model)  # prepared, if it was not
+        drawn = int.from_bytes(hashlib.sha256(row.id.encode()).digest()[:8], "big") >> 1
+        manifest = await self._init(call.seed if call.seed is not None else drawn, None)
+        made = calls.Created(model=row.id)
+        await self._commit(manifest, (future, made), done=future.seq, step=0)
+        log.info("model of policy %s made", policy.id, extra={"tenant": row.tenant})
+
+    async def _init(self, seed: int, source: wire.AdapterRef | None) -> wire.Manifest:
+        policy = self.policy
+
+        def make(op: str, upload: str, readable: wire.AdapterRef | None) -> wire.InitAdapter:
+            return wire.InitAdapter(
+                op=op, policy=policy.id, rank=policy.rank, alpha=policy.alpha, targets=list(policy.targets), seed=seed,
+                commit=upload, source=readable,
+            )  # fmt: skip
+
+        return await self._trainee.init(make, source)
+
+    async def _compute(self, call: calls.Compute) -> calls.AnyOutcome:
+        parent = self.ref()
+        await self._places.come(self._guest)
+        done = await self._trainee.forward(parent, _forward(call))
+        metrics = done.metrics
+        if call.loss.name == "cross_entropy":  # there is no sampler to compare with
+            metrics = {name: value for name, value in metrics.items() if not name.startswith(("ratio:", "logp_diff:"))}
+        return calls.Computed(metrics=metrics, logprobs=done.logprobs, shapes=call.shapes, cells=call.cells)
+
+    async def _step(self, future: Future, call: calls.Step) -> calls.AnyOutcome | None:
+        parent = self.ref()
+        if self._failed:
+            reason = self._failed
+            self._drop_gradient()
+            raise UserError(
+                f"no step was taken: a forward_backward since the last one failed ({reason}); its gradient is dropped"
+            )
+        await self._places.come(self._guest)
+        due = self._trainee.uncommitted + 1 >= self._world.settings.client_commit_every
+        done = await self._trainee.optimise(parent, call.adam, commit=due)
+        stepped = calls.Stepped(metrics={**done.metrics, "durable": float(due)})
+        if due:
+            assert done.manifest is not None and self._head is not None
+            step = self._head.step + self._trainee.uncommitted
+            try:
+                await self._commit(done.manifest, (future, stepped), done=future.seq, step=step)
+            except Exception:
+                self._trainee.drop_step()  # it is answered as failed
+                raise
+        self._stepped = future.seq
+        return None if due else stepped
+
+    async def _settled(self) -> wire.AdapterRef:
+        """The present state as a durable version."""
+        parent = self.ref()
+        if self._trainee.uncommitted:
+            await self._places.come(self._guest)
+            done = await self._trainee.commit(parent)
+            assert done.manifest is not None and self._head is not None
+            step = self._head.step + self._trainee.uncommitted
+            await self._commit(done.manifest, None, done=self._stepped, step=step)
+        return self.ref()
+
+    async def _save(self, future: Future, call: calls.SaveState) -> None:
+        world = self._world
+        ref = await self._settled()
+        assert self._head is not None
+        now = world.clock.time()
+        row = CheckpointRow(
+            model=self.row.id, kind=call.kind, name=call.name, tenant=self.row.tenant, policy=ref.policy,
+            version=ref.version, manifest=self._head.manifest, hash=ref.hash, created=now, about=call.about,
+            size=sum(shard.size for shard in self._head.manifest.shards),
+            expires=None if call.ttl is None else now + call.ttl,
+        )  # fmt: skip
+        saved = calls.Saved(path=row.path, size=row.size)
+        content = calls.encode(saved)
+
+        overwrite = call.overwrite or call.kind != "weights"  # the API lets only these be protected
+        await world.let_go(world.database.save_checkpoint, row, overwrite, (future.id, content))
+        self._futures.tell(future, saved, len(content))
+
+    async def _save_sampler(self, call: calls.SaveSampler) -> calls.AnyOutcome:
+        world, row = self._world, self.row
+        ref = await self._settled()
+        now = world.clock.time()
+        if call.inflight:
+            before, self._inflight = self._inflight, ref.version
+            await world.ledger(world.database.publish_inflight, row.id, ref.version)
+            if before is not None and before != ref.version:
+                await self._let_go(before)
+        sampler = SamplerRow(
+            id=call.sampler, tenant=row.tenant, session=row.session, base_model=row.base_model,
+            asked_model=row.asked_model, path="", model=row.id, inflight=call.inflight, policy=ref.policy,
+            version=ref.version, hash="" if call.inflight else ref.hash, rank=ref.rank, alpha=ref.alpha, created=now,
+            used=now, kept=True, clones=0,
+        )  # fmt: skip
+        await world.ledger(world.database.add_sampler, sampler)
+        return calls.SamplerMade(sampler=call.sampler)
+
+    async def _load_state(self, future: Future, call: calls.LoadState) -> None:
+        world = self._world
+        source = await world.ledger(_checkpoint, world, self.row.tenant, call.path)
+        model, policy = await world.ledger(world.database.get_model, self.row.tenant, source.model)
+        mine = (self.row.base_model, self.policy.rank, list(self.policy.targets))
+        if (model.base_model, policy.rank, list(policy.targets)) != mine:
+            raise UserError(f"{call.path} is of another base model, rank or layers than model {self.row.id}")
+        if call.optimizer:
+            manifest = source.manifest
+            self._trainee.lease = await world.ledger(world.database.next_lease, self.policy.id)
+        else:
+            found = wire.AdapterRef(
+                policy=self.policy.id, version=0, hash=source.hash, rank=policy.rank, alpha=policy.alpha
+            )
+            manifest = await self._init(0, found)
+        self._failed = ""
+        self._trainee.forget()
+        loaded = calls.Loaded(path=call.path, model=self.row.id)
+        step = self._head.step if self._head is not None else 0
+        await self._commit(manifest, (future, loaded), done=future.seq, step=step, uploaded=not call.optimizer)
+
+    # --- versions -----------------------------------------------------------------------------------------------------
+
+    async def _commit(
+        self,
+        manifest: wire.Manifest,
+        told: tuple[Future, calls.AnyOutcome] | None,
+        *,
+        done: int,
+        step: int,
+        uploaded: bool = True,
+    ) -> None:
+        """The next version, the calls up to ``done`` in it and the outcome that is ``told``, as one."""
+        world, before = self._world, self._head
+        content = calls.encode(told[1]) if told is not None else b""
+        metrics = told[1].metrics if told is not None and isinstance(told[1], calls.Stepped) else {}
+
+        def commit() -> VersionRow:
+            row = world.database.commit_model(
+                model=self.row.id,
+                policy=self.policy.id,
+                lease=self._trainee.lease,
+                parent=before.version if before is not None else None,
+                manifest=manifest,
+                step=step,
+                metrics=metrics,
+                time=world.clock.time(),
+                done_seq=done,
+                outcome=(told[0].id, content) if told is not None else None,
+            )
+            if uploaded:
+                world.training.named_now(manifest.hash)
+            return row
+
+        self._head = await world.ledger(commit)
+        self._trainee.committed(self.ref())
+        if told is not None:
+            self._futures.tell(*told, len(content))
+        if before is not None and before.version != self._inflight:
+            await self._let_go(before.version)
+
+    async def _let_go(self, version: int) -> None:
+        world = self._world
+        await world.let_go(world.database.retire_version, self.policy.id, version)
+
+    def _drop_gradient(self) -> None:
+        self._failed = ""
+        self._trainee.drop_gradient()
+
+
+def _forward(call: calls.Compute) -> Forward:
+    return Forward(call.batch, call.loss, forward_only=call.forward_only, logprobs=True)
+
+
+def _adds(call: calls.AnyCall) -> bool:
+    """Whether it adds to the gradient when all goes well."""
+    if isinstance(call, calls.Compute):
+        return not call.forward_only
+    return isinstance(call, calls.Refused) and call.gradient
+
+
+def parse(path: str) -> tuple[str, str, str]:
+    """``tinker://<model>/<kind>/<name>``. Raises :class:`UserError`."""
+    head, _, rest = path.partition("://")
+    parts = rest.split("/")
+    if head != "tinker" or len(parts) != 3 or not all(parts):
+        raise UserError(f"{path!r} is no checkpoint; one is tinker://<run>/<weights|sampler_weights>/<name>")
+    return parts[0], parts[1], parts[2]
+
+
+def _checkpoint(world: World, tenant: str, path: str) -> CheckpointRow:
+    """Runs in the ledger. Raises :class:`NotFound` for one that has expired, too."""
+    row = world.database.get_checkpoint(tenant, *parse(path))
+    if row.expires is not None and row.expires < world.clock.time():
+        raise NotFound(f"{path} has expired")
+    return row

@@ -1,0 +1,164 @@
+"""Calls that were acknowledged and are not answered yet, and the answers that nobody has fetched.
+
+* A call is durable before it is acknowledged. The same call again, by its id, is the same future; another one under a
+  used id is refused.
+* An outcome is durable before anybody is told. Whoever waits is told the moment it is there.
+* Outcomes survive this process, until they expire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from rookery.controller.calls import AnyCall, AnyOutcome, calls, encode, outcomes
+from rookery.controller.ports import Clock, Ledger
+from rookery.errors import NotFound, RookeryError, UserError
+from rookery.storage.database import Database
+from rookery.storage.rows import FutureRow
+
+KEPT_BYTES = 64 << 20
+"""Outcomes kept in memory beside the database: a client fetches its own within moments."""
+
+
+class Gone(RookeryError):
+    """It was there, perhaps, and is not any more: what it was made from can be sent again."""
+
+    status = 410
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Why a future has no outcome yet."""
+
+    paused: bool = False
+    """It waits for room, not for its own computation."""
+    reason: str = ""
+
+
+@dataclass(eq=False)
+class Future:
+    id: str
+    tenant: str
+    digest: str
+    seq: int = 0
+    outcome: AnyOutcome | None = None
+    size: int = 0
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    stored: asyncio.Future[None] | None = None
+    """Done when the call is durable."""
+    why: Callable[[], Waiting] = Waiting
+
+
+class Futures:
+    def __init__(self, database: Database, ledger: Ledger, clock: Clock) -> None:
+        self._database = database
+        self._ledger = ledger
+        self._clock = clock
+        self._open: dict[str, Future] = {}
+        self._kept: OrderedDict[str, Future] = OrderedDict()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        """Futures without an outcome."""
+        return len(self._open)
+
+    async def open(
+        self, tenant: str, id: str, call: AnyCall, model: str | None = None, seq: int = 0
+    ) -> tuple[Future, bool]:
+        """The future of ``call``, durable, and whether it is new. Raises :class:`UserError` where the id was used for
+        another call."""
+        content = encode(call)
+        digest = hashlib.sha256(content).hexdigest()
+        known = self._open.get(id) or self._kept.get(id)
+        if known is None:
+            future = Future(id, tenant, digest, seq)
+            future.stored = asyncio.get_running_loop().create_future()
+            self._open[id] = future
+            row = FutureRow(
+                id=id, tenant=tenant, model=model, seq=seq, digest=digest, call=content, outcome=None,
+                created=self._clock.time(), finished=None,
+            )  # fmt: skip
+            try:
+                row, created = await self._ledger(self._database.open_future, row)
+            except BaseException as error:
+                del self._open[id]
+                future.stored.set_exception(error)
+                future.stored.exception()  # perhaps nobody waits
+                raise
+            future.stored.set_result(None)
+            if created:
+                return future, True
+            del self._open[id]
+            known = self._remember(row)
+        elif known.stored is not None:
+            await asyncio.shield(known.stored)
+        if known.digest != digest or known.tenant != tenant:
+            raise UserError(f"request {id} was sent before with another content; number your requests from 1 on")
+        return known, False
+
+    def recall(self, row: FutureRow) -> tuple[Future, AnyCall]:
+        """A call that an earlier process acknowledged and did not answer."""
+        future = self._open.get(row.id)
+        if future is None:
+            future = self._open[row.id] = Future(row.id, row.tenant, row.digest, row.seq)
+        return future, calls.decode(row.call)
+
+    async def settle(self, future: Future, outcome: AnyOutcome) -> None:
+        """Make ``outcome`` durable and tell."""
+        content = encode(outcome)
+        await self._ledger(self._database.finish_future, future.id, content, self._clock.time())
+        self.tell(future, outcome, len(content))
+
+    def tell(self, future: Future, outcome: AnyOutcome, size: int) -> None:
+        """``outcome`` is durable already."""
+        if future.outcome is None:
+            future.outcome, future.size = outcome, size
+            self._open.pop(future.id, None)
+            self._keep(future)
+            future.done.set()
+
+    async def wait(self, tenant: str, id: str, seconds: float) -> AnyOutcome | Waiting:
+        """The outcome as soon as it is there, or after ``seconds`` why it is not. Raises :class:`Gone`."""
+        future = self._open.get(id) or self._kept.get(id)
+        if future is None:
+            try:
+                row = await self._ledger(self._database.get_future, tenant, id)
+            except NotFound:
+                raise Gone(f"no request {id}: its result has expired, or was fetched long ago") from None
+            future = self._open.get(id) or self._remember(row)
+        if future.tenant != tenant:
+            raise Gone(f"no request {id}: its result has expired, or was fetched long ago")
+        if future.outcome is None:
+            try:
+                async with asyncio.timeout(seconds):
+                    await future.done.wait()
+            except TimeoutError:
+                return future.why()
+        assert future.outcome is not None
+        return future.outcome
+
+    async def find(self, tenant: str, id: str) -> Future | None:
+        """An open future of this tenant's."""
+        future = self._open.get(id)
+        return future if future is not None and future.tenant == tenant else None
+
+    def _remember(self, row: FutureRow) -> Future:
+        future = Future(row.id, row.tenant, row.digest, row.seq)
+        if row.outcome is None:
+            self._open[row.id] = future
+        else:
+            future.outcome, future.size = outcomes.decode(row.outcome), len(row.outcome)
+            future.done.set()
+            self._keep(future)
+        return future
+
+    def _keep(self, future: Future) -> None:
+        self._kept[future.id] = future
+        self._bytes += future.size
+        while self._bytes > KEPT_BYTES:
+            _, dropped = self._kept.popitem(last=False)
+            self._bytes -= dropped.size

@@ -1,0 +1,73 @@
+"""The protocol's HTTP application, mounted under ``/tinker``; ``TINKER_BASE_URL`` is the service's address with that.
+
+Statuses are chosen for what the client makes of them: 400 and 404 fail at once, 410 makes it send a sample again or end
+its heartbeat, 5xx makes it try again. 409, which it would repeat for minutes, is never answered. What is wrong with a
+call on a model is told by its result, because the model's later calls wait for its number.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from rookery.errors import Conflict, RookeryError, UserError
+from rookery.service.answers import answer, refusal
+from rookery.service.parts import Parts
+from rookery.service.tinker import models, records, samplers, visits
+from rookery.service.tinker.schema import SUPPORTED, load
+
+log = logging.getLogger("rookery.service.tinker")
+
+UNSUPPORTED = {
+    "publish": "publishing checkpoints is not supported: there is no public catalogue here",
+    "copy_weights": "copying weights is not supported: create a training client from the state instead",
+    "search": "searching sessions is not supported: list them",
+    "project": "projects are not supported: every key sees its tenant's things",
+    "audit": "there is no audit log in this API: see the service's own log",
+    "billing": "there is no billing here",
+    "create_custom_loss": "losses that run on the server are not supported: forward_backward_custom runs them here",
+    "auth": "API keys are used as they are: there are no tokens to exchange",
+    "trace_export": "exporting traces is not supported",
+    "retrieve_futures": "results are asked for one by one (retrieve_future)",
+}
+"""Parts of paths that the client may ask for, and what to do instead."""
+
+
+def build(parts: Parts) -> FastAPI:
+    """Raises :class:`~rookery.service.tinker.schema.Missing` where the ``tinker`` package is not installed."""
+    load()
+    app = FastAPI(title="Rookery: Tinker-compatible API", version=SUPPORTED, docs_url=None, redoc_url=None)
+    app.state.parts = parts
+    for routes in (visits.routes, models.routes, samplers.routes, records.routes):
+        app.include_router(routes, prefix="/api/v1")
+    app.add_api_route("/{path:path}", unknown, methods=["GET", "POST", "PUT", "DELETE", "PATCH"])
+    app.add_exception_handler(RookeryError, known)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unforeseen)
+    return app
+
+
+async def unknown(path: str) -> Response:
+    for part, reason in UNSUPPORTED.items():
+        if part in path:
+            return refusal(404, reason)
+    return refusal(404, f"nothing at {path}; this server speaks the protocol of SDK {SUPPORTED}")
+
+
+async def known(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RookeryError)
+    if error.status >= 500:
+        log.warning("%s %s: %s", request.method, request.url.path, error)
+    status = UserError.status if isinstance(error, Conflict) else error.status
+    return refusal(status, str(error))
+
+
+async def http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+
+
+async def unforeseen(request: Request, error: Exception) -> Response:
+    return answer({"error": f"internal error ({type(error).__name__}); the service's log has the traceback"}, 500)

@@ -1,0 +1,35 @@
+"""The protocol's protobuf schema, as the ``tinker`` package publishes it.
+
+The module is loaded from its file: importing the package itself would load PyTorch into the service.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+SUPPORTED = "0.38"
+"""The SDK's version whose protocol is spoken and tested."""
+
+
+class Missing(ImportError):
+    """The package is not installed."""
+
+
+@cache
+def load() -> Any:
+    """The generated module. Raises :class:`Missing`."""
+    package = importlib.util.find_spec("tinker")
+    if package is None or package.origin is None:
+        raise Missing("the tinker package is not installed: pip install 'rookery[tinker]'")
+    path = Path(package.origin).parent / "proto" / "tinker_public_pb2.py"
+    spec: ModuleSpec | None = importlib.util.spec_from_file_location("rookery_tinker_public_pb2", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise Missing(f"the installed tinker package has no {path.name}: install {SUPPORTED}")
+    module: ModuleType = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,85 @@
+"""What a client does before it trains: configuration, session, heartbeat; and the questions about the server itself."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Request, Response
+
+from rookery.service.answers import answer
+from rookery.service.parts import Owner, Service
+from rookery.service.tinker import shapes
+from rookery.service.tinker.schema import SUPPORTED
+from rookery.text.catalogue import inspect, status
+
+routes = APIRouter()
+
+Key = Annotated[str | None, Header(alias="X-Idempotency-Key")]
+
+
+@routes.post("/client/config")
+async def client_config(owner: Owner, request: Request) -> Response:
+    """Every flag has its default: the features behind them stay off."""
+    shapes.read(shapes.ClientConfig, await request.body())
+    return answer({})
+
+
+@routes.post("/client/dynamic_config")
+async def dynamic_config(owner: Owner, request: Request) -> Response:
+    shapes.read(shapes.ClientConfig, await request.body())
+    return answer({"sample_cancel_enabled": True})
+
+
+@routes.post("/create_session")
+async def create_session(service: Service, owner: Owner, request: Request, key: Key = None) -> Response:
+    asked = shapes.read(shapes.CreateSession, await request.body())
+    about = {"tags": asked.tags, "user_metadata": asked.user_metadata or {}, "project_id": asked.project_id}
+    row = await service.controller.sessions.create(
+        owner.id, key, sdk_version=asked.sdk_version, name=asked.display_name or "", about=about
+    )
+    warning = None
+    if ".".join(asked.sdk_version.split(".")[:2]) != SUPPORTED:
+        warning = f"this server speaks the protocol of SDK {SUPPORTED}; yours is {asked.sdk_version}"
+    return answer({"type": "create_session", "session_id": row.id, "warning_message": warning})
+
+
+@routes.post("/session_heartbeat")
+async def heartbeat(service: Service, owner: Owner, request: Request) -> Response:
+    asked = shapes.read(shapes.SessionOnly, await request.body())
+    await service.controller.sessions.heartbeat(owner.id, asked.session_id)
+    return answer({"type": "session_heartbeat"})
+
+
+@routes.post("/sessions/{session}/finish", status_code=204)
+async def finish(service: Service, owner: Owner, session: str, request: Request) -> Response:
+    asked = shapes.read(shapes.Finish, await request.body())
+    await service.controller.sessions.finish(owner.id, session, str(asked.reason.get("type", "success")))
+    return Response(status_code=204)
+
+
+@routes.get("/healthz")
+async def healthz() -> Response:
+    return answer({"status": "ok"})
+
+
+@routes.get("/get_server_capabilities")
+async def capabilities(service: Service, owner: Owner) -> Response:
+    """Base models that can be used at once."""
+    models = [row["name"] for row in service.controller.models() if row["state"] in ("loaded", "prepared")]
+    found = [await asyncio.to_thread(_described, service, name) for name in models]
+    return answer({"supported_models": [row for row in found if row is not None]})
+
+
+def _described(service: Service, name: str) -> dict[str, object] | None:
+    here = status(service.settings.cache, name)
+    if here.folder is None or here.state != "prepared":
+        return None
+    context = inspect(here.folder).context
+    return {"model_name": name, "max_context_length": context, "trainable": True, "sampleable": True}
+
+
+@routes.post("/telemetry")
+async def telemetry(owner: Owner) -> Response:
+    """Taken and dropped."""
+    return answer({"status": "accepted"})

@@ -1,0 +1,80 @@
+"""The Tinker API end to end: the real SDK, the real service, a real worker on the small random model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from rookery.service.embedded import Embedded
+from tinkered import PATIENCE, client, datum, folder_model, logprobs, running, trainer
+
+TOKENS = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tinker")
+    folder_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(root: Path) -> str:
+    return str(root / "small")
+
+
+@pytest.fixture(scope="module")
+def service(root: Path) -> Iterator[Embedded]:
+    with running(root) as service:
+        yield service
+
+
+@pytest.fixture
+def visitor(service: Embedded) -> Iterator[tinker.ServiceClient]:
+    with client(service) as visitor:
+        yield visitor
+
+
+def test_quick_start(visitor: tinker.ServiceClient, model: str) -> None:
+    training = trainer(visitor, model)
+    info = training.get_info()
+    assert (info.is_lora, info.lora_rank, info.model_data.model_name) == (True, 4, model)
+    tokenizer = training.get_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("Hello")) == "Hello"
+    data = [datum(TOKENS, [1.0] * 11)]
+    first = training.forward_backward(data, "cross_entropy").result(PATIENCE)
+    [before] = logprobs(first)
+    assert before.shape == (11,)
+    assert first.metrics["loss:sum"] == pytest.approx(-before.sum(), rel=1e-4)
+    stepped = training.optim_step(types.AdamParams(learning_rate=0.05)).result(PATIENCE)
+    assert stepped.metrics is not None and stepped.metrics["durable"] == 1.0
+    [after] = logprobs(training.forward(data, "cross_entropy").result(PATIENCE))
+    assert after.sum() > before.sum() + 1
+    sampler = training.save_weights_and_get_sampling_client().result(PATIENCE)
+    prompt = types.ModelInput.from_ints(TOKENS[:4])
+    params = types.SamplingParams(max_tokens=8, temperature=1.0, seed=7)
+    answer = sampler.sample(prompt, 3, params).result(PATIENCE)
+    assert len(answer.sequences) == 3
+    for sequence in answer.sequences:
+        assert len(sequence.tokens) == len(sequence.logprobs or []) <= 8
+    again = sampler.sample(prompt, 3, params).result(PATIENCE)
+    assert [s.tokens for s in again.sequences] == [s.tokens for s in answer.sequences]
+    assert len({tuple(s.tokens) for s in answer.sequences}) > 1
+
+
+def test_training_and_sampling_agree_on_logprobs(visitor: tinker.ServiceClient, model: str) -> None:
+    training = trainer(visitor, model)
+    sampler = training.save_weights_and_get_sampling_client().result(PATIENCE)
+    answer = sampler.sample(
+        types.ModelInput.from_ints(TOKENS), 4, types.SamplingParams(max_tokens=16, seed=3, stop=[])
+    ).result(PATIENCE)
+    for sequence in answer.sequences:
+        whole = [*TOKENS, *sequence.tokens]
+        [scored] = logprobs(training.forward([datum(whole)], "cross_entropy").result(PATIENCE))
+        gap = np.abs(scored[len(TOKENS) - 1 :] - np.array(sequence.logprobs))
+        assert gap.max() < 0.1  # bfloat16: sums of 64 products, twice
