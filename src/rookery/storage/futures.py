@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from msgspec.structs import asdict
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from rookery.errors import NotFound
@@ -102,3 +102,9 @@ class Futures(Store):
             over = (_futures.c.model == model) & (_futures.c.seq <= done_seq) & _futures.c.outcome.is_not(None)
             connection.execute(update(_futures).where(over).values(call=b""))
         return row
+
+
+def write_outcome(connection: Connection, id: str, outcome: bytes, time: float) -> None:
+    """The first outcome of a future stays."""
+    open_one = (_futures.c.id == id) & _futures.c.outcome.is_(None)
+    connection.execute(update(_futures).where(open_one).values(outcome=outcome, finished=time))
