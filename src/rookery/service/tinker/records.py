@@ -96,7 +96,7 @@ async def external_urls(service: Service, owner: Owner, run: str, kind: str, nam
         raise UserError(f"{kind}/{name} was not saved for downloading; save_weights_external does")
     found, _, _ = await service.controller.sessions.weights(owner.id, f"tinker://{run}/{kind}/{name}")
     ticket = service.controller.tickets.grant(found.hash)
-    base = f"{str(request.base_url).rstrip('/')}/api/v1/external/{ticket}/{found.hash}"
+    base = f"{str(request.url).partition('/training_runs/')[0]}/external/{ticket}/{found.hash}"
     expires = service.clock.time() + service.settings.ticket_seconds
     return answer({"urls": {file: f"{base}/{file}" for file in ADAPTER_FILES}, "expires": _time(expires)})
 
