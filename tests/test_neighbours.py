@@ -100,3 +100,20 @@ def test_the_same_run_twice_is_the_same_to_the_token() -> None:
     assert first.commits == second.commits
     assert first.computed == second.computed
     assert first.episodes == second.episodes
+
+
+def test_where_a_steps_time_went_is_told() -> None:
+    """On-policy, a step's time is what it waited for groups, its training and the commit before; an episode's is the
+    queue, the generation and the environment."""
+    rows = play(FAST[:1], seconds=20, environments=ENVIRONMENTS).metrics["fast-0"]
+    assert len(rows) > 5
+    for before, row in zip(rows, rows[1:], strict=False):
+        taken = before["seconds/commit"] + row["seconds/waiting"] + row["seconds/train"]
+        assert taken == pytest.approx(row["time"] - before["time"], abs=1e-6)
+        assert row["seconds/environment"] == pytest.approx(2 * ENVIRONMENTS["fast"]), "a reset and a step"
+        assert row["seconds/queue"] == 0, "every episode has its row"
+        episode = row["seconds/generation"] + row["seconds/environment"]
+        assert row["seconds/generation"] > 0 and row["seconds/waiting"] == pytest.approx(episode, rel=0.05)
+    crowd = [(f"tenant-{number}", job(f"job-{number}")) for number in range(6)]
+    crowded = play(crowd, seconds=20, environments=ENVIRONMENTS, rows=4).metrics
+    assert all(row["seconds/queue"] > 0 for rows in crowded.values() for row in rows[1:])

@@ -263,6 +263,8 @@ class Played:
     """Seconds of the worker's time that went into it."""
     episodes: dict[str, list[list[Any]]]
     """What its episodes sampled, newest first: (reward, tokens)."""
+    metrics: dict[str, list[dict[str, Any]]]
+    """Its rows."""
 
     def step_seconds(self, job: str, since: float = 0.0) -> float:
         """Mean time between commits later than ``since``."""
@@ -295,9 +297,9 @@ def play(
         views = [(tenant, (await service.controller.submit(tenant, job))[0]) for tenant, job in jobs]
         began = service.clock.time()
         await asyncio.sleep(seconds)
-        commits, computed, episodes = {}, {}, {}
+        commits, computed, episodes, metrics = {}, {}, {}, {}
         for tenant, view in views:
-            steps = await service.controller.metrics(tenant, view.id)
+            metrics[view.name] = steps = list(await service.controller.metrics(tenant, view.id))
             commits[view.name] = [row["time"] - began for row in steps]
             now = await service.controller.show(tenant, view.id)
             assert now.state == "running", (view.name, now.state, now.reason)
@@ -306,7 +308,7 @@ def play(
             episodes[view.name] = [[row["reward"], row["trajectories"]] for row in ended if row["state"] == "done"]
         await service.close()
         service.database.close()
-        return Played(commits, computed, episodes)
+        return Played(commits, computed, episodes, metrics)
 
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         return run(main(folder))

@@ -12,6 +12,10 @@ from rookery.controller.trajectory import Outcome
 from rookery.spec import JobSpec
 
 
+STAGES = ("queue", "generation", "environment")
+"""Where an episode's time goes (:attr:`~rookery.controller.trajectory.Outcome.seconds`)."""
+
+
 @dataclass(frozen=True)
 class CompleteGroup:
     """The surviving episodes of one prompt."""
@@ -58,7 +62,8 @@ def build(spec: JobSpec, groups: Sequence[CompleteGroup]) -> wire.Batch:
 
 
 def describe(groups: Sequence[CompleteGroup], step: int) -> dict[str, float]:
-    """A step's figures that come from its groups: rewards and their parts, lengths, staleness."""
+    """A step's figures that come from its groups: rewards and their parts, lengths, staleness, and how long a mean
+    episode was in which stage."""
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     rewards = [outcome.reward for outcome in outcomes]
     lengths = [outcome.own for outcome in outcomes]
@@ -73,6 +78,7 @@ def describe(groups: Sequence[CompleteGroup], step: int) -> dict[str, float]:
         "turns_mean": statistics.fmean(len(outcome.replies) for outcome in outcomes),
         "staleness_mean": statistics.fmean(step - group.step for group in groups),
         "staleness_max": float(max(step - group.step for group in groups)),
+        **{f"seconds/{name}": statistics.fmean(o.seconds.get(name, 0.0) for o in outcomes) for name in STAGES},
     }
     names = sorted({name for outcome in outcomes for name in outcome.metrics})
     for name in names:

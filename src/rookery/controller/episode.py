@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ import msgspec
 
 from rookery import wire
 from rookery.controller.hosts import EnvironmentFailed, Host, HostLost, Hosts
+from rookery.controller.ports import Clock
 from rookery.controller.rollouts import Request, Rollouts
 from rookery.controller.trajectory import Outcome, SaidTurn, Trajectory, derive
 from rookery.errors import RookeryError
@@ -65,6 +67,7 @@ class Episode:
     environment_seed: int
     hosts: Hosts
     rollouts: Rollouts
+    clock: Clock
     phases: Phases
     save: Callable[[list[SaidTurn], str], Awaitable[None]]
     """Makes the completed turns durable, with the host instance that the episode runs in."""
@@ -75,6 +78,8 @@ class Episode:
     """Its turns are saved; one without begins with a new environment each time."""
     splits: int = 0
     """Times that the chat template did not extend the sequence."""
+    seconds: Counter[str] = field(default_factory=Counter)
+    """Where its time went (:attr:`Outcome.seconds`)."""
     _host: Host | None = None
     """Where its environment is."""
 
@@ -140,7 +145,7 @@ class Episode:
             if not heard:
                 raise EpisodeFailed(f"the environment's step {turn} is not done and has no messages to go on with")
         replies = [said.text for said in self.said]
-        return Outcome(trajectories, conversation, replies, reward, metrics, finish)
+        return Outcome(trajectories, conversation, replies, reward, metrics, finish, dict(self.seconds))
 
     def _extend(
         self, trajectories: list[Trajectory], before: list[wire.Turn], heard: list[wire.Turn], turn: int
@@ -172,6 +177,7 @@ class Episode:
         sequence = trajectory.sequence
         sampling = self.spec.sampling
         self.phases.engine += 1
+        began = self.clock.monotonic()
         try:
             reply = await self.rollouts.sample(
                 Request(
@@ -192,6 +198,8 @@ class Episode:
             )
         finally:
             self.phases.engine -= 1
+        self.seconds["queue"] += reply.queued
+        self.seconds["generation"] += max(0.0, self.clock.monotonic() - began - reply.queued)
         said = SaidTurn(reply.tokens, reply.logprobs, reply.versions, reply.finish, self.chat.decode(reply.tokens))
         self.said.append(said)
         await self.save(self.said, self.instance)
@@ -200,6 +208,7 @@ class Episode:
     async def _observe(self, host: Host, message: wire.Reset | wire.StepEpisode) -> wire.Observed:
         environment = self.spec.environment
         self.phases.environment += 1
+        began = self.clock.monotonic()
         try:
             return await self.hosts.observe(
                 host,
@@ -210,6 +219,7 @@ class Episode:
             )
         finally:
             self.phases.environment -= 1
+            self.seconds["environment"] += self.clock.monotonic() - began
 
     def _reset(self) -> wire.Reset:
         return wire.Reset(

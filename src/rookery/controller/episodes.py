@@ -108,6 +108,7 @@ class Episodes:
             environment_seed=environment_seed,
             hosts=world.hosts,
             rollouts=world.rollouts,
+            clock=world.clock,
             phases=progress.phases,
             save=save,
             said=turns_decoder.decode(row.turns) if row is not None and row.turns else [],

@@ -88,8 +88,9 @@ class Job:
                 beside = [tasks.create_task(self._keep_in_flight(tasks)), tasks.create_task(self._alarm())]
                 self._evaluate_if_due(tasks)
                 while (reason := self._stop_reason()) is None:
-                    if groups := await self._next_batch():
-                        manifest = await self._forward_backward_optim_step(groups)
+                    groups, waited = await self._next_batch()
+                    if groups:
+                        manifest = await self._forward_backward_optim_step(groups, waited)
                         if manifest is not None:
                             await self._commit(manifest)
                             await self._publish()
@@ -149,16 +150,17 @@ class Job:
             await self.world.clock.sleep(left)
         self._changed.beat()
 
-    async def _next_batch(self) -> list[CompleteGroup]:
-        """The groups of the next step; none when the wall time is over."""
+    async def _next_batch(self) -> tuple[list[CompleteGroup], float]:
+        """The groups of the next step, none when the wall time is over; and how many seconds they were waited for."""
+        began = self.world.clock.monotonic()
         while True:
             change = self._changed.next
             groups = await self.groups.take(self.step)
             if groups or (self._out_of_time() and not self._taken):
-                return groups
+                return groups, self.world.clock.monotonic() - began
             await change.wait()
 
-    async def _forward_backward_optim_step(self, groups: list[CompleteGroup]) -> wire.Manifest | None:
+    async def _forward_backward_optim_step(self, groups: list[CompleteGroup], waited: float) -> wire.Manifest | None:
         """One optimizer step on ``groups``; the trained state's artifact when a commit is due."""
         assert self.policy.head is not None
         clock, progress = self.world.clock, self.progress
@@ -176,6 +178,7 @@ class Job:
                 **figures,
                 **per_token(done.metrics),
                 "lr": step.adam.lr,
+                "seconds/waiting": waited,
                 "seconds/train": clock.monotonic() - began,
                 "tokens_sampled": progress.counters["tokens"],
             }

@@ -64,6 +64,8 @@ class Reply:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: str = ""
+    queued: float = 0.0
+    """Seconds for which it waited for a place in a worker."""
 
 
 @dataclass(eq=False)
@@ -76,6 +78,9 @@ class _Live:
     ahead: bool = False
     """Its worker was given it beyond the common room."""
     since: float = 0.0
+    """From when on it counts how long no worker came for it."""
+    queued: float = 0.0
+    """When it came to wait for a place in a worker."""
 
 
 class Rollouts:
@@ -107,7 +112,8 @@ class Rollouts:
         reply = self._parked.get(request.job, {}).pop(request.id, Reply())
         if reply.finish:
             return reply
-        live = _Live(request, reply, asyncio.get_running_loop().create_future(), grown, since=self._clock.monotonic())
+        now = self._clock.monotonic()
+        live = _Live(request, reply, asyncio.get_running_loop().create_future(), grown, since=now, queued=now)
         self._live[request.id] = live
         self._lane(request).put(request.tenant, request.job, live)
         self._dispatch()
@@ -153,6 +159,7 @@ class Rollouts:
             worker = self._choose(live, ahead)
             assert worker is not None
             live.worker, live.ahead = worker, ahead
+            live.reply.queued += self._clock.monotonic() - live.queued
             self._pending.setdefault(worker, set()).add(live.request.id)
             worker.held.discard(live.request.id)
             if live.request.adapter is not None:
@@ -261,7 +268,7 @@ class Rollouts:
         if live.done.done():
             return
         self.migrated += 1
-        live.since = self._clock.monotonic()
+        live.since = live.queued = self._clock.monotonic()
         self._lane(live.request).put(live.request.tenant, live.request.job, live, first=True)
 
     def _release(self, live: _Live) -> None:

@@ -71,6 +71,9 @@ class Outcome(msgspec.Struct):
     metrics: dict[str, float]
     finish: str
     """done, max_turns or context."""
+    seconds: dict[str, float] = {}
+    """Where its time went, as far as the process that ended it saw: ``queue`` (requests waited for a place in a
+    worker), ``generation`` (they were with one), ``environment`` (it was asked)."""
 
     @property
     def versions(self) -> set[int]:
