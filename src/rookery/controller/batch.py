@@ -11,7 +11,6 @@ from rookery.algorithms.advantages import advantages, token_weights
 from rookery.controller.trajectory import Outcome
 from rookery.spec import JobSpec
 
-
 STAGES = ("queue", "generation", "environment")
 """Where an episode's time goes (:attr:`~rookery.controller.trajectory.Outcome.seconds`)."""
 

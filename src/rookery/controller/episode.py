@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -78,7 +78,7 @@ class Episode:
     """Its turns are saved; one without begins with a new environment each time."""
     splits: int = 0
     """Times that the chat template did not extend the sequence."""
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Where its time went (:attr:`Outcome.seconds`)."""
     _host: Host | None = None
     """Where its environment is."""
