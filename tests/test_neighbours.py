@@ -4,6 +4,7 @@ jobs are no more than one. The shipped controller in virtual time (:mod:`virtual
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -107,7 +108,7 @@ def test_where_a_steps_time_went_is_told() -> None:
     queue, the generation and the environment."""
     rows = play(FAST[:1], seconds=20, environments=ENVIRONMENTS).metrics["fast-0"]
     assert len(rows) > 5
-    for before, row in zip(rows, rows[1:], strict=False):
+    for before, row in pairwise(rows):
         taken = before["seconds/commit"] + row["seconds/waiting"] + row["seconds/train"]
         assert taken == pytest.approx(row["time"] - before["time"], abs=1e-6)
         assert row["seconds/environment"] == pytest.approx(2 * ENVIRONMENTS["fast"]), "a reset and a step"

@@ -105,8 +105,8 @@ def resolve(name: str, *, folders: bool = True) -> Model:
     """What ``name`` means. Raises :class:`UserError` where it means nothing. Without ``folders`` nothing is looked up
     on this machine's disk, and the answer tells nothing about it.
 
-    A catalogue name in any case of letters; a folder, written as a path (``./x``, ``/x``, ``~/x``); else a hub id. A name
-    means the same whatever lies on the disk. Whether a hub id exists is only known when it is fetched.
+    A catalogue name in any case of letters; a folder, written as a path (``./x``, ``/x``, ``~/x``); else a hub id. A
+    name means the same whatever lies on the disk. Whether a hub id exists is only known when it is fetched.
     """
     if known := CATALOGUE.get(name.lower()):
         return known
