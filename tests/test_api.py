@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 import socket
 import stat
 import tarfile
@@ -342,6 +343,9 @@ def test_health_figures_and_documentation(faces: Faces) -> None:
     assert 'rookery_jobs{state="completed"}' in text and "rookery_sampled_tokens_total" in text
     for secret in (faces.done["id"], "ada", "sums"):
         assert secret not in text
+    told = (Path(__file__).parent.parent / "docs" / "operations.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^(rookery_\w+)", text, re.MULTILINE))
+    assert set(re.findall(r"`(rookery_\w+)", told)) == {name for name in shown if not name.endswith("_created")}
     document = httpx.get(f"{faces.service.url}/openapi.json").json()
     schemas = document["components"]["schemas"]
     assert "group_size" in schemas["AlgorithmSpec"]["properties"]

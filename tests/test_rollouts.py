@@ -78,6 +78,8 @@ async def test_a_reply_is_what_the_worker_sampled(tmp_path: Path) -> None:
     assert first.adapter is not None
     assert room.tickets.reads(first.adapter.ticket, ADAPTER.hash), "the adapter's ticket is good"
     assert room.rollouts.sampled == sum(len(text_of(n, 12)[0]) for n in range(20))
+    [known] = room.fleet.all()
+    assert 0 < known.unsent_most <= 12 * known.hello.max_rows, "what one flush brought is seen"
     await room.close()
 
 

@@ -42,6 +42,8 @@ class Worker:
     last_beat: float
     beat: wire.Beat | None = None
     last_progress: float = 0.0
+    unsent_most: int = 0
+    """The most tokens that one of its flushes brought on this connection: what its death just before had cost."""
     outbox: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
     """Frames on their way out: a worker that does not read delays nobody but itself."""
     named: set[str] = field(default_factory=set)

@@ -210,11 +210,13 @@ class Looking:
                 "name": worker.name, "state": worker.state, "model": worker.hello.model, "roles": worker.hello.roles,
                 "kind": worker.hello.kind, "device": worker.hello.device, "host": worker.hello.host,
                 "pid": worker.hello.pid, "requests": self._rollouts.executing(worker), "seconds": now - worker.since,
-                "beat": msgspec.to_builtins(beat) if beat is not None else None,
+                "unsent_most": worker.unsent_most, "beat": msgspec.to_builtins(beat) if beat is not None else None,
             })  # fmt: skip
         return rows
 
     def health(self) -> dict[str, Any]:
+        serving = [worker for worker in self._fleet.all() if worker.state == "serving"]
+        beats = [worker.beat for worker in serving if worker.beat is not None]
         return {
             "jobs": {state: count for state, count in sorted(self._states.items()) if count},
             "totals": {
@@ -233,6 +235,11 @@ class Looking:
                 "requests_waiting": self._rollouts.waiting(),
                 "requests_running": sum(self._rollouts.executing(worker) for worker in self._fleet.all()),
                 "environment_hosts": self._hosts.count(),
+                "decoding_rows": sum(beat.active for beat in beats),
+                "training_operations": sum(beat.training for beat in beats),
+                "worker_memory_bytes": sum(beat.memory_bytes for beat in beats),
+                "flush_seconds": self._settings.flush_seconds,
+                "unsent_tokens_most": max((worker.unsent_most for worker in serving), default=0),
             },
         }
 

@@ -216,6 +216,7 @@ class Rollouts:
     # --- what workers say ---------------------------------------------------------------------------------------------
 
     def _output(self, worker: Worker, message: wire.Output) -> None:
+        worker.unsent_most = max(worker.unsent_most, sum(len(chunk.tokens) for chunk in message.chunks))
         for chunk in message.chunks:
             live = self._live.get(chunk.request)
             if live is None or live.worker is not worker or live.done.done():

@@ -24,7 +24,8 @@ from rookery.telemetry.sinks import Sinks
 log = logging.getLogger("rookery.controller")
 
 COUNTED = (
-    "episodes", "episodes_failed", "groups_dropped_stale", "groups_failed", "groups_no_variance", "steps_skipped",
+    "episodes", "episodes_failed", "evaluation_failures", "groups_dropped_stale", "groups_failed",
+    "groups_no_variance", "splits", "steps_skipped",
 )  # fmt: skip
 """Of a job's counters, those that the service sums over all jobs."""
 
