@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -227,7 +228,8 @@ async def test_a_job_pauses_with_its_reason_when_most_fail(service: Service) -> 
     host = await service.host(script=lambda message: {"error": "KeyError: 'answer'"} if broken else None).join()
     job = await run(service)
     view = await service.ends(job, "paused")
-    assert view.reason == "16 of the last 16 episodes failed, most with: KeyError: 'answer'"
+    # how many had ended when the first whole group judged depends on which episode ended first
+    assert re.fullmatch(r"(\d+) of the last \1 episodes failed, most with: KeyError: 'answer'", view.reason)
     broken = False
     await service.controller.resume("alice", job)
     await service.ends(job)

@@ -190,7 +190,7 @@ def test_a_job_whose_episodes_fail_pauses_with_the_reason(troubled: Troubled, na
     if name == "raises-in-prompts":  # there is no episode that could fail
         return
     assert " of the last " in view.reason and "episodes failed, most with: " in view.reason
-    assert view.counters["episodes_failed"] >= 4 and view.counters["groups_failed"] >= 2
+    assert view.counters["episodes_failed"] >= 4 and view.counters["groups_failed"] >= 1
     assert view.step == 0
     episodes = troubled.jobs[name].trajectories(limit=100)
     said = {episode.error for episode in episodes if episode.state == "failed"}
