@@ -130,28 +130,35 @@ class ScriptedWorker:
     async def _answer(self, socket: ClientConnection, http: httpx.AsyncClient, epoch: int) -> None:
         async for frame in socket:
             message = wire.decode(wire.to_worker, bytes(frame))
-            reply: Any = None
-            match message:
-                case wire.Generate():
-                    if message.adapter is not None:
-                        await self._pull(http, message.adapter)
-                    reply = wire.Output(epoch=epoch, chunks=[self._chunk(message)])
-                case wire.InitAdapter():
-                    manifest = await self._push(http, message.commit, adapter_files(0.0))
-                    reply = wire.Done(epoch=epoch, op=message.op, manifest=manifest)
-                case wire.ForwardBackward():
-                    offered = (await http.get(f"/wire/offers/{message.batch_ticket}")).raise_for_status().content
-                    units = wire.decode(wire.batches, offered).units
-                    count = sum(len(member.tokens) for unit in units for member in unit.members)
-                    reply = wire.Done(epoch=epoch, op=message.op, metrics={"loss:sum": 1.0, "tokens": float(count)})
-                case wire.OptimStep():
-                    self._steps += 1
-                    files = {**adapter_files(self._steps), "trainer_state.safetensors": b"secret moments"}
-                    manifest = await self._push(http, message.commit, files) if message.commit else None
-                    metrics = {"grad_norm": 1.0, "lr": message.adam.lr, "skipped": 0.0}
-                    reply = wire.Done(epoch=epoch, op=message.op, metrics=metrics, manifest=manifest)
+            try:
+                reply = await self._reply(message, http, epoch)
+            except httpx.HTTPStatusError as error:  # who wanted it has given it up meanwhile
+                assert isinstance(message, wire.InitAdapter | wire.ForwardBackward | wire.OptimStep), error
+                reply = wire.Done(epoch=epoch, op=message.op, error=str(error).splitlines()[0], category="lost")
             if reply is not None:
                 await socket.send(wire.encode(reply))
+
+    async def _reply(self, message: wire.ToWorker, http: httpx.AsyncClient, epoch: int) -> wire.Message | None:
+        match message:
+            case wire.Generate():
+                if message.adapter is not None:
+                    await self._pull(http, message.adapter)
+                return wire.Output(epoch=epoch, chunks=[self._chunk(message)])
+            case wire.InitAdapter():
+                manifest = await self._push(http, message.commit, adapter_files(0.0))
+                return wire.Done(epoch=epoch, op=message.op, manifest=manifest)
+            case wire.ForwardBackward():
+                offered = (await http.get(f"/wire/offers/{message.batch_ticket}")).raise_for_status().content
+                units = wire.decode(wire.batches, offered).units
+                count = sum(len(member.tokens) for unit in units for member in unit.members)
+                return wire.Done(epoch=epoch, op=message.op, metrics={"loss:sum": 1.0, "tokens": float(count)})
+            case wire.OptimStep():
+                self._steps += 1
+                files = {**adapter_files(self._steps), "trainer_state.safetensors": b"secret moments"}
+                manifest = await self._push(http, message.commit, files) if message.commit else None
+                metrics = {"grad_norm": 1.0, "lr": message.adam.lr, "skipped": 0.0}
+                return wire.Done(epoch=epoch, op=message.op, metrics=metrics, manifest=manifest)
+        return None
 
     def _chunk(self, message: wire.Generate) -> wire.Chunk:
         tokens = self._replies[message.seed % 2][len(message.given) : message.max_tokens]
