@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
+from rich.control import strip_control_codes
 
-from rookery.cli.common import Data, Json, Key, Url, client_of, console, print_json
+from rookery.cli.common import Data, Json, Key, Url, client_of, print_json
 from rookery.client import Client
 from rookery.errors import NotFound
 from rookery.text.catalogue import CATALOGUE
@@ -25,26 +27,40 @@ def chat(
     data: Data = None,
     json: Json = False,
 ) -> None:
-    """Talk with what a job learned, or with a base model. An empty line or Ctrl-D ends; piped input is one message."""
+    """Talk with what a job learned, or with a base model; replies are shown as they are sampled. An empty line or Ctrl-D
+    ends; piped input is one message."""
     if message is None and not sys.stdin.isatty():
         message = sys.stdin.read().strip()
     messages = [{"role": "system", "content": system}] if system else []
+    sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+    if seed is not None:
+        sampling["seed"] = seed
     with client_of(url, key, data) as client:
         named = _target(client, target)
-        out = console()
         while True:
             said = message if message is not None else _ask()
             if not said:
                 return
             messages.append({"role": "user", "content": said})
-            reply = client.sample(named, messages, max_tokens=max_tokens, temperature=temperature, seed=seed)
             if json:
+                reply = client.sample(named, messages, **sampling)
                 print_json(reply)
+                text = reply.text
             else:
-                out.print(reply.text, markup=False)
+                text = _shown(client.stream(named, messages, **sampling))
             if message is not None:
                 return
-            messages.append({"role": "assistant", "content": reply.text})
+            messages.append({"role": "assistant", "content": text})
+
+
+def _shown(pieces: Iterator[str]) -> str:
+    """The whole text, each piece printed when it comes."""
+    text = ""
+    for piece in pieces:
+        print(strip_control_codes(piece), end="", flush=True)
+        text += piece
+    print()
+    return text
 
 
 def _ask() -> str:

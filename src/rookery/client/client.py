@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from rookery.client.connection import Connection, Record
 from rookery.client.hosting import Hosting
-from rookery.client.job import Job, sample
+from rookery.client.job import Job, sample, stream
 from rookery.client.uploads import uploaded
 from rookery.environments.base import Environment
 from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError
@@ -124,6 +124,10 @@ class Client:
         """One completion. ``target``: a base model, ``JOB`` or ``JOB@VERSION``; ``sampling``: max_tokens, temperature,
         seed, stop. Answers text, tokens, logprobs, finish, version."""
         return sample(self._connection, target, messages, **sampling)
+
+    def stream(self, target: str, messages: list[dict[str, str]] | str, **sampling: Any) -> Iterator[str]:
+        """The text of one completion, piece by piece as it is sampled. Left early, its generation ends."""
+        return stream(self._connection, target, messages, **sampling)
 
     def health(self) -> Record:
         """Raises :class:`~rookery.errors.Unavailable` where no Rookery service answers."""

@@ -71,11 +71,11 @@ class Connection:
     def download(self, path: str) -> bytes:
         return self._answered("GET", path).content
 
-    def stream(self, path: str, **request: Any) -> Iterator[tuple[str, Record]]:
+    def stream(self, path: str, method: str = "GET", **request: Any) -> Iterator[tuple[str, Record]]:
         """Server-sent events as (kind, data); comments are ``("beat", {})``."""
         timeout = httpx.Timeout(5.0, read=QUIET_SECONDS)
         try:
-            with self._http.stream("GET", path, timeout=timeout, **request) as response:
+            with self._http.stream(method, path, timeout=timeout, **request) as response:
                 if response.status_code >= 400:
                     response.read()
                     _refuse(response)
@@ -83,6 +83,8 @@ class Connection:
                 for line in response.iter_lines():
                     if line.startswith("event: "):
                         kind = line.removeprefix("event: ")
+                    elif line == "data: [DONE]":
+                        return
                     elif line.startswith("data: "):
                         yield kind, record(json.loads(line.removeprefix("data: ")))
                     elif line.startswith(":"):
@@ -120,7 +122,9 @@ def _refuse(response: httpx.Response) -> None:
     """Raises the error that a refusal stands for."""
     try:
         body = response.json()
-        message, problems = str(body["error"]), [str(line) for line in body.get("problems") or []]
+        told = body["error"]  # of the OpenAI API an object, else a text
+        message = str(told["message"] if isinstance(told, dict) else told)
+        problems = [str(line) for line in body.get("problems") or []]
     except (ValueError, KeyError, TypeError, AttributeError):
         message, problems = f"{response.request.url} answered {response.status_code}: is that a Rookery service?", []
     if response.status_code in _KINDS:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from rookery.client.connection import Broken, Connection, Record
 from rookery.errors import RookeryError
@@ -161,8 +162,21 @@ class AdapterFolder:
 
 def sample(connection: Connection, target: str, messages: list[dict[str, str]] | str, **sampling: object) -> Record:
     """One completion. A text alone is one message of the user."""
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
-    asked = {"target": target, "messages": messages, **sampling}
+    asked = {"target": target, "messages": _messages(messages), **sampling}
     completion: Record = connection.call("POST", "/api/v1/sample", json=asked)
     return completion
+
+
+def stream(
+    connection: Connection, target: str, messages: list[dict[str, str]] | str, **sampling: object
+) -> Iterator[str]:
+    """The text of one completion, piece by piece as it is sampled."""
+    asked: dict[str, Any] = {"model": target, "messages": _messages(messages), "stream": True, **sampling}
+    for _, data in connection.stream("/v1/chat/completions", "POST", json=asked):
+        if "error" in data:
+            raise RookeryError(str(data.error.message))
+        yield "".join(choice.delta.get("content") or "" for choice in data.get("choices", []))
+
+
+def _messages(messages: list[dict[str, str]] | str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
