@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
         problems = getattr(error, "problems", None) or [str(error)]
         for line in problems:
             print(f"rookery: {line}", file=sys.stderr)
-        sys.exit(REFUSED)
+        sys.exit(REFUSED if error.status < RookeryError.status else FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has enough

@@ -16,7 +16,8 @@ from rookery.settings import Settings
 
 COMPLETED = 0
 FAILED = 1
-"""The job failed or paused by itself, or something went wrong that is not the user's mistake."""
+"""The job failed or paused by itself, or something went wrong that is not the user's mistake, such as a service that is
+not there: trying again later can help."""
 REFUSED = 2
 """Refused or used wrongly: nothing was done."""
 CANCELLED = 3

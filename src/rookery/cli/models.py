@@ -27,7 +27,7 @@ def models(
     """Base models: loaded, prepared, known, or refused and why. Without a service, what is on this machine."""
     settings = settings_of(url, key, data)
     if get is not None:
-        prepare(settings, get)
+        prepare(settings, get, json)
         return
     rows = _rows(settings)
     if json:
@@ -42,7 +42,7 @@ def models(
     console().print(table)
 
 
-def prepare(settings: Settings, name: str) -> None:
+def prepare(settings: Settings, name: str, json: bool = False) -> None:
     """Fetches and converts a model into the cache, in a process of its own, which may take torch. Raises
     :class:`UserError` with that process's last line."""
     resolve(name)  # what cannot be a model is refused before a process is started for it
@@ -51,7 +51,11 @@ def prepare(settings: Settings, name: str) -> None:
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
         raise UserError(lines[-1] if lines else f"preparing {name} ended with {done.returncode}")
-    console().print(f"{name} is prepared: {done.stdout.strip()}", markup=False)
+    folder = done.stdout.strip()
+    if json:
+        print_json({"name": name, "state": "prepared", "folder": folder})
+    else:
+        console().print(f"{name} is prepared: {folder}", markup=False)
 
 
 def _rows(settings: Settings) -> list[dict[str, object]]:
