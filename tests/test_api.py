@@ -20,6 +20,7 @@ import pytest
 
 from faces import MODEL, ScriptedWorker, adapter_files, job, served, tokenizer
 from rookery.errors import UserError
+from rookery.service import schemas
 from rookery.service.embedded import Embedded
 from rookery.settings import Settings
 
@@ -355,6 +356,32 @@ def test_health_figures_and_documentation(faces: Faces) -> None:
     assert httpx.get(f"{faces.service.url}/docs").status_code == 200
     models = {row["name"]: row["state"] for row in faces.ada.get("/api/v1/models").json()}
     assert models[MODEL] == "loaded" and models["qwen3-1.7b"] == "known"
+
+
+def test_answers_are_what_the_documentation_says(faces: Faces) -> None:
+    """Every field of a real answer is documented, with its type."""
+    path = f"/api/v1/jobs/{faces.done['id']}"
+    asked = faces.ada.post("/api/v1/jobs", json=job(name="measured", evaluation={"prompts": 2}, stop={"steps": 1}))
+    measured = end_of(faces.ada, asked.json()["id"])[1]
+    assert measured["state"] == "completed"
+    for client, address, shape in (
+        (faces.ada, f"{path}/metrics", schemas.MetricsRow),
+        (faces.ada, f"{path}/events", schemas.Event),
+        (faces.ada, f"{path}/trajectories", schemas.EpisodeRow),
+        (faces.ada, f"/api/v1/jobs/{measured['id']}/evaluations", schemas.Evaluation),
+        (faces.ada, f"{path}/policies/main/versions", schemas.Version),
+        (faces.ada, "/api/v1/models", schemas.BaseModelRow),
+        (faces.admin, "/api/v1/workers", schemas.WorkerRow),
+    ):
+        rows = client.get(address).json()
+        assert rows, address
+        known = {field.alias or name for name, field in shape.model_fields.items()}
+        for row in rows:
+            shape.model_validate(row)
+            more = {name for name in row if not (shape is schemas.MetricsRow and name.startswith("reward/"))}
+            assert more <= known, address
+    schemas.Health.model_validate(faces.ada.get("/api/v1/health").json())
+    schemas.DryRun.model_validate(faces.ada.post("/api/v1/jobs/dry-run", json=job()).json())
 
 
 def test_a_broken_upload_leaves_the_service_well(faces: Faces) -> None:

@@ -57,11 +57,12 @@ async def evaluate(job: Episodes, version: int) -> None:
             "evaluation", f"version {version}: all {len(results)} held-out episodes failed: {failed[0]}"
         )
         return
+    answered = len(results) - len(failed)
     await world.ledger(
         world.database.add_evaluation,
         policy=job.policy.row.id,
         version=version,
-        prompts=len(results) - len(failed),
+        prompts=answered,
         mean=mean,
         stderr=spread,
         results={"split": "eval", "seed": spec.evaluation.seed, "held_out": msgspec.to_builtins(results)},
@@ -69,7 +70,7 @@ async def evaluate(job: Episodes, version: int) -> None:
     )
     job.policy.evaluated(version, mean)
     await job.progress.say(
-        "evaluation", f"version {version}: mean reward {mean:.3f} ± {spread:.3f} on {len(results)} prompts"
+        "evaluation", f"version {version}: mean reward {mean:.3f} ± {spread:.3f} on {answered} prompts"
     )
 
 

@@ -118,6 +118,7 @@ class Looking:
                 row["messages"] = msgspec.to_builtins(outcome.turns)
                 row["trajectories"] = msgspec.to_builtins(outcome.trajectories)
                 row["finish"] = outcome.finish
+                row["seconds"] = outcome.seconds
             rows.append(row)
         return rows
 

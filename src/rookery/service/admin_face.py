@@ -9,13 +9,13 @@ from fastapi import APIRouter, Response
 
 from rookery.service.answers import PROBLEMS, answer
 from rookery.service.parts import Administrator, Service
-from rookery.service.schemas import KeyAnswer, NewKey, NewTenant, Row, TenantAnswer
+from rookery.service.schemas import KeyAnswer, NewKey, NewTenant, TenantAnswer, WorkerRow
 from rookery.storage.keys import hash_key, new_key
 
 routes = APIRouter(prefix="/api/v1", responses=PROBLEMS, tags=["administration"])
 
 
-@routes.get("/workers", response_model=list[Row])
+@routes.get("/workers", response_model=list[WorkerRow])
 async def workers(service: Service, owner: Administrator) -> Response:
     return answer(service.controller.workers())
 

@@ -17,14 +17,19 @@ from rookery.service.answers import PROBLEMS, answer
 from rookery.service.parts import Owner, Service
 from rookery.service.schemas import (
     AdapterAnswer,
+    BaseModelRow,
     Completion,
     DatasetAnswer,
     DryRun,
+    EpisodeRow,
+    Evaluation,
+    Event,
     Health,
     Job,
     Jobs,
-    Row,
+    MetricsRow,
     SampleRequest,
+    Version,
 )
 from rookery.service.streams import follow_job
 from rookery.spec import SpecError
@@ -70,7 +75,7 @@ async def act(service: Service, owner: Owner, job: str, action: Literal["pause",
     return answer(await service.controller.show(owner.id, job))
 
 
-@routes.get("/jobs/{job}/metrics", response_model=list[Row], tags=["results"])
+@routes.get("/jobs/{job}/metrics", response_model=list[MetricsRow], tags=["results"])
 async def metrics(service: Service, owner: Owner, job: str, after: After = -1) -> Response:
     """One row per optimizer step, as in the job's metrics.jsonl."""
     return answer(await service.controller.metrics(owner.id, job, after))
@@ -92,13 +97,13 @@ async def metrics_stream(
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
-@routes.get("/jobs/{job}/events", response_model=list[Row], tags=["results"])
+@routes.get("/jobs/{job}/events", response_model=list[Event], tags=["results"])
 async def events(service: Service, owner: Owner, job: str, limit: Limit = 100) -> Response:
     """What happened to the job, newest last."""
     return answer(await service.controller.events(owner.id, job, limit))
 
 
-@routes.get("/jobs/{job}/trajectories", response_model=list[Row], tags=["results"])
+@routes.get("/jobs/{job}/trajectories", response_model=list[EpisodeRow], tags=["results"])
 async def trajectories(
     service: Service, owner: Owner, job: str, limit: Limit = 20, version: OfVersion = None
 ) -> Response:
@@ -106,13 +111,13 @@ async def trajectories(
     return answer(await service.controller.trajectories(owner.id, job, limit, version))
 
 
-@routes.get("/jobs/{job}/evaluations", response_model=list[Row], tags=["results"])
+@routes.get("/jobs/{job}/evaluations", response_model=list[Evaluation], tags=["results"])
 async def evaluations(service: Service, owner: Owner, job: str) -> Response:
     """Held-out figures of the versions that were evaluated."""
     return answer(await service.controller.evaluations(owner.id, job))
 
 
-@routes.get("/jobs/{job}/policies/{policy}/versions", response_model=list[Row], tags=["results"])
+@routes.get("/jobs/{job}/policies/{policy}/versions", response_model=list[Version], tags=["results"])
 async def versions(service: Service, owner: Owner, job: str, policy: str) -> Response:
     return answer(await service.controller.versions(owner.id, job, policy))
 
@@ -176,7 +181,7 @@ async def add_adapter(service: Service, owner: Owner, request: Request) -> Respo
     return answer({"adapter": await service.controller.add_adapter(owner.id, files)}, 201)
 
 
-@routes.get("/models", response_model=list[Row], tags=["models"])
+@routes.get("/models", response_model=list[BaseModelRow], tags=["models"])
 async def models(service: Service, owner: Owner) -> Response:
     """Base models: loaded (a worker has it), known (can be prepared), refused and why."""
     return answer(service.controller.models())

@@ -1,7 +1,8 @@
 """The shapes of the HTTP API, as its documentation shows them.
 
-What the controller tells (jobs, completions) is defined once, in ``controller/views``; :func:`documented` makes the
-documentation's model from it. Requests are read with the models here, which refuse unknown fields.
+What the controller tells (jobs, completions, trajectories) is defined once, beside it; :func:`documented` makes the
+documentation's model from it. Answers are sent as the controller gives them, a test holds them against the models here.
+Requests are read with the models here, which refuse unknown fields.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from rookery.controller.trajectory import Trajectory
 from rookery.controller.views import JobView, Sampled
+from rookery.wire import Beat, Turn
 
 
 def documented(struct: type[msgspec.Struct]) -> type[BaseModel]:
@@ -41,7 +44,135 @@ Job = documented(JobView)
 Jobs = types.GenericAlias(list, (Job,))
 Completion = documented(Sampled)
 
-Row = dict[str, Any]
+_Trajectory, _Turn, _Beat = documented(Trajectory), documented(Turn), documented(Beat)
+
+
+class MetricsRow(BaseModel):
+    """One optimizer step. Beside the fields here: ``reward/<name>`` for each of the environment's own metrics, and what
+    the loss counts; docs/operations.md says what each means. A number that was not finite is null."""
+
+    model_config = ConfigDict(extra="allow")
+
+    step: int
+    version: int = Field(description="The version that holds the step")
+    time: float = Field(description="Unix seconds")
+    reward: float | None
+    reward_std: float | None
+    episodes: float
+    groups: float
+    groups_no_variance_share: float
+    length_mean: float
+    length_max: float
+    turns_mean: float
+    staleness_mean: float
+    staleness_max: float
+    tokens: float = Field(description="That carried the loss")
+    tokens_sampled: int = Field(description="By the job so far")
+    lr: float
+    loss: float | None = None
+    entropy: float | None = None
+    kl: float | None = None
+    ratio: float | None = None
+    clipped_share: float | None = None
+    logp_diff_mean: float | None = None
+    logp_diff_max: float | None = None
+    grad_norm: float | None = None
+    skipped: float | None = None
+    seconds: float | None = Field(None, description="The optimizer's own")
+    queue_seconds: float = Field(alias="seconds/queue")
+    generation_seconds: float = Field(alias="seconds/generation")
+    environment_seconds: float = Field(alias="seconds/environment")
+    waiting_seconds: float = Field(alias="seconds/waiting")
+    train_seconds: float = Field(alias="seconds/train")
+    commit_seconds: float | None = Field(None, alias="seconds/commit", description="Absent after a crash between both")
+
+
+class Event(BaseModel):
+    """Something that happened to a job."""
+
+    time: float
+    kind: str
+    text: str
+
+
+class EpisodeRow(BaseModel):
+    """An episode that ended. ``messages``, ``trajectories`` and ``finish`` are there while its text is kept."""
+
+    episode: str
+    group: str
+    ordinal: int = Field(description="The group's number in the job")
+    group_state: str
+    consumed_by: int | None = Field(description="The version that was trained on it")
+    prompt: Any
+    state: str
+    version: int | None
+    reward: float | None
+    metrics: dict[str, float | None]
+    error: str
+    finished: float | None
+    messages: list[_Turn] | None = None  # type: ignore[valid-type]
+    trajectories: list[_Trajectory] | None = None  # type: ignore[valid-type]
+    finish: Literal["done", "max_turns", "context"] | None = None
+    seconds: dict[str, float] | None = Field(None, description="In the queue, in generation, in the environment")
+
+
+class HeldOutRow(BaseModel):
+    prompt: Any
+    reward: float | None
+    answer: str
+    metrics: dict[str, float | None]
+    error: str
+
+
+class Evaluation(BaseModel):
+    """A version's held-out figures. ``prompts`` counts the episodes that ended well."""
+
+    version: int
+    prompts: int
+    mean: float
+    stderr: float | None
+    split: str
+    seed: int
+    held_out: list[HeldOutRow]
+
+
+class Version(BaseModel):
+    """``kept``: whether its bytes are still there; ``lost``: why it was stepped back from, empty otherwise."""
+
+    version: int
+    parent: int | None
+    hash: str
+    step: int
+    created: float
+    metrics: dict[str, Any]
+    kept: bool
+    lost: str
+    evaluation: float | None
+
+
+class BaseModelRow(BaseModel):
+    name: str
+    state: Literal["loaded", "prepared", "known", "refused"]
+    reason: str = Field(description="Why it is refused")
+    note: str
+    workers: int
+
+
+class WorkerRow(BaseModel):
+    """``seconds`` in this state; ``unsent_most``: the most tokens that one of its flushes brought."""
+
+    name: str
+    state: Literal["serving", "suspect", "draining", "gone"]
+    model: str
+    roles: list[str]
+    kind: Literal["reserved", "preemptible"]
+    device: str
+    host: str
+    pid: int
+    requests: int
+    seconds: float
+    unsent_most: int
+    beat: _Beat | None  # type: ignore[valid-type]
 
 
 class Asked(BaseModel):
@@ -95,11 +226,22 @@ class KeyAnswer(BaseModel):
     label: str
 
 
+class PromptRow(BaseModel):
+    messages: list[dict[str, str]]
+    text: str = Field(description="As the chat template renders it")
+    tokens: int
+
+
 class DryRun(BaseModel):
     """What a job would be: every default filled in, and three of its prompts as the policy would read them."""
 
-    model_config = ConfigDict(extra="allow")
+    spec: dict[str, Any]
+    prompts: list[PromptRow]
 
 
 class Health(BaseModel):
-    model_config = ConfigDict(extra="allow")
+    """The figures of ``/metrics``: jobs by state, totals since the service started, and how things are now."""
+
+    jobs: dict[str, int]
+    totals: dict[str, int | float]
+    gauges: dict[str, int | float]
