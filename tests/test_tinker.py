@@ -11,7 +11,7 @@ import tinker
 from tinker import types
 
 from rookery.service.embedded import Embedded
-from tinkered import PATIENCE, client, datum, folder_model, logprobs, running, trainer
+from tinkered import MODEL, PATIENCE, client, datum, logprobs, place_model, running, trainer
 
 TOKENS = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
 
@@ -19,13 +19,8 @@ TOKENS = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tinker")
-    folder_model(folder)
+    place_model(folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def model(root: Path) -> str:
-    return str(root / "small")
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +35,10 @@ def visitor(service: Embedded) -> Iterator[tinker.ServiceClient]:
         yield visitor
 
 
-def test_quick_start(visitor: tinker.ServiceClient, model: str) -> None:
-    training = trainer(visitor, model)
+def test_quick_start(visitor: tinker.ServiceClient) -> None:
+    training = trainer(visitor)
     info = training.get_info()
-    assert (info.is_lora, info.lora_rank, info.model_data.model_name) == (True, 4, model)
+    assert (info.is_lora, info.lora_rank, info.model_data.model_name) == (True, 4, MODEL)
     tokenizer = training.get_tokenizer()
     assert tokenizer.decode(tokenizer.encode("Hello")) == "Hello"
     data = [datum(TOKENS, [1.0] * 11)]
@@ -67,8 +62,8 @@ def test_quick_start(visitor: tinker.ServiceClient, model: str) -> None:
     assert len({tuple(s.tokens) for s in answer.sequences}) > 1
 
 
-def test_training_and_sampling_agree_on_logprobs(visitor: tinker.ServiceClient, model: str) -> None:
-    training = trainer(visitor, model)
+def test_training_and_sampling_agree_on_logprobs(visitor: tinker.ServiceClient) -> None:
+    training = trainer(visitor)
     sampler = training.save_weights_and_get_sampling_client().result(PATIENCE)
     answer = sampler.sample(
         types.ModelInput.from_ints(TOKENS), 4, types.SamplingParams(max_tokens=16, seed=3, stop=[])

@@ -17,7 +17,7 @@ import transformers
 from tinker import types
 
 from rookery.service.embedded import Embedded
-from tinkered import PATIENCE, client, datum, folder_model, logprobs, running, trainer
+from tinkered import PATIENCE, client, datum, logprobs, place_model, running, trainer
 
 GRADIENT_TOLERANCE = 0.02
 """Relative, of a gradient's norm: the base model's activations are bfloat16 (8 bits of mantissa)."""
@@ -28,7 +28,7 @@ Loss = Callable[..., torch.Tensor]
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("losses")
-    folder_model(folder)
+    place_model(folder)
     return folder
 
 
@@ -41,7 +41,7 @@ def service(root: Path) -> Iterator[Embedded]:
 @pytest.fixture(scope="module")
 def training(service: Embedded, root: Path) -> Iterator[tinker.TrainingClient]:
     with client(service) as visitor:
-        yield trainer(visitor, str(root / "small"))
+        yield trainer(visitor)
 
 
 STILL = types.AdamParams(learning_rate=0.0)

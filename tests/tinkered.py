@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import socketserver
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from tinker import types
 
 from rookery.service.embedded import Embedded
 from rookery.settings import Settings
+from rookery.text.catalogue import model_folder
 from rookery.worker.model.prepare import prepare
 from small_model import save_small_model
 
@@ -31,16 +36,19 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def folder_model(root: Path) -> str:
-    """The small model, prepared in ``root/cache``; its name is its folder."""
-    name = str(save_small_model(root / "small"))
-    prepare(name, root / "cache")
-    return name
+MODEL = "smollm2-360m-instruct"
+"""A name of the catalogue, which every tenant may use; in the tests' cache the small model has its place."""
+
+
+def place_model(root: Path) -> None:
+    """The small model, prepared in ``root/cache``; ``root/small`` is its source."""
+    prepared = prepare(str(save_small_model(root / "small")), root / "cache")
+    prepared.rename(model_folder(root / "cache", MODEL))
 
 
 @contextmanager
 def running(root: Path, data: str = "data", port: int = 0, **more: Any) -> Iterator[Embedded]:
-    """A service with one worker process of one thread on the model of :func:`folder_model`."""
+    """A service with one worker process of one thread on the model of :func:`place_model`."""
     given: dict[str, Any] = {
         "models": str(root / "small"),
         "workers": 1,
@@ -65,8 +73,8 @@ def new_key(service: Embedded, name: str) -> str:
         return str(http.post(f"/api/v1/tenants/{tenant}/keys", json={}).raise_for_status().json()["key"])
 
 
-def trainer(visitor: tinker.ServiceClient, model: str, **more: Any) -> tinker.TrainingClient:
-    return visitor.create_lora_training_client(model, rank=RANK, seed=1, **more).result(PATIENCE)
+def trainer(visitor: tinker.ServiceClient, **more: Any) -> tinker.TrainingClient:
+    return visitor.create_lora_training_client(MODEL, rank=RANK, seed=1, **more).result(PATIENCE)
 
 
 def datum(tokens: Sequence[int], weights: Sequence[float] | None = None, **inputs: Sequence[float]) -> types.Datum:
@@ -83,3 +91,59 @@ def datum(tokens: Sequence[int], weights: Sequence[float] | None = None, **input
 
 def logprobs(output: types.ForwardBackwardOutput) -> list[np.ndarray]:
     return [found["logprobs"].to_numpy() for found in output.loss_fn_outputs]
+
+
+class DroppingProxy:
+    """Forwards HTTP requests to a service; the first reply to each kind of call is lost after the call was carried out,
+    with the connection. ``seen`` counts calls by path."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._server: socketserver.ThreadingTCPServer | None = None
+        self.seen: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter()
+
+    def __enter__(self) -> DroppingProxy:
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length", 0)))
+                headers = {k: v for k, v in self.headers.items() if k.lower() not in ("host", "content-length")}
+                reply = httpx.request(
+                    self.command, proxy._target + self.path, content=body, headers=headers, timeout=60
+                )
+                kind = self.path.rsplit("/", 1)[-1]
+                proxy.seen[kind] += 1
+                if kind != "retrieve_future" and not proxy.dropped[kind]:
+                    proxy.dropped[kind] += 1
+                    self.connection.shutdown(socket.SHUT_RDWR)
+                    self.close_connection = True
+                    return
+                self.send_response(reply.status_code)
+                self.send_header("content-type", reply.headers.get("content-type", "application/json"))
+                self.send_header("content-length", str(len(reply.content)))
+                self.end_headers()
+                self.wfile.write(reply.content)
+
+            do_GET = do_PUT = do_DELETE = do_POST  # noqa: N815
+
+            def log_message(self, format: str, *arguments: Any) -> None:
+                return
+
+        socketserver.ThreadingTCPServer.daemon_threads = True
+        self._server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *ended: object) -> None:
+        assert self._server is not None
+        self._server.shutdown()
+        self._server.server_close()
+
+    @property
+    def url(self) -> str:
+        assert self._server is not None
+        return f"http://127.0.0.1:{self._server.server_address[1]}"

@@ -241,7 +241,10 @@ def _admit(database: Database, key: str, id: str, now: float) -> None:
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listening = socket.create_server((host, port), family=family, backlog=2048)
+        # Connections inherit it. Else a reply's body waits for the acknowledgement of its head: 40 ms for every reply.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listening
     except socket.gaierror as error:
         raise UserError(f"address {host} cannot be listened on ({error.strerror}); give another with --host") from None
     except OSError as error:
