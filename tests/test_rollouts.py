@@ -332,6 +332,22 @@ async def test_a_wait_for_a_worker_has_its_deadline(tmp_path: Path) -> None:
     await room.close()
 
 
+async def test_a_worker_that_beats_and_says_nothing_is_named(tmp_path: Path) -> None:
+    room = Room(tmp_path, silence_seconds=60, suspect_seconds=10**6, stuck_seconds=10**6)
+    worker = await room.worker()
+    worker.generating.clear()
+    reply = room.sample(1)
+    await settle()
+    await room.clock.advance(58)
+    assert not reply.done()
+    await room.clock.advance(10)
+    with pytest.raises(GenerationFailed, match="worker worker sent nothing of it for 60 s"):
+        await reply
+    worker.generating.set()
+    check(await room.sample(2), 2)
+    await room.close()
+
+
 async def test_a_worker_gets_new_tickets_for_what_it_was_given_only(tmp_path: Path) -> None:
     room = Room(tmp_path)
     worker = await room.worker()

@@ -200,6 +200,22 @@ async def test_who_never_manages_fails_the_step(room: Room, category: Any) -> No
         await trainee.step(ref, step(1), commit=True)
 
 
+async def test_a_worker_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    room = Room(tmp_path, silence_seconds=0.2)
+    worker = await room.worker()
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+    worker.training.clear()
+    with pytest.raises(TrainingFailed, match=r"the last: worker worker did not answer ForwardBackward within 0\.2 s"):
+        await trainee.step(ref, step(1), commit=True)
+    attempts = room.settings.retry_limit + 1
+    await eventually(lambda: sum(isinstance(message, wire.Cancel) for message in worker.other) == attempts)
+    worker.training.set()
+    assert (await trainee.step(ref, step(1), commit=True)).manifest is not None, "it answers again"
+    await worker.die()
+    room.ledger.close()
+
+
 async def test_what_no_worker_can_do_is_not_tried_again(room: Room) -> None:
     worker = await room.worker()
     trainee = room.trainee()

@@ -68,6 +68,9 @@ class Settings(BaseModel):
     """How long a ticket for bytes is good."""
     worker_wait_seconds: float = Field(600.0, gt=0)
     """A request or a training step that finds no worker for this long pauses its job, with that reason."""
+    silence_seconds: float = Field(1800.0, gt=0)
+    """A request without a new token and a training operation without an answer for this long, though their worker
+    beats, are given up with its name: far above what either takes in a worker's queue."""
 
     # --- a worker ---------------------------------------------------------------------------------------------------
     max_rows: int = Field(64, ge=1)

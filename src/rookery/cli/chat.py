@@ -27,8 +27,8 @@ def chat(
     data: Data = None,
     json: Json = False,
 ) -> None:
-    """Talk with what a job learned, or with a base model; replies are shown as they are sampled. An empty line or Ctrl-D
-    ends; piped input is one message."""
+    """Talk with what a job learned, or with a base model; replies are shown as they are sampled. An empty line or
+    Ctrl-D ends; piped input is one message."""
     if message is None and not sys.stdin.isatty():
         message = sys.stdin.read().strip()
     messages = [{"role": "system", "content": system}] if system else []

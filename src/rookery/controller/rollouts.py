@@ -81,6 +81,8 @@ class _Live:
     """From when on it counts how long no worker came for it."""
     queued: float = 0.0
     """When it came to wait for a place in a worker."""
+    heard: float = 0.0
+    """When its worker was given it, or last sent a token of it."""
 
 
 class Rollouts:
@@ -141,7 +143,8 @@ class Rollouts:
         self._parked.pop(job, None)
 
     async def watch(self) -> None:
-        """Fail what has waited too long for a worker, for ever: every wait has its deadline."""
+        """Fail what has waited too long for a worker, or for a word of its own, for ever: every wait has its
+        deadline."""
         while True:
             await self._clock.sleep(self._settings.heartbeat_seconds)
             now = self._clock.monotonic()
@@ -150,6 +153,12 @@ class Rollouts:
                     live.since = now
                 elif now - live.since > self._settings.worker_wait_seconds and not live.done.done():
                     live.done.set_exception(Unavailable(self._fleet.missing("rollout", live.request.model)))
+            for live in list(self._live.values()):
+                if live.worker is not None and now - live.heard > self._settings.silence_seconds:
+                    self._fleet.post(live.worker, wire.Abort(request=live.request.id))
+                    seconds = self._settings.silence_seconds
+                    self._fail(live, f"worker {live.worker.name} sent nothing of it for {seconds:g} s")
+            self._dispatch()
 
     # --- dispatch -----------------------------------------------------------------------------------------------------
 
@@ -159,7 +168,8 @@ class Rollouts:
             worker = self._choose(live, ahead)
             assert worker is not None
             live.worker, live.ahead = worker, ahead
-            live.reply.queued += self._clock.monotonic() - live.queued
+            live.heard = self._clock.monotonic()
+            live.reply.queued += live.heard - live.queued
             self._pending.setdefault(worker, set()).add(live.request.id)
             worker.held.discard(live.request.id)
             if live.request.adapter is not None:
@@ -237,6 +247,7 @@ class Rollouts:
             self._fail(live, f"the engine sent tokens of {applied} from {chunk.offset}, wanted {expected}")
             return
         fresh = chunk.tokens[skip:]
+        live.heard = self._clock.monotonic()
         reply.tokens.extend(fresh)
         reply.logprobs.extend(chunk.logprobs[skip:])
         reply.versions.extend([chunk.version] * len(fresh))

@@ -132,10 +132,15 @@ class Training:
             if worker.state != "serving":
                 raise _TryElsewhere(f"worker {worker.name} is {worker.state}")
             self._fleet.post(worker, message)
-            done = await future
+            async with asyncio.timeout(self._settings.silence_seconds):
+                done = await future
         except asyncio.CancelledError:
             self._fleet.post(worker, wire.Cancel(op=message.op))
             raise
+        except TimeoutError:
+            self._fleet.post(worker, wire.Cancel(op=message.op))
+            what, seconds = type(message).__name__, self._settings.silence_seconds
+            raise _TryElsewhere(f"worker {worker.name} did not answer {what} within {seconds:g} s") from None
         finally:
             del self._waiting[message.op]
         if done.category in ("stale", "lost"):
@@ -154,7 +159,8 @@ class Training:
                 reason = str(problem)
                 self.retries += 1
                 self.release(policy)
-                log.warning("training of %s goes on elsewhere: %s", policy, reason)
+                extra = {"policy": policy, "worker": worker.name}
+                log.warning("training of %s goes on elsewhere: %s", policy, reason, extra=extra)
         raise TrainingFailed(f"training failed {self._settings.retry_limit + 1} times, the last: {reason}")
 
     async def uploading(self, worker: Worker, make: Callable[[str], wire.OptimStep | wire.InitAdapter]) -> wire.Done:
