@@ -36,12 +36,12 @@ def sparkline(values: Sequence[float | None], width: int = SPARK_WIDTH) -> str:
     if not known:
         return ""
     low, high = min(known), max(known)
-    span = high - low
+    span = high / 2 - low / 2  # halves: the whole may be beyond the largest float
 
     def bar(value: float | None) -> str:
         if value is None or not math.isfinite(value):
             return " "
-        return BARS[round((value - low) / span * (len(BARS) - 1))] if span > 0 else BARS[0]
+        return BARS[round((value / 2 - low / 2) / span * (len(BARS) - 1))] if span > 0 else BARS[0]
 
     return "".join(bar(value) for value in shown)
 
