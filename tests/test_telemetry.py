@@ -7,12 +7,13 @@ import io
 import json
 import logging
 import math
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -85,9 +86,11 @@ def test_a_sink_without_its_package_is_refused_with_the_command_that_mends_it() 
 
 def test_a_sink_that_breaks_is_left_out_and_said_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     written: list[tuple[int, dict[str, float]]] = []
+    quick = threading.Event()
 
     class Keeps:
         def write(self, step: int, values: Mapping[str, float]) -> None:
+            quick.wait(10)
             written.append((step, dict(values)))
 
         def close(self) -> None:
@@ -100,6 +103,8 @@ def test_a_sink_that_breaks_is_left_out_and_said_so(tmp_path: Path, caplog: pyte
     many = sinks.Sinks(Settings(), tmp_path, "job-1", "sums", [Breaks(), Keeps()])
     for step in (1, 2):
         many.write({"step": step, "reward": 0.5, "note": "text", "loss": None, "parts": {"format": 1, "nan": math.nan}})
+    assert not written, "a slow sink keeps nobody waiting"
+    quick.set()
     many.close()
     assert written == [(step, {"reward": 0.5, "parts/format": 1.0}) for step in (1, 2)]
     assert "Breaks broke" in caplog.text and caplog.text.count("Breaks broke") == 1 and "closed" in caplog.text
@@ -161,6 +166,7 @@ def test_the_table_shows_what_the_issue_asks_for_and_can_be_a_picture() -> None:
 
 
 @given(st.lists(st.one_of(st.none(), st.floats()), max_size=40), st.integers(1, 20))
+@example([1.5e308, -1.5e308], 2)
 def test_a_sparkline_never_fails_and_never_grows(values: list[float | None], width: int) -> None:
     assert len(sparkline(values, width)) <= width
 

@@ -222,7 +222,7 @@ class Job:
         assert self.policy.head is not None
         version = self.policy.head.version
         for taken in self._taken:
-            self.progress.show({**taken.metrics, "version": version})
+            await self.progress.show({**taken.metrics, "version": version})
         self._taken.clear()
         self._changed.beat()
         log.info(

@@ -83,9 +83,9 @@ class Progress:
                     self._metrics.append(rows[-1])
         return rows
 
-    def show(self, row: dict[str, Any]) -> None:
+    async def show(self, row: dict[str, Any]) -> None:
         """A committed step's metrics become visible."""
-        self._metrics.append(row)
+        await self._world.ledger(self._metrics.append, row)
         self.rewards.append(row["reward"])
         self.staleness = row["staleness_mean"]
         self._world.measured(self._row.id, row)

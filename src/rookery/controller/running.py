@@ -101,8 +101,8 @@ class Running:
 
     async def close(self) -> None:
         """The task ends: what the job counted is stored."""
-        if self._sinks is not None:
-            self._sinks.close()
+        if self._sinks is not None and self._sinks.used:
+            await asyncio.to_thread(self._sinks.close)
         try:
             if self.job is not None:
                 counters = dict(self.job.progress.counters)

@@ -1,7 +1,8 @@
 """Metrics for other tools: TensorBoard and Weights & Biases, by a setting, each an optional extra.
 
 A sink only shows; what counts is ``metrics.jsonl``. So a sink that breaks is logged and left out from then on, and the
-job goes on. A sink whose package is missing is refused before the service starts, with the command that installs it.
+job goes on. Sinks write to disks and networks, so a job's have a thread of their own: nobody waits for them before they
+are closed. A sink whose package is missing is refused before the service starts, with the command that installs it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,14 +80,30 @@ class Sinks:
         """The sinks that ``settings`` ask for, writing below ``folder``, and ``further`` ones."""
         self._about = {"job": job}
         self._sinks: list[Sink] = list(further)
+        self._thread = ThreadPoolExecutor(1, "sinks")  # starts with the first thing to do
+        wanted: list[Callable[[], Sink]] = []
         if settings.tensorboard:
-            self._open(lambda: TensorBoard(folder / "tensorboard"))
+            wanted.append(lambda: TensorBoard(folder / "tensorboard"))
         if settings.wandb_project:
-            self._open(lambda: WeightsAndBiases(settings.wandb_project, folder, job, name))
+            wanted.append(lambda: WeightsAndBiases(settings.wandb_project, folder, job, name))
+        for make in wanted:
+            self._thread.submit(self._open, make)
+        self.used = bool(wanted or further)
+        """Whether there is anything to write to."""
 
     def write(self, row: Mapping[str, Any]) -> None:
-        values = dict(numbers(row))
-        step = int(values.pop("step", 0))
+        """Have a row written; returns at once."""
+        if self.used:
+            values = dict(numbers(row))
+            self._thread.submit(self._write, int(values.pop("step", 0)), values)
+
+    def close(self) -> None:
+        """Returns when everything is written and closed."""
+        if self.used:
+            self._thread.submit(self._close)
+        self._thread.shutdown()
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
         for sink in list(self._sinks):
             try:
                 sink.write(step, values)
@@ -93,7 +111,7 @@ class Sinks:
                 log.exception("%s broke; this job's metrics go on without it", type(sink).__name__, extra=self._about)
                 self._sinks.remove(sink)
 
-    def close(self) -> None:
+    def _close(self) -> None:
         for sink in self._sinks:
             try:
                 sink.close()
