@@ -127,7 +127,8 @@ class Fleet:
             pass
         except wire.BadFrame as error:
             self.bad_frames += 1
-            log.warning("worker %s sent a bad frame: %s", worker.name if worker else "?", error)
+            name = worker.name if worker else "?"
+            log.warning("worker %s sent a bad frame: %s", name, error, extra={"worker": name})
         finally:
             if worker is not None:
                 self._lose(worker, "its connection closed")
@@ -171,7 +172,7 @@ class Fleet:
                 flush_seconds=self._settings.flush_seconds,
             ),
         )
-        log.info("worker %s serves %s (%s)", name, hello.model, ", ".join(hello.roles))
+        log.info("worker %s serves %s (%s)", name, hello.model, ", ".join(hello.roles), extra={"worker": name})
         self.changed()
         return worker
 
@@ -225,7 +226,7 @@ class Fleet:
                 elif worker.state == "suspect" and now - worker.since > self._settings.grace_seconds:
                     worker.state = "gone"
                     worker.since = now
-                    log.info("worker %s is gone", worker.name)
+                    log.info("worker %s is gone", worker.name, extra={"worker": worker.name})
                 elif worker.state == "gone" and now - worker.since > self._settings.grace_seconds:
                     del self._workers[worker.name]
 
@@ -237,7 +238,7 @@ class Fleet:
         worker.since = self._clock.monotonic()
         if not drained:
             self.losses += 1
-            log.warning("worker %s is suspect: %s", worker.name, reason)
+            log.warning("worker %s is suspect: %s", worker.name, reason, extra={"worker": worker.name})
         self._tell_lost(worker, reason)
 
     def _tell_lost(self, worker: Worker, reason: str) -> None:

@@ -203,7 +203,8 @@ class Groups:
         except (EpisodeFailed, GenerationFailed) as error:
             self._failures.add(str(error))
             progress.counters["episodes_failed"] += 1
-            log.warning("episode %s failed: %s", row.id, error, extra={"tenant": row.tenant, "job": row.job})
+            extra = {"tenant": row.tenant, "job": row.job, "version": ref.version, "episode": row.id}
+            log.warning("episode %s failed: %s", row.id, error, extra=extra)
             await progress.store(world.database.finish_episode, row.id, "failed", world.clock.time(), error=str(error))
             episode.close()
             return None

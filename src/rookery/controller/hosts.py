@@ -112,7 +112,8 @@ class Hosts:
         except (LinkClosed, TimeoutError):
             pass
         except wire.BadFrame as error:
-            log.warning("environment host %s sent a bad frame: %s", host.hello.instance if host else "?", error)
+            name, owner = (host.hello.instance, host.owner) if host else ("?", "")
+            log.warning("environment host %s sent a bad frame: %s", name, error, extra={"tenant": owner})
         finally:
             if writer is not None:
                 writer.cancel()
@@ -122,7 +123,7 @@ class Hosts:
                 host.connected = False
                 host.left = self._clock.monotonic()
                 host.interrupt()
-                log.info("environment host %s left", host.hello.instance)
+                log.info("environment host %s left", host.hello.instance, extra={"tenant": host.owner})
                 async with self._change:
                     self._change.notify_all()
 
@@ -156,7 +157,8 @@ class Hosts:
             known.outbox = asyncio.Queue()
             known.interrupt()
         known.connected = True
-        log.info("environment host %s offers %s", hello.instance, [offer.name for offer in hello.environments])
+        offered = ", ".join(offer.name for offer in hello.environments)
+        log.info("environment host %s offers %s", hello.instance, offered, extra={"tenant": owner})
         async with self._change:
             self._change.notify_all()
         return known
