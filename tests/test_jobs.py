@@ -763,6 +763,12 @@ async def test_who_waits_for_whom_is_said(service: Service) -> None:
     worker.training.clear()
     host.answering.set()
     await eventually(lambda: says("trainer"))
+    beat = wire.Beat(
+        epoch=0, progress=1, active=0, waiting=0, training=6, adapters=0, generated=0, trained=0, decode_seconds=0,
+        train_seconds=0, memory_bytes=0,
+    )  # fmt: skip
+    await worker.say(beat)
+    await eventually(lambda: says("trainer (6 operations take turns)"))
     worker.training.set()
     await service.ends(job)
     assert service.controller.workers()[0]["state"] == "serving"

@@ -22,6 +22,9 @@ RATE_SECONDS = 30.0
 SHOWN_REWARDS = 64
 """Steps kept for the sparkline."""
 
+OWN_OPERATIONS = 2
+"""Of one step, with its trainer: forward-backward and the optimizer's."""
+
 EARLIER = "earlier_steps"
 """Where a version's metrics keep the rows of the steps before its last, so that a crash loses none of them."""
 
@@ -113,7 +116,7 @@ class Progress:
         if not fleet.serving("train", model) or not fleet.serving("rollout", model):
             return "worker: " + fleet.missing("rollout and training", model)
         if self.training:
-            return "trainer"
+            return "trainer" + self._shared()
         position = self._world.rollouts.position(self._row.tenant, self._row.id)
         if self.phases.engine:
             queue = f", {position} before it in the queue" if position else ""
@@ -121,6 +124,13 @@ class Progress:
         if self.phases.environment:
             return f"environment ({self.phases.environment} episodes)"
         return ""
+
+
+    def _shared(self) -> str:
+        """With how many operations the job shares a trainer, where others are under way: they take turns."""
+        trainers = self._world.fleet.serving("train", self._model)
+        operations = sum(worker.beat.training for worker in trainers if worker.beat is not None)
+        return f" ({operations} operations take turns)" if operations > OWN_OPERATIONS else ""
 
 
 def per_token(metrics: dict[str, float]) -> dict[str, float]:
