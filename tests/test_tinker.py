@@ -73,3 +73,33 @@ def test_training_and_sampling_agree_on_logprobs(visitor: tinker.ServiceClient) 
         [scored] = logprobs(training.forward([datum(whole)], "cross_entropy").result(PATIENCE))
         gap = np.abs(scored[len(TOKENS) - 1 :] - np.array(sequence.logprobs))
         assert gap.max() < 0.1  # bfloat16: sums of 64 products, twice
+
+
+def test_prompt_logprobs_are_those_of_training(visitor: tinker.ServiceClient) -> None:
+    training = trainer(visitor)
+    training.forward_backward([datum(TOKENS, [1.0] * 11)], "cross_entropy").result(PATIENCE)
+    training.optim_step(types.AdamParams(learning_rate=0.05)).result(PATIENCE)
+    sampler = training.save_weights_and_get_sampling_client().result(PATIENCE)
+    long = TOKENS * 30  # more than one slice of the engine's
+    for tokens in (TOKENS, long):
+        [scored] = logprobs(training.forward([datum(tokens)], "cross_entropy").result(PATIENCE))
+        prompt = types.ModelInput.from_ints(tokens)
+        found = sampler.compute_logprobs(prompt).result(PATIENCE)
+        assert found[0] is None and len(found) == len(tokens)
+        assert np.abs(np.array(found[1:], float) - scored).max() < 0.1
+        last = sampler.compute_logprobs(prompt, prompt_logprobs_last_n=3).result(PATIENCE)
+        assert last[:-3] == [None] * (len(tokens) - 3)
+        np.testing.assert_allclose(np.array(last[-3:], float), np.array(found[-3:], float), atol=0.05)
+    answer = sampler.sample(
+        types.ModelInput.from_ints(TOKENS), 2, types.SamplingParams(max_tokens=3), True, topk_prompt_logprobs=4
+    ).result(PATIENCE)
+    assert len(answer.sequences) == 2
+    assert answer.prompt_logprobs is not None and answer.topk_prompt_logprobs is not None
+    assert answer.topk_prompt_logprobs[0] is None
+    for token, logprob, row in zip(
+        TOKENS[1:], answer.prompt_logprobs[1:], answer.topk_prompt_logprobs[1:], strict=True
+    ):
+        assert row is not None and logprob is not None and len(row) == 4
+        assert [p for _, p in row] == sorted((p for _, p in row), reverse=True)
+        assert dict(row).get(token, logprob) == pytest.approx(logprob)
+        assert logprob <= row[0][1] + 1e-6

@@ -121,6 +121,14 @@ class Beat(Message, kw_only=True):
     memory_bytes: int
 
 
+class Score(Part, kw_only=True):
+    """A prompt token's natural log-probability at temperature 1, and the likeliest tokens in its place with theirs,
+    best first."""
+
+    logprob: float
+    top: list[tuple[int, float]] = msgspec.field(default_factory=list)
+
+
 class Chunk(Part, kw_only=True):
     """Freshly sampled tokens of one request. ``finish`` is empty until the last chunk.
 
@@ -135,6 +143,8 @@ class Chunk(Part, kw_only=True):
     policy: str = ""
     finish: Literal["", "stop", "length", "abort", "error"] = ""
     error: str = ""
+    scores: list[Score] = msgspec.field(default_factory=list)
+    """With the last chunk: of the prompt's last tokens, as many as were asked for."""
 
 
 class Output(Message, kw_only=True):
@@ -212,6 +222,10 @@ class Generate(Message, kw_only=True):
     stop: list[str] = msgspec.field(default_factory=list)
     """A stop string ends the text with the token that completes it; that token is kept."""
     episode: str = ""
+    scores: int = 0
+    """How many of the prompt's last tokens are scored too (its first token never is); ``shared`` must be 0 then."""
+    top: int = 0
+    """With each scored token, how many of the likeliest tokens in its place are told."""
     first: bool = False
     """Somebody waits for the answer: it is admitted before requests that are not ``first``, which give up rows for it
     and go on later, where they were. Decides nothing about the text."""

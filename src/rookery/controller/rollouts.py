@@ -54,6 +54,10 @@ class Request:
     episode: str = ""
     first: bool = False
     """Somebody waits for it."""
+    scores: int = 0
+    """How many of the prompt's last tokens are scored too …"""
+    top: int = 0
+    """… each with this many of the likeliest tokens in its place."""
 
 
 @dataclass
@@ -66,6 +70,8 @@ class Reply:
     finish: str = ""
     queued: float = 0.0
     """Seconds for which it waited for a place in a worker."""
+    scores: list[wire.Score] = field(default_factory=list)
+    """Of the prompt's last tokens, where asked for."""
 
 
 @dataclass(eq=False)
@@ -221,6 +227,8 @@ class Rollouts:
             stop=request.stop,
             episode=request.episode,
             first=live.ahead,
+            scores=request.scores,
+            top=request.top,
         )
 
     # --- what workers say ---------------------------------------------------------------------------------------------
@@ -255,7 +263,7 @@ class Rollouts:
         if chunk.finish == "abort":  # not by us: a request that we abort is not live any more
             self._again(live)
         elif chunk.finish:
-            reply.finish = chunk.finish
+            reply.finish, reply.scores = chunk.finish, chunk.scores
             live.done.set_result(reply)
             self._release(live)
         if fresh and live.grown is not None:

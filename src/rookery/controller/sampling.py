@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from math import nan
 from typing import Literal
 
 import msgspec
@@ -120,6 +121,10 @@ class Samplers:
         room = chat.context - len(call.prompt)
         if room < 1:
             raise UserError(f"the prompt has {len(call.prompt)} tokens, the model's context is {chat.context}")
+        length = len(call.prompt)
+        scored = 0
+        if call.prompt_logprobs or call.topk:
+            scored = length - 1 if call.last is None else call.last
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(
@@ -131,12 +136,14 @@ class Samplers:
                             model=row.base_model,
                             adapter=adapter,
                             prompt=call.prompt,
-                            shared=len(call.prompt),
+                            shared=0 if scored and number == 0 else len(call.prompt),
                             max_tokens=room if call.max_tokens is None else min(call.max_tokens, room),
                             temperature=call.temperature,
                             seed=_seed(future.id if call.seed is None else str(call.seed), number),
                             stop_tokens=chat.stop_tokens if call.stop_tokens is None else call.stop_tokens,
                             stop=call.stop,
+                            scores=scored if number == 0 else 0,
+                            top=call.topk,
                         )
                     )
                 )
@@ -144,7 +151,13 @@ class Samplers:
             ]
         replies = [task.result() for task in tasks]
         texts = [calls.Text(tokens=r.tokens, logprobs=r.logprobs, finish=r.finish) for r in replies]
-        return calls.Answered(texts=texts)
+        scores = replies[0].scores
+        unscored = length - len(scores)
+        return calls.Answered(
+            texts=texts,
+            prompt_logprobs=[*[nan] * unscored, *(s.logprob for s in scores)] if call.prompt_logprobs else None,
+            topk=[*[[]] * unscored, *(s.top for s in scores)] if call.topk else None,
+        )
 
     async def _adapter(self, row: SamplerRow) -> wire.AdapterRef | None:
         """The weights to sample with now. Raises :class:`Gone` where they were let go."""

@@ -52,6 +52,7 @@ class Held:
     policy: str = ""
     finish: Literal["", "stop", "length", "abort", "error"] = ""
     error: str = ""
+    scores: list[wire.Score] = field(default_factory=list)
     begin: asyncio.Task[None] | None = None
 
     @property
@@ -163,7 +164,7 @@ class Requests:
             held.tokens += chunk.tokens
             held.logprobs += chunk.logprobs
             held.version, held.policy = chunk.version, chunk.policy
-            held.finish, held.error = chunk.finish, chunk.error
+            held.finish, held.error, held.scores = chunk.finish, chunk.error, chunk.scores
             urgent |= bool(chunk.finish)
         if chunks:
             self._output(urgent)
@@ -187,6 +188,7 @@ class Requests:
                     policy=held.policy,
                     finish=held.finish,
                     error=held.error,
+                    scores=held.scores,
                 )
             )
             held.sent = held.length

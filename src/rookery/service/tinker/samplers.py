@@ -75,8 +75,6 @@ def _call(asked: shapes.Sample, sampler: str) -> calls.Sample:
     scored = asked.prompt_logprobs or False
     if asked.prompt_logprobs_last_n is not None and not 1 <= asked.prompt_logprobs_last_n < len(prompt):
         raise UserError(f"prompt_logprobs_last_n: the prompt has {len(prompt)} tokens")
-    if scored or asked.topk_prompt_logprobs:
-        raise UserError("prompt_logprobs are not supported yet")
     stop, tokens = _stops(params.stop)
     return calls.Sample(
         sampler=sampler,

@@ -173,7 +173,7 @@ class Sample(Asked):
     sampling_session_id: str | None = None
     seq_id: int | None = Field(None, ge=0)
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = Field(0, ge=0, le=1000)
+    topk_prompt_logprobs: int = Field(0, ge=0, le=100)
     topk_sample_logprobs: int = 0
     prompt_logprobs_last_n: int | None = Field(None, ge=1)
     base_model: str | None = None

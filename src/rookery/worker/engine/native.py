@@ -40,6 +40,9 @@ PREFILL_TOKENS = 512
 """Prompt tokens of one slice, padding included: from about 512 rows on, matrix products reach full speed on CPU, and
 the slice takes about as long as a few decode steps."""
 
+SCORED_ROWS = 128
+"""Prompt tokens scored at once: their logits are 50 MB in float32 at 100,000 words."""
+
 FINISHED_KEPT = 1024
 """Finished requests whose tokens stay for ``attach``, in case the last frame was lost with its connection."""
 
@@ -157,6 +160,8 @@ class NativeEngine:
             raise ValueError(f"the prompt has {length} tokens; this model's context is {self.max_context}")
         if not 0 <= order.shared <= len(order.prompt):
             raise ValueError(f"shared is {order.shared}, the prompt has {len(order.prompt)} tokens")
+        if order.scores and order.shared:
+            raise ValueError("a shared prompt is not scored: give it as the request's own")
         if not all(0 <= token < vocabulary for token in (*order.prompt, *order.given)):
             raise ValueError(f"a token id is outside the vocabulary of {vocabulary}")
         if order.max_tokens < 1:
@@ -222,6 +227,8 @@ class NativeEngine:
         self.stats["prefill_slices"] += 1
         done: list[tuple[int, Request | Segment]] = []
         for i, (target, stream) in enumerate(work):
+            if isinstance(target, Request) and target.order.scores:
+                self._score(target, stream, hidden, int(batch.last[i]) - len(stream.tokens) + 1)
             target.filled += len(stream.tokens)
             self.stats["prefill_tokens"] += len(stream.tokens)
             if target.filled == (len(target.tokens) if isinstance(target, Segment) else target.tail_length):
@@ -237,6 +244,18 @@ class NativeEngine:
             if rows:
                 self._take([row for row, _ in rows], torch.stack([line for _, line in rows]))
         return True
+
+    def _score(self, request: Request, stream: Stream, hidden: Tensor, start: int) -> None:
+        """Scores the prompt tokens that ``stream`` predicts; its first row of ``hidden`` is ``start``."""
+        wanted = [at for at in request.unscored if 0 <= at - 1 - stream.start < len(stream.tokens)]
+        for first in range(0, len(wanted), SCORED_ROWS):
+            part = wanted[first : first + SCORED_ROWS]
+            rows = torch.tensor([start + at - 1 - stream.start for at in part], device=hidden.device)
+            logp = self._project(hidden, rows).float().log_softmax(-1)
+            values, tokens = logp.topk(min(request.order.top, logp.shape[1]))
+            for at, line, likely, ids in zip(part, logp, values.tolist(), tokens.tolist(), strict=False):
+                logprob = float(line[request.order.prompt[at]])
+                request.scores[at] = wire.Score(logprob=logprob, top=list(zip(ids, likely, strict=True)))
 
     def _decode_step(self) -> bool:
         """One token for every row whose prompt is cached."""

@@ -57,6 +57,14 @@ class Request:
     segment: Segment | None = None
     place: Place | None = None
     filled: int = 0
+    scores: dict[int, wire.Score] = field(default_factory=dict)
+    """Of prompt tokens, by position."""
+
+    @property
+    def unscored(self) -> range:
+        """Positions in the prompt whose tokens are to be scored."""
+        length = len(self.order.prompt)
+        return range(max(1, length - self.order.scores), length)
 
     @property
     def shared(self) -> int:
@@ -97,6 +105,7 @@ class Request:
             policy=adapter.policy if adapter else "",
             finish=self.finish,
             error=self.error,
+            scores=[self.scores[at] for at in self.unscored if at in self.scores] if self.finish else [],
         )
 
 
