@@ -17,11 +17,12 @@ import logging
 
 from rookery import wire
 from rookery.controller import calls
+from rookery.controller.checkpoints import checkpoint
 from rookery.controller.futures import Future, Futures, Waiting
 from rookery.controller.places import Guest, Places
 from rookery.controller.training import Forward, Optimise, Trainee, TrainingFailed
 from rookery.controller.world import World
-from rookery.errors import NotFound, RookeryError, UserError
+from rookery.errors import RookeryError, UserError
 from rookery.scheduling.sequence import Sequence
 from rookery.storage.rows import CheckpointRow, ModelRow, PolicyRow, SamplerRow, VersionRow
 
@@ -301,7 +302,7 @@ class ClientModel:
 
     async def _load_state(self, future: Future, call: calls.LoadState) -> None:
         world = self._world
-        source = await world.ledger(_checkpoint, world, self.row.tenant, call.path)
+        source = await checkpoint(world, self.row.tenant, call.path)
         model, policy = await world.ledger(world.database.get_model, self.row.tenant, source.model)
         mine = (self.row.base_model, self.policy.rank, list(self.policy.targets))
         if (model.base_model, policy.rank, list(policy.targets)) != mine:
@@ -378,20 +379,3 @@ def _adds(call: calls.AnyCall) -> bool:
     if isinstance(call, calls.Compute):
         return not call.forward_only
     return isinstance(call, calls.Refused) and call.gradient
-
-
-def parse(path: str) -> tuple[str, str, str]:
-    """``tinker://<model>/<kind>/<name>``. Raises :class:`UserError`."""
-    head, _, rest = path.partition("://")
-    parts = rest.split("/")
-    if head != "tinker" or len(parts) != 3 or not all(parts):
-        raise UserError(f"{path!r} is no checkpoint; one is tinker://<run>/<weights|sampler_weights>/<name>")
-    return parts[0], parts[1], parts[2]
-
-
-def _checkpoint(world: World, tenant: str, path: str) -> CheckpointRow:
-    """Runs in the ledger. Raises :class:`NotFound` for one that has expired, too."""
-    row = world.database.get_checkpoint(tenant, *parse(path))
-    if row.expires is not None and row.expires < world.clock.time():
-        raise NotFound(f"{path} has expired")
-    return row

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from rookery import wire
+from rookery.controller.checkpoints import SCHEME, checkpoint_target
 from rookery.controller.hosts import SERVICE
 from rookery.controller.views import NUMBER
 from rookery.controller.world import World
@@ -162,8 +163,12 @@ class Intake:
         return shown
 
     async def target(self, tenant: str, target: str) -> Target:
-        """What answers to a base model's name, ``JOB`` (also written ``JOB:latest``) or ``JOB@VERSION``."""
+        """What answers to a base model's name, ``JOB`` (also written ``JOB:latest``), ``JOB@VERSION``, or a client's
+        checkpoint ``tinker://…``."""
         world = self._world
+        if target.startswith(SCHEME):
+            named, trained, weights = await checkpoint_target(world, tenant, target)
+            return Target(named.path, trained.base_model, weights)
         job, _, version = target.removesuffix(":latest").partition("@")
         try:
             row = await world.ledger(world.database.get_job, tenant, job)

@@ -17,12 +17,12 @@ import msgspec
 
 from rookery import wire
 from rookery.controller import calls
-from rookery.controller.client_model import parse
+from rookery.controller.checkpoints import checkpoint
 from rookery.controller.futures import Future, Futures, Gone, Waiting
 from rookery.controller.rollouts import Request
 from rookery.controller.world import World
-from rookery.errors import NotFound, RookeryError, UserError
-from rookery.storage.rows import CheckpointRow, SamplerRow
+from rookery.errors import RookeryError, UserError
+from rookery.storage.rows import SamplerRow
 
 log = logging.getLogger("rookery.controller.sampling")
 
@@ -43,14 +43,6 @@ class Samplers:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def checkpoint(self, tenant: str, path: str) -> CheckpointRow:
-        """What ``path`` names. Raises :class:`NotFound` for one that has expired, too."""
-        world = self._world
-        row = await world.ledger(world.database.get_checkpoint, tenant, *parse(path))
-        if row.expires is not None and row.expires < world.clock.time():
-            raise NotFound(f"{path} has expired")
-        return row
-
     async def create(
         self, tenant: str, session: str, id: str, *, base_model: str | None, asked_model: str | None, path: str | None
     ) -> SamplerRow:
@@ -63,7 +55,7 @@ class Samplers:
             kept=True, clones=0,
         )  # fmt: skip
         if path is not None:
-            found = await self.checkpoint(tenant, path)
+            found = await checkpoint(world, tenant, path)
             model, policy = await world.ledger(world.database.get_model, tenant, found.model)
             if base_model is not None and base_model != model.base_model:
                 raise UserError(f"{path} is of {model.asked_model}, not of {asked_model}")
@@ -182,7 +174,7 @@ class Samplers:
             return
         fresh = await world.ledger(world.database.get_sampler, row.tenant, row.id)
         if not fresh.kept:
-            if not row.path or (await self.checkpoint(row.tenant, row.path)).hash != row.hash:
+            if not row.path or (await checkpoint(world, row.tenant, row.path)).hash != row.hash:
                 raise Gone(f"the weights of sampler {row.id} were let go after it was idle; save them under a name")
             await world.ledger(world.database.keep_sampler, row.id)
         self._used[row.id] = now

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rookery.controller import calls
-from rookery.controller.client_model import ClientModel, parse
+from rookery.controller.checkpoints import checkpoint
+from rookery.controller.client_model import ClientModel
 from rookery.controller.futures import Futures, Gone, Waiting
 from rookery.controller.intake import Intake
 from rookery.controller.places import Places
@@ -193,7 +194,7 @@ class Sessions:
         """Makes a model that goes on from a checkpoint; answers the request's id."""
         world = self._world
         await self._open_session(tenant, session)
-        found = await self.samplers.checkpoint(tenant, call.path)
+        found = await checkpoint(world, tenant, call.path)
         source, policy = await world.ledger(world.database.get_model, tenant, found.model)
         if base_model is not None and await self._intake.model(tenant, base_model) != source.base_model:
             raise UserError(f"{call.path} is of {source.asked_model}, not of {base_model}")
@@ -339,6 +340,6 @@ class Sessions:
 
     async def weights(self, tenant: str, path: str) -> tuple[CheckpointRow, ModelRow, PolicyRow]:
         """What a path names, and the model it is of."""
-        found = await self.samplers.checkpoint(tenant, path)
-        model, policy = await self._world.ledger(self._world.database.get_model, tenant, parse(path)[0])
+        found = await checkpoint(self._world, tenant, path)
+        model, policy = await self.info(tenant, found.model)
         return found, model, policy

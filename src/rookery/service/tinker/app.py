@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 
 from rookery.errors import Conflict, RookeryError, UserError
+from rookery.service import openai_face
 from rookery.service.answers import answer, refusal
 from rookery.service.parts import Parts
 from rookery.service.tinker import models, records, samplers, visits
@@ -42,6 +43,7 @@ def build(parts: Parts) -> FastAPI:
     app.state.parts = parts
     for routes in (visits.routes, models.routes, samplers.routes, records.routes):
         app.include_router(routes, prefix="/api/v1")
+    app.include_router(openai_face.routes, prefix="/oai/api")
     app.add_api_route("/{path:path}", unknown, methods=["GET", "POST", "PUT", "DELETE", "PATCH"])
     app.add_exception_handler(RookeryError, known)
     app.add_exception_handler(HTTPException, http)

@@ -1,0 +1,34 @@
+"""Checkpoints that clients named: ``tinker://<run>/<kind>/<name>``."""
+
+from __future__ import annotations
+
+from rookery import wire
+from rookery.controller.world import World
+from rookery.errors import NotFound, UserError
+from rookery.storage.rows import CheckpointRow, ModelRow
+
+SCHEME = "tinker://"
+
+
+def parse(path: str) -> tuple[str, str, str]:
+    """The model, the kind and the name in a path. Raises :class:`UserError`."""
+    parts = path.removeprefix(SCHEME).split("/")
+    if not path.startswith(SCHEME) or len(parts) != 3 or not all(parts):
+        raise UserError(f"{path!r} is no checkpoint; one is {SCHEME}<run>/<weights|sampler_weights>/<name>")
+    return parts[0], parts[1], parts[2]
+
+
+async def checkpoint(world: World, tenant: str, path: str) -> CheckpointRow:
+    """What ``path`` names. Raises :class:`NotFound` for one that has expired, too."""
+    row = await world.ledger(world.database.get_checkpoint, tenant, *parse(path))
+    if row.expires is not None and row.expires < world.clock.time():
+        raise NotFound(f"{path} has expired")
+    return row
+
+
+async def checkpoint_target(world: World, tenant: str, path: str) -> tuple[CheckpointRow, ModelRow, wire.AdapterRef]:
+    """The checkpoint, the model it is of, and its weights as workers are told of them."""
+    row = await checkpoint(world, tenant, path)
+    model, policy = await world.ledger(world.database.get_model, tenant, row.model)
+    ref = wire.AdapterRef(policy=row.policy, version=row.version, hash=row.hash, rank=policy.rank, alpha=policy.alpha)
+    return row, model, ref

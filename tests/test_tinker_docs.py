@@ -1,0 +1,37 @@
+"""The page on the Tinker API: its loop runs, and what it trained answers a chat."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import openai
+import pytest
+
+from tinkered import MODEL, place_model, running
+
+PAGE = Path(__file__).parent.parent / "docs" / "tinker.md"
+
+
+def test_the_pages_loop_and_chat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place_model(tmp_path)
+    loop, chat = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    with running(tmp_path) as service:
+        monkeypatch.setenv("TINKER_BASE_URL", f"{service.url}/tinker")
+        monkeypatch.setenv("TINKER_API_KEY", service.key)
+        names = {"service_key": service.key}
+        loop = loop.replace("smollm2-135m-instruct", MODEL).replace("range(10)", "range(2)")
+        exec(loop, names)  # the page's own code is what is tested
+        exec(chat.replace("http://127.0.0.1:7077", service.url), names)
+        said = capsys.readouterr().out.splitlines()
+        assert len(said) >= 3
+        client = openai.OpenAI(base_url=f"{service.url}/tinker/oai/api/v1", api_key=service.key)
+        model = str(names["path"])
+        question: list = [{"role": "user", "content": "Hello"}]
+        answer = client.chat.completions.create(model=model, messages=question, max_tokens=4, seed=1)
+        direct = openai.OpenAI(base_url=f"{service.url}/v1", api_key=service.key)
+        again = direct.chat.completions.create(model=model, messages=question, max_tokens=4, seed=1)
+        assert answer.choices[0].message.content == again.choices[0].message.content
+        assert answer.model == model
