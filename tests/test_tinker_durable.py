@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -109,9 +112,21 @@ def test_a_restart_in_the_middle_of_futures_and_of_a_gradient(root: Path) -> Non
         assert answer.sample(types.ModelInput.from_ints(TOKENS), 1, types.SamplingParams(max_tokens=3)).result(PATIENCE)
 
 
-def open_requests(data: Path) -> int:
-    import sqlite3
+def test_a_worker_killed_in_the_middle_of_a_gradient_costs_nothing(root: Path) -> None:
+    with running(root, "killed") as service:
+        expected = steps(trainer(client(service)), 4)
+        training = trainer(client(service))
+        losses = steps(training, 2)
+        first = training.forward_backward([datum(TOKENS, [1.0] * 11)], "cross_entropy").result(PATIENCE)
+        headers = {"Authorization": f"Bearer {service.key}"}
+        [worker] = httpx.get(f"{service.url}/api/v1/workers", headers=headers).json()
+        os.kill(worker["pid"], signal.SIGKILL)
+        assert training.optim_step(ADAM).result(PATIENCE).metrics is not None
+        losses += [first.metrics["loss:sum"], *steps(training, 1)]
+        assert losses == pytest.approx(expected, rel=1e-4)
 
+
+def open_requests(data: Path) -> int:
     with sqlite3.connect(f"file:{data / 'rookery.db'}?mode=ro", uri=True) as database:
         return int(database.execute("select count(*) from futures where outcome is null").fetchone()[0])
 

@@ -258,7 +258,7 @@ def test_every_route_asks_for_a_key(service: Embedded) -> None:
     tried = 0
     for route in walk(build(None).routes):  # type: ignore[arg-type]
         path = route.path if route.path.startswith("/api") else f"/api/v1{route.path}"
-        if path in open_to_all or route.path == "/{path:path}":
+        if path in open_to_all or route.path == "/{path:path}" or route.path.startswith("/v1"):  # test_tenancy.py's
             continue
         for method in route.methods:
             tried += 1
