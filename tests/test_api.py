@@ -305,7 +305,7 @@ def test_the_administrators_things_are_the_administrators(faces: Faces) -> None:
 
 
 def test_secrets_are_the_users_alone_and_hashed_at_rest(faces: Faces) -> None:
-    for name in ("admin.key", "worker.token"):
+    for name in ("admin.key", "worker.token", "rookery.db", "rookery.db-wal"):
         assert stat.S_IMODE((faces.root / "data" / name).stat().st_mode) == 0o600
     assert faces.service.key.startswith("tml-")
     database = (faces.root / "data" / "rookery.db").read_bytes()

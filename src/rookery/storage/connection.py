@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -74,13 +75,14 @@ class Store:
         """Makes the tables where there are none. Raises :class:`UserError` if the database cannot be opened or was
         written by another version of Rookery."""
         try:
+            self._make_private()
             with self._writing() as connection:
                 schema.metadata.create_all(connection)
                 found = connection.execute(select(schema.meta.c.value).where(schema.meta.c.name == "schema")).scalar()
                 if found is None:
                     found = str(schema.SCHEMA_VERSION)
                     connection.execute(insert(schema.meta).values(name="schema", value=found))
-        except (DBAPIError, Unavailable) as error:
+        except (DBAPIError, Unavailable, OSError) as error:
             reason = str(getattr(error, "orig", error)).strip().splitlines()[0]
             raise UserError(f"database {self._shown_url()} cannot be opened: {reason}") from None
         if found != str(schema.SCHEMA_VERSION):
@@ -105,6 +107,14 @@ class Store:
                 shared.connection = None
             if shared.failure is not None:
                 raise shared.failure
+
+    def _make_private(self) -> None:
+        """SQLite's file is for its owner alone, in whatever folder it lies: every tenant's text is in it. Its
+        companions get the same mode."""
+        url, path = self._engine.url, self._engine.url.database
+        if self._engine.dialect.name == "sqlite" and path and path != ":memory:" and not url.query:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            os.chmod(path, 0o600)
 
     def _shown_url(self) -> str:
         return self._engine.url.render_as_string(hide_password=True)
