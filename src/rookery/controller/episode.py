@@ -193,6 +193,7 @@ class Episode:
                     seed=derive(self.seed, turn),
                     stop_tokens=self.chat.stop_tokens,
                     stop=sampling.stop,
+                    continues=turn > 0,
                     episode=self.id,
                 )
             )

@@ -54,6 +54,8 @@ class Request:
     episode: str = ""
     first: bool = False
     """Somebody waits for it."""
+    continues: bool = False
+    """A later turn: it goes before its job's others, so that episodes which have begun end, and groups with them."""
     scores: int = 0
     """How many of the prompt's last tokens are scored too …"""
     top: int = 0
@@ -123,7 +125,7 @@ class Rollouts:
         now = self._clock.monotonic()
         live = _Live(request, reply, asyncio.get_running_loop().create_future(), grown, since=now, queued=now)
         self._live[request.id] = live
-        self._lane(request).put(request.tenant, request.job, live)
+        self._lane(request).put(request.tenant, request.job, live, first=request.continues)
         self._dispatch()
         try:
             return await live.done
