@@ -455,8 +455,8 @@ def test_a_corrupt_version_is_refused_and_the_one_before_it_used(tmp_path: Path,
             service = stack.enter_context(served(tmp_path))
             stack.enter_context(worker(service, tmp_path))
             client = stack.enter_context(Client(service.url, service.key))
-            client._host("gated", Gated(prompts=40))
             made = client.job(made.id)
+            client.host(made.show().spec.environment.hosted, Gated(prompts=40))
         else:
             head = corrupted(tmp_path, artifacts, made)
             with pytest.raises(RookeryError, match="does not have the hash"):
