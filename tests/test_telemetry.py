@@ -155,6 +155,15 @@ def view(**more: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
+def test_a_full_disk_loses_lines_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "service.jsonl"
+    handler = log.file_handler(path)
+    with log.logging_to([handler], "INFO"):
+        path.symlink_to("/dev/full")
+        logging.getLogger("rookery.test").info("lost")
+
+
 def test_the_table_shows_what_the_issue_asks_for_and_can_be_a_picture() -> None:
     console = Console(record=True, width=110, file=io.StringIO())
     console.print(job_table([view(), view(name="[red]", state="paused", reason="most episodes fail", reward=None)]))

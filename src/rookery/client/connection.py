@@ -114,7 +114,14 @@ class Connection:
 
 _KINDS = {
     kind.status: kind
-    for kind in (errors.Unauthorized, errors.Forbidden, errors.NotFound, errors.Conflict, errors.Unavailable)
+    for kind in (
+        errors.Unauthorized,
+        errors.Forbidden,
+        errors.NotFound,
+        errors.Conflict,
+        errors.Unavailable,
+        errors.StorageFull,
+    )
 }
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery.client.connection import Broken, Connection, Record
-from rookery.errors import RookeryError
+from rookery.errors import RookeryError, StorageFull
 
 log = logging.getLogger("rookery.client")
 
@@ -72,8 +72,8 @@ class Job:
 
     def follow(self, after: int = -1) -> Iterator[tuple[str, Record]]:
         """What the service says of the job: ``("metrics", row)``, ``("job", view)`` first and when its state changes,
-        ``("beat", {})`` every few seconds, and last ``("end", view)``. Goes on after a broken connection; raises
-        :class:`~rookery.errors.Unavailable` when the service stays away."""
+        ``("beat", {})`` every few seconds, and last ``("end", view)``. Goes on after a broken connection, and after a
+        full disk of the service's; raises what it was when that lasts."""
         last_word = time.monotonic()
         pause = threading.Event()
         while True:
@@ -87,7 +87,7 @@ class Job:
                     yield kind, data
                     if kind == "end":
                         return
-            except Broken as error:
+            except (Broken, StorageFull) as error:
                 if time.monotonic() - last_word > RETURN_SECONDS:
                     raise
                 log.debug("following %s: %s", self.name, error)

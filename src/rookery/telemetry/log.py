@@ -6,6 +6,7 @@ import; a process says once, with :func:`logging_to`, where its lines go, and ta
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import sys
@@ -60,6 +61,10 @@ class _File(RotatingFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the standard library's name
         if not isinstance(sys.exception(), OSError):
             super().handleError(record)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what was not written yet is such a line too
+            super().close()
 
 
 def file_handler(path: Path) -> logging.Handler:
