@@ -119,8 +119,8 @@ class Progress:
             return "trainer" + self._shared()
         position = self._world.rollouts.position(self._row.tenant, self._row.id)
         if self.phases.engine:
-            queue = f", {position} before it in the queue" if position else ""
-            return f"engine ({self.phases.engine} replies{queue})"
+            queue = f", {position} ahead in the queue" if position else ""
+            return f"engine ({self.phases.engine} {'reply' if self.phases.engine == 1 else 'replies'}{queue})"
         if self.phases.environment:
             return f"environment ({self.phases.environment} episodes)"
         return ""
