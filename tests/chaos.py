@@ -158,7 +158,7 @@ class Town:
 
     def join(self, name: str, *arguments: str) -> None:
         """``rookery worker --connect``; on return the service knows it."""
-        token = {TOKEN_VARIABLE: (self.data / "worker.token").read_text().strip(), "OMP_WAIT_POLICY": "PASSIVE"}
+        token = {TOKEN_VARIABLE: (self.data / "worker.token").read_text().strip()}
         command = ["worker", "--connect", self.url, "--model", self.model, "--name", name, *arguments]
         self.joined[name] = self._start(name, ["-m", "rookery.cli", *command], **token)
 

@@ -148,6 +148,14 @@ def test_workers_are_what_the_settings_say(tmp_path: Path, monkeypatch: pytest.M
         assert one.environment["ROOKERY_KV_BYTES"] == str(1 << 24)
         assert "--die-with-parent" in one.arguments
     assert all(int(one.environment["ROOKERY_THREADS"]) >= 1 for one in workers)
-    assert all(one.environment["OMP_WAIT_POLICY"] == os.environ.get("OMP_WAIT_POLICY", "PASSIVE") for one in workers)
     inherited = Settings.load(workers[0].environment)
     assert (inherited.cache, inherited.data, inherited.workers) == (settings.cache, settings.data, 2)
+
+
+def test_how_threads_wait_is_set_before_torch_is_there() -> None:
+    """The OpenMP runtime reads it when torch loads it; what the user set stays."""
+    code = "import os, sys, rookery.worker; print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    for given, told in ({}, "3000 False\n"), ({"GOMP_SPINCOUNT": "7"}, "7 False\n"):
+        done = subprocess.run([sys.executable, "-c", code], env=environment | given, capture_output=True, text=True)
+        assert done.stdout == told
