@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import socketserver
@@ -59,6 +60,10 @@ def running(root: Path, data: str = "data", port: int = 0, **more: Any) -> Itera
     settings = Settings.load({}, data=root / data, cache=root / "cache", port=port, flush_seconds=0.02, **given)
     with Embedded(settings) as service:
         yield service
+
+
+# A client of the SDK outlives the service of its test and says so, at last behind pytest's closing line.
+logging.getLogger("tinker").addHandler(logging.NullHandler())
 
 
 def client(service: Embedded, key: str | None = None, url: str | None = None) -> tinker.ServiceClient:
