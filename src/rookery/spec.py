@@ -223,7 +223,15 @@ class AlgorithmSpec(Part):
     """Episodes of one prompt."""
     groups_per_step: int = Field(8, ge=1, le=4096)
     max_staleness: int = Field(0, ge=0, le=64)
-    """Optimizer steps that may lie between the version a group began on and the one it trains; 0 is on-policy."""
+    """Optimizer steps that may lie between the version a group began on and the one it trains; 0 is on-policy: every
+    token of a step was sampled by the version that the step begins from."""
+    in_flight: Literal["finish", "switch", "recompute"] = "finish"
+    """What running episodes do when a new version is published: finish on the version they began on; switch to the new
+    one at their next token, keeping the attention cache; or switch and compute the cache anew. Every token carries its
+    own version in all three, and a group is as old as its oldest token."""
+    micro_batch: int = Field(0, ge=0)
+    """Training on a step's groups begins when so many of its episodes are complete, in any order, while others still run;
+    0 begins with the whole step. The step's gradient is the same sum."""
     loss: Annotated[LossSpec, BeforeValidator(_named)] = LossSpec()
     kl_weight: float = Field(0.0, ge=0)
     """Weight of the KL penalty to the base model, added to the loss per token."""

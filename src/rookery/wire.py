@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class BadFrame(ValueError):
@@ -73,6 +73,9 @@ class AdapterRef(Part, kw_only=True):
     alpha: float
     ticket: str = ""
     """Reads ``GET {base}/wire/artifacts/{hash}/{shard}``; ``Want`` asks for a new one when it has expired."""
+    peers: list[str] = msgspec.field(default_factory=list)
+    """Addresses of workers that hold it and were told to lend it for this ticket: asked before the service is, at
+    ``GET {peer}/artifacts/{hash}/{shard}``. The hash proves the bytes, whoever they come from."""
 
 
 # --- worker → controller --------------------------------------------------------------------------------------------
@@ -80,7 +83,9 @@ class AdapterRef(Part, kw_only=True):
 
 class Hello(Message, kw_only=True):
     """First frame of a worker. ``instance`` is drawn once per process; ``running`` are requests still held from
-    an earlier connection, so that a controller that knows them takes up their streams instead of resending."""
+    an earlier connection, so that a controller that knows them takes up their streams instead of resending.
+
+    A worker whose base model is still on its way says so with ``loading`` and sends :class:`Ready` when it is there."""
 
     protocol: int
     token: str
@@ -90,6 +95,11 @@ class Hello(Message, kw_only=True):
     model_hash: str
     roles: list[Literal["rollout", "train"]]
     kind: Literal["reserved", "preemptible"] = "reserved"
+    price: float = 0.0
+    """What an hour of it costs, in whatever unit its owner counts."""
+    address: str = ""
+    """Where other workers may pull adapters from it; empty offers nothing."""
+    loading: bool = False
     max_rows: int
     """Sequences that decode at the same time."""
     max_context: int
@@ -100,6 +110,30 @@ class Hello(Message, kw_only=True):
     host: str = ""
     adapters: list[str] = msgspec.field(default_factory=list)
     running: list[str] = msgspec.field(default_factory=list)
+
+
+class Ready(Message, kw_only=True):
+    """The base model is loaded: the worker can be given work."""
+
+    epoch: int
+    max_context: int
+    device: str
+    dtype: str
+
+
+class Holding(Message, kw_only=True):
+    """These adapters lie whole in the worker's cache, besides those that it told of before."""
+
+    epoch: int
+    hashes: list[str]
+
+
+class Missing(Message, kw_only=True):
+    """An adapter that work named could not be pulled, neither from a peer nor from the service."""
+
+    epoch: int
+    hash: str
+    error: str
 
 
 class Beat(Message, kw_only=True):
@@ -235,9 +269,34 @@ class Abort(Message, kw_only=True):
     request: str
 
 
+class Switch(Message, kw_only=True):
+    """A running request goes on with ``adapter``, a newer version of its policy, from the next token after the adapter
+    is there. Its attention cache stays as the older version computed it, or is computed anew with ``recompute``. Tokens
+    sampled before keep the version that sampled them: a :class:`Chunk` never mixes two."""
+
+    request: str
+    adapter: AdapterRef
+    recompute: bool = False
+
+
+class Hold(Message, kw_only=True):
+    """These versions are in use: have them in the cache, say :class:`Holding` for each as soon as it is there."""
+
+    refs: list[AdapterRef]
+
+
+class Lend(Message, kw_only=True):
+    """Hand the artifact to whoever brings ``ticket``, for ``seconds`` from now."""
+
+    hash: str
+    ticket: str
+    seconds: float
+
+
 class Granted(Message, kw_only=True):
     hash: str
     ticket: str
+    peers: list[str] = msgspec.field(default_factory=list)
 
 
 class Loss(Part, kw_only=True):
@@ -295,6 +354,9 @@ class OptimStep(Message, kw_only=True):
     parent: AdapterRef
     steps: int
     adam: Adam | None
+    scale: float = 1.0
+    """Multiplies the accumulated gradient before it is clipped: a normalisation that was not known when its parts were
+    computed."""
     commit: str = ""
     """An upload ticket, or empty for no commit after this step."""
     tenant: str = ""
@@ -480,12 +542,15 @@ class CloseEpisode(Message, kw_only=True):
     episode: str
 
 
-FromWorker = Hello | Beat | Output | Want | Done | Bye
+FromWorker = Hello | Ready | Holding | Missing | Beat | Output | Want | Done | Bye
 ToWorker = (
     Welcome
     | Refused
     | Generate
     | Abort
+    | Switch
+    | Hold
+    | Lend
     | Granted
     | ForwardBackward
     | OptimStep
