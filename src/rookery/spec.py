@@ -230,8 +230,8 @@ class AlgorithmSpec(Part):
     one at their next token, keeping the attention cache; or switch and compute the cache anew. Every token carries its
     own version in all three, and a group is as old as its oldest token."""
     micro_batch: int = Field(0, ge=0)
-    """Training on a step's groups begins when so many of its episodes are complete, in any order, while others still run;
-    0 begins with the whole step. The step's gradient is the same sum."""
+    """Training on a step's groups begins when so many of its episodes are complete, in any order, while others still
+    run; 0 begins with the whole step. The step's gradient is the same sum."""
     loss: Annotated[LossSpec, BeforeValidator(_named)] = LossSpec()
     kl_weight: float = Field(0.0, ge=0)
     """Weight of the KL penalty to the base model, added to the loss per token."""
