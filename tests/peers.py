@@ -30,6 +30,7 @@ from rookery.controller.ports import RandomIds, ThreadLedger
 from rookery.controller.tickets import Tickets
 from rookery.controller.views import JobView
 from rookery.settings import Settings
+from rookery.simulation.links import MemoryLink, link_pair
 from rookery.spec import TARGETS
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.database import Database
@@ -70,46 +71,7 @@ STOP = 2
 """The token <|im_end|>."""
 
 
-# --- links and time ---------------------------------------------------------------------------------------------------
-
-
-class MemoryLink:
-    """One end of a connection in memory."""
-
-    def __init__(self, inbox: asyncio.Queue[bytes | None], outbox: asyncio.Queue[bytes | None]) -> None:
-        self._inbox, self._outbox = inbox, outbox
-        self.closed = False
-        self.other: MemoryLink
-
-    async def send(self, frame: bytes) -> None:
-        if self.closed:
-            raise LinkClosed("closed")
-        self._outbox.put_nowait(frame)
-
-    async def receive(self) -> bytes:
-        frame = None if self.closed else await self._inbox.get()
-        if frame is None:
-            self.closed = True
-            raise LinkClosed("closed")
-        return frame
-
-    async def close(self, reason: str) -> None:
-        self.cut()
-
-    def cut(self) -> None:
-        """Both ends are over at once; what was sent and not read is read still."""
-        for end in (self, self.other):
-            end.closed, was = True, end.closed
-            if not was:
-                end._inbox.put_nowait(None)
-
-
-def link_pair() -> tuple[MemoryLink, MemoryLink]:
-    here: asyncio.Queue[bytes | None] = asyncio.Queue()
-    there: asyncio.Queue[bytes | None] = asyncio.Queue()
-    one, other = MemoryLink(here, there), MemoryLink(there, here)
-    one.other, other.other = other, one
-    return one, other
+# --- time -------------------------------------------------------------------------------------------------------------
 
 
 class ManualClock:

@@ -1,8 +1,6 @@
 """A service in virtual time: the shipped controller, its database and its artifacts, and peers whose every piece of
 work takes a stated time.
 
-* :class:`VirtualLoop` never waits. When nothing is ready, its clock jumps to the next timer; what runs in other
-  threads elsewhere runs inline here. So an hour passes in a second, the same in every run, however busy the machine is.
 * :class:`TimedWorker` computes one thing at a time, as a worker does: decode steps of at most its rows, and slices of
   training that go round the tenants; the two share its time by what each has had.
 * :class:`TimedHost` runs environments that answer after a time of their own, side by side.
@@ -12,22 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-import selectors
 import tempfile
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from peers import MemoryLink, ScriptedHost, ScriptedWorker, Service
+from peers import ScriptedHost, ScriptedWorker, Service
 from rookery import wire
 from rookery.controller.links import LinkClosed
-
-T = TypeVar("T")
+from rookery.simulation.clock import InlineLedger, VirtualClock, run
+from rookery.simulation.links import MemoryLink
 
 # What a two-core machine takes for the model of 135M parameters, in seconds.
 DECODE_STEP, DECODE_ROW = 0.012, 0.0008
@@ -38,64 +35,6 @@ optimizer step, or the making of an adapter."""
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """Nothing here has to outlive a crash: where the system has a folder in memory, no disk is waited for."""
-
-
-class _Hourglass(selectors.SelectSelector):
-    """Where the loop would sleep, its time jumps instead."""
-
-    now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = super().select(0)
-        if not ready and timeout is None:
-            raise RuntimeError("nothing is ready and no timer is set: everybody waits for somebody else")
-        if not ready:
-            self.now += timeout or 0.0
-        return ready
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._hourglass = _Hourglass()
-        super().__init__(self._hourglass)
-
-    def time(self) -> float:
-        return self._hourglass.now
-
-    def run_in_executor(self, executor: Any, call: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:  # type: ignore[override]
-        future = self.create_future()
-        try:
-            future.set_result(call(*arguments))
-        except Exception as error:  # the caller's, as from a thread
-            future.set_exception(error)
-        return future
-
-
-def run(main: Coroutine[Any, Any, T]) -> T:
-    """The result of ``main`` in virtual time from 0 on."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main)
-
-
-class VirtualClock:
-    def time(self) -> float:
-        return 1_000_000.0 + self.monotonic()
-
-    def monotonic(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
-
-class InlineLedger:
-    """Every call is carried out where it is made, and takes no time."""
-
-    async def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        return call(*arguments, **named)
-
-    def close(self) -> None:
-        """There is nothing to wait for."""
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------
