@@ -74,6 +74,8 @@ class Fleet:
         self._handlers: dict[type, Callable[[Worker, Any], None]] = {}
         self._on_change: list[Callable[[], None]] = []
         self._on_lost: list[Callable[[Worker, str], None]] = []
+        self._on_joined: list[Callable[[Worker], None]] = []
+        self._on_beat: list[Callable[[Worker, wire.Beat], None]] = []
 
     # --- who listens ------------------------------------------------------------------------------------------------
 
@@ -88,6 +90,14 @@ class Fleet:
     def on_lost(self, callback: Callable[[Worker, str], None]) -> None:
         """Called once per connection that ends or is given up, with the reason."""
         self._on_lost.append(callback)
+
+    def on_joined(self, callback: Callable[[Worker], None]) -> None:
+        """Called once per connection, when it has said hello."""
+        self._on_joined.append(callback)
+
+    def on_beat(self, callback: Callable[[Worker, wire.Beat], None]) -> None:
+        """Called with every beat that counts."""
+        self._on_beat.append(callback)
 
     def changed(self) -> None:
         for callback in self._on_change:
@@ -163,6 +173,8 @@ class Fleet:
         now = self._clock.monotonic()
         worker = Worker(hello, self._epoch, link, "serving", now, now, last_progress=now, held=set(hello.running))
         self._workers[name] = worker
+        for told in self._on_joined:
+            told(worker)
         self.post(
             worker,
             wire.Welcome(
@@ -196,6 +208,8 @@ class Fleet:
             if worker.beat is None or message.progress != worker.beat.progress or not busy:
                 worker.last_progress = now
             worker.beat = message
+            for told in self._on_beat:
+                told(worker, message)
         elif isinstance(message, wire.Bye):
             worker.state = "draining"
             worker.since = now

@@ -107,6 +107,7 @@ class Rollouts:
         """Tokens received."""
         self.migrated = 0
         """Requests that went on elsewhere."""
+        self._on_sampled: list[Callable[[Worker, Request, int], None]] = []
         self.late_chunks = 0
         """Chunks that came for requests no longer with their sender."""
         fleet.handle(wire.Output, self._output)
@@ -135,6 +136,10 @@ class Rollouts:
             raise
         finally:
             self._end(live)
+
+    def on_sampled(self, callback: Callable[[Worker, Request, int], None]) -> None:
+        """Called with the worker, the request and how many tokens of it came."""
+        self._on_sampled.append(callback)
 
     def waiting(self) -> int:
         return len(self._queue)
@@ -262,6 +267,9 @@ class Rollouts:
         reply.logprobs.extend(chunk.logprobs[skip:])
         reply.versions.extend([chunk.version] * len(fresh))
         self.sampled += len(fresh)
+        if fresh and live.worker is not None:
+            for told in self._on_sampled:
+                told(live.worker, live.request, len(fresh))
         if chunk.finish == "abort":  # not by us: a request that we abort is not live any more
             self._again(live)
         elif chunk.finish:

@@ -95,6 +95,7 @@ class Training:
         self._waiting: dict[str, tuple[Worker, asyncio.Future[wire.Done]]] = {}
         self._leases: dict[str, Worker] = {}
         self._change = asyncio.Event()
+        self._on_trained: list[Callable[[Worker, str, str, float, float], None]] = []
         self.unnamed: Counter[str] = Counter()
         """Artifacts that are durable and that a version is about to name. Equal content is one artifact, so retention
         must not delete one that another job just brought."""
@@ -102,6 +103,11 @@ class Training:
         fleet.handle(wire.Done, self._answered)
         fleet.on_change(self._change.set)
         fleet.on_lost(lambda worker, reason: self._lost(worker))
+
+    def on_trained(self, callback: Callable[[Worker, str, str, float, float], None]) -> None:
+        """Called with the worker, the tenant, the policy, and what the worker says of an operation that it carried
+        out: tokens that carried the loss, seconds of computing."""
+        self._on_trained.append(callback)
 
     async def worker_for(self, policy: str, model: str) -> Worker:
         """The worker that trains ``policy``: the one that does already, else the one with the fewest policies. Waits
@@ -147,6 +153,10 @@ class Training:
             raise _TryElsewhere(f"worker {worker.name}: {done.error}")
         if done.error:
             raise TrainingFailed(f"worker {worker.name}: {done.error}")
+        if not isinstance(message, wire.InitAdapter):
+            tokens, seconds = done.metrics.get("tokens", 0.0), done.metrics.get("seconds", 0.0)
+            for told in self._on_trained:
+                told(worker, message.tenant, message.policy, tokens, seconds)
         return done
 
     async def retrying(self, policy: str, model: str, attempt: Callable[[Worker], Awaitable[T]]) -> T:
