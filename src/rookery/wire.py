@@ -256,6 +256,9 @@ class Generate(Message, kw_only=True):
     stop: list[str] = msgspec.field(default_factory=list)
     """A stop string ends the text with the token that completes it; that token is kept."""
     episode: str = ""
+    keep: bool = False
+    """Whether the episode's cache may be extended although an older version of the policy computed it; without, what
+    another version computed is computed anew."""
     scores: int = 0
     """How many of the prompt's last tokens are scored too (its first token never is); ``shared`` must be 0 then."""
     top: int = 0
