@@ -110,7 +110,7 @@ def test_no_token_is_lost_or_sampled_twice(
         assert set(sampled.values()) == {1}
         assert len(sampled) == room.rollouts.sampled == sum(len(text_of(n, 12)[0]) for n in range(requests))
         assert not room.rollouts.waiting()
-        assert not any(room.rollouts.executing(worker) for worker in room.fleet.all())
+        assert not any(room.rollouts.outstanding(worker) for worker in room.fleet.all())
         await room.close()
 
     asyncio.run(run())

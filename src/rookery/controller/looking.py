@@ -210,7 +210,7 @@ class Looking:
             rows.append({
                 "name": worker.name, "state": worker.state, "model": worker.hello.model, "roles": worker.hello.roles,
                 "kind": worker.hello.kind, "device": worker.hello.device, "host": worker.hello.host,
-                "pid": worker.hello.pid, "requests": self._rollouts.executing(worker), "seconds": now - worker.since,
+                "pid": worker.hello.pid, "requests": self._rollouts.outstanding(worker), "seconds": now - worker.since,
                 "unsent_most": worker.unsent_most, "beat": msgspec.to_builtins(beat) if beat is not None else None,
             })  # fmt: skip
         return rows
@@ -234,7 +234,7 @@ class Looking:
             },
             "gauges": {
                 "requests_waiting": self._rollouts.waiting(),
-                "requests_running": sum(self._rollouts.executing(worker) for worker in self._fleet.all()),
+                "requests_running": sum(self._rollouts.outstanding(worker) for worker in self._fleet.all()),
                 "environment_hosts": self._hosts.count(),
                 "decoding_rows": sum(beat.active for beat in beats),
                 "training_operations": sum(beat.training for beat in beats),

@@ -14,8 +14,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import msgspec
 
@@ -60,6 +62,9 @@ class Request:
     """How many of the prompt's last tokens are scored too …"""
     top: int = 0
     """… each with this many of the likeliest tokens in its place."""
+    in_flight: Literal["finish", "switch", "recompute"] = "finish"
+    """What it does when a newer version of its policy is published. Where that is not ``finish`` its tokens may be of
+    any version up to its adapter's: also of those that ran before a restart of the service."""
 
 
 @dataclass
@@ -91,6 +96,10 @@ class _Live:
     """When it came to wait for a place in a worker."""
     heard: float = 0.0
     """When its worker was given it, or last sent a token of it."""
+    decoding: bool = False
+    """Whether a token of it came since its worker was given it."""
+    had: set[tuple[str, int]] = field(default_factory=set)
+    """Policy and version of every adapter that its worker was given for it."""
 
 
 class Rollouts:
@@ -102,17 +111,20 @@ class Rollouts:
         self._queue: Lanes[_Live] = Lanes()
         self._live: dict[str, _Live] = {}
         self._parked: dict[str, dict[str, Reply]] = {}
-        self._pending: dict[Worker, set[str]] = {}
+        self._pending: dict[Worker, dict[str, None]] = {}
         self.sampled = 0
         """Tokens received."""
-        self.migrated = 0
-        """Requests that went on elsewhere."""
+        self.moves: Counter[str] = Counter()
+        """Requests that went on elsewhere, by what moved them: ``lost``, ``given_back``, ``handed_off``."""
+        self.gate: Callable[[Worker], bool] = lambda worker: True
+        """Whether a worker may take rollouts now. Requests that somebody waits for pass all the same. Whoever sets it
+        calls :meth:`dispatch` each time that its answers change."""
         self._on_sampled: list[Callable[[Worker, Request, int], None]] = []
         self.late_chunks = 0
         """Chunks that came for requests no longer with their sender."""
         fleet.handle(wire.Output, self._output)
         fleet.handle(wire.Want, self._want)
-        fleet.on_change(self._dispatch)
+        fleet.on_change(self.dispatch)
         fleet.on_lost(lambda worker, reason: self._lost(worker))
 
     async def sample(self, request: Request, grown: Callable[[Reply], None] | None = None) -> Reply:
@@ -127,7 +139,7 @@ class Rollouts:
         live = _Live(request, reply, asyncio.get_running_loop().create_future(), grown, since=now, queued=now)
         self._live[request.id] = live
         self._lane(request).put(request.tenant, request.job, live, first=request.continues)
-        self._dispatch()
+        self.dispatch()
         try:
             return await live.done
         except asyncio.CancelledError:
@@ -148,8 +160,21 @@ class Rollouts:
         """How many rollouts stand before the first one of ``job`` that waits for a worker; None when none waits."""
         return self._queue.common.before(tenant, job)
 
-    def executing(self, worker: Worker) -> int:
+    @property
+    def migrated(self) -> int:
+        """Requests that went on elsewhere."""
+        return self.moves.total()
+
+    def outstanding(self, worker: Worker) -> int:
+        """Requests that it was given and has not ended."""
         return len(self._pending.get(worker, ()))
+
+    def executing(self, worker: Worker) -> int:
+        """Those of them that decode."""
+        return sum(self._live[name].decoding for name in self._pending.get(worker, ()))
+
+    def idle(self, worker: Worker) -> bool:
+        return not self._pending.get(worker)
 
     def forget(self, job: str) -> None:
         """The job has ended: what was parked for it will not be asked for."""
@@ -171,23 +196,55 @@ class Rollouts:
                     self._fleet.post(live.worker, wire.Abort(request=live.request.id))
                     seconds = self._settings.silence_seconds
                     self._fail(live, f"worker {live.worker.name} sent nothing of it for {seconds:g} s")
-            self._dispatch()
+            self.dispatch()
+
+    # --- what others decide ------------------------------------------------------------------------------------------
+
+    def switch(self, job: str, ref: wire.AdapterRef, *, recompute: bool) -> None:
+        """The job's requests for older versions of the policy go on with ``ref``: those that run from the next token
+        on, their attention cache kept or computed anew with ``recompute``; those that wait when they are begun. What
+        asked to finish on its version does."""
+        for live in self._live.values():
+            old = live.request.adapter
+            if live.request.job != job or live.request.in_flight == "finish" or live.done.done():
+                continue
+            if old is None or old.policy != ref.policy or old.version >= ref.version:
+                continue
+            live.request = replace(live.request, adapter=ref)
+            if live.worker is not None:
+                live.had.add((ref.policy, ref.version))
+                adapter = self._named(live.worker, ref)
+                self._fleet.post(
+                    live.worker, wire.Switch(request=live.request.id, adapter=adapter, recompute=recompute)
+                )
+
+    def hand_off(self, worker: Worker, limit: int | None = None) -> int:
+        """Take up to ``limit`` of its rollouts from ``worker``; they go on elsewhere first, with the tokens received.
+        Those that decode not yet are taken before others, then those with the fewest tokens: what costs least to begin
+        again. Answers how many. Set the gate before, or they come back; what somebody waits for stays."""
+        held = [self._live[name] for name in self._pending.get(worker, ())]
+        able = [live for live in held if not live.request.first and not live.done.done()]
+        able.sort(key=lambda live: (live.decoding, len(live.reply.tokens)))
+        taken = able if limit is None else able[: max(0, limit)]
+        for live in reversed(taken):
+            self._fleet.post(worker, wire.Abort(request=live.request.id))
+            self._again(live, "handed_off")
+        self.dispatch()
+        return len(taken)
 
     # --- dispatch -----------------------------------------------------------------------------------------------------
 
-    def _dispatch(self) -> None:
+    def dispatch(self) -> None:
         while taken := self._queue.take(lambda live: self._choose(live, True) is not None, self._has_room):
             live, ahead = taken
             worker = self._choose(live, ahead)
             assert worker is not None
-            live.worker, live.ahead = worker, ahead
+            live.worker, live.ahead, live.decoding = worker, ahead, False
             live.heard = self._clock.monotonic()
             live.reply.queued += live.heard - live.queued
-            self._pending.setdefault(worker, set()).add(live.request.id)
+            self._pending.setdefault(worker, {})[live.request.id] = None
             worker.held.discard(live.request.id)
-            if live.request.adapter is not None:
-                worker.named.add(live.request.adapter.hash)
-            self._fleet.post(worker, self._generate(live))
+            self._fleet.post(worker, self._generate(live, worker))
 
     def _lane(self, request: Request) -> RoundRobin[_Live]:
         return self._queue.express if request.first else self._queue.common
@@ -197,11 +254,15 @@ class Rollouts:
 
     def _choose(self, live: _Live, ahead: bool) -> Worker | None:
         """The worker for a request in the common room, or in that of those who go ahead."""
-        able = {worker.name: worker for worker in self._fleet.serving("rollout", live.request.model)}
+        able = {
+            worker.name: worker
+            for worker in self._fleet.serving("rollout", live.request.model)
+            if worker.takes(live.request.adapter) and (ahead or self.gate(worker))
+        }
         name = route(
             Candidate(
                 name,
-                pending=self._ahead(worker) if ahead else self.executing(worker),
+                pending=self._ahead(worker) if ahead else self.outstanding(worker),
                 room=self._room(worker, ahead),
                 holds=live.request.id in worker.held,
             )
@@ -216,11 +277,10 @@ class Rollouts:
     def _ahead(self, worker: Worker) -> int:
         return sum(self._live[name].ahead for name in self._pending.get(worker, ()))
 
-    def _generate(self, live: _Live) -> wire.Generate:
+    def _generate(self, live: _Live, worker: Worker) -> wire.Generate:
         request = live.request
-        adapter = request.adapter
-        if adapter is not None:
-            adapter = msgspec.structs.replace(adapter, ticket=self._tickets.grant(adapter.hash))
+        adapter = self._named(worker, request.adapter) if request.adapter is not None else None
+        live.had = {(adapter.policy, adapter.version) if adapter is not None else ("", 0)}
         return wire.Generate(
             request=request.id,
             adapter=adapter,
@@ -234,9 +294,14 @@ class Rollouts:
             stop=request.stop,
             episode=request.episode,
             first=live.ahead,
+            keep=request.in_flight == "switch",
             scores=request.scores,
             top=request.top,
         )
+
+    def _named(self, worker: Worker, ref: wire.AdapterRef) -> wire.AdapterRef:
+        worker.named.add(ref.hash)
+        return msgspec.structs.replace(ref, ticket=self._tickets.grant(ref.hash))
 
     # --- what workers say ---------------------------------------------------------------------------------------------
 
@@ -248,7 +313,7 @@ class Rollouts:
                 self.late_chunks += 1
                 continue
             self._take(live, chunk)
-        self._dispatch()
+        self.dispatch()
 
     def _take(self, live: _Live, chunk: wire.Chunk) -> None:
         reply, adapter = live.reply, live.request.adapter
@@ -256,11 +321,12 @@ class Rollouts:
             self._fail(live, chunk.error or "the engine gave no reason")
             return
         skip = len(reply.tokens) - chunk.offset
-        expected = (adapter.policy, adapter.version) if adapter is not None else ("", 0)
         applied = (chunk.policy, chunk.version)
-        if skip < 0 or len(chunk.tokens) != len(chunk.logprobs) or (chunk.tokens and applied != expected):
+        if skip < 0 or len(chunk.tokens) != len(chunk.logprobs) or (chunk.tokens and not _may(live, applied)):
+            expected = (adapter.policy, adapter.version) if adapter is not None else ("", 0)
             self._fail(live, f"the engine sent tokens of {applied} from {chunk.offset}, wanted {expected}")
             return
+        live.decoding |= bool(chunk.tokens)
         fresh = chunk.tokens[skip:]
         live.heard = self._clock.monotonic()
         reply.tokens.extend(fresh)
@@ -271,7 +337,7 @@ class Rollouts:
             for told in self._on_sampled:
                 told(live.worker, live.request, len(fresh))
         if chunk.finish == "abort":  # not by us: a request that we abort is not live any more
-            self._again(live)
+            self._again(live, "given_back")
         elif chunk.finish:
             reply.finish, reply.scores = chunk.finish, chunk.scores
             live.done.set_result(reply)
@@ -288,23 +354,24 @@ class Rollouts:
             self._fleet.post(worker, wire.Granted(hash=message.hash, ticket=self._tickets.grant(message.hash)))
 
     def _lost(self, worker: Worker) -> None:
-        for name in sorted(self._pending.pop(worker, set()), reverse=True):
-            self._again(self._live[name])
-        self._dispatch()
+        for name in reversed(self._pending.pop(worker, {})):
+            self._again(self._live[name], "lost")
+        self.dispatch()
 
-    def _again(self, live: _Live) -> None:
+    def _again(self, live: _Live, reason: str) -> None:
         """The worker will not go on with it: another one must."""
         self._release(live)
         if live.done.done():
             return
-        self.migrated += 1
+        self.moves[reason] += 1
         live.since = live.queued = self._clock.monotonic()
         self._lane(live.request).put(live.request.tenant, live.request.job, live, first=True)
 
     def _release(self, live: _Live) -> None:
         if live.worker is not None:
-            self._pending.get(live.worker, set()).discard(live.request.id)
+            self._pending.get(live.worker, {}).pop(live.request.id, None)
             live.worker = None
+            live.decoding = False
 
     def _end(self, live: _Live) -> None:
         """The caller has its answer, or gave up."""
@@ -314,4 +381,15 @@ class Rollouts:
         if live.worker is not None:
             self._fleet.post(live.worker, wire.Abort(request=request.id))
             self._release(live)
-        self._dispatch()
+        self.dispatch()
+
+
+def _may(live: _Live, applied: tuple[str, int]) -> bool:
+    """Whether tokens of this policy and version may be the request's. One that changes its version may bring tokens of
+    any older one: its worker may have begun it before this service did."""
+    adapter = live.request.adapter
+    if applied in live.had:
+        return True
+    if adapter is None or live.request.in_flight == "finish":
+        return False
+    return applied[0] == adapter.policy and applied[1] < adapter.version
