@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -25,8 +26,8 @@ from rookery.controller.hosts import Hosts
 from rookery.controller.intake import Intake
 from rookery.controller.links import Link
 from rookery.controller.looking import Looking
+from rookery.controller.parts import SHIPPED, Parts
 from rookery.controller.ports import Clock, Ids, Ledger
-from rookery.controller.rollouts import Rollouts
 from rookery.controller.running import Running
 from rookery.controller.sessions import Sessions
 from rookery.controller.tickets import Tickets
@@ -59,14 +60,17 @@ class Controller(Looking):
         authenticate: Callable[[str], Awaitable[str | None]],
         worker_token: str,
         jobs_folder: Path,
+        parts: Parts = SHIPPED,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         """``chat(model)`` answers a base model's template and tokenizer, preparing the model if need be;
         ``check_environment(id, options)`` raises :class:`UserError` for a built-in that cannot be made like that;
         ``provide(model)`` asks for a local worker with that model if none is meant to be there;
-        ``authenticate(token)`` answers a host's tenant, or :data:`~rookery.controller.hosts.SERVICE`, or None."""
+        ``authenticate(token)`` answers a host's tenant, or :data:`~rookery.controller.hosts.SERVICE`, or None;
+        ``random_bytes(n)`` is what tickets are made of, and nobody's to guess where anybody else can reach them."""
         self._ids = ids
         self._provide = provide
-        self.tickets = Tickets(artifacts, clock, settings.ticket_seconds)
+        self.tickets = Tickets(artifacts, clock, settings.ticket_seconds, random_bytes)
         fleet = Fleet(settings, clock, worker_token)
         world = World(
             settings=settings,
@@ -76,7 +80,7 @@ class Controller(Looking):
             database=database,
             artifacts=artifacts,
             fleet=fleet,
-            rollouts=Rollouts(fleet, self.tickets, settings, clock),
+            rollouts=parts.rollouts(fleet, self.tickets, settings, clock),
             training=Training(fleet, self.tickets, settings, clock, ids, ledger),
             hosts=Hosts(settings, clock, ids, authenticate),
             chat=chat,

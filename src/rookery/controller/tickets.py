@@ -7,20 +7,29 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import secrets
+from collections.abc import Callable
 
 from rookery.controller.ports import Clock
 from rookery.storage.artifacts import Artifacts, Staging
 
 
 class Tickets:
-    def __init__(self, artifacts: Artifacts, clock: Clock, seconds: float) -> None:
+    def __init__(
+        self,
+        artifacts: Artifacts,
+        clock: Clock,
+        seconds: float,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
         self.artifacts = artifacts
         self._clock = clock
         self._seconds = seconds
-        self._secret = secrets.token_bytes(32)
+        self._random_bytes = random_bytes
+        self._secret = random_bytes(32)
         self._offers: dict[str, bytes] = {}
         self._uploads: dict[str, Staging] = {}
 
@@ -39,8 +48,11 @@ class Tickets:
     def _sign(self, digest: str, until: str) -> str:
         return hmac.new(self._secret, f"{digest}.{until}".encode(), hashlib.sha256).hexdigest()
 
+    def _new(self) -> str:
+        return base64.urlsafe_b64encode(self._random_bytes(24)).decode()
+
     def offer(self, content: bytes) -> str:
-        ticket = secrets.token_urlsafe(24)
+        ticket = self._new()
         self._offers[ticket] = content
         return ticket
 
@@ -52,7 +64,7 @@ class Tickets:
 
     def upload(self) -> str:
         """A ticket under which a worker may write one artifact's shards."""
-        ticket = secrets.token_urlsafe(24)
+        ticket = self._new()
         self._uploads[ticket] = self.artifacts.begin()
         return ticket
 

@@ -1,0 +1,20 @@
+"""The parts that a controller is made of, where an experiment may give it others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rookery.controller.fleet import Fleet
+from rookery.controller.ports import Clock
+from rookery.controller.rollouts import Rollouts
+from rookery.controller.tickets import Tickets
+from rookery.settings import Settings
+
+
+@dataclass(frozen=True)
+class Parts:
+    rollouts: Callable[[Fleet, Tickets, Settings, Clock], Rollouts] = Rollouts
+
+
+SHIPPED = Parts()
