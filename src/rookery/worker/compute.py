@@ -97,18 +97,35 @@ class Core:
     def submit(self, generate: wire.Generate, folder: Path | None) -> bool:
         """Hand a request to the engine; False if its adapter is neither in memory nor in ``folder``. Raises what makes
         the request impossible."""
-        ref = generate.adapter
-        if ref is not None:
-            if ref.hash not in self.bank:
-                if folder is None:
-                    return False
-                self.bank.add(ref.hash, read_adapter(folder, self.decoder.config))
-            self._used.pop(ref.hash, None)
-            self._used[ref.hash] = None
+        if generate.adapter is not None and not self._have(generate.adapter, folder):
+            return False
         self.engine.submit(generate)
+        self._trim()
+        return True
+
+    def switch(self, request: str, ref: wire.AdapterRef, folder: Path | None, *, recompute: bool) -> bool:
+        """Have a request go on with ``ref``; False if that is neither in memory nor in ``folder``. One that is over is
+        left as it is."""
+        if not self._have(ref, folder):
+            return False
+        self.engine.switch(request, ref, recompute=recompute)
+        self._trim()
+        return True
+
+    def _have(self, ref: wire.AdapterRef, folder: Path | None) -> bool:
+        """Whether an adapter is in memory now, read from ``folder`` if need be."""
+        if ref.hash not in self.bank:
+            if folder is None:
+                return False
+            self.bank.add(ref.hash, read_adapter(folder, self.decoder.config))
+        self._used.pop(ref.hash, None)
+        self._used[ref.hash] = None
+        return True
+
+    def _trim(self) -> None:
+        """At most so many adapters stay in memory besides those that requests run with."""
         while len(self._used) > self._most_resident:
             self.forget(next(iter(self._used)))
-        return True
 
     def forget(self, *digests: str) -> None:
         """The adapters leave memory, each at once or when the last request that uses it ends."""

@@ -5,15 +5,31 @@
 * Requests marked ``first`` stand before the others in the queue and take their rows, the youngest's first.
 * A group's prompt is cached once for all its members, and kept after them while there is room; so is an episode's tail,
   for its next turn.
+* A cache is taken up by the adapter that computed it alone; by a newer version of its policy only for a request that
+  keeps its cache when it changes over (``Request.keeps``), and then with the shared prompt that it was computed upon.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from dataclasses import dataclass
 
 from rookery.worker.engine.cache import KvStore
 from rookery.worker.engine.request import Request, Segment
 from rookery.worker.model.bank import LoraBank
+
+
+@dataclass(frozen=True)
+class _Parked:
+    """What is known of an episode's tail that nobody runs with."""
+
+    policy: str
+    made: tuple[str, ...]
+    """The adapters that computed it."""
+    under: str
+    """The adapter that computed the shared prompt before it."""
+    shared: tuple[int, ...]
+    tokens: list[int]
 
 
 class Admission:
@@ -47,11 +63,14 @@ class Admission:
             elif not (request.order.first and any(not row.order.first for row in self.rows)):
                 return
             else:
-                self._send_back()
+                self._send_back(self._youngest())
 
-    def _send_back(self) -> None:
-        """The youngest row goes back to wait, at the head of its kind; one that is ``first`` only if all are."""
-        row = next((row for row in reversed(self.rows) if not row.order.first), self.rows[-1])
+    def _youngest(self) -> Request:
+        """The row that gives way; one that is ``first`` only if all are."""
+        return next((row for row in reversed(self.rows) if not row.order.first), self.rows[-1])
+
+    def _send_back(self, row: Request) -> None:
+        """A row goes back to wait, at the head of its kind."""
         self.rows.remove(row)
         self._vacate(row)
         self.waiting.insert(0 if row.order.first else self._firsts(), row)
@@ -69,7 +88,20 @@ class Admission:
                 if moved is not None:
                     row.place = moved
                 else:
-                    self._send_back()
+                    self._send_back(self._youngest())
+
+    def switched(self, request: Request, *, keep: bool) -> None:
+        """The request has been given another adapter. With ``keep`` its cache stays as far as it has one that its next
+        token can follow; else all of it is computed anew, where the request stands."""
+        request.keeps = keep
+        if request not in self.rows:
+            return
+        if keep and request.tail and request.ready:
+            request.made = (*request.made, request.key) if request.filled else (request.key,)
+            return
+        self._vacate(request, park=False)
+        if not self._seat(request):
+            self._send_back(request)
 
     def leave(self, request: Request) -> None:
         """A request is over."""
@@ -84,28 +116,38 @@ class Admission:
     def _seat(self, request: Request) -> bool:
         """Finds or makes the places of a request's segments; False (and nothing changed) when there is no room now."""
         tail = request.tail
-        revived = self._revive(request, tail)
-        if not revived:
+        if not self._revive(request, tail):
             request.place, request.filled = self._store.seat("tail", max(len(tail), 1)), 0
+            request.made = (request.key,)
         if request.place is None:
             return False
-        if request.shared and not self._join_segment(request):
+        if request.shared and request.segment is None and not self._join_segment(request, request.key):
             self._vacate(request)
             return False
         return True
 
-    def _vacate(self, request: Request) -> None:
-        """Gives the request's places back; an episode's tail is parked for its next turn."""
+    def _vacate(self, request: Request, *, park: bool = True) -> None:
+        """Gives the request's places back; an episode's tail is parked for its next turn, if that may use it."""
         place, request.place = request.place, None
-        if place is not None:
-            episode = request.order.episode
-            if episode and request.filled and (not request.key or request.key in self._bank):
-                about = (request.key, self._shared_tokens(request), request.tail[: request.filled])
-                self._store.park(place, request.filled, ("episode", episode), about)
-            else:
-                self._store.leave(place)
+        park = park and bool(request.order.episode and request.filled) and self._lives(request.key)
+        if place is not None and park:
+            adapter, segment = request.order.adapter, request.segment
+            about = _Parked(
+                policy=adapter.policy if adapter is not None else "",
+                made=request.made,
+                under=segment.key[0] if segment is not None else request.key,
+                shared=self._shared_tokens(request),
+                tokens=request.tail[: request.filled],
+            )
+            self._store.park(place, request.filled, ("episode", request.order.episode), about)
+        elif place is not None:
+            self._store.leave(place)
         request.filled = 0
-        self._release_segment(request)
+        self._release_segment(request, wanted=park)
+
+    def _lives(self, key: str) -> bool:
+        """Whether requests may still come for this adapter."""
+        return not key or key in self._bank
 
     def _revive(self, request: Request, tail: list[int]) -> bool:
         """Takes up the episode's cache where it is a beginning of this request's tail."""
@@ -113,21 +155,37 @@ class Admission:
         kept = self._store.revive("tail", ("episode", episode), len(tail)) if episode and tail else None
         if kept is None:
             return False
-        place, (key, shared, tokens) = kept
-        if (key, shared) != (request.key, self._shared_tokens(request)) or tail[: len(tokens)] != tokens:
+        place, about = kept
+        if not self._follows(request, tail, about):
             self._store.leave(place)
             return False
         # Where all of the tail is there, its last token is computed again: its logits were not kept.
-        request.place, request.filled = place, min(len(tokens), len(tail) - 1)
+        request.place, request.filled = place, min(len(about.tokens), len(tail) - 1)
+        request.made = about.made if about.made[-1] == request.key else (*about.made, request.key)
         self._stats["reused_tokens"] += request.filled
         return True
+
+    def _follows(self, request: Request, tail: list[int], about: _Parked) -> bool:
+        """Whether the request may go on from a parked tail. One that stands upon another adapter's shared prompt brings
+        that with it."""
+        if about.shared != self._shared_tokens(request) or tail[: len(about.tokens)] != about.tokens:
+            return False
+        own = about.under == request.key
+        if own and about.made == (request.key,):
+            return True
+        adapter = request.order.adapter
+        if not request.keeps or adapter is None or about.policy != adapter.policy:
+            return False
+        return own or not request.shared or self._join_segment(request, about.under)
 
     def _shared_tokens(self, request: Request) -> tuple[int, ...]:
         return tuple(request.order.prompt[: request.shared])
 
-    def _join_segment(self, request: Request) -> bool:
+    def _join_segment(self, request: Request, adapter: str) -> bool:
+        """The shared prompt as ``adapter`` computes it. Another's than the request's own is taken complete or not at
+        all."""
         tokens = self._shared_tokens(request)
-        key = (request.key, tokens)
+        key = (adapter, tokens)
         segment = self._segments.get(key)
         if segment is None:
             kept = self._store.revive("shared", key, len(tokens))
@@ -135,23 +193,26 @@ class Admission:
                 segment = Segment(key, kept[0], filled=len(tokens), logits=kept[1])
                 self._stats["reused_tokens"] += len(tokens)
             else:
-                place = self._store.seat("shared", len(tokens))
+                place = self._store.seat("shared", len(tokens)) if adapter == request.key else None
                 if place is None:
                     return False
                 segment = Segment(key, place)
             self._segments[key] = segment
+        elif adapter != request.key and not segment.complete:
+            return False
         segment.users += 1
         request.segment = segment
         return True
 
-    def _release_segment(self, request: Request) -> None:
+    def _release_segment(self, request: Request, *, wanted: bool) -> None:
+        """``wanted``: by a parked tail."""
         segment, request.segment = request.segment, None
         if segment is None:
             return
         segment.users -= 1
         if segment.users == 0:
             del self._segments[segment.key]
-            if segment.complete and (not segment.key[0] or segment.key[0] in self._bank):
+            if segment.complete and (wanted or self._lives(segment.key[0])):
                 self._store.park(segment.place, len(segment.tokens), segment.key, segment.logits)
             else:
                 self._store.leave(segment.place)

@@ -9,6 +9,11 @@ Promises:
 * Requests marked ``first`` stand before the others in the queue and take their rows, the youngest's first.
 * One ``step`` is one bounded slice: at most ``prefill_tokens`` prompt tokens, or one token for every running row.
 * Trouble in one request (logits that are no numbers) ends that request alone.
+* A request that switches to another version of its policy is sampled by it from its next token on. Computed anew, it is
+  from there bit for bit the request that begins with the newer version and these tokens given. With its cache kept,
+  the tokens before the switch (but for the last, which is computed with the newer version) are attended to as the
+  older one computed them, for as long as the cache lives: lost with its worker, or for want of room, it is computed
+  anew. Who does not switch is not touched.
 
 Not thread-safe: one thread computes, and whoever calls the other methods does so in that thread.
 """
@@ -69,7 +74,7 @@ class NativeEngine:
         """Tokens sampled since the beginning."""
         self.stats: defaultdict[str, float] = defaultdict(float)
         """Monotonic: decode_seconds, prefill_seconds, decode_steps, prefill_slices, prefill_tokens, reused_tokens
-        (found in the cache instead of computed), preempted."""
+        (found in the cache instead of computed), preempted, switched."""
         self._decode = decode
         self._store = KvStore(decoder.config, decoder.dtype, decoder.device, kv_budget_bytes)
         self._admission = Admission(self._store, bank, max_rows, self.stats)
@@ -123,6 +128,26 @@ class NativeEngine:
             self._news[request] = held
         return True
 
+    def switch(self, request: str, ref: wire.AdapterRef, *, recompute: bool) -> bool:
+        """From its next token on ``request`` runs with ``ref``, its cache kept or computed anew. False (and nothing
+        changed) for a request that is complete or was never here. Raises ``ValueError`` when ``ref`` is not resident or
+        not of its policy."""
+        held = self._requests.get(request)
+        if held is None:
+            return False
+        before = held.order.adapter
+        if before is None or before.policy != ref.policy:
+            raise ValueError(f"request {request} does not run on policy {ref.policy}")
+        if ref.hash not in self.bank:
+            raise ValueError(f"adapter {ref.hash} is not resident")
+        self.stats["switched"] += 1
+        held.adopt(ref)
+        if ref.hash != before.hash:  # else a step that changed nothing: the cache is this version's as well
+            self.bank.pin(ref.hash)
+            self._admission.switched(held, keep=not recompute)
+            self.bank.unpin(before.hash)
+        return True
+
     def abort(self, request: str) -> None:
         """Ends a request; its last chunk says so. Unknown requests are fine."""
         held = self._requests.get(request)
@@ -131,9 +156,9 @@ class NativeEngine:
             self._end(held)
 
     def drain(self) -> list[wire.Chunk]:
-        """What was sampled since the last call, one chunk per request."""
+        """What was sampled since the last call, one chunk per request and version."""
         news, self._news = self._news, {}
-        return [request.chunk() for request in news.values()]
+        return [chunk for request in news.values() for chunk in request.chunks()]
 
     def step(self) -> bool:
         """One bounded slice of compute; False when there is nothing to do."""
@@ -185,11 +210,11 @@ class NativeEngine:
 
     def _decoding(self, row: Request) -> bool:
         """Everything but the last token is cached."""
-        return bool(row.tokens) and row.filled == row.tail_length - 1 and _ready(row)
+        return bool(row.tokens) and row.filled == row.tail_length - 1 and row.ready
 
     def _start_from_segments(self) -> None:
         """Samples the first token of rows whose whole prompt is a complete segment: its logits are there."""
-        ready = [row for row in self._admission.rows if row.tail_length == 0 and _ready(row)]
+        ready = [row for row in self._admission.rows if row.tail_length == 0 and row.ready]
         if ready:
             kept = [row.segment.logits for row in ready if row.segment is not None]
             self._take(ready, torch.stack([logits for logits in kept if logits is not None]))
@@ -320,7 +345,3 @@ class NativeEngine:
         self._news[name] = request
         while len(self._finished) > self._finished_kept:
             self._finished.popitem(last=False)
-
-
-def _ready(row: Request) -> bool:
-    return row.segment is None or row.segment.complete

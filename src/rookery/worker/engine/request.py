@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
 from torch import Tensor
 
 from rookery import wire
@@ -46,7 +47,9 @@ class Request:
     ``filled`` tokens of the private tail, which is ``prompt[shared:] + tokens``."""
 
     order: wire.Generate
+    """As it was asked for, but for the adapter: that of the next token."""
     key: str
+    """The adapter of the next token."""
     stops: StopStrings
     tokens: list[int]
     logprobs: list[float] = field(default_factory=list)
@@ -57,8 +60,18 @@ class Request:
     segment: Segment | None = None
     place: Place | None = None
     filled: int = 0
+    made: tuple[str, ...] = ()
+    """The adapters that computed what is cached of the tail, oldest first."""
+    keeps: bool = field(init=False)
+    """Whether it may go on from a cache that an older version of its policy computed."""
+    spans: list[tuple[int, wire.AdapterRef | None]] = field(init=False)
+    """What sampled: (number of the first answer token, version), oldest first."""
     scores: dict[int, wire.Score] = field(default_factory=dict)
     """Of prompt tokens, by position."""
+
+    def __post_init__(self) -> None:
+        self.keeps = self.order.keep
+        self.spans = [(len(self.tokens), self.order.adapter)]
 
     @property
     def unscored(self) -> range:
@@ -71,12 +84,23 @@ class Request:
         return self.order.shared
 
     @property
+    def ready(self) -> bool:
+        """Whether its shared prompt, where it has one, is cached."""
+        return self.segment is None or self.segment.complete
+
+    @property
     def tail(self) -> list[int]:
         return self.order.prompt[self.order.shared :] + self.tokens
 
     @property
     def tail_length(self) -> int:
         return len(self.order.prompt) - self.order.shared + len(self.tokens)
+
+    def adopt(self, ref: wire.AdapterRef) -> None:
+        """What is sampled from now on is of this version."""
+        self.order = msgspec.structs.replace(self.order, adapter=ref)
+        self.key = ref.hash
+        self.spans.append((len(self.tokens), ref))
 
     def append(self, token: int, logprob: float, context: int) -> None:
         """Takes a sampled token and decides whether it ends the text. ``context`` is the longest sequence."""
@@ -91,21 +115,28 @@ class Request:
         elif len(self.tokens) >= self.order.max_tokens or len(self.order.prompt) + len(self.tokens) >= context:
             self.finish = "length"
 
-    def chunk(self) -> wire.Chunk:
-        """What has not been handed out yet."""
-        begin, given = self.sent, len(self.tokens) - len(self.logprobs)
+    def chunks(self) -> list[wire.Chunk]:
+        """What has not been handed out yet, in one chunk per version that sampled it; the last one tells the end."""
+        begins = [self.sent, *(begin for begin, _ in self.spans if self.sent < begin < len(self.tokens))]
         self.sent = len(self.tokens)
-        adapter = self.order.adapter
+        chunks = [self._chunk(*part) for part in zip(begins, [*begins[1:], self.sent], strict=True)]
+        last = chunks[-1]
+        last.finish, last.error = self.finish, self.error
+        if self.finish:
+            last.scores = [self.scores[at] for at in self.unscored if at in self.scores]
+        return chunks
+
+    def _chunk(self, begin: int, end: int) -> wire.Chunk:
+        """Answer tokens of one version."""
+        given = len(self.tokens) - len(self.logprobs)
+        ref = next(ref for since, ref in reversed(self.spans) if since <= begin)
         return wire.Chunk(
             request=self.order.request,
             offset=begin,
-            tokens=self.tokens[begin:],
-            logprobs=self.logprobs[begin - given :],
-            version=adapter.version if adapter else 0,
-            policy=adapter.policy if adapter else "",
-            finish=self.finish,
-            error=self.error,
-            scores=[self.scores[at] for at in self.unscored if at in self.scores] if self.finish else [],
+            tokens=self.tokens[begin:end],
+            logprobs=self.logprobs[begin - given : end - given],
+            version=ref.version if ref else 0,
+            policy=ref.policy if ref else "",
         )
 
 
