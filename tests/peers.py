@@ -163,10 +163,18 @@ class ScriptedWorker:
         chunk: int = 3,
         max_rows: int = 64,
         shortest: int = 1,
+        **hello: Any,
     ) -> None:
+        """``hello`` are more fields of its Hello."""
         self.serve, self.tickets, self.name = serve, tickets, name
         self.instance = instance or f"{name}-process"
         self.roles, self.chunk, self.max_rows, self.shortest = list(roles), chunk, max_rows, shortest
+        self.hello = hello
+        self.adapters: set[str] = set()
+        """Hashes of the adapters in its cache; they stay there when it dies."""
+        self.pulling = asyncio.Event()
+        """Whether what it shall hold arrives."""
+        self.pulling.set()
         self.epoch = -1
         self.active: dict[str, tuple[wire.Generate, int]] = {}
         self.generates: list[wire.Generate] = []
@@ -194,11 +202,12 @@ class ScriptedWorker:
     async def join(self, running: Sequence[str] = (), token: str = WORKER_TOKEN) -> ScriptedWorker:
         self.link, theirs = link_pair()
         self._tasks = [asyncio.ensure_future(self.serve(theirs))]
-        hello = wire.Hello(
+        fields: dict[str, Any] = dict(
             protocol=wire.PROTOCOL, token=token, name=self.name, instance=self.instance, model=MODEL, model_hash="m",
             roles=self.roles, max_rows=self.max_rows, max_context=512, max_rank=64, device="cpu", dtype="float32",
-            running=list(running),
+            adapters=sorted(self.adapters), running=list(running),
         )  # fmt: skip
+        hello = wire.Hello(**fields | self.hello)
         await self.link.send(wire.encode(hello))
         welcome = wire.decode(wire.to_worker, await self.link.receive())
         if isinstance(welcome, wire.Refused):
@@ -238,11 +247,21 @@ class ScriptedWorker:
                     case wire.ForwardBackward() | wire.OptimStep() | wire.InitAdapter():
                         self.operations.append(message)
                         self._tasks.append(asyncio.create_task(self._train(message)))
+                    case wire.Hold():
+                        self.other.append(message)
+                        self._tasks.append(asyncio.create_task(self._pull(message)))
                     case wire.Committed():
                         self._states[message.policy] = (message.lease, message.ref.hash, 0, self._content(message.ref))
                         self.other.append(message)
                     case _:
                         self.other.append(message)
+
+    async def _pull(self, hold: wire.Hold) -> None:
+        for ref in hold.refs:
+            await self.pulling.wait()
+            self.adapters.add(ref.hash)
+            with contextlib.suppress(LinkClosed):
+                await self.say(wire.Holding(epoch=0, hashes=[ref.hash]))
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 

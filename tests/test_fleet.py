@@ -25,8 +25,8 @@ class Room:
         self.settings = Settings(
             data=folder, cache=folder, heartbeat_seconds=2, suspect_seconds=10, grace_seconds=60, stuck_seconds=120
         )
-        self.fleet = Fleet(self.settings, self.clock, WORKER_TOKEN)
         self.tickets = Tickets(Artifacts(folder / "artifacts"), self.clock, 600)
+        self.fleet = Fleet(self.settings, self.clock, WORKER_TOKEN, self.tickets)
         self.lost: list[tuple[str, str]] = []
         self.changes = 0
         self.fleet.on_lost(lambda worker, reason: self.lost.append((worker.name, reason)))
@@ -87,7 +87,7 @@ async def test_coming_back_gets_a_new_epoch(room: Room) -> None:
     await worker.say(beat(), epoch=first)
     await settle()
     assert room.fleet.ignored_frames == 1
-    later = Fleet(room.settings, ManualClock(), WORKER_TOKEN)
+    later = Fleet(room.settings, ManualClock(), WORKER_TOKEN, room.tickets)
     assert later._epoch >= int(room.clock.time() * 1000), "a later process gives later epochs"
     await worker.die()
 

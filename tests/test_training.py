@@ -29,9 +29,9 @@ class Room:
     def __init__(self, folder: Path, **changes: Any) -> None:
         self.clock = ManualClock()
         self.settings = Settings(data=folder, cache=folder, **changes)
-        self.fleet = Fleet(self.settings, self.clock, "worker-token")
         self.artifacts = Artifacts(folder / "artifacts")
         self.tickets = Tickets(self.artifacts, self.clock, 600)
+        self.fleet = Fleet(self.settings, self.clock, "worker-token", self.tickets)
         self.ledger = ThreadLedger()
         self.training = Training(self.fleet, self.tickets, self.settings, self.clock, RandomIds(), self.ledger)
         self.fleet.handle(wire.Output, lambda worker, message: None)

@@ -20,6 +20,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from rookery import wire
+from rookery.controller.absences import Absences
 from rookery.controller.completions import Completions
 from rookery.controller.fleet import Fleet
 from rookery.controller.hosts import Hosts
@@ -71,7 +72,7 @@ class Controller(Looking):
         self._ids = ids
         self._provide = provide
         self.tickets = Tickets(artifacts, clock, settings.ticket_seconds, random_bytes)
-        fleet = Fleet(settings, clock, worker_token)
+        fleet = Fleet(settings, clock, worker_token, self.tickets)
         world = World(
             settings=settings,
             clock=clock,
@@ -91,6 +92,8 @@ class Controller(Looking):
         self._intake = Intake(self.world)
         self.completions = Completions(self.world, self._intake, self._pinned)
         self.sessions = Sessions(self.world, self._intake, provide)
+        self._absences = Absences(fleet, artifacts, ledger)
+        fleet.in_use = self._in_use
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -119,9 +122,15 @@ class Controller(Looking):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.sessions.stop()
+        await self._absences.close()
 
     async def serve_worker(self, link: Link) -> None:
         await self._fleet.serve(link)
+
+    def _in_use(self, model: str) -> list[wire.AdapterRef]:
+        """The versions that running jobs of a base model sample from now."""
+        jobs = [running.job for running in self._running.values() if running.job is not None]
+        return [ref for job in jobs if job.spec.base_model == model for ref in job.policy.in_use()]
 
     async def serve_host(self, link: Link) -> None:
         await self._hosts.serve(link)

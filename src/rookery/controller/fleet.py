@@ -1,10 +1,15 @@
 """The workers that dialled in, and what is known of their health.
 
 * A worker's frames count only under the epoch of its present connection.
-* A lost link, a bad frame, missed beats or compute without progress make it *suspect*: everything it owes goes on
-  elsewhere at once. If its process dials in again it gets a new epoch and keeps its adapters; after a grace period
-  without it, it is *gone*, and forgotten after another one.
-* Nobody waits on a worker: whoever gave it work is told by ``lost`` callbacks.
+* It is *joining* until its base model is loaded, then *catching up* while it pulls the versions that jobs sample from,
+  then *serving*. While it catches up it may be given what it can begin at once (:meth:`Worker.takes`).
+* A lost link, a bad frame, missed beats, compute without progress, a frame that it does not read or an adapter that it
+  alone cannot pull make it *suspect*: everything it owes goes on elsewhere at once. If its process dials in again it
+  gets a new epoch and keeps its adapters; after a grace period without it, it is *gone*, and forgotten after another
+  one. A worker that says goodbye is *draining* until its link ends.
+* Nobody waits on a worker: whoever gave it work is told by ``lost`` callbacks, and frames for one that does not read
+  wait in its own outbox, for no longer than missed beats would be waited for.
+* What a frame costs does not grow with the number of workers; a worker that comes or goes costs a look at the others.
 """
 
 from __future__ import annotations
@@ -13,69 +18,46 @@ import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rookery import wire
+from rookery.controller.lending import Lending
 from rookery.controller.links import Link, LinkClosed
 from rookery.controller.ports import Clock
+from rookery.controller.tickets import Tickets
+from rookery.controller.worker import LINKED, State
+from rookery.controller.worker import Worker as Worker
 from rookery.settings import Settings
 
 log = logging.getLogger("rookery.controller.fleet")
-
-State = Literal["serving", "suspect", "draining", "gone"]
 
 HELLO_SECONDS = 30.0
 """A connection that has not said hello by then is closed: it is no worker."""
 
 
-@dataclass(eq=False)
-class Worker:
-    """One worker process, across its connections."""
-
-    hello: wire.Hello
-    epoch: int
-    link: Link
-    state: State
-    since: float
-    last_beat: float
-    beat: wire.Beat | None = None
-    last_progress: float = 0.0
-    unsent_most: int = 0
-    """The most tokens that one of its flushes brought on this connection: what its death just before had cost."""
-    outbox: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
-    """Frames on their way out: a worker that does not read delays nobody but itself."""
-    named: set[str] = field(default_factory=set)
-    """Hashes of artifacts that its work named: what it may ask a new ticket for."""
-    held: set[str] = field(default_factory=set)
-    """Requests that the process brought along from a controller before this one."""
-
-    @property
-    def name(self) -> str:
-        return self.hello.name
-
-    def plays(self, role: str, model: str) -> bool:
-        return self.state == "serving" and role in self.hello.roles and self.hello.model == model
-
-
 class Fleet:
     """Registers workers, delivers their frames, watches their health."""
 
-    def __init__(self, settings: Settings, clock: Clock, token: str) -> None:
+    def __init__(self, settings: Settings, clock: Clock, token: str, tickets: Tickets) -> None:
         self._settings = settings
         self._clock = clock
         self._token = token
         self._workers: dict[str, Worker] = {}
+        self._able: dict[tuple[str, str], list[Worker]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._epoch = int(clock.time() * 1000)
+        self.lending = Lending(tickets, clock, settings.ticket_seconds)
+        self.in_use: Callable[[str], Sequence[wire.AdapterRef]] = lambda model: ()
+        """The versions that running jobs of a base model sample from now; set by who knows."""
         self.ignored_frames = 0
         self.bad_frames = 0
         self.losses = 0
         self._handlers: dict[type, Callable[[Worker, Any], None]] = {}
         self._on_change: list[Callable[[], None]] = []
-        self._on_lost: list[Callable[[Worker, str], None]] = []
         self._on_joined: list[Callable[[Worker], None]] = []
         self._on_beat: list[Callable[[Worker, wire.Beat], None]] = []
+        self._on_lost: list[Callable[[Worker, str], None]] = []
 
     # --- who listens ------------------------------------------------------------------------------------------------
 
@@ -84,7 +66,7 @@ class Fleet:
         self._handlers[kind] = handler
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Called when a worker begins to serve or has room again."""
+        """Called when a worker begins to serve, has another adapter, or has room again."""
         self._on_change.append(callback)
 
     def on_lost(self, callback: Callable[[Worker, str], None]) -> None:
@@ -105,8 +87,9 @@ class Fleet:
 
     # --- who is there -----------------------------------------------------------------------------------------------
 
-    def serving(self, role: str, model: str) -> list[Worker]:
-        return [worker for worker in self._workers.values() if worker.plays(role, model)]
+    def serving(self, role: str, model: str) -> Sequence[Worker]:
+        """Who :meth:`plays <Worker.plays>` the role now. The list stays as it is when that changes."""
+        return self._able.get((role, model), [])
 
     def all(self) -> list[Worker]:
         return list(self._workers.values())
@@ -120,6 +103,87 @@ class Fleet:
         others = [f"{worker.name} is {worker.state}" for worker in of_model]
         return f"no worker serves {model} for {role}" + (f" ({', '.join(others)})" if others else "")
 
+    # --- what they hold ---------------------------------------------------------------------------------------------
+
+    def refer(self, worker: Worker, ref: wire.AdapterRef) -> wire.AdapterRef:
+        """``ref`` as ``worker`` may read it: with a ticket, and with peers that were told to lend it."""
+        return self.lending.refer(worker, ref)
+
+    def announce(self, model: str, ref: wire.AdapterRef) -> None:
+        """``ref`` is published: whoever generates with ``model`` pulls it ahead of need. Returns at once; nobody is
+        waited for."""
+        for worker in self.serving("rollout", model):
+            if ref.hash not in worker.holds:
+                self._ask(worker, [ref])
+
+    def forget(self, hashes: Sequence[str]) -> None:
+        """No work will name these artifacts again."""
+        self.lending.forget(hashes)
+        for worker in self._workers.values():
+            if worker.state in ("joining", "catching up", "serving"):
+                worker.post(wire.Forget(hashes=list(hashes)))
+                worker.holds.difference_update(hashes)
+                worker.named.difference_update(hashes)
+                for digest in hashes:
+                    self.excuse(worker, digest)
+
+    def excuse(self, worker: Worker, digest: str) -> None:
+        """It need not have this artifact after all."""
+        worker.asked.pop(digest, None)
+        worker.behind.discard(digest)
+        if worker.state == "catching up" and not worker.behind:
+            self._serves(worker)
+
+    def _ask(self, worker: Worker, refs: Sequence[wire.AdapterRef]) -> None:
+        worker.asked.update((ref.hash, ref) for ref in refs)
+        worker.post(wire.Hold(refs=[self.refer(worker, ref) for ref in refs]))
+
+    def _ready(self, worker: Worker) -> None:
+        """Its base model is loaded."""
+        self.lending.holds(worker, worker.holds)
+        lacks = []
+        if "rollout" in worker.hello.roles:
+            lacks = [ref for ref in self.in_use(worker.hello.model) if ref.hash not in worker.holds]
+        if not lacks:
+            self._serves(worker)
+            return
+        worker.behind = {ref.hash for ref in lacks}
+        self._become(worker, "catching up")
+        log.info("worker %s pulls %d versions in use", worker.name, len(worker.behind), extra={"worker": worker.name})
+        self._ask(worker, lacks)
+        self.changed()
+
+    def _holding(self, worker: Worker, hashes: Sequence[str]) -> None:
+        worker.holds.update(hashes)
+        self.lending.holds(worker, hashes)
+        for digest in hashes:
+            here = worker.asked.pop(digest, None)
+            worker.behind.discard(digest)
+            if here is not None:  # an older version of the policy need not come any more
+                older = {h for h in worker.behind if (ref := worker.asked[h]).policy == here.policy
+                         and ref.version < here.version}  # fmt: skip
+                worker.behind -= older
+        if worker.state == "catching up" and not worker.behind:
+            self._serves(worker)
+        else:
+            self.changed()
+
+    def _serves(self, worker: Worker) -> None:
+        self._become(worker, "serving")
+        roles = ", ".join(worker.hello.roles)
+        log.info("worker %s serves %s (%s)", worker.name, worker.hello.model, roles, extra={"worker": worker.name})
+        self.changed()
+
+    def _become(self, worker: Worker, state: State) -> None:
+        worker.state = state
+        worker.since = self._clock.monotonic()
+        for role in worker.hello.roles:
+            key = (role, worker.hello.model)
+            others = [other for other in self._able.get(key, ()) if other is not worker]
+            self._able[key] = [*others, worker] if worker.plays(*key) else others
+        if not worker.working:
+            self.lending.left(worker)
+
     # --- a connection -----------------------------------------------------------------------------------------------
 
     async def serve(self, link: Link) -> None:
@@ -130,7 +194,7 @@ class Fleet:
             worker = await self._greet(link)
             if worker is None:
                 return
-            writer = asyncio.create_task(self._write(link, worker.outbox))
+            writer = asyncio.create_task(self._write(worker))
             while True:
                 self._deliver(worker, wire.decode(wire.from_worker, await link.receive()))
         except (LinkClosed, TimeoutError):
@@ -147,11 +211,13 @@ class Fleet:
                 await asyncio.gather(writer, return_exceptions=True)
             await link.close("bye")
 
-    @staticmethod
-    async def _write(link: Link, outbox: asyncio.Queue[bytes]) -> None:
+    async def _write(self, worker: Worker) -> None:
         with contextlib.suppress(LinkClosed):  # the reader of the same link hears of it and says so
             while True:
-                await link.send(await outbox.get())
+                frame = await worker.outbox.get()
+                worker.sending = self._clock.monotonic()
+                await worker.link.send(frame)
+                worker.sending = None
 
     async def _greet(self, link: Link) -> Worker | None:
         async with asyncio.timeout(HELLO_SECONDS):
@@ -163,15 +229,25 @@ class Fleet:
         assert isinstance(hello, wire.Hello)
         name = hello.name
         known = self._workers.get(name)
-        if known is not None and known.hello.instance != hello.instance and known.state in ("serving", "draining"):
+        if known is not None and known.hello.instance != hello.instance and known.state in LINKED:
             name = f"{name}-{hello.instance[:6]}"  # two processes chose one name: both may work
             hello.name = name
             known = self._workers.get(name)
-        if known is not None and known.state in ("serving", "draining"):
+        if known is not None and known.state in LINKED:
             self._lose(known, "it connected anew")
         self._epoch += 1
         now = self._clock.monotonic()
-        worker = Worker(hello, self._epoch, link, "serving", now, now, last_progress=now, held=set(hello.running))
+        worker = Worker(
+            hello,
+            self._epoch,
+            link,
+            "joining",
+            now,
+            now,
+            last_progress=now,
+            held=set(hello.running),
+            holds=set(hello.adapters),
+        )
         self._workers[name] = worker
         for told in self._on_joined:
             told(worker)
@@ -184,8 +260,10 @@ class Fleet:
                 flush_seconds=self._settings.flush_seconds,
             ),
         )
-        log.info("worker %s serves %s (%s)", name, hello.model, ", ".join(hello.roles), extra={"worker": name})
-        self.changed()
+        if hello.loading:
+            log.info("worker %s loads %s", name, hello.model, extra={"worker": name})
+        else:
+            self._ready(worker)
         return worker
 
     def _refusal(self, hello: Any) -> str:
@@ -203,24 +281,36 @@ class Fleet:
             return
         now = self._clock.monotonic()
         worker.last_beat = now
-        if isinstance(message, wire.Beat):
-            busy = message.active + message.waiting + message.training
-            if worker.beat is None or message.progress != worker.beat.progress or not busy:
-                worker.last_progress = now
-            worker.beat = message
-            for told in self._on_beat:
-                told(worker, message)
-        elif isinstance(message, wire.Bye):
-            worker.state = "draining"
-            worker.since = now
-            self._tell_lost(worker, "it drains")
-        else:
-            self._handlers[type(message)](worker, message)
+        match message:
+            case wire.Beat():
+                busy = message.active + message.waiting + message.training
+                if worker.beat is None or message.progress != worker.beat.progress or not busy:
+                    worker.last_progress = now
+                worker.beat = message
+                worker.generated.append((now, message.generated))
+                for told in self._on_beat:
+                    told(worker, message)
+            case wire.Ready() if worker.state == "joining":
+                hello = worker.hello
+                hello.max_context, hello.device, hello.dtype = message.max_context, message.device, message.dtype
+                self._ready(worker)
+            case wire.Ready():
+                raise wire.BadFrame("Ready came twice")
+            case wire.Holding():
+                self._holding(worker, message.hashes)
+            case wire.Want():
+                if message.hash in worker.named:  # a hash is no authority: only what this worker was given to do
+                    worker.post(self.lending.grant(worker, message.hash))
+            case wire.Bye():
+                self._become(worker, "draining")
+                self._tell_lost(worker, "it drains")
+            case _:
+                self._handlers[type(message)](worker, message)
 
     @staticmethod
     def post(worker: Worker, message: wire.Message) -> None:
-        """Send ``message`` when the link takes it. If it never does, the worker is lost and ``lost`` tells."""
-        worker.outbox.put_nowait(wire.encode(message))
+        """As :meth:`Worker.post`."""
+        worker.post(message)
 
     # --- health -----------------------------------------------------------------------------------------------------
 
@@ -230,26 +320,38 @@ class Fleet:
             await self._clock.sleep(self._settings.heartbeat_seconds / 2)
             now = self._clock.monotonic()
             for worker in list(self._workers.values()):
-                if worker.state in ("serving", "draining"):
-                    if now - worker.last_beat > self._settings.suspect_seconds:
-                        self._lose(worker, f"no beat for {now - worker.last_beat:.0f} s")
-                        await worker.link.close("no heartbeat")
-                    elif now - worker.last_progress > self._settings.stuck_seconds:
-                        self._lose(worker, f"no compute progress for {now - worker.last_progress:.0f} s")
-                        await worker.link.close("no compute progress")
+                if worker.state in LINKED:
+                    if reason := self._sick(worker, now):
+                        self.suspect(worker, reason)
                 elif worker.state == "suspect" and now - worker.since > self._settings.grace_seconds:
-                    worker.state = "gone"
-                    worker.since = now
+                    self._become(worker, "gone")
                     log.info("worker %s is gone", worker.name, extra={"worker": worker.name})
                 elif worker.state == "gone" and now - worker.since > self._settings.grace_seconds:
                     del self._workers[worker.name]
+
+    def _sick(self, worker: Worker, now: float) -> str:
+        """What is wrong with it, if anything."""
+        patience = self._settings.suspect_seconds
+        if now - worker.last_beat > patience:
+            return f"no beat for {now - worker.last_beat:.0f} s"
+        if worker.sending is not None and now - worker.sending > patience:
+            return f"it has not read a frame for {now - worker.sending:.0f} s"
+        if now - worker.last_progress > self._settings.stuck_seconds:
+            return f"no compute progress for {now - worker.last_progress:.0f} s"
+        return ""
+
+    def suspect(self, worker: Worker, reason: str) -> None:
+        """Give this connection up: what the worker owes goes on elsewhere, and it shall dial in anew."""
+        self._lose(worker, reason)
+        closing = asyncio.create_task(worker.link.close(reason))  # a link that hangs may hang in closing too
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     def _lose(self, worker: Worker, reason: str) -> None:
         if worker.state in ("suspect", "gone"):
             return
         drained = worker.state == "draining"
-        worker.state = "gone" if drained else "suspect"
-        worker.since = self._clock.monotonic()
+        self._become(worker, "gone" if drained else "suspect")
         if not drained:
             self.losses += 1
             log.warning("worker %s is suspect: %s", worker.name, reason, extra={"worker": worker.name})

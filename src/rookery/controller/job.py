@@ -221,6 +221,7 @@ class Job:
         goes."""
         assert self.policy.head is not None
         version = self.policy.head.version
+        self.world.fleet.announce(self.spec.base_model, self.policy.ref(version))
         for taken in self._taken:
             await self.progress.show({**taken.metrics, "version": version})
         self._taken.clear()

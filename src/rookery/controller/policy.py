@@ -67,6 +67,13 @@ class Policy:
             policy=self.row.id, version=version, hash=row.hash, rank=self.row.rank, alpha=self.row.alpha
         )
 
+    def in_use(self) -> list[wire.AdapterRef]:
+        """The versions that may be sampled from now, oldest first: the newest, and those that something still runs on."""
+        named = {version for version, users in self._pinned.items() if users}
+        if self.head is not None:
+            named.add(self.head.version)
+        return [self.ref(version) for version in sorted(named) if self._versions[version].kept]
+
     def step_of(self, version: int) -> int:
         """Optimizer steps behind ``version``."""
         return self._versions[version].step

@@ -123,7 +123,6 @@ class Rollouts:
         self.late_chunks = 0
         """Chunks that came for requests no longer with their sender."""
         fleet.handle(wire.Output, self._output)
-        fleet.handle(wire.Want, self._want)
         fleet.on_change(self.dispatch)
         fleet.on_lost(lambda worker, reason: self._lost(worker))
 
@@ -300,8 +299,7 @@ class Rollouts:
         )
 
     def _named(self, worker: Worker, ref: wire.AdapterRef) -> wire.AdapterRef:
-        worker.named.add(ref.hash)
-        return msgspec.structs.replace(ref, ticket=self._tickets.grant(ref.hash))
+        return self._fleet.refer(worker, ref)
 
     # --- what workers say ---------------------------------------------------------------------------------------------
 
@@ -348,10 +346,6 @@ class Rollouts:
     def _fail(self, live: _Live, problem: str) -> None:
         live.done.set_exception(GenerationFailed(problem))
         self._release(live)
-
-    def _want(self, worker: Worker, message: wire.Want) -> None:
-        if message.hash in worker.named:  # a hash is no authority: only what this worker was given to do
-            self._fleet.post(worker, wire.Granted(hash=message.hash, ticket=self._tickets.grant(message.hash)))
 
     def _lost(self, worker: Worker) -> None:
         for name in reversed(self._pending.pop(worker, {})):

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rookery import wire
 from rookery.controller.fleet import Fleet
 from rookery.controller.hosts import Hosts
 from rookery.controller.ports import Clock, Ids, Ledger
@@ -52,6 +51,4 @@ class World:
 
     def forget_artifacts(self, hashes: Sequence[str]) -> None:
         """Tell every worker that these will not be named again."""
-        for worker in self.fleet.all():
-            if worker.state == "serving":
-                self.fleet.post(worker, wire.Forget(hashes=list(hashes)))
+        self.fleet.forget(hashes)

@@ -1,0 +1,64 @@
+"""What a worker could not pull, and whose fault that is.
+
+* Where the service's own copy of the artifact is intact, the fault lies between it and the worker: the worker is
+  suspect, and what it owes goes on with others.
+* Where it is not, no worker can have it and none is suspect: the worker is excused from holding it, and what names the
+  artifact fails by itself, with that reason.
+* However many workers complain of one artifact at a time, its bytes are hashed once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from rookery import wire
+from rookery.controller.fleet import Fleet, Worker
+from rookery.controller.ports import Ledger
+from rookery.errors import CorruptArtifact, NotFound
+from rookery.storage.artifacts import Artifacts
+
+log = logging.getLogger("rookery.controller.fleet")
+
+
+class Absences:
+    def __init__(self, fleet: Fleet, artifacts: Artifacts, ledger: Ledger) -> None:
+        self._fleet = fleet
+        self._artifacts = artifacts
+        self._ledger = ledger
+        self._complaints: dict[str, list[tuple[Worker, str]]] = {}
+        """By artifact, while it is looked at: who could not have it, and why."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.failed_pulls = 0
+        fleet.handle(wire.Missing, self._missing)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _missing(self, worker: Worker, message: wire.Missing) -> None:
+        if message.hash not in worker.named:
+            return  # nothing that it was given to do: perhaps what an earlier connection asked for
+        self.failed_pulls += 1
+        under_way = self._complaints.setdefault(message.hash, [])
+        under_way.append((worker, message.error))
+        if len(under_way) == 1:
+            task = asyncio.create_task(self._judge(message.hash))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _judge(self, digest: str) -> None:
+        try:
+            await self._ledger(self._artifacts.verify, digest)
+            fault = ""
+        except (CorruptArtifact, NotFound, OSError) as error:
+            fault = str(error)
+        finally:
+            complaints = self._complaints.pop(digest)
+        for worker, error in complaints:
+            if fault:
+                log.error("worker %s cannot have an artifact: %s", worker.name, fault, extra={"worker": worker.name})
+                self._fleet.excuse(worker, digest)
+            else:
+                self._fleet.suspect(worker, f"it cannot pull artifact {digest[:12]}, which is here: {error}")

@@ -1,0 +1,83 @@
+"""A worker as the controller knows it, on one of its connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rookery import wire
+from rookery.controller.links import Link
+
+State = Literal["joining", "catching up", "serving", "suspect", "draining", "gone"]
+
+LINKED = ("joining", "catching up", "serving", "draining")
+"""States of a worker whose link is thought to be up."""
+
+RATE_BEATS = 6
+"""Beats over which a worker's tokens per second are taken: ten seconds at the usual interval."""
+
+
+@dataclass(eq=False)
+class Worker:
+    """One connection of a worker's process: another connection of the same process is another object."""
+
+    hello: wire.Hello
+    epoch: int
+    link: Link
+    state: State
+    since: float
+    last_beat: float
+    beat: wire.Beat | None = None
+    last_progress: float = 0.0
+    unsent_most: int = 0
+    """The most tokens that one of its flushes brought on this connection: what its death just before had cost."""
+    outbox: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
+    """Frames on their way out: a worker that does not read delays nobody but itself."""
+    sending: float | None = None
+    """Since when its link has been taking one of them."""
+    named: set[str] = field(default_factory=set)
+    """Hashes of artifacts that its work named: what it may ask a new ticket for."""
+    held: set[str] = field(default_factory=set)
+    """Requests that the process brought along from a controller before this one."""
+    holds: set[str] = field(default_factory=set)
+    """Hashes of the adapters that it said it has. Its cache is bounded, so one of them may be gone again: then it pulls
+    that once more when work names it."""
+    asked: dict[str, wire.AdapterRef] = field(default_factory=dict)
+    """By hash, what it was asked to have and has not said it has."""
+    behind: set[str] = field(default_factory=set)
+    """Those of them without which it is catching up."""
+    note: str = ""
+    """What an operator should know about it beside its state, such as why it is given nothing."""
+    generated: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_BEATS))
+    """When its last beats came, and the tokens that they had counted."""
+
+    @property
+    def name(self) -> str:
+        return self.hello.name
+
+    @property
+    def working(self) -> bool:
+        """Whether it may be given work."""
+        return self.state in ("serving", "catching up")
+
+    def plays(self, role: str, model: str) -> bool:
+        """Whether it may be given work of ``role``. One that catches up may be given rollouts that it :meth:`takes`."""
+        able = self.working if role == "rollout" else self.state == "serving"
+        return able and role in self.hello.roles and self.hello.model == model
+
+    def takes(self, ref: wire.AdapterRef | None) -> bool:
+        """Whether a request for this adapter (None: the base model) may be sent here now."""
+        return self.state == "serving" or (self.state == "catching up" and (ref is None or ref.hash in self.holds))
+
+    def tokens_per_second(self) -> float:
+        """Sampled, over its last beats."""
+        if len(self.generated) < 2:
+            return 0.0
+        (began, before), (ended, after) = self.generated[0], self.generated[-1]
+        return (after - before) / (ended - began) if ended > began else 0.0
+
+    def post(self, message: wire.Message) -> None:
+        """Send ``message`` when the link takes it. If it never does, the worker is lost and ``lost`` tells."""
+        self.outbox.put_nowait(wire.encode(message))
