@@ -1,0 +1,78 @@
+"""Rookery's engine as a contender: what a worker's compute thread does, without the worker."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from child import serve
+from model import ALPHA, RANK, adapters, ours
+
+import rookery.worker  # sets how torch's threads wait, before torch is there  # noqa: F401
+from rookery import wire
+from rookery.text.chat import Chat
+from rookery.worker.engine.native import NativeEngine
+from rookery.worker.model.adapter import read_adapter
+from rookery.worker.model.bank import LoraBank
+from rookery.worker.model.decoder import Decoder
+
+NEVER = "\x00rookery\x00"
+"""A stop string that no text contains: the check for it is part of every step."""
+
+
+class Engine:
+    def __init__(self) -> None:
+        folder = ours()
+        self.decoder = Decoder.load(folder)
+        self.bank = LoraBank(self.decoder.config, self.decoder.dtype, self.decoder.device, RANK)
+        for i, path in enumerate(adapters(4)):
+            self.bank.add(str(i), read_adapter(path, self.decoder.config))
+        self.decode = Chat.load(folder).decode
+
+    def run(self, prompts: list[list[int]], adapters: int, tokens: int) -> dict[str, Any]:
+        engine = NativeEngine(self.decoder, self.bank, self.decode, max_rows=len(prompts), kv_budget_bytes=4 << 30)
+        for i, text in enumerate(prompts):
+            name = str(i % adapters) if adapters else ""
+            ref = wire.AdapterRef(policy=name, version=1, hash=name, rank=RANK, alpha=ALPHA) if adapters else None
+            engine.submit(
+                wire.Generate(
+                    request=str(i), adapter=ref, prompt=text, shared=0, max_tokens=tokens, temperature=1.0, seed=i,
+                    stop_tokens=[], stop=[NEVER],
+                )
+            )  # fmt: skip
+        began = time.perf_counter()
+        while engine.step():
+            engine.drain()
+        seconds = time.perf_counter() - began
+        steps = engine.stats["decode_steps"]
+        return {
+            "tokens": engine.generated,
+            "seconds": seconds,
+            "step_seconds": engine.stats["decode_seconds"] / steps,
+            "prefill_seconds": engine.stats["prefill_seconds"],
+        }
+
+    def floor(self, rows: int) -> float:
+        """Seconds of one decode step's linear layers alone, the output projection not counted: best of many."""
+        inputs = {w.shape[1]: torch.randn(rows, w.shape[1]).to(self.decoder.dtype) for w in self._weights()}
+        best = float("inf")
+        with torch.inference_mode():
+            for _ in range(20):
+                began = time.perf_counter()
+                for weight in self._weights():
+                    torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+                best = min(best, time.perf_counter() - began)
+        return best
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [w for layer in self.decoder.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+
+
+if __name__ == "__main__":
+    engine = Engine()
+
+    def run(what: str = "generate", **task: Any) -> dict[str, Any]:
+        return {"seconds": engine.floor(**task)} if what == "floor" else engine.run(**task)
+
+    serve({"torch": torch.__version__, "threads": torch.get_num_threads()}, run)

@@ -1,0 +1,99 @@
+"""Generation: Rookery's engine against vLLM's CPU build, with the same adapters and without any, and against the floor.
+
+All contenders are loaded at once and take turns, so that every ratio is within one run. Time is from the first prompt's
+submission to the last token. Every text has its full length. vLLM runs with its engine in a process of its own, as it
+does by default, and in the caller's: the better of the two is what it is judged by."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from itertools import product
+from typing import Any
+
+from child import Contender, ContenderFailed
+from harness import HERE, Result, Row, command, peer_python, ratio, repeats
+from model import adapters, chat_ids, published
+from workload import questions
+
+NEW_TOKENS = 64
+COUNTS = (8, 64)
+PEERS = {"vLLM, 4 adapters": 4, "vLLM, no adapters": 0}
+PROCESSES = {
+    "engine apart": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    "engine within": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+}
+
+
+def main() -> None:
+    times = repeats(__doc__)
+    result = Result("generation", "Generation, rank 16 on every linear layer, bf16", command())
+    ours = Contender("engine", [sys.executable, str(HERE / "contender_engine.py")])
+    peers: dict[str, Contender] = {}
+    result.versions.update({"engine threads": str(ours.about["threads"])})
+    for (name, folders), (how, apart) in product(PEERS.items(), PROCESSES.items()):
+        name = f"{name}, {how}"
+        python = peer_python("vllm")
+        try:
+            if python is None:
+                raise ContenderFailed("its environment is missing: make bench-peers")
+            script = str(HERE / "peers" / "vllm_generation.py")
+            peers[name] = Contender(name, [str(python), script, str(published()), *map(str, adapters(folders))], apart)
+            result.versions.update(vllm=peers[name].about["vllm"], **{"vllm's torch": peers[name].about["torch"]})
+        except ContenderFailed as error:
+            result.notes.append(f"{name} did not run: {error}")
+            print(result.notes[-1], flush=True)
+    rows: dict[tuple[str, int], Row] = {}
+    for count in COUNTS:
+        speeds: dict[str, list[float]] = {}
+        steps, floors = [], []
+        task = {"prompts": chat_ids(questions(count)), "tokens": NEW_TOKENS}
+        for turn in range(times + 1):  # the first warms up
+            for name, extra in (("Rookery, 4 adapters", {"adapters": 4}), ("Rookery, no adapters", {"adapters": 0})):
+                answer = ours.run(**task, **extra)
+                if turn:
+                    speeds.setdefault(name, []).append(answer["tokens"] / answer["seconds"])
+                    if extra["adapters"]:
+                        steps.append(1000 * answer["step_seconds"])
+                        floors.append(1000 * ours.run(what="floor", rows=count)["seconds"])
+            for name, peer in list(peers.items()):
+                answer = _try(result, peers, name, peer, task)
+                if turn and answer is not None:
+                    speeds.setdefault(name, []).append(answer["tokens"] / answer["seconds"])
+        for name, values in speeds.items():
+            rows[name, count] = result.add(f"{count} sequences, {name}", values, "tokens/s")
+        step = result.add(f"{count} sequences, Rookery's decode step, 4 adapters", steps, "ms")
+        floor = result.add(f"{count} sequences, floor: the linear layers of a step", floors, "ms")
+        share = statistics.median(step.values) / statistics.median(floor.values)
+        if count == 64:
+            result.judge("decode step <= 2.7 x the linear layers, 64 sequences", f"{share:.2f} x", share <= 2.7)
+    for count, peer_name, mine, least in (
+        (64, "vLLM, 4 adapters", "Rookery, 4 adapters", 10.0),
+        (64, "vLLM, no adapters", "Rookery, 4 adapters", 1.8),
+        (8, "vLLM, 4 adapters", "Rookery, 4 adapters", 3.0),
+    ):
+        target = f"{count} sequences over 4 adapters >= {least:g} x {peer_name}"
+        rivals = [row for (who, at), row in rows.items() if who.startswith(peer_name) and at == count]
+        if rivals:
+            times_faster = ratio(rows[mine, count], max(rivals, key=lambda row: row.median))
+            result.judge(target, f"{times_faster:.2f} x", times_faster >= least)
+        else:
+            result.judge(target, "-", None, "the peer did not run")
+    for contender in (ours, *peers.values()):
+        contender.close()
+    result.save()
+
+
+def _try(
+    result: Result, peers: dict[str, Contender], name: str, peer: Contender, task: dict[str, Any]
+) -> dict[str, Any] | None:
+    try:
+        return peer.run(**task)
+    except ContenderFailed as error:
+        result.notes.append(f"{name} failed: {error}")
+        del peers[name]
+        return None
+
+
+if __name__ == "__main__":
+    main()

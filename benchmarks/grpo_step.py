@@ -1,0 +1,56 @@
+"""One GRPO step (8 prompts x 8 completions, at most 20 new tokens): a job of a Rookery service against TRL.
+
+Rookery's step is the time between two commits of a job with staleness 0: rollouts, rewards, forward, backward, AdamW,
+commit to disk and database, publication to the worker. TRL's is its trainer's step, at each micro-batch; it is judged
+by its best one. Same questions, same reward, rank 16 on every linear layer, bf16. First steps are left out."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from child import Contender, ContenderFailed
+from harness import HERE, Result, command, peer_python, ratio, repeats
+from model import published
+from service import Liked, job, service
+from workload import PROMPTS, questions
+
+MICRO_BATCHES = (64, 32, 16, 8)
+LEAST, AIM = 4.5, 6.0
+
+
+def main() -> None:
+    steps = repeats(__doc__, default=4) + 1
+    result = Result("grpo_step", "One GRPO step: 8 prompts x 8 completions, at most 20 new tokens", command())
+    ours: dict[int, list[float]] = {0: [], 2: []}
+    with service() as bench:
+        for staleness, values in ours.items():
+            spec = job(f"step-{staleness}", steps, staleness=staleness)
+            environment = Liked(questions(PROMPTS * steps))
+            times = [row.time for row in bench.client.train(environment=environment, **spec).metrics()]
+            values += [b - a for a, b in pairwise(times)]
+    mine = result.add("Rookery, staleness 0", ours[0], "s")
+    result.add("Rookery, staleness 2", ours[2], "s", "rollouts go on while the step trains")
+    rivals = []
+    try:
+        python = peer_python("trl")
+        if python is None:
+            raise ContenderFailed("its environment is missing: make bench-peers")
+        for micro_batch in MICRO_BATCHES:
+            peer = Contender("trl", [str(python), str(HERE / "peers" / "trl_step.py"), str(published())])
+            result.versions.update({name: peer.about[name] for name in ("trl", "transformers")})
+            seconds = peer.run(steps=steps, micro_batch=micro_batch)["seconds"]
+            rivals.append(result.add(f"TRL GRPOTrainer, micro-batch {micro_batch}", seconds, "s"))
+            peer.close()
+    except ContenderFailed as error:
+        result.notes.append(f"TRL did not run: {error}")
+    target = f"a step >= {LEAST} x faster than TRL at its best (aim {AIM:g} x)"
+    if rivals:
+        faster = 1 / ratio(mine, min(rivals, key=lambda row: row.median))
+        result.judge(target, f"{faster:.2f} x", faster >= LEAST)
+    else:
+        result.judge(target, "-", None, "the peer did not run")
+    result.save()
+
+
+if __name__ == "__main__":
+    main()

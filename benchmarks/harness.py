@@ -1,0 +1,129 @@
+"""What every measure shares: the machine's name, medians, the model as peers want it, and where results go.
+
+A result is one JSON file in ``results/``: what was measured, on what, with which command, all repeats and the verdicts.
+``report.py`` makes the tables and plots from these files alone, so that no figure is ever typed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+RESULTS = HERE / "results"
+WORK = Path(os.environ.get("ROOKERY_BENCH", ROOT / ".bench"))
+"""Peers' environments and the model in their format: all that can be made again."""
+MODEL = "smollm2-135m-instruct"
+
+
+@dataclass
+class Row:
+    """One line of a table. ``values`` are all repeats, in ``unit``; the table shows their median and range."""
+
+    what: str
+    values: list[float]
+    unit: str
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+
+@dataclass
+class Verdict:
+    """A target and what was measured. ``met`` is None where it could not be measured; ``why`` says more."""
+
+    target: str
+    measured: str
+    met: bool | None
+    why: str = ""
+
+
+@dataclass
+class Result:
+    name: str
+    title: str
+    command: str
+    rows: list[Row] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    machine: str = ""
+    simulated: bool = False
+    data: dict[str, Any] = field(default_factory=dict)
+    """What plots are drawn from."""
+
+    def add(self, what: str, values: Sequence[float], unit: str, note: str = "") -> Row:
+        row = Row(what, [float(value) for value in values], unit, note)
+        self.rows.append(row)
+        print(f"  {what}: {row.median:.4g} {unit}  {note}", flush=True)
+        return row
+
+    def judge(self, target: str, measured: str, met: bool | None, why: str = "") -> None:
+        self.verdicts.append(Verdict(target, measured, met, why))
+        word = {True: "met", False: "NOT met", None: "not measured"}[met]
+        print(f"  {target}: {measured} ({word}) {why}", flush=True)
+
+    def save(self) -> None:
+        """Write it, with the machine and the versions."""
+        self.machine = machine()
+        self.versions = {**versions("torch", "rookery"), **self.versions}
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{self.name}.json"
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        print(f"wrote {path.relative_to(ROOT)}")
+
+
+def machine() -> str:
+    """Cores, processor, memory."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text().splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{len(os.sched_getaffinity(0))} cores of {name}, {memory:.0f} GiB, Python {platform.python_version()}"
+
+
+def versions(*packages: str) -> dict[str, str]:
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def command() -> str:
+    """How this script was called."""
+    return " ".join(["python", str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *sys.argv[1:]])
+
+
+def repeats(description: str | None, default: int = 3) -> int:
+    """The ``--repeats`` option of a script."""
+    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    parser.add_argument("--repeats", type=int, default=default, help=f"runs of each contender (default: {default})")
+    return int(parser.parse_args().repeats)
+
+
+def peer_python(name: str) -> Path | None:
+    """The interpreter of a peer's environment, which ``make bench-peers`` makes; None where it is missing."""
+    path = WORK / name / "bin" / "python"
+    return path if path.exists() else None
+
+
+def ratio(ours: Row, theirs: Row) -> float:
+    """Median over median."""
+    return ours.median / theirs.median

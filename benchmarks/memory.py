@@ -1,0 +1,93 @@
+"""Resident memory of the one worker: 32 tenants against 1.
+
+What may grow: adapters in memory (bf16, and float32 masters), AdamW's moments, gradients, and the attention cache
+within its budget. The bound is computed from the model's shapes and the worker's settings; the worker's memory is its private
+and shared resident set, the largest of many looks while the jobs run."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Self
+
+from harness import Result, command
+from model import RANK, ours
+from service import Bench, Liked, job, service
+from workload import PROMPTS, questions
+
+from rookery.settings import Settings
+from rookery.worker.model.adapter import PARTS
+from rookery.worker.model.config import DecoderConfig
+
+TENANTS = 32
+STEPS = 2
+LOOK_SECONDS = 0.05
+MEBIBYTE = 2**20
+FLOATS = 4 * 4
+"""Bytes of a trained number: float32 master, gradient and two moments."""
+SERVED = 2 * 2 * 2
+"""Bytes of a served number: bf16, of at most two versions at once, in the bank and in the stack of a batch."""
+SPARE = 1.25
+"""The allocator's own: pages that it keeps and pieces that it cannot use."""
+
+
+class Watch:
+    """``most``: the largest resident set of the service's workers while it lasts, in bytes."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.most = 0
+        self._bench = bench
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(LOOK_SECONDS):
+            self.most = max(self.most, *(process.memory_info().rss for process in self._bench.workers()))
+
+
+def _train(bench: Bench, tenants: int) -> None:
+    environment = Liked(questions(PROMPTS * STEPS))
+    jobs = [
+        bench.client.train(environment=environment, **job(f"m{tenants}-{i}", STEPS, seed=i)) for i in range(tenants)
+    ]
+    for one in jobs:
+        ended = one.wait()
+        assert ended.state == "completed", ended.reason
+
+
+def main() -> None:
+    result = Result("memory", f"Resident memory of the worker with {TENANTS} tenants against 1", command())
+    kv = 256 * MEBIBYTE
+    peaks = {}
+    with service(kv_bytes=kv) as bench:
+        for tenants in (1, TENANTS):
+            with Watch(bench) as watch:
+                _train(bench, tenants)
+            peaks[tenants] = watch.most
+            result.add(f"{tenants} tenant{'s' * (tenants > 1)}, peak", [watch.most / MEBIBYTE], "MiB")
+    config = DecoderConfig.from_hf(json.loads((ours() / "config.json").read_text()))
+    numbers = sum(RANK * sum(config.site_shape(part)) for part in PARTS) * config.layers
+    bound = SPARE * (TENANTS - 1) * numbers * (FLOATS + SERVED) + kv
+    growth = peaks[TENANTS] - peaks[1]
+    result.add("growth", [growth / MEBIBYTE], "MiB")
+    result.add("adapters, moments, gradients of the others, and the cache's budget", [bound / MEBIBYTE], "MiB")
+    per_tenant = growth / (TENANTS - 1) / MEBIBYTE
+    result.judge(
+        "memory grows by adapters, moments, gradients and the cache's budget only",
+        f"{per_tenant:.1f} MiB per tenant",
+        growth <= bound,
+    )
+    result.notes.append(f"numbers per adapter: {numbers:,}; default limit of the engine's rows: {Settings().max_rows}")
+    result.save()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The base model and adapters as transformers, PEFT, vLLM and TRL read them: the same numbers under published names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from harness import MODEL, WORK
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from rookery.settings import Settings
+from rookery.text.chat import Chat
+from rookery.worker.model.adapter import PARTS, init_adapter, write_adapter
+from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.decoder import SITES
+from rookery.worker.model.prepare import prepare
+
+FILES = (
+    "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
+)  # fmt: skip
+RANK, ALPHA = 16, 32.0
+B_DEVIATION = 0.01
+"""Of the adapters' second factor, so that they change the output: version 0, which is zero, could be skipped."""
+
+
+def ours() -> Path:
+    """The prepared folder."""
+    return prepare(MODEL, Settings.load().cache)
+
+
+def published() -> Path:
+    """The same weights under the names of a ``LlamaForCausalLM`` checkpoint."""
+    target = WORK / "model"
+    if (target / "model.safetensors").exists():
+        return target
+    source = ours()
+    config = DecoderConfig.from_hf(json.loads((source / "config.json").read_text()))
+    target.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        if (source / name).exists():
+            shutil.copy(source / name, target)
+    about = json.loads((target / "config.json").read_text())
+    about.pop("quantization_config", None)
+    about |= {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    (target / "config.json").write_text(json.dumps(about))
+    tensors = {}
+    with safe_open(source / "model.safetensors", framework="pt") as file:
+        tensors["model.embed_tokens.weight"] = file.get_tensor("embed")
+        tensors["model.norm.weight"] = file.get_tensor("norm")
+        for i in range(config.layers):
+            there, here = f"model.layers.{i}.", f"layers.{i}."
+            tensors[there + "input_layernorm.weight"] = file.get_tensor(here + "attention_norm")
+            tensors[there + "post_attention_layernorm.weight"] = file.get_tensor(here + "mlp_norm")
+            for site, parts in SITES.items():
+                room = "self_attn" if site in ("qkv", "o") else "mlp"
+                sizes = [config.site_shape(part)[1] for part in parts]
+                for part, weight in zip(parts, file.get_tensor(here + site).split(sizes), strict=True):
+                    tensors[f"{there}{room}.{part}_proj.weight"] = weight.contiguous()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def chat_ids(texts: list[str]) -> list[list[int]]:
+    """Questions as the model reads them, template and all."""
+    chat = Chat.load(ours())
+    return [list(chat.prompt([{"role": "user", "content": text}])) for text in texts]
+
+
+def adapters(count: int) -> list[Path]:
+    """PEFT folders of so many different adapters on every linear layer."""
+    config = DecoderConfig.from_hf(json.loads((ours() / "config.json").read_text()))
+    folders = []
+    for seed in range(count):
+        folder = WORK / f"adapter-{seed}"
+        if not (folder / "adapter_model.safetensors").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            adapter = init_adapter(config, FILES = (
+    "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
+)  # fmt: skip
+RANK, ALPHA, list(PARTS), seed)
+            generator = torch.Generator().manual_seed(seed)
+            for _, b in adapter.weights.values():
+                b.normal_(0.0, B_DEVIATION, generator=generator)
+            write_adapter(folder, adapter, str(published()))
+        folders.append(folder)
+    return folders

@@ -1,0 +1,63 @@
+"""TRL's GRPOTrainer as a contender: steps of 8 prompts x 8 completions with LoRA on the CPU."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import peft
+import torch
+import transformers
+import trl
+from child import serve
+from datasets import Dataset
+from workload import COMPLETIONS, PROMPTS, REPLY_TOKENS, questions, reward
+
+
+class Clock(transformers.TrainerCallback):
+    """When each step ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_step_end(self, *arguments: Any, **named: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def judge(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [reward(tokens) for tokens in completion_ids]
+
+
+if __name__ == "__main__":
+    folder = sys.argv[1]
+
+    def run(steps: int, micro_batch: int) -> dict[str, Any]:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        rows = [{"prompt": [{"role": "user", "content": text}]} for text in questions(PROMPTS * steps)]
+        total = PROMPTS * COMPLETIONS
+        clock = Clock()
+        with tempfile.TemporaryDirectory() as out:
+            settings = trl.GRPOConfig(
+                output_dir=out, use_cpu=True, bf16=True, gradient_checkpointing=False, report_to=[],
+                save_strategy="no", logging_strategy="no", disable_tqdm=True, max_steps=steps, learning_rate=1e-4,
+                per_device_train_batch_size=micro_batch, gradient_accumulation_steps=total // micro_batch,
+                num_generations=COMPLETIONS, max_completion_length=REPLY_TOKENS, temperature=1.0, beta=0.0,
+            )  # fmt: skip
+            trainer = trl.GRPOTrainer(
+                model=model,
+                reward_funcs=judge,
+                args=settings,
+                train_dataset=Dataset.from_list(rows),
+                processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+                peft_config=peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+                callbacks=[clock],
+            )
+            trainer.train()
+        return {"seconds": [b - a for a, b in zip(clock.ends, clock.ends[1:], strict=False)]}
+
+    serve({"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}, run)

@@ -1,0 +1,81 @@
+"""A Rookery service of its own for one measure: real processes, a folder that goes when it ends."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from harness import MODEL
+from workload import COMPLETIONS, PROMPTS, REPLY_TOKENS, reward
+
+import rookery
+from rookery.service.embedded import Embedded
+from rookery.settings import Settings
+
+
+@dataclass
+class Bench:
+    client: rookery.Client
+    url: str
+    key: str
+
+    def workers(self) -> list[psutil.Process]:
+        """The service's worker processes."""
+        return [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if any("rookery.worker.process" in part for part in process.cmdline())
+        ]
+
+
+@contextmanager
+def service(**settings: Any) -> Iterator[Bench]:
+    """With one worker that serves, unless ``settings`` say otherwise."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"port": 0, "models": MODEL, "log_level": "WARNING"} | settings
+        with Embedded(Settings.load(data=Path(folder), **given)) as embedded:
+            client = rookery.Client(embedded.url, embedded.key)
+            if given.get("workers", 1):
+                client.sample(MODEL, "Hello", max_tokens=1)  # waits for the worker
+            yield Bench(client, embedded.url, embedded.key)
+            client.close()
+
+
+class Liked(rookery.Environment):
+    """The questions and the reward that every contender gets."""
+
+    def __init__(self, questions: list[str], seconds: float = 0.0) -> None:
+        self.questions = questions
+        self.seconds = seconds
+
+    def prompts(self, split: str) -> list[dict[str, str]]:
+        return [{"question": text} for text in self.questions]
+
+    def reset(self, prompt: dict[str, str], seed: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": prompt["question"]}]
+
+    def step(self, reply: Any) -> rookery.Step:
+        return rookery.Step(reward=reward(reply.tokens), done=True)
+
+
+def job(name: str, steps: int, *, staleness: int = 0, seed: int = 0, **algorithm: Any) -> dict[str, Any]:
+    """All but the environment of the step that TRL takes too."""
+    return {
+        "name": name,
+        "base_model": MODEL,
+        "policies": {"main": {"rank": 16, "optimizer": {"lr": 1e-4}}},
+        "algorithm": {
+            "group_size": COMPLETIONS,
+            "groups_per_step": PROMPTS,
+            "max_staleness": staleness,
+            **algorithm,
+        },
+        "sampling": {"temperature": 1.0, "max_tokens": REPLY_TOKENS},
+        "stop": {"steps": steps},
+        "seed": seed,
+    }

@@ -1,0 +1,82 @@
+"""Training: Rookery's trainer against PEFT + transformers and against the floor, and four tenants packed against one.
+
+A step is forward, backward and AdamW on rank 16, bf16, loss on every token. Contenders take turns within one run. PEFT
+gets the micro-batch that is fastest for it among the whole batch, 4 and 1; all three are in the table."""
+
+from __future__ import annotations
+
+import sys
+
+from child import Contender, ContenderFailed
+from harness import HERE, Result, Row, command, peer_python, ratio, repeats
+from model import published
+
+SHAPES = {"8 x 128": (8, 128), "8 x 512": (8, 512)}
+LEAST = {"8 x 128": (2.2, 0.55), "8 x 512": (4.0, 0.45)}
+TENANTS = 4
+PACKED_LEAST = 0.95
+
+
+def main() -> None:
+    times = repeats(__doc__)
+    result = Result("training", "Training, rank 16 on every linear layer, bf16, loss on every token", command())
+    ours = Contender("trainer", [sys.executable, str(HERE / "contender_trainer.py")])
+    result.versions.update({"trainer threads": str(ours.about["threads"])})
+    peer: Contender | None = None
+    try:
+        python = peer_python("trl")
+        if python is None:
+            raise ContenderFailed("its environment is missing: make bench-peers")
+        peer = Contender("peft", [str(python), str(HERE / "peers" / "peft_training.py"), str(published())])
+        result.versions.update({name: peer.about[name] for name in ("peft", "transformers")})
+    except ContenderFailed as error:
+        result.notes.append(f"PEFT + transformers did not run: {error}")
+    for name, (count, length) in SHAPES.items():
+        _shape(result, ours, peer, name, count, length, times)
+    alone, packed = [], []
+    for turn in range(times + 1):
+        one = ours.run(shapes=[[128] * 8])
+        four = ours.run(shapes=[[128] * 2] * TENANTS)
+        if turn:
+            alone.append(one["tokens"] / one["seconds"])
+            packed.append(four["tokens"] / four["seconds"])
+    solo = result.add("8 x 128, one tenant (paired with the next)", alone, "tokens/s")
+    together = result.add(f"{TENANTS} tenants with 2 x 128 each, packed", packed, "tokens/s")
+    share = ratio(together, solo)
+    result.judge(f"{TENANTS} tenants packed >= {PACKED_LEAST:.0%} of one", f"{share:.0%}", share >= PACKED_LEAST)
+    ours.close()
+    if peer is not None:
+        peer.close()
+    result.save()
+
+
+def _shape(
+    result: Result, ours: Contender, peer: Contender | None, name: str, count: int, length: int, times: int
+) -> None:
+    speeds: dict[str, list[float]] = {}
+    for turn in range(times + 1):  # the first warms up
+        answer = ours.run(shapes=[[length] * count])
+        floor = ours.run(what="floor", tokens=count * length)["seconds"]
+        if turn:
+            speeds.setdefault("Rookery", []).append(answer["tokens"] / answer["seconds"])
+            speeds.setdefault("floor", []).append(answer["tokens"] / floor)
+        for micro_batch in (count, 4, 1) if peer is not None else ():
+            assert peer is not None
+            theirs = peer.run(sequences=count, length=length, micro_batch=micro_batch)
+            if turn:
+                speeds.setdefault(f"PEFT, micro-batch {micro_batch}", []).append(theirs["tokens"] / theirs["seconds"])
+    rows: dict[str, Row] = {who: result.add(f"{name}, {who}", values, "tokens/s") for who, values in speeds.items()}
+    least_ratio, least_share = LEAST[name]
+    share = ratio(rows["Rookery"], rows["floor"])
+    result.judge(f"{name} >= {least_share:.0%} of the floor", f"{share:.0%}", share >= least_share)
+    rivals = [row for who, row in rows.items() if who.startswith("PEFT")]
+    target = f"{name} >= {least_ratio} x PEFT + transformers at its best"
+    if rivals:
+        times_faster = ratio(rows["Rookery"], max(rivals, key=lambda row: row.median))
+        result.judge(target, f"{times_faster:.2f} x", times_faster >= least_ratio)
+    else:
+        result.judge(target, "-", None, "the peer did not run")
+
+
+if __name__ == "__main__":
+    main()
