@@ -1,8 +1,8 @@
 """Resident memory of the one worker: 32 tenants against 1.
 
 What may grow: adapters in memory (bf16, and float32 masters), AdamW's moments, gradients, and the attention cache
-within its budget. The bound is computed from the model's shapes and the worker's settings; the worker's memory is its private
-and shared resident set, the largest of many looks while the jobs run."""
+within its budget. The bound is computed from the model's shapes and the worker's settings; what is measured is the
+worker's resident set, the largest of many looks while the jobs run."""
 
 from __future__ import annotations
 

@@ -77,10 +77,7 @@ def adapters(count: int) -> list[Path]:
         folder = WORK / f"adapter-{seed}"
         if not (folder / "adapter_model.safetensors").exists():
             folder.mkdir(parents=True, exist_ok=True)
-            adapter = init_adapter(config, FILES = (
-    "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
-)  # fmt: skip
-RANK, ALPHA, list(PARTS), seed)
+            adapter = init_adapter(config, RANK, ALPHA, list(PARTS), seed)
             generator = torch.Generator().manual_seed(seed)
             for _, b in adapter.weights.values():
                 b.normal_(0.0, B_DEVIATION, generator=generator)
