@@ -1,4 +1,4 @@
-"""Versions that arrive while requests run: what the engine computes, what the worker sends, what the controller does."""
+"""Versions that arrive while requests run: what the engine computes, what a worker sends, what the controller does."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_a_later_turn_extends_the_kept_cache(shared: int, between: bool) -> None
     first = run.end()["r"]
     text = [*prompt(20), *first.tokens, 3, 4, 5]
     before = run.engine.stats.copy()
-    later = order("later", number=1, prompt=text, shared=shared, episode="e", keep=True, seed=8)
+    later = order("later", number=1, prompt=text, shared=shared, episode="e", in_flight="switch", seed=8)
     said = run.submit(later).end()["later"]
     assert run.engine.stats["prefill_tokens"] - before["prefill_tokens"] == 4
     assert run.engine.stats["reused_tokens"] - before["reused_tokens"] == 35
@@ -237,8 +237,8 @@ def test_a_later_turn_extends_the_kept_cache(shared: int, between: bool) -> None
 
 
 @exact
-@pytest.mark.parametrize("changes", [{"keep": False}, {"adapter": wire.AdapterRef(
-    policy="another", version=1, hash="v1", rank=RANK, alpha=2.0 * RANK), "keep": True}])  # fmt: skip
+@pytest.mark.parametrize("changes", [{"in_flight": "recompute"}, {"adapter": wire.AdapterRef(
+    policy="another", version=1, hash="v1", rank=RANK, alpha=2.0 * RANK), "in_flight": "switch"}])  # fmt: skip
 def test_a_cache_of_two_versions_is_nobody_elses(changes: dict[str, object]) -> None:
     decoder = small("llama")
     run = Run(make(decoder)).submit(order(episode="e")).until("r", 6)

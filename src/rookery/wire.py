@@ -116,6 +116,7 @@ class Ready(Message, kw_only=True):
     """The base model is loaded: the worker can be given work."""
 
     epoch: int
+    model_hash: str
     max_context: int
     device: str
     dtype: str
@@ -153,6 +154,10 @@ class Beat(Message, kw_only=True):
     decode_seconds: float
     train_seconds: float
     memory_bytes: int
+    pulled_from_peers: int = 0
+    """Bytes of artifacts that other workers lent, since the process began …"""
+    pulled_from_service: int = 0
+    """… and that the service gave."""
 
 
 class Score(Part, kw_only=True):
@@ -256,9 +261,10 @@ class Generate(Message, kw_only=True):
     stop: list[str] = msgspec.field(default_factory=list)
     """A stop string ends the text with the token that completes it; that token is kept."""
     episode: str = ""
-    keep: bool = False
-    """Whether the episode's cache may be extended although an older version of the policy computed it; without, what
-    another version computed is computed anew."""
+    in_flight: Literal["finish", "switch", "recompute"] = "finish"
+    """What it does when a newer version comes. Where that is not ``finish``, a request that runs already is claimed also
+    by a newer version than it runs on; with ``switch`` it extends the episode's cache also where an older version
+    computed that."""
     scores: int = 0
     """How many of the prompt's last tokens are scored too (its first token never is); ``shared`` must be 0 then."""
     top: int = 0

@@ -208,6 +208,8 @@ class Link:
                 self._requests.generate(message)
             case wire.Abort():
                 self._requests.abort(message.request)
+            case wire.Switch():
+                self._requests.switch(message)
             case wire.Granted():
                 self._transfers.granted(message.hash, message.ticket)
                 if (waiting := self._granted.pop(message.hash, None)) is not None and not waiting.done():

@@ -70,7 +70,7 @@ class Request:
     """Of prompt tokens, by position."""
 
     def __post_init__(self) -> None:
-        self.keeps = self.order.keep
+        self.keeps = self.order.in_flight == "switch"
         self.spans = [(len(self.tokens), self.order.adapter)]
 
     @property
