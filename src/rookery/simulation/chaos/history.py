@@ -1,0 +1,310 @@
+"""What must hold of groups, versions and leases, told from the database's transactions as they succeed and from the
+bytes of the artifacts that they name.
+
+* **durable** – when a version is committed, and at every start after, its artifact is there and verifies; a frame names
+  only versions that are committed and kept.
+* **chain** – a version's parent is the head before it, its number the next one; its bytes are exactly what training on
+  the steps that it claims makes of its parent's.
+* **lease** – leases only grow, and only the newest commits.
+* **groups** – each is consumed by at most one version, after it was ready, and by one whose training had its episodes:
+  no more and no less. Ordinals have no gap.
+* **stale** – no group is trained on at a step more than ``max_staleness`` after the one that its oldest token came from.
+* **jobs** – none fails; each that was begun ends when the faults do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from rookery import wire
+from rookery.algorithms.advantages import advantages
+from rookery.controller.trajectory import outcome_decoder
+from rookery.errors import RookeryError
+from rookery.simulation.chaos.events import Events
+from rookery.simulation.chaos.invariants import Lasting
+from rookery.spec import JobSpec
+from rookery.storage.artifacts import Artifacts
+from rookery.storage.database import Database
+from rookery.storage.rows import JobRow, JobState, NewGroup, NewPolicy, VersionRow
+
+ADAPTER = "adapter_model.safetensors"
+"""The file in which a modelled trainer writes :class:`State`."""
+
+Trace = tuple[int, int]
+"""A training sequence as told apart from others: hashes of its prompt and of what follows."""
+
+
+class State(msgspec.Struct):
+    """What a modelled trainer makes: the history of its policy since the parent, and a hash over all of it."""
+
+    chain: str
+    parent: str
+    """The parent's chain."""
+    steps: list[list[str]] = []
+    """Of each optimizer step, the hashes of the batches in its gradient."""
+
+
+def chained(parent: str, steps: Sequence[Sequence[str]]) -> str:
+    """The chain of a state that took ``steps`` from one with ``parent``."""
+    return wire.manifest_of([wire.Shard(name=parent, size=0, sha256=repr([list(step) for step in steps]))]).hash
+
+
+def traces(batch: wire.Batch) -> Counter[Trace]:
+    """The sequences of a training batch."""
+    return Counter(
+        (hash(tuple(unit.prompt)), hash(tuple(member.tokens))) for unit in batch.units for member in unit.members
+    )
+
+
+@dataclass
+class _Group:
+    job: str
+    state: str = "open"
+    oldest: int | None = None
+    """The oldest version among its episodes' tokens."""
+    rewards: list[float] = field(default_factory=list)
+    traces: list[list[Trace]] = field(default_factory=list)
+    """By surviving episode."""
+
+
+@dataclass
+class _Policy:
+    job: str
+    lease: int = 0
+    head: int | None = None
+    versions: dict[int, VersionRow] = field(default_factory=dict)
+    chains: dict[int, str] = field(default_factory=dict)
+
+
+class History:
+    """The account of all that was ever committed; it outlives controllers."""
+
+    def __init__(self, events: Events, artifacts: Artifacts) -> None:
+        self.events = events
+        self.lasting = Lasting(self.named)
+        self.specs: dict[str, JobSpec] = {}
+        self.states: dict[str, JobState] = {}
+        self.trained_batches: dict[str, Counter[Trace]] = {}
+        """By hash, what trainers fetched."""
+        self._artifacts = artifacts
+        self._policies: dict[str, _Policy] = {}
+        self._groups: dict[str, _Group] = {}
+        self._cursors: Counter[str] = Counter()
+
+    # --- what frames may name -----------------------------------------------------------------------------------------
+
+    def named(self, ref: wire.AdapterRef, frame: str) -> None:
+        row = self._policies[ref.policy].versions.get(ref.version)
+        name = f"version {ref.version} of {ref.policy}"
+        if row is None:
+            self.events.fail("durable", f"{frame} names {name}, which is not committed", ref.policy)
+        elif row.hash != ref.hash:
+            self.events.fail("durable", f"{frame} names {name} by another hash than it has", ref.policy)
+        elif not row.kept:
+            self.events.fail("durable", f"{frame} names {name}, whose bytes were let go", ref.policy)
+
+    # --- what the database was told -----------------------------------------------------------------------------------
+
+    def submitted(self, job: str, spec: Mapping[str, Any], policies: Sequence[NewPolicy]) -> None:
+        self.specs[job] = JobSpec.model_validate(spec)
+        for policy in policies:
+            self._policies[policy.id] = _Policy(job)
+
+    def is_now(self, job: str, state: JobState, reason: str) -> None:
+        self.events.note("job", job, state, reason)
+        self.states[job] = state
+        if state == "running":
+            self.lasting.runs[job] = self.lasting.runs.get(job, 0) + 1
+        if state == "failed":
+            self.events.fail("jobs", f"{job} failed: {reason}", job)
+
+    def leased(self, policy: str, lease: int) -> None:
+        if lease <= self._policies[policy].lease:
+            self.events.fail("lease", f"{policy} is leased as {lease} after {self._policies[policy].lease}", policy)
+        self._policies[policy].lease = lease
+
+    def added(self, job: str, groups: Sequence[NewGroup]) -> None:
+        for group in groups:
+            if group.split != "train":
+                continue
+            if group.ordinal != self._cursors[job]:
+                self.events.fail("groups", f"{group.id} comes where number {self._cursors[job]} should", job)
+            self._cursors[job] += 1
+            self._groups[group.id] = _Group(job)
+
+    def turned(self, episode: str, turns: int) -> None:
+        self.lasting.durable.add(f"{episode}.{turns - 1}")
+
+    def closed(self, episode: str, state: str, trajectories: bytes, reward: float | None) -> None:
+        group = self._groups[episode.rpartition("-")[0]]
+        if state != "done":
+            return
+        outcome = outcome_decoder.decode(trajectories)
+        group.rewards.append(reward or 0.0)
+        group.traces.append([(hash(tuple(t.prompt)), hash(tuple(t.tokens))) for t in outcome.trajectories if t.own])
+        group.oldest = min([*outcome.versions, *([group.oldest] if group.oldest is not None else [])])
+
+    def grouped(self, group: str, state: Literal["ready", "failed", "dropped"]) -> None:
+        if self._groups[group].state not in ("open", "ready"):
+            self.events.fail("groups", f"{group} becomes {state}, it was {self._groups[group].state}", group)
+        self._groups[group].state = state
+
+    def retired(self, policy: str, version: int) -> None:
+        versions = self._policies[policy].versions
+        versions[version] = replace(versions[version], kept=False)
+        self.events.note("retired", policy, version)
+
+    # --- a commit -----------------------------------------------------------------------------------------------------
+
+    def committed(self, job: str, row: VersionRow, lease: int, groups: Sequence[str]) -> None:
+        """The transaction that makes ``row`` has succeeded."""
+        policy = self._policies[row.policy]
+        name = f"version {row.version} of {row.policy}"
+        self.events.note("committed", row.policy, row.version, *groups)
+        if lease != policy.lease:
+            self.events.fail("lease", f"{name} was committed under lease {lease}, {policy.lease} is the newest", job)
+        if row.parent != policy.head or row.version != len(policy.versions):
+            self.events.fail("chain", f"{name} comes from {row.parent}, the head is {policy.head}", job)
+        parent = policy.versions[row.parent].step if row.parent is not None else 0
+        state = self._read(row, name)
+        if state is not None:
+            before = policy.chains[row.parent] if row.parent is not None else ""
+            if row.parent is not None and state.parent != before:
+                self.events.fail("chain", f"{name} was not trained from its parent", job)
+            if state.chain != chained(state.parent, state.steps) or len(state.steps) != row.step - parent:
+                self.events.fail("chain", f"{name} has {len(state.steps)} steps of {row.step - parent}", job)
+            policy.chains[row.version] = state.chain
+            if row.parent is not None:
+                self._trained(job, policy, name, parent, state, groups)
+        policy.versions[row.version], policy.head = row, row.version
+        for group in groups:
+            if self._groups[group].state != "ready":
+                self.events.fail("groups", f"{name} consumed {group}, which is {self._groups[group].state}", group)
+            self._groups[group] = _Group(job, "consumed")
+
+    def _read(self, row: VersionRow, name: str) -> State | None:
+        try:
+            self._artifacts.verify(row.hash)
+            return msgspec.json.decode(self._artifacts.path(row.hash, ADAPTER).read_bytes(), type=State)
+        except RookeryError as error:
+            self.events.fail("durable", f"{name} is committed and its artifact is not whole: {error}", row.policy)
+            return None
+
+    def _trained(
+        self, job: str, policy: _Policy, name: str, step: int, state: State, groups: Sequence[str]
+    ) -> None:
+        """What the version consumed is what its trainer was given, each sequence once, in time."""
+        algorithm = self.specs[job].algorithm
+        wanted: Counter[Trace] = Counter()
+        origin: dict[Trace, int] = {}
+        for group_id in groups:
+            group = self._groups[group_id]
+            scores = advantages(algorithm.name, group.rewards)
+            oldest = policy.versions[group.oldest].step if group.oldest is not None else 0
+            for score, sequences in zip(scores, group.traces, strict=True):
+                if score != 0.0 or algorithm.kl_weight > 0:
+                    wanted.update(sequences)
+                    origin.update(dict.fromkeys(sequences, oldest))
+        found: Counter[Trace] = Counter()
+        for at, batches in enumerate(state.steps, step):
+            for digest in batches:
+                for trace, count in self.trained_batches[digest].items():
+                    found[trace] += count
+                    if at - origin.get(trace, at) > algorithm.max_staleness:
+                        old, allowed = at - origin[trace], algorithm.max_staleness
+                        self.events.fail("stale", f"{name} was trained on what was {old} steps old of {allowed}", job)
+        if found != wanted:
+            twice, missing = sum((found - wanted).values()), sum((wanted - found).values())
+            what = f"{name} was trained on {twice} sequences that it does not consume, and not on {missing} that it does"
+            self.events.fail("groups", what, job)
+
+    # --- now and then -------------------------------------------------------------------------------------------------
+
+    def check_heads(self) -> None:
+        """What every job would go on from is there."""
+        for name, policy in self._policies.items():
+            if policy.head is not None:
+                self._read(policy.versions[policy.head], f"version {policy.head} of {name}")
+
+    def check_all(self, database: Database, tenants: Mapping[str, str]) -> None:
+        """The database tells the same history, and whatever it keeps is whole. ``tenants``: by job."""
+        for name, policy in self._policies.items():
+            rows = [replace(row, evaluation=None) for row in database.versions(tenants[policy.job], name)]
+            if rows != list(policy.versions.values()):
+                self.events.fail("chain", f"{name}: the database tells another history", name)
+            for row in rows:
+                if row.kept:
+                    self._read(row, f"version {row.version} of {name}")
+
+    @property
+    def versions(self) -> int:
+        return sum(len(policy.versions) for policy in self._policies.values())
+
+
+class WatchedDatabase(Database):
+    """The shipped one; each transaction that changes what is accounted for is told as it succeeds."""
+
+    history: History
+    """Set before it is used."""
+
+    def submit_job(self, **values: Any) -> tuple[JobRow, bool]:
+        row, created = super().submit_job(**values)
+        if created:
+            self.history.submitted(row.id, row.spec, values["policies"])
+        return row, created
+
+    def set_job_state(self, job: str, state: JobState, reason: str, time: float, error: str = "") -> JobRow:
+        row = super().set_job_state(job, state, reason, time, error)
+        self.history.is_now(job, state, reason)
+        return row
+
+    def next_lease(self, policy: str) -> int:
+        lease = super().next_lease(policy)
+        self.history.leased(policy, lease)
+        return lease
+
+    def add_groups(self, job: str, groups: Sequence[NewGroup]) -> None:
+        super().add_groups(job, groups)
+        self.history.added(job, groups)
+
+    def save_turns(self, episode: str, turns: bytes, **named: Any) -> bool:
+        saved = super().save_turns(episode, turns, **named)
+        if saved:
+            self.history.turned(episode, len(msgspec.msgpack.decode(turns)))
+        return saved
+
+    def finish_episode(self, episode: str, state: Literal["done", "failed"], time: float, **named: Any) -> bool:
+        closed = super().finish_episode(episode, state, time, **named)
+        if closed:
+            self.history.closed(episode, state, named.get("trajectories", b""), named.get("reward"))
+        return closed
+
+    def finish_group(
+        self, group: str, state: Literal["ready", "failed", "dropped"], time: float, **named: Any
+    ) -> None:
+        super().finish_group(group, state, time, **named)
+        self.history.grouped(group, state)
+
+    def drop_groups(self, groups: Sequence[str], reason: str, time: float, **named: Any) -> list[str]:
+        dropped = super().drop_groups(groups, reason, time, **named)
+        for group in dropped:
+            self.history.grouped(group, "dropped")
+        return dropped
+
+    def commit_step(self, **values: Any) -> VersionRow:
+        row = super().commit_step(**values)
+        self.history.committed(values["job"], row, values["lease"], values["groups"])
+        return row
+
+    def retire_version(self, policy: str, version: int) -> str | None:
+        digest = super().retire_version(policy, version)
+        self.history.retired(policy, version)
+        return digest
+
+

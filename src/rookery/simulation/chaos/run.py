@@ -1,0 +1,411 @@
+"""A run: machines, jobs, faults until the preemptions are done, then calm until every job has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from rookery import wire
+from rookery.controller.controller import Controller
+from rookery.controller.hosts import SERVICE
+from rookery.controller.ports import RandomIds
+from rookery.controller.views import ENDED
+from rookery.errors import Conflict, StorageFull, Unavailable
+from rookery.settings import Settings
+from rookery.simulation.chaos.events import Events
+from rookery.simulation.chaos.faults import PREEMPTIONS, Dice, Kind, Plan
+from rookery.simulation.chaos.history import History, WatchedDatabase
+from rookery.simulation.chaos.hosts import Host
+from rookery.simulation.chaos.invariants import Requests
+from rookery.simulation.chaos.ledger import SlowLedger
+from rookery.simulation.chaos.links import Peer, Wire
+from rookery.simulation.chaos.site import ENVIRONMENT, HOST_TOKEN, MODEL, SLOW_SHARE, WORKER_TOKEN
+from rookery.simulation.chaos.texts import chat
+from rookery.simulation.chaos.workers import Machine
+from rookery.simulation.clock import EPOCH, VirtualClock, VirtualLoop
+from rookery.storage.artifacts import Artifacts
+
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""Nothing here has to outlive a crash of this machine: where there is a folder in memory, no disk is waited for."""
+
+RETRIES = 100
+"""Of a training step: here a worker lasts about as long as a few operations, so an honest step may need many."""
+
+LOOK_SECONDS = 0.5
+"""How often the operator looks at the jobs: resumes those that rest, replaces those that ended."""
+
+GRACE_SECONDS = 20.0
+"""A worker that is not back by then is gone: less than in service, so that it happens here."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run did. ``digest`` is that of its event log."""
+
+    digest: str
+    events: int
+    preemptions: int
+    faults: dict[str, int]
+    counts: dict[str, int]
+    jobs: int
+    versions: int
+    tokens: int
+    frames: int
+    """That crossed the controller's links to or from workers."""
+    virtual_seconds: float
+    real_seconds: float
+
+    def table(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def play(plan: Plan, **changes: Any) -> Outcome:
+    """Carry the plan out. Raises :class:`~rookery.simulation.chaos.events.Violation` as soon as something does not
+    hold, naming the seed."""
+    log, began = logging.getLogger("rookery"), time.monotonic()
+    before = log.level
+    log.setLevel(logging.CRITICAL + 1)  # thousands of lines about what is done on purpose
+    try:
+        with tempfile.TemporaryDirectory(dir=MEMORY) as folder, asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            return runner.run(Run(plan, Path(folder), began).main())
+    finally:
+        log.setLevel(before)
+
+
+class NumberedTask(asyncio.Task[Any]):
+    """Sets of tasks are gone through in the order of their hashes, which for others are addresses: these are numbers,
+    so that a seed's runs are alike to the last event."""
+
+    def __init__(self, number: int, *arguments: Any, **named: Any) -> None:
+        self._number = number
+        super().__init__(*arguments, **named)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+def number_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """Have ``loop`` make tasks that are numbered from now on."""
+    numbers = count()
+    loop.set_task_factory(lambda loop, work, **named: NumberedTask(next(numbers), work, loop=loop, **named))
+
+
+class Run:
+    """The :class:`~rookery.simulation.chaos.site.Site` of one run."""
+
+    def __init__(self, plan: Plan, folder: Path, began: float) -> None:
+        self.plan = plan
+        self.dice = Dice(plan.seed)
+        self.calm = False
+        self.preemptions = 0
+        self._began = began
+        self._folder = folder
+        self._settings = Settings(
+            data=folder, cache=folder / "cache", flush_seconds=plan.flush, retry_limit=RETRIES,
+            grace_seconds=GRACE_SECONDS, worker_wait_seconds=plan.patience,
+        )  # fmt: skip
+        self._controller: Controller | None = None
+        self._links: dict[Wire, asyncio.Task[None]] = {}
+        """Connections, with who speaks for the controller on each."""
+        self._jobs: dict[str, str] = {}
+        """Tenant by job."""
+        self._ended: set[str] = set()
+        self._falling: asyncio.Task[None] | None = None
+        self._lives = self._tokens = 0
+
+    async def main(self) -> Outcome:
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        self.events = Events(self.plan.seed)
+        loop.set_exception_handler(self._raised)
+        number_tasks(loop)
+        self.artifacts = Artifacts(self._folder / "artifacts")
+        self.history = History(self.events, self.artifacts)
+        self.history.lasting.first_epoch = int(EPOCH * 1000)
+        self._chat = chat()
+        self._database = WatchedDatabase(f"sqlite:///{self._folder}/chaos.db")
+        self._database.history = self.history
+        self._database.create()
+        for number in range(self.plan.tenants):
+            self._database.create_tenant(f"t{number}", f"Tenant {number}", 1.0)
+        await self._start()
+        trainers = max(2, round(self.plan.workers * self.plan.trainers))
+        self.machines = [Machine(self, n, trains=n < trainers) for n in range(self.plan.workers)]
+        self.hosts = [Host(self, number) for number in range(self.plan.hosts)]
+        for machine in self.machines:
+            machine.start()
+        operating = asyncio.create_task(self._operate())
+        try:
+            await asyncio.wait({operating, self.events.broken}, return_when=asyncio.FIRST_COMPLETED)
+            if self.events.broken.done():
+                self.events.broken.result()
+            operating.result()
+            self.history.check_all(self._database, self._jobs)
+            self._check_leftovers()
+            if self.events.broken.done():
+                self.events.broken.result()
+            return self._outcome()
+        finally:
+            operating.cancel()
+            await self._fall(late=None)
+            self._database.close()
+
+    # --- the site -----------------------------------------------------------------------------------------------------
+
+    @property
+    def controller(self) -> Controller | None:
+        return self._controller
+
+    def dial(self, peer: Peer, kind: str) -> Wire | None:
+        controller = self._controller
+        if controller is None:
+            return None
+        plan, slow = self.plan, self.dice.chance(SLOW_SHARE)
+        decoder = wire.to_worker if kind == "worker" else wire.to_host
+        latency = plan.slow_latency if slow else plan.latency
+        link = Wire(peer, decoder, self.requests, self.dice.random, latency)
+        serve = controller.serve_worker if kind == "worker" else controller.serve_host
+        task = self._loop.create_task(serve(link))
+        self._links[link] = task
+        task.add_done_callback(lambda done: self._hung_up(link, done))
+        return link
+
+    def _hung_up(self, link: Wire, task: asyncio.Task[None]) -> None:
+        self._links.pop(link, None)
+        if not task.cancelled() and (error := task.exception()) is not None and self._controller is not None:
+            self.events.fail("raises", f"the controller's end of a connection raised {error!r}")
+
+    def _raised(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "exception" in context:
+            self.events.fail("raises", f"{context.get('message')}: {context['exception']!r}")
+
+    # --- the controller's lives ---------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        """A new process on the same data."""
+        self._lives += 1
+        self.history.check_heads()
+        self._ledger = SlowLedger(self.dice.random, self.events, self.plan.database, self.plan.database_failures)
+
+        async def chat_of(model: str) -> Any:
+            return self._chat
+
+        async def authenticate(token: str) -> str | None:
+            return SERVICE if token == HOST_TOKEN else None
+
+        controller = Controller(
+            self._database, self.artifacts, self._settings, clock=VirtualClock(),
+            ids=RandomIds(Random(f"{self.plan.seed} {self._lives}")), ledger=self._ledger, chat=chat_of,
+            check_environment=lambda id, options: None, provide=lambda model: None, authenticate=authenticate,
+            worker_token=WORKER_TOKEN, jobs_folder=self._folder / "jobs",
+        )  # fmt: skip
+        self.requests = Requests(controller, self.events, self._settings, self.history.lasting)
+        self.events.note("controller", "starts")
+        await controller.start()
+        self._ledger.on_commit = self._commit_death
+        self._ledger.troubled = not self.calm
+        self._controller = controller
+
+    def _commit_death(self, after: bool) -> bool:
+        """Whether the controller dies just before or just after a commit is carried out."""
+        if self.calm or not self.dice.chance(self.plan.commit_deaths / 2):
+            return False
+        self.events.note("controller", "dies after a commit" if after else "dies before a commit")
+        late = self.dice.about(self.plan.down) if self.dice.chance(0.5) else None
+        self._ledger.die(late=late)
+        self._crash()
+        return True
+
+    def _crash(self) -> None:
+        """``kill -9`` of the controller; it is back in a while."""
+        if self._falling is None or self._falling.done():
+            self._falling = self._loop.create_task(self._fall_and_rise())
+
+    async def _fall_and_rise(self) -> None:
+        if self._controller is None:
+            return
+        late = self.dice.about(self.plan.down) if self.dice.chance(0.5) else None
+        await self._fall(late)
+        await asyncio.sleep(self.dice.about(self.plan.down))
+        await self._start()
+
+    async def _fall(self, late: float | None) -> None:
+        controller, self._controller = self._controller, None
+        if controller is None:
+            return
+        self.events.note("controller", "is dead")
+        self._tokens += controller.world.rollouts.sampled
+        if not self._ledger.dead:
+            self._ledger.die(late=late)
+        self.requests.end()
+        for link in list(self._links):
+            link.cut()
+        await controller.stop()
+        serving = list(self._links.values())
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+
+    # --- faults -------------------------------------------------------------------------------------------------------
+
+    async def _disturb(self) -> None:
+        """Faults, one after the other, until there were enough preemptions."""
+        rates = self.plan.rates()
+        crash_at = self._loop.time() + self.dice.about(self.plan.restart_every)
+        while self.preemptions < self.plan.preemptions:
+            pause, kind = self.dice.next_fault(rates)
+            await asyncio.sleep(pause)
+            if self._loop.time() > crash_at:
+                crash_at = self._loop.time() + self.dice.about(self.plan.restart_every)
+                self._crash()
+            if kind in ("host", "host-kill"):
+                self.events.note("fault", kind)
+                self.dice.random.choice(self.hosts).disturb(kill=kind == "host-kill")
+            else:
+                self._fault(kind, self.dice.random.choice(self.machines))
+
+    def _fault(self, kind: Kind, machine: Machine) -> None:
+        process = machine.process
+        if process is None or (machine.trains and kind in PREEMPTIONS and self.dice.chance(2 / 3)):
+            return
+        self.events.note(f"fault {kind}", process.instance)
+        if kind in PREEMPTIONS:
+            self.preemptions += 1
+        link = process.link
+        match kind:
+            case "kill" | "power":
+                process.kill(told=kind == "kill")
+            case "drain":
+                process.drain()
+            case "freeze":
+                process.freeze(self.dice.about(self._settings.suspect_seconds))
+            case _ if link is None:
+                return
+            case "break" | "half-open":
+                link.cut(heard_here=kind == "break", heard_there=False)
+                process.closed(link)
+            case "close":
+                link.finish()
+                process.closed(link)
+            case "garbage":
+                link.say_raw(self.dice.random.randbytes(self.dice.random.randint(0, 40)))
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    async def _operate(self) -> None:
+        """Keep as many jobs as planned until the faults are over, then until all have ended."""
+        disturbing = asyncio.create_task(self._disturb())
+        try:
+            while not disturbing.done():
+                await self._look(replace=True)
+                await asyncio.sleep(LOOK_SECONDS)
+            disturbing.result()
+        finally:
+            disturbing.cancel()
+        self.calm, self._ledger.troubled = True, False
+        self.events.note("calm")
+        deadline = self._loop.time() + self.plan.patience
+        while set(self._jobs) - self._ended:
+            await self._look(replace=False)
+            await asyncio.sleep(LOOK_SECONDS)
+            if self._loop.time() > deadline:
+                await self._stuck()
+                return
+
+    async def _stuck(self) -> None:
+        left = sorted(set(self._jobs) - self._ended)
+        waits = []
+        if self._controller is not None:
+            for job in left:
+                view = await self._controller.show(self._jobs[job], job)
+                waits.append(f"{job} is {view.state} at step {view.step}, waits for {view.waits_for} {view.reason}")
+        self.events.fail("jobs", f"{len(left)} jobs have not ended: {'; '.join(waits)}", *left[:1])
+
+    async def _look(self, *, replace: bool) -> None:
+        for job, state in self.history.states.items():
+            if state in ENDED:
+                self._ended.add(job)
+        controller = self._controller
+        if controller is None:
+            return
+        try:
+            for job, state in list(self.history.states.items()):
+                if state == "paused":
+                    self.events.note("resume", job)
+                    await controller.resume(self._jobs[job], job)
+            while replace and len(self._jobs) - len(self._ended) < self.plan.jobs and self._controller is controller:
+                await self._submit(controller)
+        except (Unavailable, StorageFull, Conflict) as trouble:
+            self.events.note("operator", type(trouble).__name__)
+
+    async def _submit(self, controller: Controller) -> None:
+        number = len(self._jobs)
+        tenant = f"t{number % self.plan.tenants}"
+        view, created = await controller.submit(tenant, self._job(number), key=f"job {number}")
+        self._jobs[view.id] = tenant
+
+    def _job(self, number: int) -> dict[str, Any]:
+        """A small job; its settings depend on its number, so that all meet."""
+        draw = Random(f"{self.plan.seed} job {number}")
+        staleness = draw.randint(0, 2)
+        groups = draw.randint(1, 3)
+        return {
+            "name": f"job{number}",
+            "base_model": MODEL,
+            "environment": {"id": ENVIRONMENT, "max_turns": 3},
+            "algorithm": {
+                "name": draw.choice(["grpo", "dr_grpo", "rloo", "mean"]),
+                "group_size": draw.randint(2, 4),
+                "groups_per_step": groups,
+                "max_staleness": staleness,
+                "in_flight": draw.choice(["finish", "finish", "switch", "recompute"]),
+                "micro_batch": draw.choice([0, 0, 2]),
+                "kl_weight": draw.choice([0.0, 0.0, 0.1]),
+            },
+            "sampling": {"max_tokens": draw.randint(16, 64)},
+            "evaluation": {"prompts": draw.choice([0, 0, 2]), "every": draw.choice([0, 2])},
+            "checkpoints": {"commit_every": draw.randint(1, staleness + 1), "keep_last": draw.randint(1, 3)},
+            "stop": {"steps": draw.randint(3, 12)},
+            "seed": number,
+        }
+
+    # --- at the end ---------------------------------------------------------------------------------------------------
+
+    def _check_leftovers(self) -> None:
+        """Nothing is left of jobs that have ended."""
+        controller = self._controller
+        if controller is None:
+            return
+        world = controller.world
+        left = self.requests.left()
+        holding = [worker.name for worker in world.fleet.all() if world.rollouts.outstanding(worker)]
+        if left or holding or world.rollouts.waiting():
+            self.events.fail("once", f"requests {left} are left, workers {holding} hold some", *left[:1])
+        if world.training.unnamed:
+            self.events.fail("durable", f"artifacts {dict(world.training.unnamed)} were never named")
+
+    def _outcome(self) -> Outcome:
+        counts = dict(sorted(self.events.counts.items()))
+        faults = {kind: count for kind, count in counts.items() if kind.startswith("fault") or kind == "dies"}
+        tokens = self._tokens + (self._controller.world.rollouts.sampled if self._controller is not None else 0)
+        return Outcome(
+            digest=self.events.digest(),
+            events=self.events.total,
+            preemptions=self.preemptions,
+            faults=faults,
+            counts=counts,
+            jobs=len(self._jobs),
+            versions=self.history.versions,
+            tokens=tokens,
+            frames=0,
+            virtual_seconds=round(self._loop.time(), 3),
+            real_seconds=round(time.monotonic() - self._began, 1),
+        )
