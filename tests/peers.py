@@ -193,7 +193,7 @@ class ScriptedWorker:
         """Answers an operation otherwise: a ``Done`` instead of what would be done, or None to do that."""
         self._work = asyncio.Event()
         self._states: dict[str, tuple[int, str, int, str]] = {}
-        self._gradient: dict[str, str] = {}
+        self._gradient: dict[str, int] = {}
         self._tasks: list[asyncio.Task[Any]] = []
         self.link: MemoryLink | None = None
 
@@ -321,20 +321,21 @@ class ScriptedWorker:
         wanted = (op.lease, op.parent.hash, op.steps)
         held = self._states.get(op.policy)
         if held is None or held[:3] != wanted:
-            if op.steps or isinstance(op, wire.OptimStep):
+            if op.steps or isinstance(op, wire.OptimStep) or not (op.fresh or op.forward_only):
                 return wire.Done(epoch=0, op=op.op, error=f"holds {held}, wanted {wanted}", category="stale")
             held = self._states[op.policy] = (*wanted, self._content(op.parent))
         if isinstance(op, wire.ForwardBackward):
             content = self.tickets.offered(op.batch_ticket)
             assert content is not None
             batch = self.batches[op.op] = wire.decode(wire.batches, content)
-            assert op.fresh
-            self._gradient[op.policy] = hashlib.sha256(content).hexdigest()
+            before = 0 if op.fresh else self._gradient[op.policy]
+            self._gradient[op.policy] = before + sum(_draw(wire.encode(unit)) for unit in batch.units)
             own = [w for unit in batch.units for member in unit.members for w in member.weights if w]
             return wire.Done(
                 epoch=0, op=op.op, metrics={"loss:sum": 1.0, "tokens": float(len(own)), "entropy:sum": 2.0}
             )
-        after = hashlib.sha256(f"{held[3]} {self._gradient.pop(op.policy)} {op.adam.lr}".encode()).hexdigest()
+        stepped = f"{held[3]} {self._gradient.pop(op.policy)} {op.scale} {op.adam.lr}"
+        after = hashlib.sha256(stepped.encode()).hexdigest()
         self._states[op.policy] = (op.lease, op.parent.hash, op.steps + 1, after)
         if op.commit:
             return self.upload(op, after)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rookery.algorithms.advantages import ADVANTAGES, STD_FLOOR, advantages, token_weights
+from rookery.algorithms.advantages import ADVANTAGES, STD_FLOOR, advantages, step_scale, token_weights
 from rookery.algorithms.schedules import rate
 
 rewards = st.lists(st.floats(-100, 100), min_size=2, max_size=16)
@@ -49,23 +49,30 @@ def test_no_group_no_advantage(bad: list[float]) -> None:
 
 @given(names, st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any))
 def test_weights_normalise_as_documented(name: str, lengths: list[int]) -> None:
-    weights = token_weights(name, lengths, 64)
+    scale = step_scale(name, lengths)
+    weights = [scale * weight for weight in token_weights(name, lengths, 64)]
     per_trajectory = [weight * length for weight, length in zip(weights, lengths, strict=True)]
     if name == "grpo":  # each trajectory that says anything weighs the same
         assert per_trajectory == pytest.approx([1 / len(lengths) if length else 0.0 for length in lengths])
     elif name == "mean":  # each token weighs the same, all together 1
         assert sum(per_trajectory) == pytest.approx(1)
-        assert len(set(weights)) == 1
+        assert len({weight for weight, length in zip(weights, lengths, strict=True) if length}) == 1
     elif name == "dr_grpo":  # a constant, whatever the lengths are
-        assert weights == [1 / (64 * len(lengths))] * len(lengths)
+        assert weights == pytest.approx([1 / (64 * len(lengths)) if length else 0.0 for length in lengths])
     else:
-        assert weights == [1 / len(lengths)] * len(lengths)
+        assert weights == [1 / len(lengths) if length else 0.0 for length in lengths]
+
+
+@given(names, st.lists(st.lists(st.integers(0, 50), max_size=8), max_size=5))
+def test_weights_do_not_depend_on_the_rest_of_the_step(name: str, parts: list[list[int]]) -> None:
+    whole = [length for part in parts for length in part]
+    assert [weight for part in parts for weight in token_weights(name, part, 64)] == token_weights(name, whole, 64)
 
 
 def test_an_unknown_algorithm_is_named() -> None:
     with pytest.raises(ValueError, match="no algorithm 'x'; known: grpo"):
         token_weights("x", [1], 1)
-    assert token_weights("mean", [0, 0], 8) == [1.0, 1.0]
+    assert step_scale("mean", [0, 0]) == 1.0, "a step without a token"
 
 
 # --- schedules --------------------------------------------------------------------------------------------------------

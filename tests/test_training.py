@@ -15,7 +15,7 @@ from rookery import wire
 from rookery.controller.fleet import Fleet
 from rookery.controller.ports import RandomIds, ThreadLedger
 from rookery.controller.tickets import Tickets
-from rookery.controller.training import Step, Trainee, Training, TrainingFailed
+from rookery.controller.training import Forward, Trainee, Training, TrainingFailed
 from rookery.errors import Unavailable
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
@@ -84,10 +84,16 @@ async def room(tmp_path: Path) -> AsyncIterator[Room]:
     room.ledger.close()
 
 
-def step(number: int) -> Step:
+def forward(number: int) -> Forward:
     member = wire.Member(tokens=[number], logprobs=[-1.0], advantages=[1.0], weights=[1.0])
     batch = wire.encode(wire.Batch(units=[wire.Unit(prompt=[1], members=[member])]))
-    return Step(batch, wire.Loss(name="aipo", params={"rho": 4.0}), 1.0, 0.0, wire.Adam(lr=0.1 * number))
+    return Forward(batch, wire.Loss(name="aipo", params={"rho": 4.0}))
+
+
+async def step(trainee: Trainee, parent: wire.AdapterRef, number: int, *, commit: bool) -> wire.Done:
+    """One optimizer step on the gradient of one batch."""
+    await trainee.forward(parent, forward(number))
+    return await trainee.optimise(parent, wire.Adam(lr=0.1 * number), commit=commit, scale=1 / number)
 
 
 async def history(room: Room, trainee: Trainee, steps: int, every: int = 1) -> list[str]:
@@ -95,7 +101,7 @@ async def history(room: Room, trainee: Trainee, steps: int, every: int = 1) -> l
     ref = await room.begin(trainee)
     contents = [room.content(ref)]
     for number in range(1, steps + 1):
-        done = await trainee.step(ref, step(number), commit=number % every == 0)
+        done = await step(trainee, ref, number, commit=number % every == 0)
         if number % every == 0:
             ref = room.commit(trainee, done.manifest)
             contents.append(room.content(ref))
@@ -118,8 +124,11 @@ async def test_steps_follow_each_other_on_one_lease(room: Room) -> None:
 async def test_metrics_of_both_operations_come_back(room: Room) -> None:
     await room.worker()
     trainee = room.trainee()
-    done = await trainee.step(await room.begin(trainee), step(1), commit=True)
-    assert done.metrics == {"loss:sum": 1.0, "tokens": 1.0, "entropy:sum": 2.0, "grad_norm": 1.0}
+    parent = await room.begin(trainee)
+    done = await trainee.forward(parent, forward(1))
+    assert done.metrics == {"loss:sum": 1.0, "tokens": 1.0, "entropy:sum": 2.0}
+    done = await trainee.optimise(parent, wire.Adam(lr=0.1), commit=True)
+    assert done.metrics == {"grad_norm": 1.0}
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -154,7 +163,7 @@ async def test_a_stale_worker_reloads(room: Room) -> None:
     worker = await room.worker()
     trainee = room.trainee()
     ref = await room.begin(trainee)
-    ref = room.commit(trainee, (await trainee.step(ref, step(1), commit=True)).manifest)
+    ref = room.commit(trainee, (await step(trainee, ref, 1, commit=True)).manifest)
     worker._states.clear()  # it dropped the policy: the pending step must not be built on nothing
 
     heard: list[str] = []
@@ -166,7 +175,7 @@ async def test_a_stale_worker_reloads(room: Room) -> None:
         return None
 
     worker.answer = once
-    done = await trainee.step(ref, step(2), commit=True)
+    done = await step(trainee, ref, 2, commit=True)
     assert done.manifest is not None
     assert heard == ["ForwardBackward", "ForwardBackward", "OptimStep"]
     assert worker.operations[-1].lease > worker.operations[-3].lease
@@ -177,11 +186,11 @@ async def test_steps_since_the_commit_are_replayed(room: Room) -> None:
     one = await room.worker("one")
     trainee = room.trainee()
     ref = await room.begin(trainee)
-    await trainee.step(ref, step(1), commit=False)
-    await trainee.step(ref, step(2), commit=False)
+    await step(trainee, ref, 1, commit=False)
+    await step(trainee, ref, 2, commit=False)
     await one.die()
     two = await room.worker("two")
-    await trainee.step(ref, step(3), commit=True)
+    await step(trainee, ref, 3, commit=True)
     assert [op.steps for op in two.operations] == [0, 0, 1, 1, 2, 2]
     assert [op.commit != "" for op in two.operations if isinstance(op, wire.OptimStep)] == [False, False, True]
 
@@ -197,7 +206,7 @@ async def test_who_never_manages_fails_the_step(room: Room, category: Any) -> No
 
     worker.answer = refuse
     with pytest.raises(TrainingFailed, match="training failed 4 times, the last: worker worker: no luck"):
-        await trainee.step(ref, step(1), commit=True)
+        await step(trainee, ref, 1, commit=True)
 
 
 async def test_a_worker_that_does_not_answer_is_named(tmp_path: Path) -> None:
@@ -207,11 +216,11 @@ async def test_a_worker_that_does_not_answer_is_named(tmp_path: Path) -> None:
     ref = await room.begin(trainee)
     worker.training.clear()
     with pytest.raises(TrainingFailed, match=r"the last: worker worker did not answer ForwardBackward within 0\.2 s"):
-        await trainee.step(ref, step(1), commit=True)
+        await step(trainee, ref, 1, commit=True)
     attempts = room.settings.retry_limit + 1
     await eventually(lambda: sum(isinstance(message, wire.Cancel) for message in worker.other) == attempts)
     worker.training.set()
-    assert (await trainee.step(ref, step(1), commit=True)).manifest is not None, "it answers again"
+    assert (await step(trainee, ref, 1, commit=True)).manifest is not None, "it answers again"
     await worker.die()
     room.ledger.close()
 
@@ -226,7 +235,7 @@ async def test_what_no_worker_can_do_is_not_tried_again(room: Room) -> None:
 
     worker.answer = refuse
     with pytest.raises(TrainingFailed, match="worker worker: the batch is no batch"):
-        await trainee.step(ref, step(1), commit=True)
+        await step(trainee, ref, 1, commit=True)
     assert len(worker.operations) == 2
     assert room.staged() == 0
 
@@ -248,7 +257,7 @@ async def test_a_commit_must_be_what_was_uploaded(room: Room, lie: str) -> None:
 
     liar.answer = answer
     with pytest.raises(TrainingFailed, match="worker a uploaded"):
-        await trainee.step(ref, step(1), commit=True)
+        await step(trainee, ref, 1, commit=True)
     assert sum(room.training.unnamed.values()) == 1, "version 0 alone, which this test names nowhere else"
 
 
@@ -257,7 +266,7 @@ async def test_late_answers_are_ignored(room: Room) -> None:
     trainee = room.trainee()
     ref = await room.begin(trainee)
     worker.training.clear()
-    stepping = asyncio.create_task(trainee.step(ref, step(1), commit=True))
+    stepping = asyncio.create_task(step(trainee, ref, 1, commit=True))
     await eventually(lambda: len(worker.operations) == 2)
     await worker.say(wire.Done(epoch=0, op="another", metrics={"grad_norm": 9.0}))
     await worker.say(wire.Done(epoch=0, op=worker.operations[1].op, error="old"), epoch=worker.epoch - 1)
@@ -275,7 +284,7 @@ async def test_cancelling_a_step_gives_it_up_at_the_worker(room: Room) -> None:
     trainee = room.trainee()
     ref = await room.begin(trainee)
     worker.training.clear()
-    stepping = asyncio.create_task(trainee.step(ref, step(1), commit=True))
+    stepping = asyncio.create_task(step(trainee, ref, 1, commit=True))
     await eventually(lambda: len(worker.operations) == 2)
     stepping.cancel()
     await asyncio.gather(stepping, return_exceptions=True)
@@ -307,7 +316,7 @@ async def test_policies_are_spread_over_the_trainers(room: Room) -> None:
     workers = [await room.worker(name) for name in ("a", "b")]
     for policy in ("p", "q", "r", "s"):
         trainee = room.trainee(policy)
-        await trainee.step(await room.begin(trainee, policy), step(1), commit=False)
+        await step(trainee, await room.begin(trainee, policy), 1, commit=False)
     taken = [{op.policy for op in worker.operations} for worker in workers]
     assert [len(policies) for policies in taken] == [2, 2]
     assert not taken[0] & taken[1], "a policy stays where it is"
@@ -333,8 +342,10 @@ async def test_a_batch_carries_one_prompt_for_its_group(tmp_path: Path) -> None:
             own = [i for i, weight in enumerate(member.weights) if weight]
             assert own[0] == 0
             assert len(own) < len(member.tokens), "the environment's turn carries no loss"
-            assert sum(member.weights) == pytest.approx(1 / 8)
+            assert sum(member.weights) == pytest.approx(1)
     (forward,) = [op for op in worker.operations if isinstance(op, wire.ForwardBackward)]
+    (optimise,) = [op for op in worker.operations if isinstance(op, wire.OptimStep)]
+    assert optimise.scale == pytest.approx(1 / 8), "each of eight trajectories weighs the same"
     assert (forward.temperature, forward.kl_weight, forward.tenant) == (0.7, 0.1, "alice")
     assert forward.loss == wire.Loss(name="aipo", params={"rho": 4.0})
     sampled = {tuple(g.prompt) for g in worker.generates if g.request.endswith(".0")}

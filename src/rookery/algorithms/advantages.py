@@ -1,7 +1,8 @@
 """Advantages of one group, and how a step's token losses are weighed against each other.
 
 An advantage says how much better an episode did than its group. The weight of a token is the algorithm's normalisation;
-it multiplies the token's loss term, so losses stay pure sums. Sources:
+it multiplies the token's loss term, so losses stay pure sums. It has two factors: :func:`token_weights`, known as soon as
+the trajectory is, and :func:`step_scale`, known when the step's last group is. Sources:
 
 * ``grpo``: DeepSeekMath (arXiv 2402.03300): (r − mean) / std; token mean per trajectory, then mean over trajectories.
 * ``dr_grpo``: Understanding R1-Zero-like training (arXiv 2503.20783): r − mean; every token weighs the same constant,
@@ -54,15 +55,19 @@ def advantages(name: str, rewards: Sequence[float]) -> list[float]:
 
 
 def token_weights(name: str, lengths: Sequence[int], max_tokens: int) -> list[float]:
-    """Weight of every loss token of each trajectory of a step. ``lengths`` counts a trajectory's own tokens;
+    """Weight of every loss token of each trajectory, up to what :func:`step_scale` says of the whole step: it depends on
+    the trajectory alone, so a step can be differentiated part by part. ``lengths`` counts a trajectory's own tokens;
     ``max_tokens`` is the longest that a reply may be. Trajectories without tokens weigh 0."""
-    trajectories = max(1, len(lengths))
     if name == "grpo":
-        return [1.0 / (length * trajectories) if length else 0.0 for length in lengths]
+        return [1.0 / length if length else 0.0 for length in lengths]
     if name == "dr_grpo":
-        return [1.0 / (max_tokens * trajectories)] * len(lengths)
-    if name == "rloo":
-        return [1.0 / trajectories] * len(lengths)
-    if name == "mean":
-        return [1.0 / max(1, sum(lengths))] * len(lengths)
+        return [1.0 / max_tokens if length else 0.0 for length in lengths]
+    if name in ("rloo", "mean"):
+        return [1.0 if length else 0.0 for length in lengths]
     raise ValueError(f"no algorithm {name!r}; known: {', '.join(ADVANTAGES)}")
+
+
+def step_scale(name: str, lengths: Sequence[int]) -> float:
+    """What all token weights of a step are multiplied with: one over its trajectories, or (``mean``) over its tokens.
+    ``lengths`` are those of all its trajectories."""
+    return 1.0 / max(1, sum(lengths) if name == "mean" else len(lengths))

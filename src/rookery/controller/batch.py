@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rookery import wire
-from rookery.algorithms.advantages import advantages, token_weights
+from rookery.algorithms.advantages import advantages, step_scale, token_weights
 from rookery.controller.trajectory import Outcome
 from rookery.spec import JobSpec
 
@@ -32,8 +32,9 @@ class CompleteGroup:
 
 
 def build(spec: JobSpec, groups: Sequence[CompleteGroup]) -> wire.Batch:
-    """The training batch of one step. A group whose rewards are all equal has no advantage: it counts in the
-    normalisation, and is differentiated only where a KL penalty gives it a gradient."""
+    """The training batch of these groups of a step, weighed up to the step's :func:`scale`. A group whose rewards are
+    all equal has no advantage: it counts in the normalisation, and is differentiated only where a KL penalty gives it a
+    gradient."""
     algorithm = spec.algorithm
     all_trajectories = [t for group in groups for outcome in group.outcomes for t in outcome.trajectories]
     longest = spec.sampling.max_tokens * spec.environment.max_turns
@@ -58,6 +59,12 @@ def build(spec: JobSpec, groups: Sequence[CompleteGroup]) -> wire.Batch:
                     )
         units += [wire.Unit(prompt=list(prompt), members=tails) for prompt, tails in members.items()]
     return wire.Batch(units=units)
+
+
+def scale(spec: JobSpec, groups: Sequence[CompleteGroup]) -> float:
+    """What the summed gradient of a step on ``groups`` is multiplied with."""
+    lengths = [t.own for group in groups for outcome in group.outcomes for t in outcome.trajectories]
+    return step_scale(spec.algorithm.name, lengths)
 
 
 def describe(groups: Sequence[CompleteGroup], step: int) -> dict[str, float]:

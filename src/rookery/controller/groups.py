@@ -230,16 +230,18 @@ class Groups:
 
     # --- handed out, let go -------------------------------------------------------------------------------------------
 
-    async def take(self, step: int) -> list[CompleteGroup]:
-        """The groups to train on at ``step``: those that would expire first; none while there are too few."""
+    async def take(self, step: int, count: int) -> list[CompleteGroup]:
+        """Of the ``count`` groups that ``step`` still lacks, those to train on now: the ones that would expire first;
+        none while there are too few."""
         algorithm = self._spec.algorithm
         while True:
             known = {group.id: group for group in self.ready}
             batch, stale = choose(
-                [Ready(group.id, group.ordinal, group.step) for group in self.ready],
+                [Ready(group.id, group.ordinal, group.step, len(group.outcomes)) for group in self.ready],
                 step=step,
-                count=algorithm.groups_per_step,
+                count=count,
                 max_staleness=algorithm.max_staleness,
+                enough=algorithm.micro_batch,
             )
             if not stale:
                 groups = [known[group.group] for group in batch]

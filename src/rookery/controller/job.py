@@ -1,7 +1,8 @@
 """One job: the algorithm, as it is written in textbooks.
 
-Keep groups in flight; take a batch of complete ones; forward, backward, optimizer step; commit; publish. Rollouts, the
-environment and training go on side by side; ``max_staleness`` bounds how far they drift apart.
+Keep groups in flight; take complete ones; forward, backward, until the step has all of its groups; optimizer step;
+commit; publish. Rollouts, the environment and training go on side by side; ``max_staleness`` bounds how far they drift
+apart.
 
 What a version consumed is committed with it in one transaction: after any restart the job stands at its last commit.
 """
@@ -10,19 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from rookery import wire
-from rookery.controller.batch import CompleteGroup, describe
+from rookery.controller.batch import CompleteGroup
 from rookery.controller.episodes import Episodes
 from rookery.controller.evaluation import evaluate
 from rookery.controller.groups import Groups
 from rookery.controller.policy import Policy
+from rookery.controller.portions import OpenStep
 from rookery.controller.progress import EARLIER, Progress, per_token
 from rookery.controller.pulse import Pulse
-from rookery.controller.recipe import first_adapter, training_step
+from rookery.controller.recipe import adam, first_adapter, forward_backward
 from rookery.controller.training import Trainee
 from rookery.controller.world import World
 from rookery.scheduling.staleness import admissible
@@ -77,6 +80,7 @@ class Job:
             model=spec.base_model,
             next_lease=lambda: world.ledger(world.database.next_lease, policy.id),
         )
+        self._open = OpenStep(spec, row.step)
         self._taken: list[_Taken] = []
         self._evaluated: set[int] = set()
 
@@ -88,9 +92,10 @@ class Job:
                 beside = [tasks.create_task(self._keep_in_flight(tasks)), tasks.create_task(self._alarm())]
                 self._evaluate_if_due(tasks)
                 while (reason := self._stop_reason()) is None:
-                    groups, waited = await self._next_batch()
-                    if groups:
-                        manifest = await self._forward_backward_optim_step(groups, waited)
+                    while groups := await self._next_groups():
+                        await self._forward_backward(groups)
+                    if not self._open.missing:
+                        manifest = await self._optim_step()
                         if manifest is not None:
                             await self._commit(manifest)
                             await self._publish()
@@ -113,6 +118,7 @@ class Job:
             await self._commit_version(manifest, [], {})
         assert self.policy.head is not None
         self.step = self.policy.head.step
+        self._open = OpenStep(self.spec, self.step)
         await self.progress.recover(self.step, self.policy.history)
         self._evaluated = {
             row.version for row in await world.ledger(world.database.evaluations, self.row.tenant, self.row.id)
@@ -126,18 +132,18 @@ class Job:
         while True:
             change = self._changed.next
             assert self.policy.head is not None
-            step = self.step + self.progress.training
+            ready = len(groups.ready) + len(self._open.groups)
             count = admissible(
-                step=step,
+                step=self.step,
                 durable_step=self.policy.head.step,
                 in_flight=groups.in_flight,
-                ready=len(groups.ready),
+                ready=ready,
                 per_step=algorithm.groups_per_step,
                 max_staleness=algorithm.max_staleness,
             )
             if self.spec.stop.steps is not None:
-                left = (self.spec.stop.steps - step) * algorithm.groups_per_step
-                count = min(count, left - groups.in_flight - len(groups.ready))
+                left = (self.spec.stop.steps - self.step) * algorithm.groups_per_step
+                count = min(count, left - groups.in_flight - ready)
             if count > 0:
                 await groups.begin(tasks, count)
             else:
@@ -150,45 +156,62 @@ class Job:
             await self.world.clock.sleep(left)
         self._changed.beat()
 
-    async def _next_batch(self) -> tuple[list[CompleteGroup], float]:
-        """The groups of the next step, none when the wall time is over; and how many seconds they were waited for."""
+    async def _next_groups(self) -> list[CompleteGroup]:
+        """Complete groups for the open step; none when it has all of them, or when the wall time is over."""
         began = self.world.clock.monotonic()
-        while True:
+        while self._open.missing:
             change = self._changed.next
-            groups = await self.groups.take(self.step)
+            groups = await self.groups.take(self.step, self._open.missing)
             if groups or (self._out_of_time() and not self._taken):
-                return groups, self.world.clock.monotonic() - began
+                self._open.take(groups)
+                self._open.waited += self.world.clock.monotonic() - began
+                return groups
             await change.wait()
+        return []
 
-    async def _forward_backward_optim_step(self, groups: list[CompleteGroup], waited: float) -> wire.Manifest | None:
-        """One optimizer step on ``groups``; the trained state's artifact when a commit is due."""
+    async def _forward_backward(self, groups: list[CompleteGroup]) -> None:
+        """Add what ``groups`` give to the open step's gradient."""
         assert self.policy.head is not None
-        clock, progress = self.world.clock, self.progress
-        progress.training = True
+        parent = self.policy.ref(self.policy.head.version)
+        done = await self._trains(self._trainee.forward(parent, forward_backward(self.spec, groups)))
+        self._open.add(done.metrics)
+
+    async def _optim_step(self) -> wire.Manifest | None:
+        """Take the open step; the trained state's artifact when a commit is due."""
+        assert self.policy.head is not None
+        clock, progress, step = self.world.clock, self.progress, self._open
+        figures, optimizer = step.figures(), adam(self.spec, self.step)
+        due = len(self._taken) + 1 >= self.spec.checkpoints.commit_every
+        due = due or self._stop_reason(after=figures["reward"]) is not None
+        parent = self.policy.ref(self.policy.head.version)
+        done = await self._trains(self._trainee.optimise(parent, optimizer, commit=due, scale=step.scale))
+        metrics = {
+            "step": self.step + 1,
+            "time": clock.time(),
+            **figures,
+            **per_token({**step.sums(), **done.metrics}),
+            "lr": optimizer.lr,
+            "seconds/waiting": step.waited,
+            "seconds/train": step.trained,
+            "tokens_sampled": progress.counters["tokens"],
+            "cost": self.world.billing.cost(self.row.tenant, self.row.id),
+        }
+        self._taken.append(_Taken(step.groups, metrics))
+        self.step += 1
+        self._open = OpenStep(self.spec, self.step)
+        self._changed.beat()
+        assert done.manifest is not None or not due
+        return done.manifest if due else None
+
+    async def _trains(self, operation: Awaitable[wire.Done]) -> wire.Done:
+        """``operation`` of the open step's training."""
+        began = self.world.clock.monotonic()
+        self.progress.training = True
         try:
-            began = clock.monotonic()
-            figures = describe(groups, self.step)
-            due = len(self._taken) + 1 >= self.spec.checkpoints.commit_every
-            due = due or self._stop_reason(after=figures["reward"]) is not None
-            step = training_step(self.spec, groups, self.step)
-            done = await self._trainee.step(self.policy.ref(self.policy.head.version), step, commit=due)
-            metrics = {
-                "step": self.step + 1,
-                "time": clock.time(),
-                **figures,
-                **per_token(done.metrics),
-                "lr": step.adam.lr,
-                "seconds/waiting": waited,
-                "seconds/train": clock.monotonic() - began,
-                "tokens_sampled": progress.counters["tokens"],
-            }
-            self._taken.append(_Taken(groups, metrics))
-            self.step += 1
-            assert done.manifest is not None or not due
-            return done.manifest if due else None
+            return await operation
         finally:
-            progress.training = False
-            self._changed.beat()
+            self.progress.training = False
+            self._open.trained += self.world.clock.monotonic() - began
 
     async def _commit(self, manifest: wire.Manifest) -> None:
         """The steps taken so far become durable as one version, with all that they consumed."""

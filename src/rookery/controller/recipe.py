@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rookery import wire
 from rookery.algorithms.schedules import rate
 from rookery.controller.batch import CompleteGroup, build
-from rookery.controller.training import Step
+from rookery.controller.training import Forward
 from rookery.spec import JobSpec
 
 
@@ -26,19 +26,19 @@ def first_adapter(spec: JobSpec, policy: str, op: str, upload: str, source: wire
     )
 
 
-def training_step(spec: JobSpec, groups: Sequence[CompleteGroup], step: int) -> Step:
-    """Forward, backward and optimizer step on ``groups``, the next after ``step``."""
+def forward_backward(spec: JobSpec, groups: Sequence[CompleteGroup]) -> Forward:
+    """What ``groups`` add to the gradient of their step, up to its :func:`~rookery.controller.batch.scale`."""
     algorithm = spec.algorithm
-    return Step(
+    return Forward(
         batch=wire.encode(build(spec, groups)),
         loss=wire.Loss(name=algorithm.loss.name, params=algorithm.loss.params),
         temperature=spec.sampling.temperature,
         kl_weight=algorithm.kl_weight,
-        adam=_adam(spec, step),
     )
 
 
-def _adam(spec: JobSpec, step: int) -> wire.Adam:
+def adam(spec: JobSpec, step: int) -> wire.Adam:
+    """The optimizer of the next step after ``step``."""
     optimizer = spec.policy[1].optimizer
     schedule = optimizer.schedule
     return wire.Adam(

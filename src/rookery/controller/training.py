@@ -44,18 +44,6 @@ class _TryElsewhere(Exception):
 
 
 @dataclass(frozen=True)
-class Step:
-    """One optimizer step: what to differentiate and how to apply it."""
-
-    batch: bytes
-    """An encoded :class:`rookery.wire.Batch`."""
-    loss: wire.Loss
-    temperature: float
-    kl_weight: float
-    adam: wire.Adam
-
-
-@dataclass(frozen=True)
 class Forward:
     """A gradient to add, or (``forward_only``) log-probabilities to tell."""
 
@@ -71,9 +59,10 @@ class Forward:
 
 @dataclass(frozen=True)
 class Optimise:
-    """A step on the gradient added since the last one."""
+    """A step on ``scale`` times the gradient added since the last one."""
 
     adam: wire.Adam
+    scale: float = 1.0
 
 
 NOTHING = Forward(wire.encode(wire.Batch()), wire.Loss(name="cross_entropy"))
@@ -229,8 +218,7 @@ class Training:
 
     def named(self, worker: Worker, ref: wire.AdapterRef) -> wire.AdapterRef:
         """``ref`` with a ticket for ``worker``."""
-        worker.named.add(ref.hash)
-        return msgspec.structs.replace(ref, ticket=self._tickets.grant(ref.hash))
+        return self._fleet.refer(worker, ref)
 
     def committed(self, worker: Worker, message: wire.Committed) -> None:
         self._fleet.post(worker, message)
@@ -285,13 +273,6 @@ class Trainee:
         self.lease = await self._next_lease()
         return done.manifest
 
-    async def step(self, parent: wire.AdapterRef, step: Step, *, commit: bool) -> wire.Done:
-        """Take one optimizer step from ``parent`` and those since. Metrics of both operations are merged; with
-        ``commit`` the answer's manifest is durable."""
-        forward = Forward(step.batch, step.loss, step.temperature, step.kl_weight)
-        first, last = await self._take([forward, Optimise(step.adam)], parent, commit=commit)
-        return msgspec.structs.replace(last, metrics={**first.metrics, **last.metrics})
-
     async def forward(self, parent: wire.AdapterRef, forward: Forward) -> wire.Done:
         """Add to the gradient of the next step from ``parent`` and what was taken since."""
         if not forward.forward_only:
@@ -303,11 +284,13 @@ class Trainee:
 
         return await self._training.retrying(self._policy, self._model, attempt)
 
-    async def optimise(self, parent: wire.AdapterRef, adam: wire.Adam, *, commit: bool) -> wire.Done:
-        """Step on the gradient since the last step; without any, on zero. With ``commit`` the answer's manifest is
-        durable."""
+    async def optimise(
+        self, parent: wire.AdapterRef, adam: wire.Adam, *, commit: bool, scale: float = 1.0
+    ) -> wire.Done:
+        """Step on ``scale`` times the gradient since the last step; without any, on zero. With ``commit`` the answer's
+        manifest is durable."""
         entries: list[Forward | Optimise] = [] if self.begun else [NOTHING]
-        return (await self._take([*entries, Optimise(adam)], parent, commit=commit))[-1]
+        return (await self._take([*entries, Optimise(adam, scale)], parent, commit=commit))[-1]
 
     async def commit(self, parent: wire.AdapterRef) -> wire.Done:
         """Make the state after the steps taken so far durable; a gradient begun since stays."""
@@ -421,9 +404,9 @@ class Trainee:
                     fresh = at == 0 or isinstance(self._log[at - 1], Optimise)
                     done = await self._forward(worker, parent, entry, fresh=fresh)
                 elif commit and at + 1 == len(self._log):
-                    done = await self._training.uploading(worker, partial(self._optim, parent, worker, entry.adam))
+                    done = await self._training.uploading(worker, partial(self._optim, parent, worker, entry))
                 else:
-                    done = await self._training.call(worker, self._optim(parent, worker, entry.adam, ""))
+                    done = await self._training.call(worker, self._optim(parent, worker, entry, ""))
                 self._taken += 1
                 if isinstance(entry, Optimise):
                     self._applied += not done.metrics.get("skipped")
@@ -457,7 +440,7 @@ class Trainee:
         finally:
             self._training.withdraw(ticket)
 
-    def _optim(self, parent: wire.AdapterRef, worker: Worker, adam: wire.Adam | None, upload: str) -> wire.OptimStep:
+    def _optim(self, parent: wire.AdapterRef, worker: Worker, entry: Optimise | None, upload: str) -> wire.OptimStep:
         return wire.OptimStep(
             op=self._training.new_op(),
             tenant=self._tenant,
@@ -465,6 +448,7 @@ class Trainee:
             lease=self.lease,
             parent=self._training.named(worker, parent),
             steps=self._applied,
-            adam=adam,
+            adam=entry.adam if entry is not None else None,
+            scale=entry.scale if entry is not None else 1.0,
             commit=upload,
         )

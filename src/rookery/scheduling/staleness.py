@@ -29,11 +29,18 @@ class Ready:
     ordinal: int
     step: int
     """Step of the oldest version among its tokens."""
+    responses: int = 1
+    """Episodes in it."""
 
 
-def choose(ready: Sequence[Ready], *, step: int, count: int, max_staleness: int) -> tuple[list[Ready], list[Ready]]:
-    """``(batch, stale)``: the ``count`` groups that would expire first, or an empty batch while there are fewer, and
-    all groups that are too old for a step taken at ``step``."""
+def choose(
+    ready: Sequence[Ready], *, step: int, count: int, max_staleness: int, enough: int = 0
+) -> tuple[list[Ready], list[Ready]]:
+    """``(batch, stale)``: of the groups that would expire first, the ``count`` that a step at ``step`` still lacks, or
+    as many as there are if they have ``enough`` responses (0: only all will do), or none; and all groups that are too
+    old for that step."""
     stale = [group for group in ready if step - group.step > max_staleness]
     fresh = sorted((group for group in ready if step - group.step <= max_staleness), key=lambda g: (g.step, g.ordinal))
-    return (fresh[:count] if len(fresh) >= count else []), stale
+    batch = fresh[:count]
+    suffices = len(batch) == count or 0 < enough <= sum(group.responses for group in batch)
+    return (batch if suffices else []), stale

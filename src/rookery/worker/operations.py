@@ -234,7 +234,7 @@ class Operations:
         """Have the trainer hold what ``op`` builds on, or raise :class:`Stale`."""
         if await self._call(lambda core: core.trainer.holds(op.policy, op.lease, op.parent.hash, op.steps)):
             return
-        if op.steps or isinstance(op, wire.OptimStep):
+        if op.steps or isinstance(op, wire.OptimStep) or not (op.fresh or op.forward_only):
             raise Stale(f"policy {op.policy} is not held here at {op.parent.hash[:12]} + {op.steps} steps")
         async with self._transfers.pulled(op.parent, state=True) as folder:
             await self._call(lambda core: core.trainer.load(op.policy, op.lease, op.parent, folder))

@@ -138,9 +138,11 @@ class PolicyState:
         self.gradient.zero_()
         self.broken = False
 
-    def adamw(self, adam: wire.Adam) -> dict[str, float]:
-        """One step of AdamW (Loshchilov & Hutter, arXiv 1711.05101) on the accumulated gradient, which is dropped.
-        ``grad_norm`` is the norm before clipping; ``skipped`` is 1 if it, or a loss, was not finite."""
+    def adamw(self, adam: wire.Adam, scale: float = 1.0) -> dict[str, float]:
+        """One step of AdamW (Loshchilov & Hutter, arXiv 1711.05101) on ``scale`` times the accumulated gradient, which
+        is dropped. ``grad_norm`` is the scaled one's norm before clipping; ``skipped`` is 1 if it, or a loss, was not
+        finite."""
+        self.gradient.mul_(scale)
         norm = float(torch.linalg.vector_norm(self.gradient))
         skipped = self.broken or not math.isfinite(norm)
         if not skipped:

@@ -249,7 +249,7 @@ class Trainer:
             if not (held.whole and held.batches):
                 self._finished.append(Finished(op.op, "the gradient of this step is not whole", "stale"))
                 return
-            metrics = held.state.adamw(op.adam)
+            metrics = held.state.adamw(op.adam, op.scale)
             held.batches = 0
             if metrics["skipped"]:
                 log.warning("a step was skipped: loss or gradient is not finite", extra={"tenant": op.tenant})
