@@ -31,7 +31,7 @@ class Room:
         self.settings = Settings(data=folder, cache=folder, **changes)
         self.tickets = Tickets(Artifacts(folder / "artifacts"), self.clock, 600)
         self.fleet = Fleet(self.settings, self.clock, "worker-token", self.tickets)
-        self.rollouts = Rollouts(self.fleet, self.tickets, self.settings, self.clock)
+        self.rollouts = Rollouts(self.fleet, self.settings, self.clock)
         self.watches = [asyncio.create_task(watch()) for watch in (self.fleet.watch, self.rollouts.watch)]
         self.workers: list[ScriptedWorker] = []
 

@@ -81,7 +81,7 @@ class Controller(Looking):
             database=database,
             artifacts=artifacts,
             fleet=fleet,
-            rollouts=parts.rollouts(fleet, self.tickets, settings, clock),
+            rollouts=parts.rollouts(fleet, settings, clock),
             training=Training(fleet, self.tickets, settings, clock, ids, ledger),
             hosts=Hosts(settings, clock, ids, authenticate),
             chat=chat,

@@ -56,6 +56,7 @@ class Fleet:
         self._handlers: dict[type, Callable[[Worker, Any], None]] = {}
         self._on_change: list[Callable[[], None]] = []
         self._on_joined: list[Callable[[Worker], None]] = []
+        self._on_state: list[Callable[[Worker], None]] = []
         self._on_beat: list[Callable[[Worker, wire.Beat], None]] = []
         self._on_lost: list[Callable[[Worker, str], None]] = []
 
@@ -66,7 +67,7 @@ class Fleet:
         self._handlers[kind] = handler
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """Called when a worker begins to serve, has another adapter, or has room again."""
+        """Called when a worker begins to serve or has room again."""
         self._on_change.append(callback)
 
     def on_lost(self, callback: Callable[[Worker, str], None]) -> None:
@@ -76,6 +77,10 @@ class Fleet:
     def on_joined(self, callback: Callable[[Worker], None]) -> None:
         """Called once per connection, when it has said hello."""
         self._on_joined.append(callback)
+
+    def on_state(self, callback: Callable[[Worker], None]) -> None:
+        """Called when a worker's state has changed, or the adapters that one holds which catches up."""
+        self._on_state.append(callback)
 
     def on_beat(self, callback: Callable[[Worker, wire.Beat], None]) -> None:
         """Called with every beat that counts."""
@@ -151,7 +156,6 @@ class Fleet:
         self._become(worker, "catching up")
         log.info("worker %s pulls %d versions in use", worker.name, len(worker.behind), extra={"worker": worker.name})
         self._ask(worker, lacks)
-        self.changed()
 
     def _holding(self, worker: Worker, hashes: Sequence[str]) -> None:
         worker.holds.update(hashes)
@@ -165,8 +169,8 @@ class Fleet:
                 worker.behind -= older
         if worker.state == "catching up" and not worker.behind:
             self._serves(worker)
-        else:
-            self.changed()
+        elif worker.state == "catching up":
+            self._tell_state(worker)
 
     def _serves(self, worker: Worker) -> None:
         self._become(worker, "serving")
@@ -183,6 +187,11 @@ class Fleet:
             self._able[key] = [*others, worker] if worker.plays(*key) else others
         if not worker.working:
             self.lending.left(worker)
+        self._tell_state(worker)
+
+    def _tell_state(self, worker: Worker) -> None:
+        for told in self._on_state:
+            told(worker)
 
     # --- a connection -----------------------------------------------------------------------------------------------
 

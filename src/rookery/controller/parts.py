@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from rookery.controller.fleet import Fleet
 from rookery.controller.ports import Clock
 from rookery.controller.rollouts import Rollouts
-from rookery.controller.tickets import Tickets
 from rookery.settings import Settings
 
 
 @dataclass(frozen=True)
 class Parts:
-    rollouts: Callable[[Fleet, Tickets, Settings, Clock], Rollouts] = Rollouts
+    rollouts: Callable[[Fleet, Settings, Clock], Rollouts] = Rollouts
 
 
 SHIPPED = Parts()

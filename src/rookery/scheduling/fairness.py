@@ -1,23 +1,23 @@
 """Equal shares by round-robin: tenants take turns, within a tenant its jobs take turns, within a job first come first.
 
 What somebody waits for goes ahead of the rest, within a bound. Every item put in comes out exactly once, or is removed
-exactly once.
+exactly once. Putting, removing and taking what is ready first cost the same however many wait.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Hashable)
 
 
 class RoundRobin(Generic[T]):
-    """Queues nested as tenant → job → items. ``take`` rotates both levels."""
+    """Queues nested as tenant → job → items, which are distinct. ``take`` rotates both levels."""
 
     def __init__(self) -> None:
-        self._tenants: OrderedDict[str, OrderedDict[str, deque[T]]] = OrderedDict()
+        self._tenants: OrderedDict[str, OrderedDict[str, OrderedDict[T, None]]] = OrderedDict()
         self._size = 0
 
     def __len__(self) -> int:
@@ -30,17 +30,20 @@ class RoundRobin(Generic[T]):
 
     def put(self, tenant: str, job: str, item: T, *, first: bool = False) -> None:
         """Append ``item``; ``first`` puts it before its job's others (it has waited already)."""
-        items = self._tenants.setdefault(tenant, OrderedDict()).setdefault(job, deque())
-        (items.appendleft if first else items.append)(item)
+        items = self._tenants.setdefault(tenant, OrderedDict()).setdefault(job, OrderedDict())
+        items[item] = None
+        if first:
+            items.move_to_end(item, last=False)
         self._size += 1
 
     def take(self, ready: Callable[[T], bool]) -> T | None:
         """The next item for which ``ready``; of each job only the first is looked at, so that its order holds."""
-        for tenant, jobs in list(self._tenants.items()):
-            for job, items in list(jobs.items()):
-                if not ready(items[0]):
+        for tenant, jobs in self._tenants.items():
+            for job, items in jobs.items():
+                item = next(iter(items))
+                if not ready(item):
                     continue
-                item = items.popleft()
+                del items[item]
                 self._size -= 1
                 jobs.move_to_end(job)
                 self._tenants.move_to_end(tenant)
@@ -65,7 +68,7 @@ class RoundRobin(Generic[T]):
         items = self._tenants.get(tenant, OrderedDict()).get(job)
         if items is None or item not in items:
             return False
-        items.remove(item)
+        del items[item]
         self._size -= 1
         self._prune(tenant, job)
         return True
@@ -93,11 +96,11 @@ class Lanes(Generic[T]):
         yield from self.express
         yield from self.common
 
-    def take(self, ahead: Callable[[T], bool], ready: Callable[[T], bool]) -> tuple[T, bool] | None:
+    def take(self, ahead: Callable[[T], bool] | None, ready: Callable[[T], bool] | None) -> tuple[T, bool] | None:
         """The next item, and whether it goes ahead: ``ahead`` tells for one of the express lane whether its own room
-        takes it, ``ready`` for any whether the common room does."""
+        takes it, ``ready`` for any whether the common room does. None for either: there is no such room at all."""
         for lane, fits in ((self.express, ahead), (self.common, ready), (self.express, ready)):
-            item = lane.take(fits)
+            item = lane.take(fits) if fits is not None else None
             if item is not None:
                 return item, fits is ahead
         return None

@@ -1,0 +1,210 @@
+"""What each worker was given and has not ended, and who takes the next request.
+
+* A worker is given requests while it may be given work and its gate is open; one that catches up only for adapters
+  that it holds. What somebody waits for passes the gate, and has a room of its own: a share of each worker's rows.
+* How many of its requests decode is known from their first tokens and from its beats, as
+  :func:`rookery.scheduling.balancing.load` says.
+* Nothing here costs more the more workers or requests there are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from rookery import wire
+from rookery.controller.request import Live
+from rookery.controller.worker import Worker
+from rookery.scheduling.balancing import Instance, balance, load, select
+from rookery.scheduling.board import Board
+from rookery.scheduling.plateau import Plateau
+from rookery.settings import Settings
+
+ANY, ALL, BASE = "any", "all", "base"
+"""Lanes: of whoever takes something, of those who take everything, of those who take the base model; the others are
+named by an adapter's hash."""
+
+
+@dataclass(eq=False)
+class Desk:
+    """One connected worker's requests."""
+
+    worker: Worker
+    held: dict[Live, None] = field(default_factory=dict)
+    """In the order in which it was given them."""
+    decoding: int = 0
+    ahead: int = 0
+    takes: frozenset[str] = frozenset()
+    """The lanes in which it stands."""
+    gate: bool = True
+    beat: wire.Beat | None = None
+
+    @property
+    def load(self) -> tuple[int, int, int]:
+        """Its (pending, executing, free) requests."""
+        beaten = (self.beat.active, self.beat.waiting) if self.beat is not None else None
+        return load(self.worker.hello.max_rows, len(self.held), self.decoding, beaten)
+
+
+@dataclass(frozen=True)
+class Moving:
+    """Requests that shall go on at another worker."""
+
+    target: Worker
+    requests: list[Live]
+
+
+class Desks:
+    def __init__(self, settings: Settings) -> None:
+        self._theta = settings.dispatch_ahead
+        self._share = settings.chat_share
+        self._desks: dict[str, Desk] = {}
+        self._common: dict[str, Board] = {}
+        self._express: dict[str, Board] = {}
+        self._plateaus: dict[tuple[str, str, str], Plateau] = {}
+
+    def workers(self) -> list[Worker]:
+        return [desk.worker for desk in self._desks.values()]
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def see(self, worker: Worker, gate: bool) -> None:
+        """It may be given work, or no more; or what it takes has changed, or its gate."""
+        desk = self._of(worker)
+        works = worker.plays("rollout", worker.hello.model)
+        if desk is None:
+            if not works:
+                return
+            assert worker.name not in self._desks, "who had the name before is lost"
+            desk = self._desks[worker.name] = Desk(worker)
+        if not works:
+            desk.takes = frozenset()
+        elif worker.state == "serving":
+            desk.takes = frozenset({ANY, ALL})
+        else:
+            desk.takes = frozenset({ANY, BASE, *worker.holds})
+        desk.gate = gate
+        self._put(desk, True)
+
+    def leave(self, worker: Worker) -> list[Live]:
+        """It is lost; answers what it had, the first given first."""
+        desk = self._of(worker)
+        if desk is None:
+            return []
+        del self._desks[worker.name]
+        for boards in (self._common, self._express):
+            boards[worker.hello.model].drop(worker.name)
+        return list(desk.held)
+
+    def beat(self, worker: Worker, beat: wire.Beat) -> None:
+        """It said how it is."""
+        desk = self._of(worker)
+        if desk is None:
+            return
+        before, desk.beat = desk.beat, beat
+        if before is not None:
+            seconds = beat.decode_seconds - before.decode_seconds
+            self._plateau(worker).add(before.active, beat.active, beat.generated - before.generated, seconds)
+        self._put(desk)
+
+    # --- their requests -----------------------------------------------------------------------------------------------
+
+    def held(self, worker: Worker) -> list[Live]:
+        """What it was given and has not ended, the first given first."""
+        desk = self._of(worker)
+        return list(desk.held) if desk is not None else []
+
+    def outstanding(self, worker: Worker) -> int:
+        desk = self._of(worker)
+        return len(desk.held) if desk is not None else 0
+
+    def executing(self, worker: Worker) -> int:
+        desk = self._of(worker)
+        return desk.load[1] if desk is not None else 0
+
+    def give(self, live: Live, worker: Worker, ahead: bool) -> None:
+        desk = self._desks[worker.name]
+        live.worker, live.ahead, live.decoding = worker, ahead, False
+        desk.held[live] = None
+        desk.ahead += ahead
+        self._put(desk, ahead)
+
+    def decodes(self, live: Live) -> None:
+        """A token of it came."""
+        if not live.decoding and live.worker is not None:
+            desk = self._desks[live.worker.name]
+            live.decoding = True
+            desk.decoding += 1
+            self._put(desk)
+
+    def take(self, live: Live) -> None:
+        """Its worker has it no more."""
+        if live.worker is None:
+            return
+        desk = self._of(live.worker)
+        live.worker = None
+        if desk is not None:
+            del desk.held[live]
+            desk.decoding -= live.decoding
+            desk.ahead -= live.ahead
+            self._put(desk, live.ahead)
+
+    # --- decisions ----------------------------------------------------------------------------------------------------
+
+    def room(self, model: str, ahead: bool) -> bool:
+        """Whether some worker would take some request."""
+        return self._select(model, ahead, (ANY,)) is not None
+
+    def choose(self, live: Live, ahead: bool) -> Worker | None:
+        """The worker for a request in the common room, or in that of those who go ahead."""
+        return self._select(live.request.model, ahead, _lanes(live))
+
+    def uneven(self, model: str) -> Moving | None:
+        """Requests that another worker would begin at once, by :func:`rookery.scheduling.balancing.balance`; of the
+        pending ones the last given, of the executing ones those with the fewest tokens."""
+        board = self._common.get(model)
+        if board is None or (move := balance(board.fullest(), board.first((ANY,)))) is None:
+            return None
+        held = self._desks[move.source].held
+        able = [live for live in reversed(held) if not live.ahead and not live.done.done()]
+        if move.executing:
+            able.sort(key=lambda live: len(live.reply.tokens))
+        else:
+            able = [live for live in able if not live.decoding]
+        for number, live in enumerate(able):
+            move = balance(board.fullest(), board.first(_lanes(live)))
+            if move is not None:
+                target = self._desks[move.target].worker
+                going = [live for live in able[number:] if target.takes(live.request.adapter)]
+                return Moving(target, going[: move.count])
+        return None
+
+    def _select(self, model: str, ahead: bool, lanes: tuple[str, ...]) -> Worker | None:
+        board = (self._express if ahead else self._common).get(model)
+        name = select(board.first(lanes), 0 if ahead else self._theta) if board is not None else None
+        return self._desks[name].worker if name is not None else None
+
+    def _put(self, desk: Desk, express: bool = False) -> None:
+        """What is known of the worker has changed; with ``express`` also in the room of those who go ahead."""
+        worker = desk.worker
+        pending, executing, free = desk.load
+        here = Instance(worker.name, pending, executing, free, self._plateau(worker).flat)
+        board = self._common.setdefault(worker.hello.model, Board())
+        board.put(here, desk.takes if desk.gate else frozenset())
+        if express:
+            rows = math.ceil(worker.hello.max_rows * self._share)
+            board = self._express.setdefault(worker.hello.model, Board())
+            board.put(Instance(worker.name, 0, desk.ahead, max(0, rows - desk.ahead)), desk.takes)
+
+    def _plateau(self, worker: Worker) -> Plateau:
+        hello = worker.hello
+        return self._plateaus.setdefault((hello.model, hello.device, hello.kind), Plateau())
+
+    def _of(self, worker: Worker) -> Desk | None:
+        desk = self._desks.get(worker.name)
+        return desk if desk is not None and desk.worker is worker else None
+
+
+def _lanes(live: Live) -> tuple[str, str]:
+    adapter = live.request.adapter
+    return ALL, adapter.hash if adapter is not None else BASE

@@ -1,0 +1,106 @@
+"""One generation: what is asked for, what came of it, and where it stands."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from rookery import wire
+from rookery.controller.worker import Worker
+from rookery.errors import RookeryError
+
+
+class GenerationFailed(RookeryError):
+    """The engine could not generate this request; another attempt would end the same."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation. ``id`` is the same after any restart, ``seed`` and position fix the noise."""
+
+    id: str
+    tenant: str
+    job: str
+    model: str
+    adapter: wire.AdapterRef | None
+    prompt: list[int]
+    shared: int
+    max_tokens: int
+    temperature: float
+    seed: int
+    stop_tokens: list[int]
+    stop: list[str]
+    episode: str = ""
+    first: bool = False
+    """Somebody waits for it."""
+    continues: bool = False
+    """A later turn: it goes before its job's others, so that episodes which have begun end, and groups with them."""
+    scores: int = 0
+    """How many of the prompt's last tokens are scored too …"""
+    top: int = 0
+    """… each with this many of the likeliest tokens in its place."""
+    in_flight: Literal["finish", "switch", "recompute"] = "finish"
+    """What it does when a newer version of its policy is published. Where that is not ``finish`` its tokens may be of
+    any version up to its adapter's: also of those that ran before a restart of the service."""
+
+
+@dataclass
+class Reply:
+    """What was sampled: parallel lists, one entry per token."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: str = ""
+    queued: float = 0.0
+    """Seconds for which it waited for a place in a worker."""
+    scores: list[wire.Score] = field(default_factory=list)
+    """Of the prompt's last tokens, where asked for."""
+
+
+@dataclass(eq=False)
+class Live:
+    """A request under way."""
+
+    request: Request
+    reply: Reply
+    done: asyncio.Future[Reply]
+    grown: Callable[[Reply], None] | None = None
+    worker: Worker | None = None
+    ahead: bool = False
+    """Its worker was given it beyond the common room."""
+    decoding: bool = False
+    """Tokens of it have come since its worker was given it."""
+    had: set[int] = field(default_factory=set)
+    """Versions that its worker was given for it."""
+    claimed: bool = False
+    """Its worker had it before this service did."""
+    since: float = 0.0
+    """From when on it counts how long no worker came for it."""
+    queued: float = 0.0
+    """When it came to wait for a place in a worker."""
+    heard: float = 0.0
+    """When its worker was given it, or last sent a token of it."""
+
+    @property
+    def applied(self) -> tuple[str, int]:
+        """Policy and version that sample it; ``("", 0)`` for the base model."""
+        adapter = self.request.adapter
+        return (adapter.policy, adapter.version) if adapter is not None else ("", 0)
+
+    def may(self, policy: str, version: int) -> bool:
+        """Whether tokens sampled by this version can be its own: one that its worker was given for it; or an older one
+        that it had before this service did, if it is one that changes its version."""
+        wanted, newest = self.applied
+        before = self.claimed and self.request.in_flight != "finish" and version < newest
+        return policy == wanted and (version in self.had or before)
+
+
+def newer(ref: wire.AdapterRef | None, request: Request) -> bool:
+    """Whether ``ref`` is a version that the request is to change to."""
+    old = request.adapter
+    if ref is None or old is None or request.in_flight == "finish":
+        return False
+    return ref.policy == old.policy and ref.version > old.version
