@@ -1,0 +1,141 @@
+"""A modelled environment host: every environment answers after a time of its own, side by side with the others, and
+runs no code. Rewards are a function of the episode and its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from rookery import wire
+from rookery.controller.links import Link, LinkClosed
+from rookery.simulation.links import MemoryLink, link_pair
+from rookery.simulation.texts import draw
+
+Reward = Callable[[str, int], float]
+"""(episode, turn) → the turn's reward."""
+
+
+def uniform(episode: str, turn: int) -> float:
+    """A reward in [0, 1): no two episodes of a group agree, so no group is without variance."""
+    return draw("reward", episode, turn) / 2**64
+
+
+class ModelledHost:
+    def __init__(
+        self,
+        serve: Callable[[Link], Awaitable[None]],
+        *,
+        token: str,
+        seconds: Mapping[str, float],
+        prompt_tokens: int,
+        turns: int = 1,
+        reward: Reward = uniform,
+        instance: str = "host",
+        link: Callable[[], tuple[MemoryLink, Link]] = link_pair,
+    ) -> None:
+        """``seconds`` maps each environment that it offers, by its whole name, to what its ``reset`` or ``step``
+        takes; what it says has about ``prompt_tokens`` tokens of one byte; an episode has ``turns`` turns."""
+        self.episodes: dict[str, dict[int, wire.Observed]] = {}
+        """By episode the answers so far: -1 the reset's, else the turn's."""
+        self._serve = serve
+        self._token = token
+        self._seconds = dict(seconds)
+        self._text = "x" * prompt_tokens
+        self._turns = turns
+        self._reward = reward
+        self._instance = instance
+        self._make_link = link
+        self._names: dict[str, str] = {}
+        self._epoch = -1
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._link: MemoryLink | None = None
+
+    async def join(self) -> None:
+        """Dial in; returns when the host is welcome."""
+        self._link, theirs = self._make_link()
+        self._spawn(self._serve(theirs))
+        hello = wire.HostHello(
+            protocol=wire.PROTOCOL,
+            token=self._token,
+            instance=self._instance,
+            environments=[wire.HostedEnvironment(name=name, deterministic=True) for name in self._seconds],
+        )
+        await self._link.send(wire.encode(hello))
+        welcome = wire.decode(wire.to_host, await self._link.receive())
+        if not isinstance(welcome, wire.HostWelcome):
+            raise PermissionError(f"the host was not welcomed: {welcome}")
+        self._epoch = welcome.epoch
+        self._spawn(self._beat(self._link, welcome.heartbeat_seconds))
+        self._spawn(self._read(self._link))
+
+    async def leave(self) -> None:
+        """The connection is over."""
+        if self._link is not None:
+            self._link.cut()
+        tasks = list(self._tasks)
+        for task in tasks[1:]:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+
+    async def _beat(self, link: MemoryLink, seconds: float) -> None:
+        with suppress(LinkClosed):
+            while True:
+                await link.send(wire.encode(wire.HostBeat(epoch=self._epoch, active=len(self.episodes))))
+                await asyncio.sleep(seconds)
+
+    async def _read(self, link: MemoryLink) -> None:
+        with suppress(LinkClosed):
+            while True:
+                message = wire.decode(wire.to_host, await link.receive())
+                match message:
+                    case wire.CloseEpisode():
+                        self.episodes.pop(message.episode, None)
+                        self._names.pop(message.episode, None)
+                    case wire.GetPrompts():
+                        numbers = range(message.start, message.start + message.count)
+                        prompts = [b'{"%s": %d}' % (message.split.encode(), number) for number in numbers]
+                        await link.send(
+                            wire.encode(wire.Prompts(epoch=self._epoch, call=message.call, prompts=prompts))
+                        )
+                    case wire.Reset() | wire.StepEpisode():
+                        self._begin(link, message)
+
+    def _begin(self, link: MemoryLink, message: wire.Reset | wire.StepEpisode) -> None:
+        if isinstance(message, wire.Reset):
+            self._names[message.episode] = message.environment
+        asyncio.get_running_loop().call_later(
+            self._seconds[self._names[message.episode]], lambda: self._spawn(self._answer(link, message))
+        )
+
+    async def _answer(self, link: MemoryLink, message: wire.Reset | wire.StepEpisode) -> None:
+        with suppress(LinkClosed):
+            await link.send(wire.encode(self._observe(message)))
+
+    def _observe(self, message: wire.Reset | wire.StepEpisode) -> wire.Observed:
+        """The answer; a repeated call gets the first one's."""
+        turn = message.turn if isinstance(message, wire.StepEpisode) else -1
+        answers = self.episodes.setdefault(message.episode, {})
+        if turn not in answers:
+            answers[turn] = self._usual(message)
+        answer = answers[turn]
+        answer.call = message.call
+        return answer
+
+    def _usual(self, message: wire.Reset | wire.StepEpisode) -> wire.Observed:
+        answer = wire.Observed(epoch=self._epoch, call="", episode=message.episode)
+        said = [wire.Turn(role="user", content=self._text)]
+        if isinstance(message, wire.Reset):
+            answer.turns = [wire.Turn(role="user", content=f"{message.prompt.decode()} {self._text}")]
+        else:
+            answer.done = message.turn + 1 >= self._turns
+            answer.turns = [] if answer.done else said
+            answer.reward = self._reward(message.episode, message.turn)
+        return answer

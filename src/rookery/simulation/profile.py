@@ -1,0 +1,109 @@
+"""How fast a modelled worker is: a profile, measured on a real machine or assumed, read from JSON.
+
+A profile has no default figure: every number of a simulation's machine stands in a file, with where it comes from.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rookery.errors import UserError
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Profile(BaseModel):
+    """One kind of machine with one base model. Times are seconds, sizes bytes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    name: str
+    label: Literal["measured", "assumed"]
+    """Whether somebody measured these figures, or thinks that they are about right. Shown beside every result."""
+    sources: dict[str, str]
+    """Where each figure comes from, by its name."""
+    rows: int = Field(ge=1)
+    """Sequences that decode together at most."""
+    context: int = Field(ge=2)
+    """The longest sequence, in tokens."""
+    decode: list[tuple[Annotated[int, Field(ge=1)], Positive]] = Field(min_length=1)
+    """(rows, seconds of one decode step with so many rows), ascending; between two points on the line that joins
+    them, beyond the last on the last line prolonged."""
+    prefill_token: float = Field(ge=0)
+    """Seconds per prompt token."""
+    prefill_slice: int = Field(ge=1)
+    """Prompt tokens computed in one slice, between two decode steps."""
+    train_token: float = Field(ge=0)
+    """Seconds per token of a training batch, forward and backward; a group's prompt counts once."""
+    train_slice: int = Field(ge=1)
+    """Tokens of one slice of training, between two decode steps."""
+    optimizer: float = Field(ge=0)
+    """An optimizer step, or the making of a new adapter."""
+    adapter_bytes: int = Field(ge=0)
+    """What a rollout worker pulls for a version."""
+    state_bytes: int = Field(ge=0)
+    """What a version's optimizer state adds when it is committed, or loaded to train on."""
+    download: Positive
+    """Bytes per second from the service, per worker."""
+    upload: Positive
+    """Bytes per second to the service."""
+    load: float = Field(ge=0)
+    """From the machine's start to a loaded base model."""
+    latency: float = Field(ge=0)
+    """What a transfer takes before its first byte."""
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        rows = [rows for rows, _ in self.decode]
+        if rows != sorted(set(rows)):
+            raise ValueError("decode: rows ascend")
+        return self
+
+    def decode_step(self, rows: int) -> float:
+        """Seconds of one decode step of ``rows`` sequences."""
+        points = self.decode
+        if rows <= points[0][0] or len(points) == 1:
+            return points[0][1]
+        at = min(max(bisect_left(points, (rows, 0.0)), 1), len(points) - 1)
+        (low, first), (high, second) = points[at - 1], points[at]
+        return first + (second - first) * (rows - low) / (high - low)
+
+    def pull(self, *, state: bool = False) -> float:
+        """Seconds until a version is here, ``state`` and all where it is to be trained on."""
+        return self.latency + (self.adapter_bytes + self.state_bytes * state) / self.download
+
+    def push(self) -> float:
+        """Seconds until a committed version is at the service."""
+        return self.latency + (self.adapter_bytes + self.state_bytes) / self.upload
+
+
+def packaged() -> list[str]:
+    """Names of the profiles that come with the package."""
+    files = resources.files("rookery.simulation").joinpath("profiles").iterdir()
+    return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
+
+
+def load_profile(name: str) -> Profile:
+    """A packaged profile by its name, or one from a JSON file by its path. Raises :class:`UserError`."""
+    if name in packaged():
+        text = resources.files("rookery.simulation").joinpath(f"profiles/{name}.json").read_text(encoding="utf-8")
+    else:
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            known = ", ".join(packaged())
+            raise UserError(f"profile: given {name!r}, allowed: one of {known}, or the path of a JSON file") from None
+    try:
+        return Profile.model_validate(json.loads(text))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "profile"
+        raise UserError(f"profile {name}: {where}: {first['msg']}") from None
+    except ValueError as error:
+        raise UserError(f"profile {name}: is no JSON ({' '.join(str(error).split())})") from None

@@ -1,0 +1,118 @@
+"""The service of a simulation: the shipped controller on a database in memory, a virtual clock and seeded randomness.
+
+Only what the controller is given from outside differs from :mod:`rookery.service`: clock, ids, random bytes, ledger,
+links. Must be made inside a :class:`~rookery.simulation.clock.VirtualLoop`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, Literal
+
+from rookery.controller.controller import Controller
+from rookery.controller.hosts import SERVICE
+from rookery.controller.parts import SHIPPED, Parts
+from rookery.controller.ports import RandomIds
+from rookery.settings import Settings
+from rookery.simulation.clock import InlineLedger, VirtualClock
+from rookery.simulation.hosts import ModelledHost
+from rookery.simulation.profile import Profile
+from rookery.simulation.record import EventLog
+from rookery.simulation.texts import Length, chat
+from rookery.simulation.workers import Identity, ModelledWorker
+from rookery.storage.artifacts import Artifacts
+from rookery.storage.database import Database
+from rookery.text.chat import Chat
+
+MODEL = "smollm2-135m-instruct"
+"""A name that the catalogue knows; nothing of it is loaded."""
+
+WORKER_TOKEN = "worker-token"
+HOST_TOKEN = "host-token"
+
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""Where a simulation keeps its artifacts, as ``tempfile`` understands it: nothing of it outlives the run, so where the
+system has a folder in memory no disk is waited for."""
+
+
+class Site:
+    def __init__(
+        self,
+        folder: Path,
+        profile: Profile,
+        length: Length,
+        *,
+        seed: int,
+        tenants: Sequence[str],
+        parts: Parts = SHIPPED,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        """``folder`` is this run's alone; ``length`` is what the model's replies are like."""
+        self.profile = profile
+        self.length = length
+        self.log = EventLog()
+        self.settings = Settings(data=folder, cache=folder / "cache", **(settings or {}))
+        self.database = Database("sqlite://")
+        self.database.create()
+        for tenant in tenants:
+            self.database.create_tenant(tenant, tenant, 0.0)
+        source = Random(seed)
+        model = chat(profile.context)
+        ledger = InlineLedger()
+
+        async def chat_of(name: str) -> Chat:
+            return model
+
+        async def authenticate(token: str) -> str | None:
+            return SERVICE if token == HOST_TOKEN else None
+
+        self.controller = Controller(
+            self.database,
+            Artifacts(folder / "artifacts"),
+            self.settings,
+            clock=VirtualClock(),
+            ids=RandomIds(source),
+            ledger=ledger,
+            chat=chat_of,
+            check_environment=lambda id, options: None,
+            provide=lambda model: None,
+            authenticate=authenticate,
+            worker_token=WORKER_TOKEN,
+            jobs_folder=folder / "jobs",
+            parts=parts,
+            random_bytes=source.randbytes,
+        )
+
+    def worker(
+        self,
+        name: str,
+        *,
+        roles: Sequence[Literal["rollout", "train"]] = ("rollout", "train"),
+        kind: Literal["reserved", "preemptible"] = "reserved",
+        price: float = 0.0,
+    ) -> ModelledWorker:
+        """A worker that is not started yet; its name is its process's too."""
+        identity = Identity(name, f"{name}-process", MODEL, WORKER_TOKEN, tuple(roles), kind, price)
+        return ModelledWorker(
+            self.controller.serve_worker,
+            self.controller.tickets,
+            identity,
+            self.profile,
+            self.length,
+            link=self.log.links(name),
+        )
+
+    def host(self, seconds: dict[str, float], **more: Any) -> ModelledHost:
+        """An environment host that is not joined yet; see :class:`ModelledHost`."""
+        return ModelledHost(
+            self.controller.serve_host, token=HOST_TOKEN, seconds=seconds, link=self.log.links("host"), **more
+        )
+
+    async def close(self) -> None:
+        await self.controller.stop()
+        self.database.close()
+
+

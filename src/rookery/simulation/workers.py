@@ -1,0 +1,464 @@
+"""A modelled worker: speaks the wire protocol in this process, and computes by letting virtual time pass.
+
+* It computes one thing at a time, as a real one does: slices of decoding and of training share its time by what each
+  has had. Transfers go on beside that.
+* Tokens leave at most one flush interval and one slice after they were sampled, at once when their request has ended.
+* An adapter is pulled once, before its first request; batches, adapters and states take their bytes' time on the way.
+* :meth:`ModelledWorker.kill` ends it in the middle of whatever it does; :meth:`ModelledWorker.drain` as SIGTERM does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+
+from rookery import wire
+from rookery.controller.links import Link, LinkClosed
+from rookery.controller.tickets import Tickets
+from rookery.simulation.engine import Engine
+from rookery.simulation.links import MemoryLink, link_pair
+from rookery.simulation.profile import Profile
+from rookery.simulation.texts import Length
+from rookery.simulation.trainer import ADAPTER, CONFIG, Answer, Trainer, stale, write
+
+REDIAL_SECONDS = 1.0
+"""After a link ended a worker dials in again."""
+
+SAME = 1e-6
+"""Parts of a slice: news at the very end of one are no news within the next."""
+
+Serve = Callable[[Link], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a worker says of itself."""
+
+    name: str
+    instance: str
+    """Drawn once per process."""
+    model: str
+    token: str
+    roles: Sequence[Literal["rollout", "train"]] = ("rollout", "train")
+    kind: Literal["reserved", "preemptible"] = "reserved"
+    price: float = 0.0
+    """Per hour."""
+
+
+class ModelledWorker:
+    def __init__(
+        self,
+        serve: Serve,
+        tickets: Tickets,
+        identity: Identity,
+        profile: Profile,
+        length: Length,
+        *,
+        link: Callable[[], tuple[MemoryLink, Link]] = link_pair,
+    ) -> None:
+        """``serve`` takes the other end of each link that ``link`` makes (ours, theirs); ``tickets`` are the service's,
+        which stand for its HTTP face; ``length`` is what the model's replies are like."""
+        self.identity = identity
+        self.profile = profile
+        self.engine = Engine(profile, length, profile.rows)
+        self.trainer = Trainer(profile)
+        self.decoded, self.trained = 0.0, 0.0
+        """Seconds that went into decoding and prefill, and into training."""
+        self.computed: Counter[str] = Counter()
+        """Seconds of both that went into each policy; a slice of decoding is shared out over its requests."""
+        self.pulled = 0
+        """Bytes of adapters and states that it fetched."""
+        self.sent = 0
+        """Tokens that left while the link was up."""
+        self.epoch = -1
+        self._serve = serve
+        self._tickets = tickets
+        self._make_link = link
+        self._link: MemoryLink | None = None
+        self._loop = asyncio.get_running_loop()
+        self._poked: asyncio.Future[None] = self._loop.create_future()
+        """Done when there is news for the compute thread."""
+        self._granted: dict[str, asyncio.Future[wire.Granted]] = {}
+        self._adapters: dict[str, asyncio.Task[None]] = {}
+        """Those that are here or on their way, by hash."""
+        self._begins: dict[str, asyncio.Task[None]] = {}
+        """Requests that wait for their adapter."""
+        self._switches: list[wire.Switch] = []
+        """To be carried out between two slices, their adapters being here."""
+        self._chains: dict[str, tuple[asyncio.Queue[Any], asyncio.Task[None]]] = {}
+        """Each policy's operations in order, and who sees to them."""
+        self._cancelled: set[str] = set()
+        self._broken: set[str] = set()
+        self._turns = {"decode": 0.0, "train": 0.0}
+        self._was_idle = {"decode": True, "train": True}
+        self._slices = 0
+        self._flushed = 0.0
+        self._flush_seconds = 0.0
+        self._draining = False
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        """In the order in which they began."""
+        self._failed: asyncio.Future[None] = self._loop.create_future()
+        self._life: asyncio.Task[None] | None = None
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """The machine starts; the base model is loaded first."""
+        self._life = asyncio.create_task(self._live(), name=f"worker {self.identity.name}")
+
+    async def kill(self) -> None:
+        """As ``kill -9`` does: nothing more is sent, whatever it was doing. Raises what went wrong in it before."""
+        assert self._life is not None
+        if self._link is not None:
+            self._link.cut()
+        self._life.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._life
+
+    async def drain(self) -> None:
+        """As SIGTERM does: the slice at work ends, what was sampled is sent, then ``Bye``. What was being trained is
+        given up."""
+        assert self._life is not None
+        self._draining = True
+        self._poke()
+        await self._life
+
+    async def _live(self) -> None:
+        compute: asyncio.Task[None] | None = None
+        try:
+            await asyncio.sleep(self.profile.load)
+            compute = self._spawn(self._compute())
+            while True:
+                talk = self._spawn(self._converse())
+                await asyncio.wait({talk, compute, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+                if self._failed.done():
+                    self._failed.result()
+                if compute.done():
+                    await self._say_goodbye()
+                    return
+                await asyncio.sleep(REDIAL_SECONDS)
+        finally:
+            if self._link is not None:
+                self._link.cut()
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _say_goodbye(self) -> None:
+        with suppress(LinkClosed):
+            await self._flush()
+            await self._say(wire.Bye(epoch=0))
+
+    async def _converse(self) -> None:
+        """One connection, from hello to its end, which ends requests and operations too."""
+        ours, theirs = self._make_link()
+        serving = asyncio.ensure_future(self._serve(theirs))
+        beats = None
+        try:
+            await ours.send(wire.encode(self._hello()))
+            welcome = wire.decode(wire.to_worker, await ours.receive())
+            if not isinstance(welcome, wire.Welcome):
+                raise PermissionError(f"worker {self.identity.name} was not welcomed: {welcome}")
+            self._link, self.epoch, self._flush_seconds = ours, welcome.epoch, welcome.flush_seconds
+            beats = asyncio.create_task(self._beat(welcome.heartbeat_seconds))
+            while True:
+                self._handle(wire.decode(wire.to_worker, await ours.receive()))
+        except LinkClosed:
+            pass
+        finally:
+            self._link = None
+            if beats is not None:
+                beats.cancel()
+            ours.cut()
+            self._drop()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    def _drop(self) -> None:
+        """The link is over: what it asked for is not wanted any more. What is here stays."""
+        for request in [*self.engine.running(), *self._begins]:
+            self._abort(request)
+        for digest, pull in list(self._adapters.items()):
+            if not pull.done():
+                pull.cancel()
+                del self._adapters[digest]
+        self._granted.clear()
+        for policy, (_, runner) in self._chains.items():
+            runner.cancel()
+            self._broken.add(policy)
+        self._chains.clear()
+        self.trainer.clear()
+
+    def _hello(self) -> wire.Hello:
+        mine, profile = self.identity, self.profile
+        return wire.Hello(
+            protocol=wire.PROTOCOL, token=mine.token, name=mine.name, instance=mine.instance, model=mine.model,
+            model_hash="modelled", roles=list(mine.roles), kind=mine.kind, price=mine.price, max_rows=self.engine.rows,
+            max_context=profile.context, max_rank=64, device="modelled", dtype="modelled",
+            adapters=[digest for digest, task in self._adapters.items() if task.done()],
+        )  # fmt: skip
+
+    async def _beat(self, seconds: float) -> None:
+        with suppress(LinkClosed):
+            while True:
+                await self._say(
+                    wire.Beat(
+                        epoch=0, progress=self._slices, active=self.engine.active,
+                        waiting=self.engine.waiting + len(self._begins), training=self.trainer.pending,
+                        adapters=len(self._adapters), generated=self.engine.generated, trained=self.trainer.trained,
+                        decode_seconds=self.decoded, train_seconds=self.trained, memory_bytes=0,
+                    )
+                )  # fmt: skip
+                await asyncio.sleep(seconds)
+
+    async def _say(self, message: wire.Message) -> None:
+        """Raises :class:`LinkClosed`."""
+        if self._link is None:
+            raise LinkClosed("no link")
+        message.epoch = self.epoch  # type: ignore[attr-defined]
+        await self._link.send(wire.encode(message))
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case wire.Generate():
+                self._generate(message)
+            case wire.Abort():
+                self._abort(message.request)
+            case wire.Switch():
+                self._spawn(self._switch(message))
+            case wire.Hold():
+                for ref in message.refs:
+                    self._pulled(ref)
+            case wire.Granted():
+                if (waiting := self._granted.pop(message.hash, None)) is not None:
+                    waiting.set_result(message)
+            case wire.ForwardBackward() | wire.OptimStep() | wire.Committed():
+                self._chain(message)
+            case wire.InitAdapter():
+                self.trainer.submit(message)
+                self._poke()
+            case wire.Cancel():
+                if not self.trainer.cancel(message.op):
+                    self._cancelled.add(message.op)
+            case wire.Forget():
+                for digest in message.hashes:
+                    if (pull := self._adapters.pop(digest, None)) is not None:
+                        pull.cancel()
+                    self.engine.forget(digest)
+                if message.policy:
+                    self.trainer.forget(message.policy)
+                    self._broken.discard(message.policy)
+                    if (chain := self._chains.pop(message.policy, None)) is not None:
+                        chain[1].cancel()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._over)
+        return task
+
+    def _over(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
+    # --- rollouts -----------------------------------------------------------------------------------------------------
+
+    def _generate(self, order: wire.Generate) -> None:
+        self._abort(order.request)
+        if order.adapter is None or self._here(order.adapter.hash):
+            self.engine.submit(order)
+            self._poke()
+        else:
+            self._begins[order.request] = self._spawn(self._begin(order))
+
+    async def _begin(self, order: wire.Generate) -> None:
+        assert order.adapter is not None
+        await asyncio.shield(self._pulled(order.adapter))
+        del self._begins[order.request]
+        self.engine.submit(order)
+        self._poke()
+
+    def _abort(self, request: str) -> None:
+        if (begin := self._begins.pop(request, None)) is not None:
+            begin.cancel()
+        self.engine.abort(request)
+        self._poke()
+
+    async def _switch(self, message: wire.Switch) -> None:
+        await asyncio.shield(self._pulled(message.adapter))
+        self._switches.append(message)
+        self._poke()
+
+    def _here(self, digest: str) -> bool:
+        pull = self._adapters.get(digest)
+        return pull is not None and pull.done()
+
+    def _pulled(self, ref: wire.AdapterRef) -> asyncio.Task[None]:
+        """Done when the adapter is here."""
+        pull = self._adapters.get(ref.hash)
+        if pull is None:
+            pull = self._adapters[ref.hash] = self._spawn(self._pull(ref))
+        return pull
+
+    async def _pull(self, ref: wire.AdapterRef) -> None:
+        await self._readable(ref)
+        await asyncio.sleep(self.profile.pull())
+        self.pulled += self.profile.adapter_bytes
+
+    async def _readable(self, ref: wire.AdapterRef) -> None:
+        """There is a ticket that opens the artifact: the one that came with it, or a new one."""
+        if not self._tickets.reads(ref.ticket, ref.hash):
+            waiting = self._granted.setdefault(ref.hash, self._loop.create_future())
+            with suppress(LinkClosed):
+                await self._say(wire.Want(epoch=0, hash=ref.hash))
+            await asyncio.shield(waiting)
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def _chain(self, message: wire.ForwardBackward | wire.OptimStep | wire.Committed) -> None:
+        """A policy's operations keep their order; policies do not wait for each other."""
+        if message.policy not in self._chains:
+            queue: asyncio.Queue[Any] = asyncio.Queue()
+            self._chains[message.policy] = queue, self._spawn(self._operate(queue))
+        self._chains[message.policy][0].put_nowait(message)
+
+    async def _operate(self, queue: asyncio.Queue[Any]) -> None:
+        while True:
+            message = await queue.get()
+            if isinstance(message, wire.Committed):
+                self.trainer.committed(message)
+            else:
+                await self._bring(message)
+
+    async def _bring(self, op: wire.ForwardBackward | wire.OptimStep) -> None:
+        """Bring what the operation needs, and give it to the trainer."""
+        batch = b""
+        if isinstance(op, wire.ForwardBackward):
+            if op.fresh:
+                self._broken.discard(op.policy)
+            batch = self._tickets.offered(op.batch_ticket) or b""
+            await asyncio.sleep(self.profile.latency + len(batch) / self.profile.download)
+        if op.op in self._cancelled:
+            self._cancelled.remove(op.op)
+            self._broken.add(op.policy)
+        elif op.policy in self._broken:
+            await self._answer(Answer(stale(op, "a part of this step did not arrive")))
+        elif self.trainer.holds(op):
+            self._submit(op, batch)
+        elif op.steps or isinstance(op, wire.OptimStep):
+            self._broken.add(op.policy)
+            await self._answer(Answer(stale(op, f"policy {op.policy} is not held here at that state")))
+        else:
+            await self._readable(op.parent)
+            await asyncio.sleep(self.profile.pull(state=True))
+            self.pulled += self.profile.adapter_bytes + self.profile.state_bytes
+            read = partial(self._tickets.artifacts.path, op.parent.hash)
+            files = {name: read(name).read_bytes() for name in (ADAPTER, CONFIG)}
+            self.trainer.load(op.policy, op.lease, op.parent, files)
+            self._submit(op, batch)
+
+    def _submit(self, op: wire.ForwardBackward | wire.OptimStep, batch: bytes) -> None:
+        self.trainer.submit(op, batch)
+        self._poke()
+
+    async def _answer(self, answer: Answer) -> None:
+        done = answer.done
+        if answer.upload is not None:
+            await asyncio.sleep(self.profile.push())
+            staging = self._tickets.staging(answer.ticket)
+            if staging is None:
+                return  # given up meanwhile
+            done = msgspec.structs.replace(done, manifest=write(staging, answer.upload))
+        with suppress(LinkClosed):
+            await self._say(done)
+
+    # --- the compute thread -------------------------------------------------------------------------------------------
+
+    def _poke(self) -> None:
+        if not self._poked.done():
+            self._poked.set_result(None)
+
+    async def _compute(self) -> None:
+        """Until it is to drain."""
+        while not self._draining:
+            turn = self._next()
+            if turn is None:
+                self._poked = self._loop.create_future()
+                await self._poked
+                continue
+            began = self._loop.time()
+            await (self._decode() if turn == "decode" else self._train())
+            self._turns[turn] += self._loop.time() - began
+            self._slices += 1
+            for switch in self._switches:
+                self.engine.switch(switch.request, switch.adapter, recompute=switch.recompute)
+            self._switches.clear()
+            if self.engine.ended or self._loop.time() - self._flushed >= self._flush_seconds:
+                with suppress(LinkClosed):
+                    await self._flush()
+
+    def _next(self) -> str | None:
+        """What has work and had least time; one that comes back from idleness starts level."""
+        busy = {"decode": self.engine.busy, "train": self.trainer.pending > 0}
+        at_work = [name for name in busy if busy[name]]
+        level = min((self._turns[name] for name in at_work if not self._was_idle[name]), default=0.0)
+        for name in busy:
+            if busy[name] and self._was_idle[name]:
+                self._turns[name] = level
+            self._was_idle[name] = not busy[name]
+        return min(at_work, key=lambda name: self._turns[name], default=None)
+
+    async def _decode(self) -> None:
+        """One slice, or as many like it as follow each other until there is news, or tokens to send."""
+        seconds, slices = self.engine.begin()
+        if slices > 1:
+            due = self._flushed + self._flush_seconds - self._loop.time()
+            slices = 1 if self.trainer.pending or seconds <= 0 else max(1, min(slices, math.ceil(due / seconds)))
+        slices = await self._spend(seconds, slices)
+        self.decoded += slices * seconds
+        running = self.engine.policies.total()
+        for policy, rows in self.engine.policies.items():
+            if rows:
+                self.computed[policy] += slices * seconds * rows / running
+        self.engine.end(slices)
+
+    async def _spend(self, seconds: float, slices: int) -> int:
+        """Let the time of so many slices pass, or of those begun when there is news; their number."""
+        if slices == 1:
+            await asyncio.sleep(seconds)
+            return 1
+        began, poked = self._loop.time(), self._loop.create_future()
+        self._poked = poked
+        timer = self._loop.call_later(seconds * slices, self._poke)
+        await poked
+        timer.cancel()
+        spent = self._loop.time() - began
+        slices = min(slices, max(1, math.ceil(spent / seconds - SAME)))
+        await asyncio.sleep(max(0.0, slices * seconds - spent))
+        return slices
+
+    async def _train(self) -> None:
+        work, seconds = self.trainer.begin()
+        await asyncio.sleep(seconds)
+        self.trained += seconds
+        self.computed[work.policy] += seconds
+        answer = self.trainer.end(work, seconds)
+        if answer is not None:
+            self._spawn(self._answer(answer))
+
+    async def _flush(self) -> None:
+        if self._link is None:
+            return
+        self._flushed = self._loop.time()
+        if chunks := self.engine.drain():
+            self.sent += sum(len(chunk.tokens) for chunk in chunks)
+            await self._say(wire.Output(epoch=0, chunks=chunks))
