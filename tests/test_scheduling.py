@@ -89,19 +89,6 @@ def test_what_is_not_ready_is_passed_over_without_losing_its_turn() -> None:
 # --- routes -----------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.booleans()), max_size=6))
-def test_a_request_goes_where_least_is_pending(workers: list[tuple[int, int, bool]]) -> None:
-    candidates = [routing.Candidate(str(i), *worker) for i, worker in enumerate(workers)]
-    name = routing.route(candidates)
-    able = [c for c in candidates if c.holds or c.pending < c.room]
-    assert (name is None) == (not able)
-    if name is not None:
-        chosen = candidates[int(name)]
-        assert chosen in able
-        assert chosen.holds or not any(c.holds for c in able)
-        assert chosen.pending == min(c.pending for c in able if c.holds == chosen.holds)
-
-
 def test_a_policy_goes_to_the_trainer_with_the_fewest() -> None:
     assert routing.lease({}) is None
     assert routing.lease({"b": 1, "a": 1, "c": 2}) == "a"

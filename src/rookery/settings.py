@@ -119,7 +119,9 @@ class Settings(BaseModel):
 
     # --- jobs -------------------------------------------------------------------------------------------------------
     dispatch_ahead: int = Field(16, ge=0)
-    """Requests handed to a worker beyond its rows, so that a freed row is filled without a round trip."""
+    """Θ of RLBoost's Algorithm 2: a worker is given no request while this many wait in it for a row (or for their
+    adapter). Enough that rows freed within one flush are filled without a round trip; more would wait where it is seen
+    less and shared less fairly. So it holds at most its rows and this many."""
     chat_first: bool = True
     """Answers that somebody waits for (chat, the OpenAI API) go before rollouts: a person notices a second, a
     rollout of thousands does not …"""

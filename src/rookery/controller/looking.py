@@ -225,6 +225,7 @@ class Looking:
                 "trained_tokens": self._totals["trained_tokens"],
                 "sampled_tokens": self._rollouts.sampled,
                 "requests_migrated": self._rollouts.migrated,
+                **{f"requests_moved_{reason}": count for reason, count in self._rollouts.moves.items()},
                 "late_chunks": self._rollouts.late_chunks,
                 "training_retries": self._training.retries,
                 "worker_losses": self._fleet.losses,
