@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peers import settle
 from rookery import wire
+from rookery.worker.compute import Core
 from rookery.worker.engine.native import NativeEngine
-from rookery.worker.model.adapter import Adapter, init_adapter
+from rookery.worker.model.adapter import Adapter, init_adapter, write_adapter
 from rookery.worker.model.bank import LoraBank
 from rookery.worker.model.decoder import Decoder, best_dtype
+from rookery.worker.requests import Requests
+from rookery.worker.transfer import TransferFailed
 from tiny import reference, small
 
 exact = pytest.mark.skipif(best_dtype() is not torch.bfloat16, reason="this CPU has no bfloat16 instructions")
@@ -33,8 +44,7 @@ def adapter(decoder: Decoder, seed: int) -> Adapter:
     fresh = init_adapter(decoder.config, RANK, 2.0 * RANK, TARGETS, seed)
     generator = torch.Generator().manual_seed(seed)
     weights = {
-        site: (a, torch.randn(b.shape, generator=generator) * 0.3 / RANK**0.5)
-        for site, (a, b) in fresh.weights.items()
+        site: (a, torch.randn(b.shape, generator=generator) * 0.3 / RANK**0.5) for site, (a, b) in fresh.weights.items()
     }
     return Adapter(RANK, fresh.alpha, weights)
 
@@ -353,11 +363,209 @@ def test_whoever_switches_touches_nobody_else(
         if all(anew for _, _, anew in spans):
             for (at, number, _), end in zip(spans, [*(s[0] for s in spans[1:]), 12], strict=True):
                 if end > at:
-                    given = said.tokens[:at]
-                    fresh = Run(make(decoder)).submit(
-                        wire.Generate(**{
-                            **{f: getattr(orders[name], f) for f in orders[name].__struct_fields__},
-                            "adapter": version(number), "given": given, "max_tokens": end, "episode": "",
-                        })  # fmt: skip
-                    ).end()[name]
+                    resumed = msgspec.structs.replace(
+                        orders[name], adapter=version(number), given=said.tokens[:at], max_tokens=end, episode=""
+                    )
+                    fresh = Run(make(decoder)).submit(resumed).end()[name]
                     assert (said.tokens[at:end], said.logprobs[at:end]) == (fresh.tokens, fresh.logprobs)
+
+
+# --- the worker's requests --------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """A worker's requests with the engine that computes them, a slice at a time, and adapters that arrive when they are
+    told to."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        decoder = small("llama")
+        self.core = Core.__new__(Core)
+        self.core.decoder = decoder
+        self.core.bank = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
+        self.core.engine = NativeEngine(
+            decoder, self.core.bank, lambda tokens: "", max_rows=4, kv_budget_bytes=1 << 24, finished_kept=0
+        )
+        self.core._most_resident, self.core._used = 2, {}
+        self.arrived = {key: asyncio.Event() for key in VERSIONS}
+        self.refused: set[str] = set()
+        self.requests = Requests(self, self, lambda urgent: None)  # type: ignore[arg-type]
+        self.sent: list[wire.Chunk] = []
+
+    # as Compute
+
+    @property
+    def status(self) -> SimpleNamespace:
+        return SimpleNamespace(adapters=frozenset(self.core.bank.keys()))
+
+    def call(self, function: Callable[[Core], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(self.core))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    # as Transfers
+
+    def granted(self, digest: str, ticket: str, peers: Sequence[str]) -> None: ...
+
+    @asynccontextmanager
+    async def pulled(self, ref: wire.AdapterRef) -> AsyncIterator[Path]:
+        await self.arrived[ref.hash].wait()
+        if ref.hash in self.refused:
+            raise TransferFailed(f"artifact {ref.hash} is gone")
+        folder = self._folder / ref.hash
+        if not folder.exists():
+            folder.mkdir()
+            write_adapter(folder, adapter(self.core.decoder, VERSIONS.index(ref.hash)))
+        yield folder
+
+    # as the compute thread and the link
+
+    def arrive(self, *numbers: int) -> None:
+        for number in numbers:
+            self.arrived[VERSIONS[number]].set()
+
+    async def compute(self, name: str, count: int) -> None:
+        """Until so many tokens of a request have been sampled and kept."""
+        while self.requests._held[name].length < count:
+            await settle()
+            self.core.engine.step()
+            self.requests.collect(self.core.engine.drain())
+
+    def take(self, name: str = "r") -> Said:
+        """What is sent, put together."""
+        said = Said()
+        for chunk in self.requests.take(0.0):
+            assert chunk.request == name
+            assert not said.finish
+            assert len(chunk.tokens) == len(chunk.logprobs)
+            self.sent.append(chunk)
+            said.tokens += chunk.tokens
+            said.logprobs += chunk.logprobs
+            said.versions += [chunk.version] * len(chunk.tokens)
+            said.finish = chunk.finish
+        return said
+
+    def switch(self, number: int, name: str = "r", recompute: bool = True) -> None:
+        self.requests.switch(wire.Switch(request=name, adapter=version(number), recompute=recompute))
+
+
+def chain(*spans: tuple[int, int]) -> Said:
+    """What a request says that (version, up to which token) took turns at, each resuming what was said before."""
+    said = Said()
+    for number, end in spans:
+        part = Run(make(small("llama"))).submit(order(number=number, given=said.tokens, max_tokens=end)).end()["r"]
+        said = Said(said.tokens + part.tokens, said.logprobs + part.logprobs, said.versions + part.versions, "length")
+    return said
+
+
+@exact
+async def test_a_request_runs_on_until_the_newer_version_is_here(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.arrive(0)
+    bench.requests.generate(order(in_flight="recompute"))
+    await bench.compute("r", 3)
+    bench.switch(1)
+    await bench.compute("r", 6)
+    assert bench.requests.waiting() == 0, "it has what it runs with"
+    bench.arrive(1)
+    await bench.compute("r", 16)
+    said = bench.take()
+    assert said == chain((0, 6), (1, 16))
+    assert [(chunk.offset, chunk.version, chunk.finish) for chunk in bench.sent] == [(0, 0, ""), (6, 1, "length")]
+    bench.switch(2)
+    bench.switch(2, name="unknown")
+    await settle()
+    assert bench.take() == Said()
+
+
+@exact
+async def test_a_still_newer_version_supersedes_the_one_that_is_waited_for(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.arrive(0)
+    bench.requests.generate(order(in_flight="recompute"))
+    await bench.compute("r", 3)
+    bench.switch(1)
+    await bench.compute("r", 5)
+    bench.switch(2)
+    bench.arrive(1)
+    await bench.compute("r", 8)
+    bench.arrive(2)
+    await bench.compute("r", 16)
+    assert bench.take() == chain((0, 8), (2, 16))
+
+
+@exact
+async def test_a_version_that_cannot_be_had_leaves_a_request_where_it_is(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.arrive(0, 1, 2)
+    bench.refused.add("v1")
+    bench.requests.generate(order(in_flight="recompute"))
+    await bench.compute("r", 3)
+    bench.switch(1)
+    await bench.compute("r", 6)
+    assert bench.requests.unswitched == 1
+    bench.switch(2)
+    await bench.compute("r", 16)
+    assert bench.take() == chain((0, 6), (2, 16))
+    assert (bench.requests.unswitched, bench.requests.failed) == (1, 0)
+
+
+@exact
+async def test_a_request_that_has_not_begun_begins_with_what_there_is(tmp_path: Path) -> None:
+    for refused in (False, True):
+        bench = Bench(tmp_path)
+        if refused:
+            bench.refused.add("v0")
+        bench.requests.generate(order(in_flight="recompute"))
+        bench.switch(1)
+        await settle()
+        assert (bench.requests.waiting(), bench.core.engine.waiting) == (1, 0)
+        bench.arrive(0)
+        await settle()
+        assert bench.core.engine.waiting == (not refused)
+        bench.arrive(1)
+        await bench.compute("r", 16)
+        assert bench.take() == chain((1, 16)), "it switched before its first token, or began with the newer one"
+        assert bench.requests.failed == 0
+
+
+@exact
+async def test_tokens_keep_their_versions_over_a_broken_link(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.arrive(0, 1, 2)
+    bench.requests.generate(order(in_flight="recompute"))
+    await bench.compute("r", 4)
+    bench.switch(1)
+    await bench.compute("r", 7)
+    received = bench.take()
+    await bench.compute("r", 9)
+    bench.requests.unclaim(1.0)
+    assert bench.requests.take(1.0) == []
+    # meanwhile another version was published: the frame that said so was lost with the link
+    claim = order(number=2, given=received.tokens[:2], in_flight="recompute")
+    ticketed = msgspec.structs.replace(claim.adapter, ticket="new", peers=["http://peer"])  # type: ignore[type-var]
+    bench.requests.generate(msgspec.structs.replace(claim, adapter=ticketed))
+    await bench.compute("r", 16)
+    rest = bench.take()
+    whole = chain((0, 4), (1, 9), (2, 16))
+    assert received == Said(whole.tokens[:7], whole.logprobs[:7], whole.versions[:7])
+    assert rest == Said(whole.tokens[2:], whole.logprobs[2:], whole.versions[2:], "length")
+    assert bench.core.engine.generated == 16, "nothing was sampled twice"
+
+
+@exact
+@pytest.mark.parametrize(("number", "in_flight"), [(0, "recompute"), (2, "finish")])
+async def test_what_is_no_claim_of_it_begins_anew(tmp_path: Path, number: int, in_flight: str) -> None:
+    """An older version than it runs on; a newer one of a request that finishes on its own."""
+    bench = Bench(tmp_path)
+    bench.arrive(0, 1, 2)
+    bench.requests.generate(order(number=1, in_flight=in_flight))
+    await bench.compute("r", 5)
+    bench.take()
+    bench.requests.unclaim(1.0)
+    bench.requests.generate(order(number=number, in_flight=in_flight))
+    await bench.compute("r", 16)
+    assert bench.take() == chain((number, 16))
