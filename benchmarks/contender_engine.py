@@ -11,11 +11,12 @@ from model import ALPHA, RANK, adapters, ours
 
 import rookery.worker  # sets how torch's threads wait, before torch is there  # noqa: F401
 from rookery import wire
+from rookery.settings import Settings
 from rookery.text.chat import Chat
 from rookery.worker.engine.native import NativeEngine
 from rookery.worker.model.adapter import read_adapter
 from rookery.worker.model.bank import LoraBank
-from rookery.worker.model.decoder import Decoder
+from rookery.worker.model.decoder import Decoder, Layer
 
 NEVER = "\x00rookery\x00"
 """A stop string that no text contains: the check for it is part of every step."""
@@ -24,7 +25,7 @@ NEVER = "\x00rookery\x00"
 class Engine:
     def __init__(self) -> None:
         folder = ours()
-        self.decoder = Decoder.load(folder)
+        self.decoder = Decoder.load(folder, pack=Settings().pack_weights)
         self.bank = LoraBank(self.decoder.config, self.decoder.dtype, self.decoder.device, RANK)
         for i, path in enumerate(adapters(4)):
             self.bank.add(str(i), read_adapter(path, self.decoder.config))
@@ -66,7 +67,11 @@ class Engine:
         return best
 
     def _weights(self) -> list[torch.Tensor]:
-        return [w for layer in self.decoder.layers for w in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        return [w for layer in self.decoder.layers for w in _projections(layer)]
+
+
+def _projections(layer: Layer) -> list[torch.Tensor]:
+    return [site.weight for site in (layer.qkv, layer.o, layer.gate_up, layer.down)]
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from rookery.worker.trainer.trainer import Trainer, initial
 
 class Training:
     def __init__(self) -> None:
-        self.decoder = Decoder.load(ours())
+        self.decoder = Decoder.load(ours(), pack=Settings().pack_weights)
         self._steps = 0
 
     def run(self, shapes: list[list[int]]) -> dict[str, Any]:
@@ -68,7 +68,8 @@ class Training:
                 for start in range(0, tokens, most):
                     count = min(most, tokens - start)
                     for layer in self.decoder.layers:
-                        for weight in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                        for site in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                            weight = site.weight
                             torch.nn.functional.linear(rows(count, weight.shape[1]), weight)
                             torch.mm(rows(count, weight.shape[0]), weight)
                     for first in range(0, count, PROJECTED_ROWS):

@@ -12,6 +12,7 @@ from torch import Tensor
 from rookery.errors import UserError
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
+from rookery.worker.model.projection import Projection
 from rookery.worker.model.weights import fuse
 from tiny import FAMILIES, reference, small, smollm2, smollm2_folder
 
@@ -56,11 +57,10 @@ def test_smollm2_equals_transformers() -> None:
     sizes = [config.heads * config.head_dim, *[config.kv_heads * config.head_dim] * 2]
     published = {"model.embed_tokens.weight": decoder.embedding, "model.norm.weight": decoder.norm}
     for i, layer in enumerate(decoder.layers):
-        gate, up = layer.gate_up.chunk(2)
-        parts = dict(
-            zip(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"], layer.qkv.split(sizes), strict=True)
-        )
-        parts |= {"self_attn.o_proj": layer.o, "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": layer.down}
+        gate, up = layer.gate_up.weight.chunk(2)
+        q, k, v = layer.qkv.weight.split(sizes)
+        parts = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": layer.o.weight}
+        parts |= {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": layer.down.weight}
         parts |= {"input_layernorm": layer.attention_norm, "post_attention_layernorm": layer.mlp_norm}
         published |= {f"model.layers.{i}.{name}.weight": weight for name, weight in parts.items()}
     missing, unexpected = model.load_state_dict(published, strict=False)
@@ -114,3 +114,23 @@ def test_rope_tables_grow_without_changing() -> None:
     second.rotation(torch.tensor([3000]))
     for old, new in zip(before, second.rotation(near), strict=True):
         assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [2, 3, 8, 33, 64, 130, 777])
+def test_a_packed_projection_is_the_plain_one_bit_for_bit(rows: int, biased: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    shapes = ((960, 576), (960,), (rows, 576), (rows, 960))
+    weight, bias, x, g = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    both = []
+    for pack in (False, True):
+        read = x.clone().requires_grad_()
+        projection = Projection(weight, bias if biased else None, pack=pack)
+        with torch.no_grad():
+            served = projection(read)
+        trained = projection(read)
+        trained.backward(g)
+        assert torch.equal(served, trained)
+        both.append((served, read.grad))
+    (plain, plain_gradient), (packed, packed_gradient) = both
+    assert torch.equal(plain, packed) and torch.equal(plain_gradient, packed_gradient)

@@ -72,7 +72,7 @@ def small(family: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
     model = reference(family)
     config = DecoderConfig.from_hf(model.config.to_dict())
     weights = {name: weight.detach().to(dtype) for name, weight in model.state_dict().items()}
-    return Decoder(config, fuse(config, weights))
+    return Decoder(config, fuse(config, weights), pack=True)
 
 
 @cache
@@ -83,4 +83,4 @@ def smollm2_folder() -> Path:
 
 @cache
 def smollm2(dtype: torch.dtype = torch.bfloat16) -> Decoder:
-    return Decoder.load(smollm2_folder(), dtype)
+    return Decoder.load(smollm2_folder(), dtype, pack=True)

@@ -77,7 +77,7 @@ class Core:
 
     def __init__(self, folder: Path, settings: Settings, model: str) -> None:
         self.model = model
-        self.decoder = Decoder.load(folder)
+        self.decoder = Decoder.load(folder, pack=settings.pack_weights)
         config = self.decoder.config
         self.bank = LoraBank(config, self.decoder.dtype, self.decoder.device, settings.max_rank)
         self.engine = NativeEngine(
@@ -141,8 +141,12 @@ class Core:
 class Compute:
     """The thread. Methods are for other threads."""
 
-    def __init__(self, folder: Path, settings: Settings, model: str, wake: Callable[[], object]) -> None:
-        self._folder = folder
+    def __init__(
+        self, prepare: Callable[[], Path], settings: Settings, model: str, wake: Callable[[], object]
+    ) -> None:
+        """``prepare`` answers the base model's folder, made if need be; it runs in the thread, and what it raises ends
+        the thread as :attr:`failure`."""
+        self._prepare = prepare
         self._model = model
         self._settings = settings
         self._wake = wake
@@ -192,7 +196,7 @@ class Compute:
         try:
             if self._settings.threads:
                 torch.set_num_threads(self._settings.threads)
-            core = Core(self._folder, self._settings, self._model)
+            core = Core(self._prepare(), self._settings, self._model)
             self.ready.set_result(core)
             self._run(core)
         except BaseException as error:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.gradients import rms_norm, rotate, swiglu
+from rookery.worker.model.projection import Projection
 
 WEIGHTS = "model.safetensors"
 SITES = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
@@ -57,36 +58,28 @@ class Layer:
     """Frozen weights of one layer, projections as [out, in]."""
 
     attention_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
+    qkv: Projection
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Tensor
-    o_bias: Tensor | None
+    o: Projection
     mlp_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    gate_up: Projection
+    down: Projection
 
 
-def _layer(cfg: DecoderConfig, weights: Mapping[str, Tensor], at: str) -> Layer:
-    def perhaps(present: bool, name: str) -> Tensor | None:
-        return weights[at + name] if present else None
+def _layer(cfg: DecoderConfig, weights: Mapping[str, Tensor], at: str, pack: bool) -> Layer:
+    def projection(site: str, biased: bool) -> Projection:
+        return Projection(weights[at + site], weights[at + site + "_bias"] if biased else None, pack=pack)
 
     return Layer(
         attention_norm=weights[at + "attention_norm"],
-        qkv=weights[at + "qkv"],
-        qkv_bias=perhaps(cfg.qkv_bias, "qkv_bias"),
-        q_norm=perhaps(cfg.qk_norm, "q_norm"),
-        k_norm=perhaps(cfg.qk_norm, "k_norm"),
-        o=weights[at + "o"],
-        o_bias=perhaps(cfg.o_bias, "o_bias"),
+        qkv=projection("qkv", cfg.qkv_bias),
+        q_norm=weights[at + "q_norm"] if cfg.qk_norm else None,
+        k_norm=weights[at + "k_norm"] if cfg.qk_norm else None,
+        o=projection("o", cfg.o_bias),
         mlp_norm=weights[at + "mlp_norm"],
-        gate_up=weights[at + "gate_up"],
-        gate_up_bias=perhaps(cfg.mlp_bias, "gate_up_bias"),
-        down=weights[at + "down"],
-        down_bias=perhaps(cfg.mlp_bias, "down_bias"),
+        gate_up=projection("gate_up", cfg.mlp_bias),
+        down=projection("down", cfg.mlp_bias),
     )
 
 
@@ -101,27 +94,31 @@ def best_dtype(device: str = "cpu") -> torch.dtype:
 class Decoder:
     """The base model."""
 
-    def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor]) -> None:
-        """``weights`` under the fused names that ``weights.fuse`` gives, all of one dtype and on one device."""
+    def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], *, pack: bool = False) -> None:
+        """``weights`` under the fused names that ``weights.fuse`` gives, all of one dtype and on one device; ``pack``
+        as in ``Projection``."""
         self.config = config
         self.embedding = weights["embed"]
         self.norm = weights["norm"]
         self.head = self.embedding if config.tied else weights["head"]
+        self._project = Projection(self.head, pack=pack)
         self.dtype = self.embedding.dtype
         self.device = self.embedding.device
-        self.layers = [_layer(config, weights, f"layers.{i}.") for i in range(config.layers)]
+        self.layers = [_layer(config, weights, f"layers.{i}.", pack) for i in range(config.layers)]
         self._frequencies = torch.tensor(config.inverse_frequencies, dtype=torch.float32)
         self._cos, self._sin = self._rotations(min(_FIRST_TABLE, config.context))
 
     @classmethod
-    def load(cls, folder: Path, dtype: torch.dtype | None = None, device: str = "cpu") -> Decoder:
+    def load(
+        cls, folder: Path, dtype: torch.dtype | None = None, device: str = "cpu", *, pack: bool = False
+    ) -> Decoder:
         """From a prepared model folder. On CPU, in the file's own dtype, the weights stay mapped and are shared between
-        processes."""
+        processes; packed copies of them are not."""
         config = DecoderConfig.from_hf(json.loads((folder / "config.json").read_text()))
         dtype = dtype or best_dtype(device)
         with safe_open(folder / WEIGHTS, framework="pt", device=device) as file:
             weights = {name: file.get_tensor(name).to(dtype) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        return cls(config, weights)
+        return cls(config, weights, pack=pack)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, lora: Lora | None) -> Tensor:
         """tokens, positions [tokens] int64 → hidden states after the final norm [tokens, hidden], base dtype."""
@@ -135,19 +132,19 @@ class Decoder:
         """One block: x [tokens, hidden] → [tokens, hidden]; ``rotation`` of the tokens' positions."""
         cfg, w = self.config, self.layers[i]
         h = rms_norm(x, w.attention_norm, cfg.eps)
-        y = F.linear(h, w.qkv, w.qkv_bias)
+        y = w.qkv(h)
         if lora is not None:
             y = lora(i, "qkv", h, y)
         q, k, v = self._heads(i, w, y, *rotation)
         h = attend(i, q, k, v).reshape(len(x), cfg.heads * cfg.head_dim)
-        y = F.linear(h, w.o, w.o_bias)
+        y = w.o(h)
         x = x + (lora(i, "o", h, y) if lora is not None else y)
         h = rms_norm(x, w.mlp_norm, cfg.eps)
-        y = F.linear(h, w.gate_up, w.gate_up_bias)
+        y = w.gate_up(h)
         if lora is not None:
             y = lora(i, "gate_up", h, y)
         h = swiglu(y)
-        y = F.linear(h, w.down, w.down_bias)
+        y = w.down(h)
         return x + (lora(i, "down", h, y) if lora is not None else y)
 
     def finish(self, x: Tensor) -> Tensor:
@@ -156,7 +153,7 @@ class Decoder:
 
     def project(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] → logits [n, vocab] in the base dtype."""
-        return F.linear(hidden, self.head)
+        return self._project(hidden)
 
     def _heads(self, layer: int, w: Layer, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """y [tokens, (heads + 2 kv_heads) · head_dim] → q, k, v by head."""
