@@ -426,6 +426,7 @@ _ALICES: dict[str, Any] = {
     "list_jobs": [],
     "add_policy": NotFound,
     "policies": [],
+    "all_policies": {},
     "get_policy": NotFound,
     "group_counts": {},
     "recent_episodes": [],
@@ -445,6 +446,8 @@ _ALICES: dict[str, Any] = {
     "delete_checkpoint": NotFound,
     "count_checkpoints": {},
     "get_future": NotFound,
+    "bills": {},
+    "bill": {},
 }
 """What each method that takes a tenant answers bob who names alice's things; None: it names nothing that exists."""
 
@@ -458,6 +461,7 @@ def test_another_tenants_things_are_not_there(database: Database) -> None:
     database.add_evaluation(policy="job-main", version=0, prompts=1, mean=0.0, stderr=0.0, results={}, created=0.0)
     database.add_upload("alice", "dataset", "d" * 64, 1, 0.0)
     database.add_event("alice", "job", 0.0, "kind", "text")
+    database.save_bills({("alice", "job"): {"reserved": {}}}, {})
     visit(database)
     named: dict[str, Any] = {
         "id": "one",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 EXIT_REFUSED = 2
 """Exit code of a worker or environment host that cannot work as it was started: starting it again does not help."""
 
@@ -56,3 +60,14 @@ class StorageFull(RookeryError):
 
 class CorruptArtifact(RookeryError):
     """Stored bytes do not have the hash that names them."""
+
+
+@contextmanager
+def disk_errors(disk: str) -> Iterator[None]:
+    """Within, a disk that has no room is :class:`StorageFull`; ``disk`` says in words which one it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull(f"{disk} is full; free some space, nothing was half-written") from error
+        raise

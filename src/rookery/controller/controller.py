@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 
 from rookery import wire
 from rookery.controller.absences import Absences
+from rookery.controller.billing import Billing
 from rookery.controller.completions import Completions
 from rookery.controller.fleet import Fleet
 from rookery.controller.hosts import Hosts
@@ -73,6 +74,8 @@ class Controller(Looking):
         self._provide = provide
         self.tickets = Tickets(artifacts, clock, settings.ticket_seconds, random_bytes)
         fleet = Fleet(settings, clock, worker_token, self.tickets)
+        rollouts = parts.rollouts(fleet, settings, clock)
+        training = Training(fleet, self.tickets, settings, clock, ids, ledger)
         world = World(
             settings=settings,
             clock=clock,
@@ -81,9 +84,10 @@ class Controller(Looking):
             database=database,
             artifacts=artifacts,
             fleet=fleet,
-            rollouts=parts.rollouts(fleet, settings, clock),
-            training=Training(fleet, self.tickets, settings, clock, ids, ledger),
+            rollouts=rollouts,
+            training=training,
             hosts=Hosts(settings, clock, ids, authenticate),
+            billing=Billing(fleet, rollouts, training, settings, clock, ledger, database),
             chat=chat,
             check_environment=check_environment,
             measured=self._measured,
@@ -106,7 +110,9 @@ class Controller(Looking):
         live = await self._ledger(self._database.live_hashes)
         for digest in await self._ledger(self._artifacts.prune, live):
             log.info("removed artifact %s, whose commit never came", digest)
-        for watch in (self._fleet.watch, self._rollouts.watch, self._hosts.watch, self.sessions.watch):
+        billing = self.world.billing
+        await billing.start()
+        for watch in (self._fleet.watch, self._rollouts.watch, self._hosts.watch, self.sessions.watch, billing.watch):
             self._tasks.append(asyncio.create_task(watch()))
         await self.sessions.start()
         for row in await self._ledger(self._database.all_unfinished_jobs):
@@ -124,6 +130,7 @@ class Controller(Looking):
         await self.sessions.stop()
         await self._absences.close()
 
+        await self.world.billing.stop()
     async def serve_worker(self, link: Link) -> None:
         await self._fleet.serve(link)
 
@@ -157,7 +164,7 @@ class Controller(Looking):
             self._launch(row)
         elif row.spec != dumped:
             raise Conflict(f"the key {key!r} was used for another job ({row.id}); use a new key for a new job")
-        return await self._view(row), created
+        return await self._shown(row), created
 
     async def dry_run(self, tenant: str, data: Any) -> dict[str, Any]:
         """The job with every default filled in, and three of its prompts as the policy would read them."""
@@ -232,7 +239,7 @@ class Controller(Looking):
             names = [group.id for group in left]
             await self._ledger(self._database.drop_groups, names, f"its job is {state}", self._clock.time())
         log.info("job %s is %s %s", row.name, state, reason, extra={"tenant": row.tenant, "job": row.id})
-        self._pulse.beat()
+        self._beat(row.id)
         return new
 
     # --- a job's task -------------------------------------------------------------------------------------------------
@@ -275,7 +282,7 @@ class Controller(Looking):
                     extra = {"tenant": row.tenant, "job": row.id}
                     log.error("job %s is %s (%s), not stored yet: %s", row.id, state, reason, trouble, extra=extra)
                 running.unstored = reason if state == "paused" else f"it is {state} ({reason}), but {trouble}"
-                self._pulse.beat()
+                self._beat(row.id)
                 await self._clock.sleep(self._settings.heartbeat_seconds)
             else:
                 return
@@ -286,7 +293,7 @@ class Controller(Looking):
         running = self._running.get(job)
         if running is not None:
             running.measured(row)
-        self._pulse.beat()
+        self._beat(job)
 
     # --- sampling and uploads -----------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -282,6 +283,8 @@ class Fleet:
             return f"protocol {hello.protocol} is not spoken here ({wire.PROTOCOL} is): install the service's version"
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             return "the worker token is wrong: it lies in the service's data folder, file worker.token"
+        if not 0 <= hello.price < math.inf:
+            return f"a price of {hello.price} an hour is none: give 0 or more"
         return ""
 
     def _deliver(self, worker: Worker, message: Any) -> None:

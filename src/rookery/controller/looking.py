@@ -2,6 +2,8 @@
 
 * Everything about a job is asked with its tenant; another tenant's job answers as if it were not there.
 * What is shown of a job that runs comes from its task, of any other from what is stored.
+* Looking at a job costs the same however long its history is, and a list as much for each of its jobs. Who follows a
+  job is woken by that job alone.
 """
 
 from __future__ import annotations
@@ -11,18 +13,21 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 
 from rookery import wire
 from rookery.controller.hosts import BUILTIN, SERVICE
+from rookery.controller.progress import SHOWN_REWARDS
 from rookery.controller.pulse import Pulse
 from rookery.controller.running import COUNTED, Running
 from rookery.controller.trajectory import outcome_decoder
 from rookery.controller.views import ENDED, JobView, PolicyView
 from rookery.controller.world import World
 from rookery.errors import NotFound
-from rookery.storage.rows import JobRow, PolicyRow
+from rookery.scheduling.cost import Bill
+from rookery.storage.rows import JobRow, PolicyRow, TenantRow
 from rookery.telemetry.metrics import MetricsLog
 from rookery.text.catalogue import CATALOGUE, status
 
@@ -49,16 +54,20 @@ class Looking:
         """Of the jobs whose tasks are over, and of all steps."""
         self._states: Counter[str] = Counter()
         """How many jobs are in which state."""
-        self._pulse = Pulse()
-        """Beats when a job's state or metrics changed."""
+        self._pulses: WeakValueDictionary[str, Pulse] = WeakValueDictionary()
+        """By job, for those who follow it: beats when its state or metrics changed."""
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
     async def list(self, tenant: str) -> Sequence[JobView]:
-        return [await self._view(row) for row in await self._ledger(self._database.list_jobs, tenant)]
+        rows = await self._ledger(self._database.list_jobs, tenant)
+        owner = await self._ledger(self._database.get_tenant, tenant)
+        policies = await self._ledger(self._database.all_policies, tenant)
+        bills = await self.world.billing.bills(tenant)
+        return [await self._view(row, owner, policies.get(row.id, []), bills.get(row.id, {})) for row in rows]
 
     async def show(self, tenant: str, job: str) -> JobView:
-        return await self._view(await self._ledger(self._database.get_job, tenant, job))
+        return await self._shown(await self._ledger(self._database.get_job, tenant, job))
 
     async def metrics(self, tenant: str, job: str, after: int = -1) -> Sequence[dict[str, Any]]:
         """One row per committed step later than ``after``."""
@@ -67,8 +76,9 @@ class Looking:
 
     async def follow(self, tenant: str, job: str, after: int = -1) -> AsyncIterator[dict[str, Any]]:
         """Metrics rows as they come, until the job has ended."""
+        pulse = self._pulse(job)
         while True:
-            change = self._pulse.next
+            change = pulse.next
             view = await self.show(tenant, job)
             for row in await self.metrics(tenant, job, after):
                 after = row["step"]
@@ -79,8 +89,9 @@ class Looking:
 
     async def wait(self, tenant: str, job: str) -> JobView:
         """The job when it has ended."""
+        pulse = self._pulse(job)
         while True:
-            change = self._pulse.next
+            change = pulse.next
             view = await self.show(tenant, job)
             if view.state in ENDED:
                 return view
@@ -149,15 +160,31 @@ class Looking:
             )
         return await asyncio.to_thread(self._artifacts.verify, found.hash)
 
-    async def _view(self, row: JobRow) -> JobView:
-        running = self._running.get(row.id)
-        job = running.job if running is not None else None
+    def _pulse(self, job: str) -> Pulse:
+        """Kept as long as somebody holds it."""
+        pulse = self._pulses.get(job)
+        if pulse is None:
+            pulse = self._pulses[job] = Pulse()
+        return pulse
+
+    def _beat(self, job: str) -> None:
+        """Something about the job changed."""
+        pulse = self._pulses.get(job)
+        if pulse is not None:
+            pulse.beat()
+
+    async def _shown(self, row: JobRow) -> JobView:
         policies = await self._ledger(self._database.policies, row.tenant, row.id)
         tenant = await self._ledger(self._database.get_tenant, row.tenant)
+        return await self._view(row, tenant, policies, await self.world.billing.bill(row.tenant, row.id))
+
+    async def _view(self, row: JobRow, tenant: TenantRow, policies: Sequence[PolicyRow], bill: Bill) -> JobView:
+        running = self._running.get(row.id)
+        job = running.job if running is not None else None
         if job is not None:
             rewards, step, counters = list(job.progress.rewards), job.step, dict(job.progress.counters)
         else:
-            rows = await asyncio.to_thread(MetricsLog(self._jobs_folder / row.id).read)
+            rows = await asyncio.to_thread(MetricsLog(self._jobs_folder / row.id).newest, SHOWN_REWARDS)
             rewards, step, counters = [entry["reward"] for entry in rows], row.step, row.counters
         state, reason, waits = row.state, row.reason, ""
         if running is not None and running.unstored:
@@ -182,6 +209,7 @@ class Looking:
             groups_ready=len(job.groups.ready) if job is not None else 0,
             tokens=counters.get("tokens", 0),
             counters=counters,
+            cost=self.world.billing.view(bill, row.spec["base_model"]),
             policies=[_policy_view(policy) for policy in policies],
             created=row.created,
             started=row.started or 0.0,
@@ -215,6 +243,13 @@ class Looking:
             })  # fmt: skip
         return rows
 
+    async def costs(self) -> dict[str, Any]:
+        """What each tenant used, and what the workers cost."""
+        tenants = await self._ledger(self._database.list_tenants)
+        billing = self.world.billing
+        bills = [{"tenant": row.id, "name": row.name, "cost": billing.whole(row.id)} for row in tenants]
+        return {"tenants": bills, "workers": billing.fleet()}
+
     def health(self) -> dict[str, Any]:
         serving = [worker for worker in self._fleet.all() if worker.state == "serving"]
         beats = [worker.beat for worker in serving if worker.beat is not None]
@@ -231,6 +266,7 @@ class Looking:
                 "worker_losses": self._fleet.losses,
                 "frames_ignored": self._fleet.ignored_frames,
                 "frames_bad": self._fleet.bad_frames,
+                **self.world.billing.totals(),
                 **{name: self._totals[name] + sum(r.seen()[name] for r in self._running.values()) for name in COUNTED},
             },
             "gauges": {
@@ -241,6 +277,7 @@ class Looking:
                 "training_operations": sum(beat.training for beat in beats),
                 "worker_memory_bytes": sum(beat.memory_bytes for beat in beats),
                 "flush_seconds": self._settings.flush_seconds,
+                "price_per_hour": self.world.billing.price(),
                 "unsent_tokens_most": max((worker.unsent_most for worker in serving), default=0),
             },
         }

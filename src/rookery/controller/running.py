@@ -74,6 +74,7 @@ class Running:
         spec = JobSpec.model_validate(row.spec)
         self._provide(spec.base_model)
         policies = await world.ledger(world.database.policies, row.tenant, row.id)
+        await world.billing.open(row.tenant, row.id, [policy.id for policy in policies])
         self._sinks = Sinks(world.settings, self._folder, row.id, row.name)
         return Job(
             world,
@@ -101,6 +102,7 @@ class Running:
 
     async def close(self) -> None:
         """The task ends: what the job counted is stored."""
+        self._world.billing.close(self.row.id)
         if self._sinks is not None and self._sinks.used:
             await asyncio.to_thread(self._sinks.close)
         try:

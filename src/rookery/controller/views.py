@@ -25,6 +25,38 @@ class PolicyView(msgspec.Struct, kw_only=True):
     """The newest durable one."""
 
 
+class CostView(msgspec.Struct, kw_only=True):
+    """What something cost, in the unit of the workers' prices. Idle time of workers is in none of it."""
+
+    cost: float
+    reserved: float
+    """Of it, on reserved workers …"""
+    preemptible: float
+    """… and on preemptible ones."""
+    seconds: float
+    """Of workers' computing."""
+    tokens_per_unit: float | None
+    """Sampled tokens per price unit; null where nothing cost anything."""
+    reserved_alone: float | None
+    """What the work would have cost on reserved workers alone; null where none has been seen to work."""
+
+
+class FleetCost(msgspec.Struct, kw_only=True):
+    """What the workers of one kind with one base model cost. ``used``, ``idle`` and ``waiting`` are all of it."""
+
+    model: str
+    kind: str
+    hours: float
+    """For which they were connected, together."""
+    cost: float
+    used: float
+    """By tenants."""
+    idle: float
+    """Nobody's: no work, or work whose result never came."""
+    waiting: float
+    """For work under way, whose owner is known when it ends."""
+
+
 class JobView(msgspec.Struct, kw_only=True):
     """A job as its owner sees it. Times are Unix seconds, 0 where the thing has not happened."""
 
@@ -53,6 +85,7 @@ class JobView(msgspec.Struct, kw_only=True):
     tokens: int
     counters: dict[str, int]
     """episodes, episodes_failed, groups_dropped_stale, groups_failed, groups_no_variance, steps_skipped, splits, …"""
+    cost: CostView
     policies: list[PolicyView]
     created: float
     started: float

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rookery.controller.billing import Billing
 from rookery.controller.fleet import Fleet
 from rookery.controller.hosts import Hosts
 from rookery.controller.ports import Clock, Ids, Ledger
@@ -29,6 +30,7 @@ class World:
     rollouts: Rollouts
     training: Training
     hosts: Hosts
+    billing: Billing
     chat: Callable[[str], Awaitable[Chat]]
     """The chat template and tokenizer of a base model, prepared if it was not."""
     check_environment: Callable[[str, dict[str, Any]], object]

@@ -1,5 +1,5 @@
-"""What only the administrator does: tenants, their keys, the workers. A key's text leaves once, in the answer that
-makes it."""
+"""What only the administrator does: tenants, their keys, what they cost, the workers. A key's text leaves once, in the
+answer that makes it; from then on it is named by the beginning of its hash, which gives nobody anything."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import asyncio
 
 from fastapi import APIRouter, Response
 
+from rookery.errors import Conflict, NotFound
 from rookery.service.answers import PROBLEMS, answer
-from rookery.service.parts import Administrator, Service
-from rookery.service.schemas import KeyAnswer, NewKey, NewTenant, TenantAnswer, WorkerRow
+from rookery.service.parts import Administrator, KeyHash, Service
+from rookery.service.schemas import Costs, KeyAnswer, KeyRow, NewKey, NewTenant, TenantAnswer, WorkerRow
 from rookery.storage.keys import hash_key, new_key
+
+KEY_ID = 16
+"""Letters of a key's hash that name it: no two keys will ever share them."""
 
 routes = APIRouter(prefix="/api/v1", responses=PROBLEMS, tags=["administration"])
 
@@ -41,3 +45,35 @@ async def new_tenant_key(service: Service, owner: Administrator, tenant: str, as
     key = new_key()
     await asyncio.to_thread(service.database.add_key, hash_key(key), row.id, asked.label, service.clock.time())
     return answer({"key": key, "tenant": row.id, "label": asked.label}, 201)
+
+
+@routes.get("/tenants/{tenant}/keys", response_model=list[KeyRow])
+async def keys(service: Service, owner: Administrator, tenant: str) -> Response:
+    """A tenant's keys, oldest first, those that were revoked too."""
+    row = await asyncio.to_thread(service.database.get_tenant, tenant)
+    found = await asyncio.to_thread(service.database.keys, row.id)
+    return answer(
+        [{"id": k.hash[:KEY_ID], "label": k.label, "created": k.created, "revoked": k.revoked} for k in found]
+    )
+
+
+@routes.delete("/tenants/{tenant}/keys/{key}", response_model=KeyRow)
+async def revoke_key(service: Service, owner: Administrator, used: KeyHash, tenant: str, key: str) -> Response:
+    """The key opens nothing any more; what its tenant has stays. The key that asks for this cannot be the one."""
+    row = await asyncio.to_thread(service.database.get_tenant, tenant)
+    found = next((k for k in await asyncio.to_thread(service.database.keys, row.id) if k.hash[:KEY_ID] == key), None)
+    if found is None:
+        raise NotFound(f"tenant {row.id} has no key {key}")
+    if found.hash == used:
+        raise Conflict("this request was made with that key; revoke it with another one of the administrator's")
+    if found.revoked is not None:
+        raise Conflict(f"key {key} is revoked already")
+    now = service.clock.time()
+    await asyncio.to_thread(service.database.revoke_key, row.id, found.hash, now)
+    return answer({"id": key, "label": found.label, "created": found.created, "revoked": now})
+
+
+@routes.get("/costs", response_model=Costs)
+async def costs(service: Service, owner: Administrator) -> Response:
+    """What every tenant used, and what the workers cost."""
+    return answer(await service.controller.costs())

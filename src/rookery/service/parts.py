@@ -43,15 +43,19 @@ _bearer = HTTPBearer(auto_error=False, description="An API key, tml-…")
 _header = APIKeyHeader(name="X-API-Key", auto_error=False, description="An API key, tml-…")
 
 
-async def tenant(
-    known: Annotated[Parts, Depends(parts)],
+def key_hash(
     bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
     header: Annotated[str | None, Depends(_header)],
-) -> TenantRow:
+) -> str:
+    """The hash of the request's API key; empty where it has none."""
+    key = bearer.credentials if bearer is not None else header
+    return hash_key(key) if key else ""
+
+
+async def tenant(known: Annotated[Parts, Depends(parts)], key: Annotated[str, Depends(key_hash)]) -> TenantRow:
     """The owner of the request's API key, found by the key's hash. A missing and a wrong key answer the same:
     :class:`Unauthorized`."""
-    key = bearer.credentials if bearer is not None else header
-    owner = None if not key else await asyncio.to_thread(known.database.tenant_of_key, hash_key(key))
+    owner = None if not key else await asyncio.to_thread(known.database.tenant_of_key, key)
     if owner is None:
         raise Unauthorized("no valid API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'")
     return owner
@@ -66,4 +70,5 @@ async def administrator(owner: Annotated[TenantRow, Depends(tenant)]) -> TenantR
 
 Service = Annotated[Parts, Depends(parts)]
 Owner = Annotated[TenantRow, Depends(tenant)]
+KeyHash = Annotated[str, Depends(key_hash)]
 Administrator = Annotated[TenantRow, Depends(administrator)]

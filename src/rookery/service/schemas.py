@@ -14,7 +14,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from rookery.controller.trajectory import Trajectory
-from rookery.controller.views import JobView, Sampled
+from rookery.controller.views import CostView, FleetCost, JobView, Sampled
 from rookery.wire import Beat, Turn
 
 
@@ -44,6 +44,7 @@ Job = documented(JobView)
 Jobs = types.GenericAlias(list, (Job,))
 Completion = documented(Sampled)
 
+_Cost, _FleetCost = documented(CostView), documented(FleetCost)
 _Trajectory, _Turn, _Beat = documented(Trajectory), documented(Turn), documented(Beat)
 
 
@@ -68,6 +69,7 @@ class MetricsRow(BaseModel):
     staleness_max: float
     tokens: float = Field(description="That carried the loss")
     tokens_sampled: int = Field(description="By the job so far")
+    cost: float | None = Field(None, description="Of the job so far")
     lr: float
     loss: float | None = None
     entropy: float | None = None
@@ -224,6 +226,28 @@ class KeyAnswer(BaseModel):
     key: str = Field(description="Shown once; the service keeps only its hash")
     tenant: str
     label: str
+
+
+class KeyRow(BaseModel):
+    """A key; its text is nowhere."""
+
+    id: str = Field(description="Names the key where it is revoked")
+    label: str
+    created: float
+    revoked: float | None = Field(description="Since when it is nobody's")
+
+
+class TenantCost(BaseModel):
+    """Everything that a tenant used. ``reserved_alone`` is told by job, for jobs may be of several base models."""
+
+    tenant: str
+    name: str
+    cost: _Cost  # type: ignore[valid-type]
+
+
+class Costs(BaseModel):
+    tenants: list[TenantCost]
+    workers: list[_FleetCost]  # type: ignore[valid-type]
 
 
 class PromptRow(BaseModel):

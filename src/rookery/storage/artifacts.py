@@ -27,7 +27,7 @@ from typing import Self
 
 import msgspec
 
-from rookery.errors import Conflict, CorruptArtifact, NotFound, StorageFull, UserError
+from rookery.errors import Conflict, CorruptArtifact, NotFound, StorageFull, UserError, disk_errors
 from rookery.wire import Manifest, Shard, manifest_of
 
 MANIFEST = "manifest.json"
@@ -38,6 +38,8 @@ largest, and keeps a broken or hostile worker from filling the disk."""
 
 READ_BYTES = 1 << 20
 """Read and hashed at a time: large enough that the calls cost nothing, small enough to be no memory to speak of."""
+
+_DISK = "the disk of the artifacts"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -50,12 +52,12 @@ class Artifacts:
         self._root = root
         self._staging = root / ".staging"
         self._max_bytes = max_bytes
-        with _plain_errors():
+        with disk_errors(_DISK):
             self._staging.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def begin(self) -> Staging:
         """A place to write a new artifact."""
-        with _plain_errors():
+        with disk_errors(_DISK):
             return Staging(Path(tempfile.mkdtemp(dir=self._staging)), self, self._max_bytes)
 
     def open(self, hash: str) -> Manifest:
@@ -167,7 +169,7 @@ class Staging:
         if not _NAME.fullmatch(name) or name.lower() == MANIFEST:
             raise UserError(f"shard {name[:200]!r}: a name is letters, digits, dot, dash, underscore, not {MANIFEST}")
         others = sum(shard.size for shard in self._shards.values() if shard.name != name)
-        with _plain_errors(), _known_upload():
+        with disk_errors(_DISK), _known_upload():
             return ShardWriter(self._folder, name, self._max_bytes - others, self._shards)
 
     def write(self, name: str, chunks: Iterable[bytes]) -> Shard:
@@ -189,7 +191,7 @@ class Staging:
         if not self._shards:
             raise Conflict("an artifact has at least one file")
         manifest = manifest_of(self._shards.values())
-        with _plain_errors(), _known_upload():
+        with disk_errors(_DISK), _known_upload():
             with (self._folder / MANIFEST).open("wb") as file:
                 file.write(msgspec.json.encode(manifest))
                 file.flush()
@@ -229,12 +231,12 @@ class ShardWriter:
         if self._size > self._room:
             raise UserError(f"shard {self._target.name}: the artifact would exceed its limit of bytes")
         self._digest.update(chunk)
-        with _plain_errors():
+        with disk_errors(_DISK):
             self._file.write(chunk)
 
     def finish(self) -> Shard:
         """The file is whole and durable. Raises :class:`StorageFull`, or :class:`Conflict` if the staging ended."""
-        with _plain_errors(), _known_upload():
+        with disk_errors(_DISK), _known_upload():
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
@@ -250,16 +252,6 @@ class ShardWriter:
         with suppress(OSError):  # closing flushes what a full disk has refused already, which was reported
             self._file.close()
         self._part.unlink(missing_ok=True)
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageFull("the disk of the artifacts is full; free some space, nothing was half-written") from error
-        raise
 
 
 @contextmanager

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from rookery.storage.bills import Bills
 from rookery.storage.futures import Futures
 from rookery.storage.groups import Groups
 from rookery.storage.jobs import Jobs
@@ -17,5 +18,5 @@ from rookery.storage.tenants import Tenants
 from rookery.storage.versions import Versions
 
 
-class Database(Tenants, Jobs, Groups, Versions, Sessions, Futures):
+class Database(Tenants, Jobs, Groups, Versions, Sessions, Futures, Bills):
     """SQLite or PostgreSQL, by URL. Call :meth:`create` before anything else and :meth:`close` at the end."""

@@ -139,6 +139,16 @@ class Jobs(Store):
             rows = connection.execute(select(table).filter_by(job=job, tenant=tenant).order_by(table.c.name)).all()
         return [PolicyRow(**row._mapping) for row in rows]
 
+    def all_policies(self, tenant: str) -> dict[str, list[PolicyRow]]:
+        """Of all jobs of this tenant, by job, each job's by name."""
+        table = schema.policies
+        query = select(table).where(table.c.tenant == tenant, table.c.job.is_not(None)).order_by(table.c.name)
+        found: dict[str, list[PolicyRow]] = {}
+        with self._reading() as connection:
+            for row in connection.execute(query):
+                found.setdefault(row.job, []).append(PolicyRow(**row._mapping))
+        return found
+
     def get_policy(self, tenant: str, job: str, name: str) -> PolicyRow:
         """Raises :class:`NotFound` if this tenant has no such job, or the job no such policy."""
         with self._reading() as connection:

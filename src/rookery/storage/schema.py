@@ -30,7 +30,7 @@ from sqlalchemy.types import TypeDecorator
 
 from rookery.wire import Manifest
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Raised with every change of the tables below; another version in a database is refused."""
 
 
@@ -317,4 +317,12 @@ events = Table(
     Column("kind", Words, nullable=False),
     Column("text", Words, nullable=False),
     Index("events_by_job", "job", "id"),
+)
+
+bills = Table(
+    "bills",
+    metadata,
+    Column("tenant", ForeignKey("tenants.id"), primary_key=True),
+    Column("job", Words, primary_key=True),
+    Column("used", Json, nullable=False),
 )

@@ -10,21 +10,24 @@ Promises:
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rookery.errors import StorageFull
+from rookery.errors import disk_errors
 
 log = logging.getLogger("rookery.telemetry")
 
 FILE = "metrics.jsonl"
+
+_DISK = "the disk of the metrics"
+
+BLOCK = 1 << 16
+"""Bytes that are read at once: what a list of jobs shows of one fits in one or two."""
 
 
 class MetricsLog:
@@ -39,15 +42,20 @@ class MetricsLog:
         if not isinstance(row.get("step"), int):
             raise ValueError(f"a metrics row needs an integer step, given {row.get('step')!r}")
         line = json.dumps(_finite(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
-        with _plain_errors():
+        with disk_errors(_DISK):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a+b") as file:
                 self._cut_torn_line(file)
                 file.write(line)
 
     def read(self, after: int = -1) -> list[dict[str, Any]]:
-        """Rows of steps greater than ``after``, oldest first; none where there is no file yet."""
-        return [row for row, _ in self._rows() if row["step"] > after]
+        """Rows of steps greater than ``after``, oldest first; none where there is no file yet. No more of the file is
+        read than holds them."""
+        return [row for row, _ in self._back(lambda row, found: row["step"] <= after)]
+
+    def newest(self, count: int) -> list[dict[str, Any]]:
+        """The last ``count`` rows, oldest first, reading no more than holds them."""
+        return [row for row, _ in self._back(lambda row, found: found >= count)]
 
     def truncate_after(self, step: int) -> None:
         """Drop every row of a step greater than ``step``, as recovery does with rows of steps that were never
@@ -55,31 +63,33 @@ class MetricsLog:
         :class:`StorageFull`."""
         if not self.path.exists():
             return
-        kept = [line for row, line in self._rows() if row["step"] <= step]
+        kept = [line for row, line in self._back() if row["step"] <= step]
         aside = self.path.with_suffix(".new")
-        with _plain_errors(), aside.open("wb") as file:
+        with disk_errors(_DISK), aside.open("wb") as file:
             file.writelines(kept)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(self.path)
 
-    def _rows(self) -> list[tuple[dict[str, Any], bytes]]:
-        """Whole rows with their lines."""
+    def _back(
+        self, enough: Callable[[dict[str, Any], int], bool] = lambda row, found: False
+    ) -> list[tuple[dict[str, Any], bytes]]:
+        """Whole rows with their lines, oldest first, of the end of the file: read backwards up to the row for which
+        ``enough(row, rows behind it)`` holds, which is not among them."""
+        rows: list[tuple[dict[str, Any], bytes]] = []
         try:
-            content = self.path.read_bytes()
+            with self.path.open("rb") as file:
+                for line in _lines_back(file):
+                    row = _row(line)
+                    if row is None:
+                        log.debug("%s: a torn line of %d bytes is left out", self.path, len(line))
+                    elif enough(row, len(rows)):
+                        break
+                    else:
+                        rows.append((row, line))
         except FileNotFoundError:
-            return []
-        rows = []
-        for line in content.splitlines(keepends=True):
-            try:
-                row = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
-                row = None
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                rows.append((row, line))
-            else:
-                log.debug("%s: a torn line of %d bytes is left out", self.path, len(line))
-        return rows
+            pass
+        return rows[::-1]
 
     def _cut_torn_line(self, file: BinaryIO) -> None:
         if file.seek(0, os.SEEK_END) == 0:
@@ -94,14 +104,30 @@ class MetricsLog:
         file.truncate(whole)
 
 
-@contextmanager
-def _plain_errors() -> Iterator[None]:
+def _lines_back(file: BinaryIO) -> Iterator[bytes]:
+    """The lines of a file with their ends, the last one first. What stands behind the last line's end is one too."""
+    at = file.seek(0, os.SEEK_END)
+    rest = b""
+    while at:
+        size = min(BLOCK, at)
+        at -= size
+        file.seek(at)
+        content = file.read(size) + rest
+        if not content:  # cut off meanwhile, with a line that was never whole
+            return
+        first, *lines = content.splitlines(keepends=True)
+        yield from reversed(lines)
+        rest = first
+    if rest:
+        yield rest
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
     try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageFull("the disk of the metrics is full; free some space") from error
-        raise
+        row = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def _finite(value: Any) -> Any:
