@@ -3,7 +3,8 @@
 * It computes one thing at a time, as a real one does: slices of decoding and of training share its time by what each
   has had. Transfers go on beside that.
 * Tokens leave at most one flush interval and one slice after they were sampled, at once when their request has ended.
-* An adapter is pulled once, before its first request; batches, adapters and states take their bytes' time on the way.
+* It dials in at once, and says that it is ready when the base model is loaded. An adapter is pulled once, ahead of need
+  where the controller asks for that; batches, adapters and states take their bytes' time on the way.
 * :meth:`ModelledWorker.kill` ends it in the middle of whatever it does; :meth:`ModelledWorker.drain` as SIGTERM does.
 """
 
@@ -31,6 +32,9 @@ from rookery.simulation.trainer import ADAPTER, CONFIG, Answer, Trainer, stale, 
 
 REDIAL_SECONDS = 1.0
 """After a link ended a worker dials in again."""
+
+MODEL_HASH, DEVICE = "modelled", "modelled"
+"""What a modelled worker says that it holds, and computes on."""
 
 SAME = 1e-6
 """Parts of a slice: news at the very end of one are no news within the next."""
@@ -102,6 +106,8 @@ class ModelledWorker:
         self._slices = 0
         self._flushed = 0.0
         self._flush_seconds = 0.0
+        self._started = 0.0
+        self._loaded = False
         self._draining = False
         self._tasks: dict[asyncio.Task[None], None] = {}
         """In the order in which they began."""
@@ -111,7 +117,8 @@ class ModelledWorker:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """The machine starts; the base model is loaded first."""
+        """The machine starts."""
+        self._started = self._loop.time()
         self._life = asyncio.create_task(self._live(), name=f"worker {self.identity.name}")
 
     async def kill(self) -> None:
@@ -132,9 +139,7 @@ class ModelledWorker:
         await self._life
 
     async def _live(self) -> None:
-        compute: asyncio.Task[None] | None = None
         try:
-            await asyncio.sleep(self.profile.load)
             compute = self._spawn(self._compute())
             while True:
                 talk = self._spawn(self._converse())
@@ -162,7 +167,7 @@ class ModelledWorker:
         """One connection, from hello to its end, which ends requests and operations too."""
         ours, theirs = self._make_link()
         serving = asyncio.ensure_future(self._serve(theirs))
-        beats = None
+        beats = loading = None
         try:
             await ours.send(wire.encode(self._hello()))
             welcome = wire.decode(wire.to_worker, await ours.receive())
@@ -170,14 +175,17 @@ class ModelledWorker:
                 raise PermissionError(f"worker {self.identity.name} was not welcomed: {welcome}")
             self._link, self.epoch, self._flush_seconds = ours, welcome.epoch, welcome.flush_seconds
             beats = asyncio.create_task(self._beat(welcome.heartbeat_seconds))
+            if not self._loaded:
+                loading = self._spawn(self._load())
             while True:
                 self._handle(wire.decode(wire.to_worker, await ours.receive()))
         except LinkClosed:
             pass
         finally:
             self._link = None
-            if beats is not None:
-                beats.cancel()
+            for task in (beats, loading):
+                if task is not None:
+                    task.cancel()
             ours.cut()
             self._drop()
             await asyncio.gather(serving, return_exceptions=True)
@@ -201,10 +209,21 @@ class ModelledWorker:
         mine, profile = self.identity, self.profile
         return wire.Hello(
             protocol=wire.PROTOCOL, token=mine.token, name=mine.name, instance=mine.instance, model=mine.model,
-            model_hash="modelled", roles=list(mine.roles), kind=mine.kind, price=mine.price, max_rows=self.engine.rows,
-            max_context=profile.context, max_rank=64, device="modelled", dtype="modelled",
-            adapters=[digest for digest, task in self._adapters.items() if task.done()],
+            model_hash=MODEL_HASH, roles=list(mine.roles), kind=mine.kind, price=mine.price, max_rows=self.engine.rows,
+            max_context=profile.context, max_rank=64, device=DEVICE, dtype=DEVICE, loading=not self._loaded,
+            adapters=[digest for digest, pull in self._adapters.items() if pull.done()],
         )  # fmt: skip
+
+    async def _load(self) -> None:
+        await asyncio.sleep(max(0.0, self._started + self.profile.load - self._loop.time()))
+        self._loaded = True
+        profile = self.profile
+        with suppress(LinkClosed):
+            await self._say(
+                wire.Ready(
+                    epoch=0, model_hash=MODEL_HASH, max_context=profile.context, device=DEVICE, dtype=DEVICE
+                )
+            )  # fmt: skip
 
     async def _beat(self, seconds: float) -> None:
         with suppress(LinkClosed):
@@ -214,7 +233,7 @@ class ModelledWorker:
                         epoch=0, progress=self._slices, active=self.engine.active,
                         waiting=self.engine.waiting + len(self._begins), training=self.trainer.pending,
                         adapters=len(self._adapters), generated=self.engine.generated, trained=self.trainer.trained,
-                        decode_seconds=self.decoded, train_seconds=self.trained, memory_bytes=0,
+                        decode_seconds=self.decoded, train_seconds=self.trained, memory_bytes=0, pulled_from_service=self.pulled,
                     )
                 )  # fmt: skip
                 await asyncio.sleep(seconds)
@@ -236,7 +255,10 @@ class ModelledWorker:
                 self._spawn(self._switch(message))
             case wire.Hold():
                 for ref in message.refs:
-                    self._pulled(ref)
+                    if self._here(ref.hash):
+                        self._spawn(self._tell_held(ref.hash))
+                    else:
+                        self._pulled(ref)
             case wire.Granted():
                 if (waiting := self._granted.pop(message.hash, None)) is not None:
                     waiting.set_result(message)
@@ -313,6 +335,11 @@ class ModelledWorker:
         await self._readable(ref)
         await asyncio.sleep(self.profile.pull())
         self.pulled += self.profile.adapter_bytes
+        await self._tell_held(ref.hash)
+
+    async def _tell_held(self, digest: str) -> None:
+        with suppress(LinkClosed):
+            await self._say(wire.Holding(epoch=0, hashes=[digest]))
 
     async def _readable(self, ref: wire.AdapterRef) -> None:
         """There is a ticket that opens the artifact: the one that came with it, or a new one."""
