@@ -186,10 +186,38 @@ async def test_a_lost_workers_frames_are_ignored_after_it_came_back(tmp_path: Pa
     await room.close()
 
 
+async def test_a_chunk_of_an_earlier_time_with_the_same_worker_is_no_gap(tmp_path: Path) -> None:
+    """Its caller gives up and returns while tokens are under way: the worker had gone further than was received."""
+    room = Room(tmp_path)
+    worker = await room.worker()
+    worker.generating.clear()
+    reply = room.sample(4)
+    await eventually(lambda: bool(worker.active))
+    tokens, logprobs, _ = text_of(4, 12)
+    chunks = [
+        wire.Chunk(request="job-4", offset=at, tokens=tokens[at:end], logprobs=logprobs[at:end], version=7, policy="p")
+        for at, end in ((0, 2), (2, 4), (4, 6))
+    ]
+    await worker.say(wire.Output(epoch=0, chunks=chunks[:1]))
+    await eventually(lambda: room.rollouts.sampled == 2)
+    reply.cancel()
+    await asyncio.gather(reply, return_exceptions=True)
+    await worker.say(wire.Output(epoch=0, chunks=chunks[1:2]))  # nobody waits for it
+    await settle()
+    reply = room.sample(4)
+    await worker.say(wire.Output(epoch=0, chunks=chunks[2:]))  # said before the worker heard of either
+    await settle()
+    assert not reply.done()
+    assert (room.rollouts.sampled, room.rollouts.late_chunks) == (2, 2)
+    worker.generating.set()
+    check(await reply, 4)
+    assert worker.generates[-1].given == tokens[:2]
+    await room.close()
+
+
 @pytest.mark.parametrize(
     ("chunk", "problem"),
     [
-        ({"offset": 1, "tokens": [5], "logprobs": [-1.0]}, "from 1, wanted"),
         ({"version": 6}, r"\('p', 6\)"),
         ({"policy": "q"}, r"\('q', 7\)"),
         ({"logprobs": []}, "wanted"),

@@ -40,7 +40,7 @@ class Rollouts:
         self._fleet = fleet
         self._settings = settings
         self._clock = clock
-        self._desks = Desks(settings)
+        self._desks = Desks(settings, clock)
         self._queues: defaultdict[str, Lanes[Live]] = defaultdict(Lanes)
         """By base model."""
         self._live: dict[str, Live] = {}
@@ -121,6 +121,10 @@ class Rollouts:
 
     def idle(self, worker: Worker) -> bool:
         return not self._desks.outstanding(worker)
+
+    def busy(self, worker: Worker) -> float:
+        """Seconds for which it has had requests, on this connection."""
+        return self._desks.busy(worker)
 
     # --- what others decide -------------------------------------------------------------------------------------------
 
@@ -276,7 +280,10 @@ class Rollouts:
             self._fail(live, chunk.error or "the engine gave no reason")
             return
         skip = len(reply.tokens) - chunk.offset
-        fits = skip >= 0 and len(chunk.tokens) == len(chunk.logprobs)
+        if skip < 0:  # of an earlier time with this worker: from now on it says what follows what it was given
+            self.late_chunks += 1
+            return
+        fits = len(chunk.tokens) == len(chunk.logprobs)
         if not fits or (chunk.tokens and not live.may(chunk.policy, chunk.version)):
             sent = (chunk.policy, chunk.version)
             self._fail(live, f"the engine sent tokens of {sent} from {chunk.offset}, wanted {live.applied}")

@@ -279,6 +279,8 @@ class Requests:
                 continue
             if chunk.finish == "error":
                 account.failed = True
+            elif chunk.offset > account.received:  # of an earlier time with this worker
+                continue
             else:
                 account.received = max(account.received, chunk.offset + len(chunk.tokens))
                 self._touched.append(account)
