@@ -106,6 +106,7 @@ class Controller(Looking):
 
     async def start(self) -> None:
         """Clear what a crash left half-written, take up every unfinished job, begin to watch the fleet."""
+        await self._ledger(self._database.fence)
         await self._ledger(self._artifacts.sweep)
         live = await self._ledger(self._database.live_hashes)
         for digest in await self._ledger(self._artifacts.prune, live):

@@ -167,6 +167,13 @@ class Jobs(Store):
             raise NotFound(f"no policy {policy}")
         return int(lease)
 
+    def fence(self) -> None:
+        """Take every lease from whoever holds it: what an earlier process was still committing when it died is refused
+        from now on, also where the server gets to it only later. A starting controller's first act: what it looks at
+        after it does not change behind its back."""
+        with self._writing() as connection:
+            connection.execute(update(schema.policies).values(lease=schema.policies.c.lease + 1))
+
 
 def _insert_policy(connection: Connection, tenant: str, job: str, policy: NewPolicy) -> PolicyRow:
     row = PolicyRow(

@@ -129,6 +129,11 @@ class History:
             self.events.fail("lease", f"{policy} is leased as {lease} after {self._policies[policy].lease}", policy)
         self._policies[policy].lease = lease
 
+    def fenced(self) -> None:
+        """Nobody holds a lease any more."""
+        for policy in self._policies.values():
+            policy.lease += 1
+
     def added(self, job: str, groups: Sequence[NewGroup]) -> None:
         for group in groups:
             if group.split != "train":
@@ -263,6 +268,10 @@ class WatchedDatabase(Database):
         row = super().set_job_state(job, state, reason, time, error)
         self.history.is_now(job, state, reason)
         return row
+
+    def fence(self) -> None:
+        super().fence()
+        self.history.fenced()
 
     def next_lease(self, policy: str) -> int:
         lease = super().next_lease(policy)
