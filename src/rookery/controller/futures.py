@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -63,6 +63,11 @@ class Futures:
         self._open: dict[str, Future] = {}
         self._kept: OrderedDict[str, Future] = OrderedDict()
         self._bytes = 0
+        self._on_told: Callable[[Future], None] = lambda future: None
+
+    def on_told(self, callback: Callable[[Future], None]) -> None:
+        """``callback`` hears of each future that has its outcome now."""
+        self._on_told = callback
 
     def __len__(self) -> int:
         """Futures without an outcome."""
@@ -122,6 +127,7 @@ class Futures:
             self._open.pop(future.id, None)
             self._keep(future)
             future.done.set()
+            self._on_told(future)
 
     async def wait(self, tenant: str, id: str, seconds: float) -> AnyOutcome | Waiting:
         """The outcome as soon as it is there, or after ``seconds`` why it is not. Raises :class:`Gone`."""
@@ -147,6 +153,14 @@ class Futures:
         """An open future of this tenant's."""
         future = self._open.get(id)
         return future if future is not None and future.tenant == tenant else None
+
+    def fetched(self, tenant: str, ids: Sequence[str]) -> None:
+        """The client has these results: they need not be in memory any more."""
+        for id in ids:
+            future = self._kept.get(id)
+            if future is not None and future.tenant == tenant:
+                del self._kept[id]
+                self._bytes -= future.size
 
     def _remember(self, row: FutureRow) -> Future:
         future = Future(row.id, row.tenant, row.digest, row.seq)

@@ -17,6 +17,7 @@ from typing import Any
 from rookery.controller import calls
 from rookery.controller.checkpoints import checkpoint
 from rookery.controller.client_model import ClientModel
+from rookery.controller.feeds import Completion, Feeds
 from rookery.controller.futures import Futures, Gone, Waiting
 from rookery.controller.intake import Intake
 from rookery.controller.places import Places
@@ -42,6 +43,7 @@ class Sessions:
         self._intake = intake
         self._provide = provide
         self._futures = Futures(world.database, world.ledger, world.clock)
+        self._feeds = Feeds(self._futures, world.database, world.ledger, world.clock)
         self._places = Places(world.fleet, world.settings, world.clock)
         self._models: dict[str, ClientModel] = {}
         self._loading: dict[str, asyncio.Lock] = {}
@@ -92,6 +94,7 @@ class Sessions:
         await world.ledger(world.database.drop_futures, now - world.settings.client_result_seconds)
         for row in await world.ledger(world.database.expired_checkpoints, now):
             await self.delete_checkpoint(row.tenant, row.model, row.kind, row.name)
+        self._feeds.sweep(world.settings.client_away_seconds)
         await self.samplers.retire()
 
     # --- sessions -----------------------------------------------------------------------------------------------------
@@ -313,6 +316,18 @@ class Sessions:
     async def wait(self, tenant: str, request: str) -> calls.AnyOutcome | Waiting:
         """The outcome the moment it is there, or after a while why it is not."""
         return await self._futures.wait(tenant, request, self._world.settings.client_poll_seconds)
+
+    async def ended(
+        self, tenant: str, sampler: str, clone: int, cursor: int, seconds: float | None, fetched: Sequence[str]
+    ) -> tuple[Sequence[Completion], int]:
+        """Requests of a sampler (of the client's ``clone``-th copy) that ended after ``cursor``, the moment there are
+        any or after a while, and the next cursor. The client has the results of ``fetched``."""
+        await self.sampler(tenant, sampler)
+        self._futures.fetched(tenant, fetched)
+        longest = self._world.settings.client_poll_seconds
+        return await self._feeds.poll(
+            tenant, sampler, clone, cursor, longest if seconds is None else min(seconds, longest)
+        )
 
     async def cancel(self, tenant: str, request: str) -> None:
         """Give up a sample; others go on."""

@@ -65,6 +65,18 @@ class Futures(Store):
         with self._reading() as connection:
             return [FutureRow(**row._mapping) for row in connection.execute(query)]
 
+    def ended_samples(self, tenant: str, sampler: str, first: int, end: int) -> list[FutureRow]:
+        """A sampler's requests numbered from ``first`` to before ``end`` that have an outcome, in the order of that."""
+        table = _futures
+        query = (
+            select(table)
+            .where(table.c.tenant == tenant, table.c.id.startswith(f"{sampler}/", autoescape=True))
+            .where(table.c.seq >= first, table.c.seq < end, table.c.outcome.is_not(None))
+            .order_by(table.c.finished, table.c.seq)
+        )
+        with self._reading() as connection:
+            return [FutureRow(**row._mapping) for row in connection.execute(query)]
+
     def drop_futures(self, before: float) -> int:
         """Forgets outcomes older than ``before`` that no model may have to replay; answers how many."""
         table = _futures

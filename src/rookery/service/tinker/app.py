@@ -31,7 +31,6 @@ UNSUPPORTED = {
     "create_custom_loss": "losses that run on the server are not supported: forward_backward_custom runs them here",
     "auth": "API keys are used as they are: there are no tokens to exchange",
     "trace_export": "exporting traces is not supported",
-    "retrieve_futures": "results are asked for one by one (retrieve_future)",
 }
 """Parts of paths that the client may ask for, and what to do instead."""
 

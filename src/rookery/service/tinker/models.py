@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from google.protobuf.message import DecodeError
@@ -32,6 +32,8 @@ ATTENTION, MLP = ["q", "k", "v", "o"], ["gate", "up", "down"]
 
 TTL_SECONDS = (3600, 10 * 365 * 86400)
 """What a checkpoint may live, as the protocol states it."""
+
+T = TypeVar("T")
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,199}")
 
@@ -206,14 +208,9 @@ async def load_weights(service: Service, owner: Owner, request: Request) -> Resp
 async def retrieve_future(service: Service, owner: Owner, request: Request) -> Response:
     """The result the moment it is there; held for less than the client's 45 seconds."""
     asked = shapes.read(shapes.Retrieve, await request.body())
-    waiting = asyncio.ensure_future(service.controller.sessions.wait(owner.id, asked.request_id))
-    closing = asyncio.ensure_future(service.closing.wait())
-    try:
-        await asyncio.wait({waiting, closing}, return_when=asyncio.FIRST_COMPLETED)
-        outcome = waiting.result() if waiting.done() else Waiting(reason="the service stops; its next start goes on")
-    finally:
-        waiting.cancel()
-        closing.cancel()
+    outcome = await _open_to_the_end(service, service.controller.sessions.wait(owner.id, asked.request_id))
+    if outcome is None:
+        outcome = Waiting(reason="the service stops; its next start goes on")
     if isinstance(outcome, Waiting):
         return answer(results.waiting(asked.request_id, outcome))
     if (content := results.plain(outcome)) is not None:
@@ -222,7 +219,32 @@ async def retrieve_future(service: Service, owner: Owner, request: Request) -> R
     return Response(encoded, media_type=PROTOBUF)
 
 
+@routes.post("/retrieve_futures")
+async def retrieve_futures(service: Service, owner: Owner, request: Request) -> Response:
+    """Which of a sampler's requests have ended since the last such question; held like the question for one."""
+    asked = shapes.read(shapes.RetrieveMany, await request.body())
+    target = asked.target
+    found = await _open_to_the_end(service, service.controller.sessions.ended(
+        owner.id, target.sampling_session_id, target.cloned_sampler_id, asked.prev_cursor, asked.timeout,
+        asked.retrieved_request_ids,
+    ))  # fmt: skip
+    completions, cursor = ([], asked.prev_cursor) if found is None else found
+    return answer({"completions": [results.completion(one) for one in completions], "cursor": cursor})
+
+
 # --- parts of them --------------------------------------------------------------------------------------------------
+
+
+async def _open_to_the_end(service: Service, waited: Coroutine[Any, Any, T]) -> T | None:
+    """What ``waited`` comes to; None if the service stops before."""
+    waiting = asyncio.ensure_future(waited)
+    closing = asyncio.ensure_future(service.closing.wait())
+    try:
+        await asyncio.wait({waiting, closing}, return_when=asyncio.FIRST_COMPLETED)
+        return waiting.result() if waiting.done() else None
+    finally:
+        waiting.cancel()
+        closing.cancel()
 
 
 async def _called(

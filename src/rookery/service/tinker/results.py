@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rookery.controller import calls
+from rookery.controller.feeds import Completion
 from rookery.controller.futures import Waiting
 
 NO_TOKEN = (0, -99999.0)
@@ -26,6 +27,12 @@ def waiting(request: str, why: Waiting) -> dict[str, Any]:
         "queue_state": "paused_capacity" if why.paused else "active",
         "queue_state_reason": why.reason or None,
     }
+
+
+def completion(ended: Completion) -> dict[str, Any]:
+    if ended.failed:
+        return {"state": "failed", "request_id": ended.request}
+    return {"state": "finished", "request_id": ended.request, "response_payload_uncompressed_size": ended.size}
 
 
 def plain(outcome: calls.AnyOutcome) -> dict[str, Any] | None:

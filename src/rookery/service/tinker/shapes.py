@@ -185,6 +185,19 @@ class Retrieve(Asked):
     allow_metadata_only: bool = False
 
 
+class SamplerTarget(Asked):
+    type: Literal["sampling_session"] = "sampling_session"
+    sampling_session_id: str
+    cloned_sampler_id: int = Field(0, ge=0, lt=2**30)
+
+
+class RetrieveMany(Asked):
+    target: SamplerTarget
+    prev_cursor: int = 0
+    timeout: float | None = Field(None, ge=0)
+    retrieved_request_ids: list[str] = []
+
+
 class Path(Asked):
     tinker_path: str
 
