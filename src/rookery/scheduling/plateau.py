@@ -1,14 +1,14 @@
 """From which batch size on a worker's throughput is flat: the B of RLBoost's Algorithm 2, learned from its beats.
 
 Two beats between which about equally many rows decoded give a sample (rows, tokens per second of decoding). Samples are
-kept by half-octaves of rows, the newest of each. With the medians of those half-octaves that have enough of them, in
-order b₁ < b₂ < … with rates r₁, r₂, …:
+kept by half-octaves of rows, the newest of each. The medians of those half-octaves that have enough of them are points
+b₁ < b₂ < … < bₙ with rates; r₁ ≤ r₂ ≤ … ≤ rₙ is the growing curve nearest to the rates in squares. Then
 
-    B = min { bᵢ : rᵢ ≥ FLAT · max r },  known once a bⱼ ≥ 2 · B was measured
+    B = min { bᵢ : rᵢ ≥ FLAT · rₙ },  known once bₙ ≥ 2 · B
 
 Until twice as many rows have been seen to give hardly more, throughput may still be growing, and B is None. Medians
-keep single beats (a prompt among the decoding, a machine that did something else) from deciding; old samples go, so a
-class of workers that changes is learned anew.
+keep single beats (a prompt among the decoding, a machine that did something else) from deciding, the growing curve
+single points; old samples go, so a class of workers that changes is learned anew.
 """
 
 from __future__ import annotations
@@ -60,7 +60,20 @@ class Plateau:
             self._flat = self._measure()
 
     def _measure(self) -> int | None:
-        curve = [point for _, point in sorted(self._curve.items())]
-        best = max(rate for _, rate in curve)
-        flat = next(rows for rows, rate in curve if rate >= FLAT * best)
-        return max(1, round(flat)) if curve[-1][0] >= 2 * flat else None
+        points = [point for _, point in sorted(self._curve.items())]
+        rates = growing([rate for _, rate in points])
+        flat = next(rows for (rows, _), rate in zip(points, rates, strict=True) if rate >= FLAT * rates[-1])
+        return max(1, round(flat)) if points[-1][0] >= 2 * flat else None
+
+
+def growing(values: list[float]) -> list[float]:
+    """The sequence that never falls and is nearest to ``values`` in squares: neighbours that fall are replaced by their
+    mean (pool adjacent violators; Ayer and others, 1955)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, many = pools.pop()
+            mean, count = (before * many + mean * count) / (many + count), many + count
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]
