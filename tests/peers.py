@@ -202,13 +202,12 @@ class ScriptedWorker:
     async def join(self, running: Sequence[str] = (), token: str = WORKER_TOKEN) -> ScriptedWorker:
         self.link, theirs = link_pair()
         self._tasks = [asyncio.ensure_future(self.serve(theirs))]
-        fields: dict[str, Any] = dict(
+        hello = wire.Hello(
             protocol=wire.PROTOCOL, token=token, name=self.name, instance=self.instance, model=MODEL, model_hash="m",
             roles=self.roles, max_rows=self.max_rows, max_context=512, max_rank=64, device="cpu", dtype="float32",
             adapters=sorted(self.adapters), running=list(running),
         )  # fmt: skip
-        hello = wire.Hello(**fields | self.hello)
-        await self.link.send(wire.encode(hello))
+        await self.link.send(wire.encode(msgspec.structs.replace(hello, **self.hello)))
         welcome = wire.decode(wire.to_worker, await self.link.receive())
         if isinstance(welcome, wire.Refused):
             raise PermissionError(welcome.reason)

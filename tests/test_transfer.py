@@ -32,7 +32,16 @@ async def no_renewal(digest: str) -> str:
 def transfers(
     service: Dialled, root: Path, *, cap: int = 1 << 30, renew: Callable[[str], Awaitable[str]] = no_renewal
 ) -> Transfers:
-    return Transfers(service.url, root / "adapters", cap, renew, timeout_seconds=10)
+    return Transfers(
+        service.url,
+        root / "adapters",
+        cap,
+        renew,
+        timeout_seconds=10,
+        peer_seconds=0.5,
+        arrived=lambda digest: None,
+        failed=lambda digest, reason: None,
+    )
 
 
 async def test_only_what_is_needed_is_pulled_and_once(service: Dialled, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rookery.cli import chat, doctor, jobs, models, run, serve
+from rookery.cli import chat, doctor, jobs, models, run, serve, workers
 from rookery.cli.common import EXIT_CODES, FAILED, INTERRUPTED, REFUSED
 from rookery.errors import RookeryError
 
@@ -24,6 +24,7 @@ app.add_typer(jobs.app, name="jobs")
 app.command("chat")(chat.chat)
 app.command("models")(models.models)
 app.command("worker")(serve.worker)
+app.command("workers")(workers.workers)
 app.command("doctor")(doctor.doctor)
 
 DEBUG = "--debug"

@@ -38,6 +38,13 @@ def worker(
     model: Annotated[str, typer.Option(help="The base model to hold.")] = "smollm2-135m-instruct",
     roles: Annotated[str, typer.Option(help="rollout, train, or both, comma-separated.")] = "rollout,train",
     preemptible: Annotated[bool, typer.Option("--preemptible", help="This machine may vanish.")] = False,
+    price: Annotated[float, typer.Option(help="What an hour of this machine costs, in your unit.", min=0)] = 0.0,
+    address: Annotated[
+        str | None, typer.Option(help="HOST[:PORT] where other workers may pull adapters from this one.")
+    ] = None,
+    peer_port: Annotated[
+        int | None, typer.Option(help="The port to lend adapters on; 0 takes a free one.", min=0, max=65535)
+    ] = None,
     max_rows: Annotated[int | None, typer.Option(help="Sequences that decode together.")] = None,
     name: Annotated[str | None, typer.Option(help="How the service calls it; the machine's name by default.")] = None,
     cache: Annotated[Path | None, typer.Option(help="Where base models lie.", envvar="ROOKERY_CACHE")] = None,
@@ -48,6 +55,12 @@ def worker(
     arguments += ["--cache", str(settings.cache)]
     if preemptible:
         arguments.append("--preemptible")
+    if price:
+        arguments += ["--price", str(price)]
+    if address is not None:
+        arguments += ["--address", address]
+    if peer_port is not None:
+        arguments += ["--peer-port", str(peer_port)]
     if max_rows is not None:
         arguments += ["--max-rows", str(max_rows)]
     if name is not None:

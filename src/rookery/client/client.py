@@ -116,7 +116,7 @@ class Client:
         return found
 
     def workers(self) -> list[Record]:
-        """The workers that serve; for the administrator's key."""
+        """The workers, in whatever state; for the administrator's key."""
         found: list[Record] = self._connection.call("GET", "/api/v1/workers")
         return found
 

@@ -304,7 +304,8 @@ class Fleet:
                     told(worker, message)
             case wire.Ready() if worker.state == "joining":
                 hello = worker.hello
-                hello.max_context, hello.device, hello.dtype = message.max_context, message.device, message.dtype
+                hello.model_hash, hello.max_context = message.model_hash, message.max_context
+                hello.device, hello.dtype = message.device, message.dtype
                 self._ready(worker)
             case wire.Ready():
                 raise wire.BadFrame("Ready came twice")

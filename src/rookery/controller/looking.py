@@ -221,7 +221,7 @@ class Looking:
 
     def models(self) -> Sequence[dict[str, Any]]:
         """Base models: loaded, known (can be prepared), or refused and why."""
-        loaded = Counter(w.hello.model for w in self._fleet.all() if w.state == "serving")
+        loaded = Counter(w.hello.model for w in self._fleet.all() if w.working)
         rows = []
         for name in sorted({*CATALOGUE, *loaded}):
             state = status(self._settings.cache, name)
@@ -236,9 +236,11 @@ class Looking:
         for worker in self._fleet.all():
             beat = worker.beat
             rows.append({
-                "name": worker.name, "state": worker.state, "model": worker.hello.model, "roles": worker.hello.roles,
-                "kind": worker.hello.kind, "device": worker.hello.device, "host": worker.hello.host,
-                "pid": worker.hello.pid, "requests": self._rollouts.outstanding(worker), "seconds": now - worker.since,
+                "name": worker.name, "state": worker.state, "seconds": now - worker.since, "model": worker.hello.model,
+                "roles": worker.hello.roles, "kind": worker.hello.kind, "price": worker.hello.price,
+                "address": worker.hello.address, "device": worker.hello.device, "host": worker.hello.host,
+                "pid": worker.hello.pid, "adapters": len(worker.holds), "requests": self._rollouts.outstanding(worker),
+                "tokens_per_second": worker.tokens_per_second() if worker.working else 0.0, "note": worker.note,
                 "unsent_most": worker.unsent_most, "beat": msgspec.to_builtins(beat) if beat is not None else None,
             })  # fmt: skip
         return rows
@@ -251,7 +253,7 @@ class Looking:
         return {"tenants": bills, "workers": billing.fleet()}
 
     def health(self) -> dict[str, Any]:
-        serving = [worker for worker in self._fleet.all() if worker.state == "serving"]
+        serving = [worker for worker in self._fleet.all() if worker.working]
         beats = [worker.beat for worker in serving if worker.beat is not None]
         return {
             "jobs": {state: count for state, count in sorted(self._states.items()) if count},

@@ -161,19 +161,22 @@ class BaseModelRow(BaseModel):
 
 
 class WorkerRow(BaseModel):
-    """``seconds`` in this state; ``unsent_most``: the most tokens that one of its flushes brought."""
-
     name: str
-    state: Literal["serving", "suspect", "draining", "gone"]
+    state: Literal["joining", "catching up", "serving", "suspect", "draining", "gone"]
+    seconds: float = Field(description="In this state")
     model: str
     roles: list[str]
     kind: Literal["reserved", "preemptible"]
+    price: float = Field(description="Of an hour, in its owner's unit")
+    address: str = Field(description="Where other workers may pull adapters from it; empty where they may not")
     device: str
     host: str
     pid: int
-    requests: int
-    seconds: float
-    unsent_most: int
+    adapters: int = Field(description="That it said it has")
+    requests: int = Field(description="That it was given and has not ended")
+    tokens_per_second: float = Field(description="Sampled, over its last beats")
+    note: str = Field(description="What an operator should know, such as why it is given nothing")
+    unsent_most: int = Field(description="The most tokens that one of its flushes brought")
     beat: _Beat | None  # type: ignore[valid-type]
 
 

@@ -25,6 +25,15 @@ STYLES = {
     "cancelled": "dim",
 }
 
+WORKER_STYLES = {
+    "joining": "yellow",
+    "catching up": "yellow",
+    "serving": "bold green",
+    "draining": "cyan",
+    "suspect": "bold red",
+    "gone": "dim",
+}
+
 SPARK_WIDTH = 14
 """Characters of a sparkline: the table with it fits a terminal of 80 columns."""
 
@@ -74,6 +83,40 @@ def job_list(jobs: Sequence[Mapping[str, Any]]) -> Table:
     for job in jobs:
         table.add_row(*_about(job), _cut(_waits(job), "dim"), str(job["id"]))
     return table
+
+
+def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
+    """One row per worker as the API lists them. ``active`` decode, ``waiting`` do not yet."""
+    table = _table(None)
+    _columns(table, left=("worker", "kind", "state"), right=("since",))
+    table.add_column(_cut("model"), min_width=8)
+    _columns(table, left=("roles",), right=("adapters", "active", "waiting", "tok/s", "price/h"))
+    table.add_column(_cut("note"), min_width=4)
+    for worker in workers:
+        state, beat = str(worker["state"]), worker.get("beat") or {}
+        table.add_row(
+            Text(str(worker["name"])),
+            str(worker["kind"]),
+            Text(state, WORKER_STYLES.get(state, "")),
+            _ago(float(worker["seconds"])),
+            _cut(str(worker["model"])),
+            ", ".join(worker["roles"]),
+            str(worker["adapters"]),
+            _number(beat.get("active"), "{:d}"),
+            _number(beat.get("waiting"), "{:d}"),
+            _number(worker["tokens_per_second"], "{:.0f}"),
+            _number(worker["price"], "{:g}"),
+            _cut(str(worker["note"]), "dim"),
+        )
+    return table
+
+
+def _ago(seconds: float) -> str:
+    """A duration in its largest unit."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _table(title: str | None) -> Table:

@@ -29,6 +29,11 @@ from rookery import wire
 TRAINER_STATE = "trainer_state.safetensors"
 """The one shard that generating does not need."""
 
+ADAPTERS = "adapters"
+"""The folder for it in a machine's cache."""
+
+MANIFEST = "manifest.json"
+
 MARK = ".adapter"
 """Present in a cached folder that holds all that generating needs. No shard's name begins with a dot."""
 
@@ -94,7 +99,7 @@ class AdapterCache:
         for shard in manifest.shards:
             if shard.name != TRAINER_STATE:
                 self.take(aside / shard.name, folder / shard.name)
-        write_whole(folder / "manifest.json", msgspec.json.encode(manifest))
+        write_whole(folder / MANIFEST, msgspec.json.encode(manifest))
         (folder / MARK).touch()
 
     # --- out --------------------------------------------------------------------------------------------------------

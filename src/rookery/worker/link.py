@@ -2,7 +2,9 @@
 
 Promises:
 
+* It dials in at once, and beats while the base model is still on its way; when that is there it says so.
 * Every frame carries the epoch of the connection that it is sent on.
+* The controller is told of every adapter that comes to lie in the cache, and of those that could not be had.
 * Sampled tokens leave at most one flush interval later, and at once when their request has ended.
 * A connection that ends loses nothing: requests stay held for who claims them, training operations are dropped (their
   sender sends anew what it still wants), what the trainer holds stays. After the grace period it is let go.
@@ -29,7 +31,11 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from rookery import wire
 from rookery.settings import Settings
+from rookery.worker.adapter_cache import ADAPTERS
+from rookery.worker.ahead import Ahead
 from rookery.worker.compute import Compute, Core
+from rookery.worker.lender import Lender
+from rookery.worker.news import News
 from rookery.worker.operations import Operations
 from rookery.worker.requests import Requests
 from rookery.worker.transfer import TransferFailed, Transfers, is_loopback
@@ -42,6 +48,8 @@ LONGEST_PAUSE_SECONDS = 5.0
 """… this, so that a restarted service has its workers back soon."""
 OPEN_SECONDS = 10.0
 """How long a connection may take to open and to be welcomed."""
+STEADY_SECONDS = 10.0
+"""A connection that lasted this long was a good one: the next pause is the first again."""
 
 
 class Refusal(Exception):
@@ -55,10 +63,12 @@ class Options:
     base: str
     token: str
     model: str
-    model_hash: str
     roles: list[Literal["rollout", "train"]]
     kind: Literal["reserved", "preemptible"]
     name: str
+    price: float = 0.0
+    address: str = ""
+    """Where other workers may pull adapters from this one; empty where they may not."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +86,14 @@ class Session:
 class Link:
     """Belongs to the I/O thread."""
 
-    def __init__(self, options: Options, settings: Settings, compute: Compute) -> None:
+    def __init__(self, options: Options, settings: Settings, compute: Compute, lender: Lender | None) -> None:
+        """``lender`` hands out what the controller says, where this worker offers an address."""
         self._options = options
+        self._lender = lender
+        self._core: Core | None = None
+        self._model_hash = ""
+        self._loaded = asyncio.Event()
+        self._news = News()
         self._settings = settings
         self._compute = compute
         self._name = options.name
@@ -91,13 +107,22 @@ class Link:
         self._granted: dict[str, asyncio.Future[str]] = {}
         self._transfers = Transfers(
             options.base,
-            settings.cache / "adapters",
+            settings.cache / ADAPTERS,
             settings.adapter_cache_bytes,
             self._want,
             timeout_seconds=settings.transfer_seconds,
+            peer_seconds=settings.peer_seconds,
+            arrived=self._news.arrived,
+            failed=self._news.failed,
         )
+        self._ahead = Ahead(self._transfers)
         self._requests = Requests(compute, self._transfers, self._has_output)
         self._operations = Operations(compute, self._transfers, self._answer)
+
+    def loaded(self, core: Core, model_hash: str) -> None:
+        """The base model is there."""
+        self._core, self._model_hash = core, model_hash
+        self._loaded.set()
 
     def collect(self) -> None:
         """Take what computing brought forth."""
@@ -121,7 +146,7 @@ class Link:
 
     # --- the link ---------------------------------------------------------------------------------------------------
 
-    async def serve(self, core: Core) -> None:
+    async def serve(self) -> None:
         """Dial in, again and again. Raises :class:`Refusal`."""
         url = urlsplit(self._options.base)
         target = urlunsplit(("wss" if url.scheme == "https" else "ws", url.netloc, f"{url.path}/wire/worker", "", ""))
@@ -136,15 +161,17 @@ class Link:
                     ping_interval=self._settings.heartbeat_seconds,
                     ping_timeout=self._settings.suspect_seconds,
                 ) as connection:
-                    await self._converse(connection, self._hello(core))
+                    await self._converse(connection)
                 log.info("the service ended the link")
             except (OSError, TimeoutError, websockets.WebSocketException, wire.BadFrame) as error:
                 log.warning("no link to %s: %s", target, " ".join(str(error).split()) or type(error).__name__)
             await asyncio.sleep(self._pause * random.uniform(0.5, 1.0))
             self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
 
-    async def _converse(self, connection: ClientConnection, hello: wire.Hello) -> None:
+    async def _converse(self, connection: ClientConnection) -> None:
         """One connection, from hello to its end."""
+        hello = self._hello()
+        self._news.begin(hello.adapters)
         await connection.send(wire.encode(hello))
         async with asyncio.timeout(OPEN_SECONDS):
             welcome = wire.decode(wire.to_worker, _binary(await connection.recv()))
@@ -154,9 +181,9 @@ class Link:
             raise wire.BadFrame(f"{type(welcome).__name__} came before Welcome")
         self._session = session = Session(connection, welcome)
         self._name = welcome.name
-        log.info("serving %s as %s, epoch %d", self._options.model, welcome.name, welcome.epoch)
-        self._pause = FIRST_PAUSE_SECONDS
-        work = (self._receive(session), self._beat(session), self._send_output(session))
+        began = time.monotonic()
+        log.info("linked as %s, epoch %d", welcome.name, welcome.epoch)
+        work = (self._receive(session), self._beat(session), self._send_output(session), self._tell(session, hello))
         tasks = [asyncio.create_task(part) for part in work]
         claims = asyncio.get_running_loop().call_later(self._settings.claim_seconds, self._requests.release)
         try:
@@ -166,6 +193,8 @@ class Link:
         finally:
             self._session = None
             claims.cancel()
+            if time.monotonic() - began > STEADY_SECONDS:
+                self._pause = FIRST_PAUSE_SECONDS
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -175,22 +204,27 @@ class Link:
             self._unlinked = time.monotonic()
             self._requests.unclaim(self._unlinked)
             self._operations.drop()
+            self._ahead.drop()
 
-    def _hello(self, core: Core) -> wire.Hello:
+    def _hello(self) -> wire.Hello:
+        core = self._core
         return wire.Hello(
             protocol=wire.PROTOCOL,
             token=self._options.token,
             name=self._name,
             instance=self._instance,
             model=self._options.model,
-            model_hash=self._options.model_hash,
+            model_hash=self._model_hash,
             roles=self._options.roles,
             kind=self._options.kind,
+            price=self._options.price,
+            address=self._options.address,
+            loading=core is None,
             max_rows=self._settings.max_rows,
-            max_context=core.decoder.config.context,
+            max_context=core.decoder.config.context if core is not None else 0,
             max_rank=self._settings.max_rank,
-            device=str(core.decoder.device),
-            dtype=str(core.decoder.dtype).removeprefix("torch."),
+            device=_device(core),
+            dtype=_dtype(core),
             pid=os.getpid(),
             host=socket.gethostname(),
             adapters=sorted({*self._compute.status.adapters, *self._transfers.here()}),
@@ -211,9 +245,15 @@ class Link:
             case wire.Switch():
                 self._requests.switch(message)
             case wire.Granted():
-                self._transfers.granted(message.hash, message.ticket)
+                self._transfers.granted(message.hash, message.ticket, message.peers)
                 if (waiting := self._granted.pop(message.hash, None)) is not None and not waiting.done():
                     waiting.set_result(message.ticket)
+            case wire.Hold():
+                self._news.asked(ref.hash for ref in message.refs)
+                self._ahead.hold(message.refs)
+            case wire.Lend():
+                if self._lender is not None:
+                    self._lender.lend(message.hash, message.ticket, message.seconds)
             case wire.ForwardBackward() | wire.OptimStep() | wire.Committed():
                 self._operations.accept(message)
             case wire.InitAdapter():
@@ -222,14 +262,21 @@ class Link:
                 self._operations.cancel(message.op)
             case wire.Forget():
                 for digest in message.hashes:
-                    self._transfers.forget(digest)
+                    self._forget(digest)
                 self._compute.call(lambda core: core.forget(*message.hashes))
                 if message.policy:
-                    self._operations.forget(message.policy)
+                    self._operations.forget(message.policy, aside=message.aside)
             case wire.Refused():
                 raise Refusal(f"the service refuses this worker: {message.reason}")
             case wire.Welcome():
                 raise wire.BadFrame("a second Welcome")
+
+    def _forget(self, digest: str) -> None:
+        self._ahead.forget(digest)
+        self._transfers.forget(digest)
+        self._news.forget(digest)
+        if self._lender is not None:
+            self._lender.forget(digest)
 
     # --- outgoing ---------------------------------------------------------------------------------------------------
 
@@ -253,6 +300,29 @@ class Link:
             with contextlib.suppress(websockets.ConnectionClosed):  # they stay held for who claims them
                 await self._session.send(wire.Output(epoch=self._session.welcome.epoch, chunks=chunks))
 
+    async def _tell(self, session: Session, hello: wire.Hello) -> None:
+        """Say when the base model is there, and which adapters have come to lie here or could not be had."""
+        if hello.loading:
+            await self._loaded.wait()
+            assert self._core is not None
+            log.info("serving %s", self._options.model)
+            await session.send(
+                wire.Ready(
+                    epoch=session.welcome.epoch,
+                    model_hash=self._model_hash,
+                    max_context=self._core.decoder.config.context,
+                    device=_device(self._core),
+                    dtype=_dtype(self._core),
+                )
+            )
+        while True:
+            await self._news.some.wait()
+            await self._send_news(session)
+
+    async def _send_news(self, session: Session) -> None:
+        for message in self._news.take(session.welcome.epoch):
+            await session.send(message)
+
     async def _beat(self, session: Session) -> None:
         process = psutil.Process()
         while True:
@@ -270,6 +340,8 @@ class Link:
                     decode_seconds=status.decode_seconds,
                     train_seconds=status.train_seconds,
                     memory_bytes=process.memory_info().rss,
+                    pulled_from_peers=self._transfers.pulled_bytes["peers"],
+                    pulled_from_service=self._transfers.pulled_bytes["service"],
                 )
             )
             await asyncio.sleep(session.welcome.heartbeat_seconds)
@@ -277,6 +349,7 @@ class Link:
     async def _answer(self, op: str, **fields: Any) -> None:
         if self._session is not None:
             with contextlib.suppress(websockets.ConnectionClosed):  # the controller sends anew what it still wants
+                await self._send_news(self._session)  # what it publishes now is known to be here
                 await self._session.send(wire.Done(epoch=self._session.welcome.epoch, op=op, **fields))
 
     async def _want(self, digest: str) -> str:
@@ -300,6 +373,14 @@ class Link:
             self._requests.expire(before)
             if self._session is None and self._unlinked < before:
                 self._operations.forget_all()
+
+
+def _device(core: Core | None) -> str:
+    return str(core.decoder.device) if core is not None else ""
+
+
+def _dtype(core: Core | None) -> str:
+    return str(core.decoder.dtype).removeprefix("torch.") if core is not None else ""
 
 
 def _binary(frame: bytes | str) -> bytes:

@@ -2,8 +2,8 @@
 
 Promises:
 
-* The main thread does I/O only (:mod:`rookery.worker.link`); :mod:`rookery.worker.compute` owns torch. The base model
-  is prepared and loaded before the service hears of this worker.
+* The main thread does I/O only (:mod:`rookery.worker.link`); :mod:`rookery.worker.compute` owns torch. It dials in at
+  once; the base model is prepared and loaded beside that, however long it takes.
 * SIGTERM drains: the slice at work ends, what was sampled is sent, results are uploaded, ``Bye``, exit code 0.
 * A failure that is no single operation's ends the process with code 1, after what was sampled has been sent. What
   trying again cannot mend (no such model, wrong token) ends it with code 2.
@@ -23,6 +23,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -30,7 +31,9 @@ from urllib.parse import urlsplit, urlunsplit
 from rookery.errors import EXIT_REFUSED, UserError
 from rookery.settings import TOKEN_VARIABLE, Settings
 from rookery.text import catalogue
-from rookery.worker.compute import Compute
+from rookery.worker.adapter_cache import ADAPTERS
+from rookery.worker.compute import Compute, Core
+from rookery.worker.lender import Lender, listen
 from rookery.worker.link import Link, Options, Refusal
 from rookery.worker.model.prepare import prepare
 
@@ -40,20 +43,28 @@ FAILED = 1
 """Exit code: something broke; starting again can help."""
 
 
-async def run(options: Options, settings: Settings, folder: Path) -> tuple[int, bool]:
-    """Serve until told to end: the exit code, and whether the compute thread is still in a slice."""
+async def run(options: Options, settings: Settings, listening: socket.socket | None) -> tuple[int, bool]:
+    """Serve until told to end: the exit code, and whether the compute thread is still in a slice. On ``listening``
+    adapters are lent to other workers."""
     loop = asyncio.get_running_loop()
     told = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told.set)
     brought = asyncio.Event()
-    compute = Compute(folder, settings, options.model, lambda: loop.call_soon_threadsafe(brought.set))
-    link = Link(options, settings, compute)
+    fetch = partial(prepare, options.model, settings.cache)
+    compute = Compute(fetch, settings, options.model, lambda: loop.call_soon_threadsafe(brought.set))
+    lender = Lender(settings.cache / ADAPTERS, listening) if listening is not None else None
+    link = Link(options, settings, compute, lender)
     compute.start()
-    ready, over = _wrap(compute.ready), _wrap(compute.over)
+    if lender is not None:
+        lender.start()
+    over = _wrap(compute.over)
 
-    async def serve() -> None:
-        await link.serve(await ready)
+    def loaded(ready: asyncio.Future[Core]) -> None:
+        if ready.exception() is None:
+            link.loaded(ready.result(), catalogue.status(settings.cache, options.model).hash)
+
+    _wrap(compute.ready).add_done_callback(loaded)
 
     async def collect() -> None:
         while True:
@@ -61,7 +72,7 @@ async def run(options: Options, settings: Settings, folder: Path) -> tuple[int, 
             brought.clear()
             link.collect()
 
-    tasks = [asyncio.create_task(part) for part in (serve(), collect(), link.housekeeping(), told.wait())]
+    tasks = [asyncio.create_task(part) for part in (link.serve(), collect(), link.housekeeping(), told.wait())]
     try:
         await asyncio.wait({over, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         compute.stop()
@@ -85,6 +96,8 @@ async def run(options: Options, settings: Settings, folder: Path) -> tuple[int, 
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await link.close()
+        if lender is not None:
+            await lender.stop()
     return code, not compute.over.done()
 
 
@@ -125,6 +138,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, help="where base models and adapters are kept")
     parser.add_argument("--roles", default="rollout,train", help="what this worker does (default: rollout,train)")
     parser.add_argument("--preemptible", action="store_true", help="this machine may vanish at any moment")
+    parser.add_argument("--price", type=float, default=0.0, help="what an hour of this machine costs, in your unit")
+    parser.add_argument("--address", help="HOST[:PORT] where other workers may pull adapters from this one")
+    parser.add_argument("--peer-port", type=int, help="the port to lend adapters on; 0 takes a free one")
     parser.add_argument("--max-rows", type=int, help="sequences that decode at the same time")
     parser.add_argument("--name", default=f"{socket.gethostname()}-{os.getpid()}", help="what the service calls it")
     parser.add_argument("--die-with-parent", action="store_true", help="end when standard input ends")
@@ -139,22 +155,27 @@ def main(argv: list[str] | None = None) -> int:
         roles = given.roles.split(",")
         if not set(roles) <= {"rollout", "train"}:
             raise UserError(f"--roles: given {given.roles!r}, allowed are rollout, train, or both with a comma")
+        if not given.price >= 0:
+            raise UserError(f"--price: given {given.price}, allowed is 0 or more")
         known = catalogue.status(settings.cache, given.model)
-        log.info("base model %s: %s", given.model, known.reason or known.state)
-        folder = prepare(given.model, settings.cache)
+        if known.state == "refused":
+            raise UserError(known.reason)
+        log.info("base model %s is %s", given.model, known.state)
+        listening, address = listen(base, given.address, given.peer_port)
         options = Options(
             base=base,
             token=given.token or os.environ.get(TOKEN_VARIABLE, ""),
             model=given.model,
-            model_hash=catalogue.status(settings.cache, given.model).hash,
             roles=roles,
             kind="preemptible" if given.preemptible else "reserved",
             name=given.name,
+            price=given.price,
+            address=address,
         )
     except UserError as error:
         print(error, file=sys.stderr)
         return EXIT_REFUSED
-    code, computing = asyncio.run(run(options, settings, folder))
+    code, computing = asyncio.run(run(options, settings, listening))
     if computing:
         # A slice outlasted the drain. Its thread cannot be ended, and torch may crash in an interpreter that is being
         # torn down under it.

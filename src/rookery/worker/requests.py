@@ -140,7 +140,7 @@ class Requests:
         """Begin a request, or take up one that is held already."""
         ref = generate.adapter
         if ref is not None and ref.ticket:
-            self._transfers.granted(ref.hash, ref.ticket)
+            self._transfers.granted(ref.hash, ref.ticket, ref.peers)
         held = self._held.get(generate.request)
         if held is not None:
             if held.good and held.continues(generate):
@@ -156,7 +156,7 @@ class Requests:
         """A request goes on with a newer version as soon as that is here; what it waited for before is given up for it.
         One that is over, or unknown, is left as it is."""
         if switch.adapter.ticket:
-            self._transfers.granted(switch.adapter.hash, switch.adapter.ticket)
+            self._transfers.granted(switch.adapter.hash, switch.adapter.ticket, switch.adapter.peers)
         held = self._held.get(switch.request)
         if held is not None and not held.finish:
             self._turn(held, switch)

@@ -1,4 +1,5 @@
-"""Big things between a worker and the service: adapters and batches in, commits out, over HTTP with tickets.
+"""Big things between a worker and the service, or other workers: adapters and batches in, commits out, over HTTP with
+tickets.
 
 Promises:
 
@@ -6,6 +7,11 @@ Promises:
   a manifest whose own hash is the folder's name. Shards arrive in a private ``.part`` file and are renamed.
 * A broken transfer goes on from the byte where it stopped. A shard that arrives with another hash is thrown away,
   counted, fetched once more from its beginning, and then refused.
+* An adapter comes from the peers that were named for it, then from the service, which is asked again and again. A peer
+  that fails in any way, or gives no byte for a named time, is left at the byte where it stopped, and alone for a
+  while; one whose bytes are not what their hash says costs one fetch from the service. The trainer's state comes from
+  the service alone.
+* Every pull that ends is told of: what arrived, and what could not be had.
 * A ticket that the service no longer honours is replaced once, by asking over the control link.
 """
 
@@ -14,10 +20,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httpx
@@ -25,7 +34,7 @@ import msgspec
 
 from rookery import wire
 from rookery.errors import RookeryError
-from rookery.worker.adapter_cache import TRAINER_STATE, AdapterCache, part_of, sha256, write_whole
+from rookery.worker.adapter_cache import MANIFEST, TRAINER_STATE, AdapterCache, part_of, sha256, write_whole
 
 log = logging.getLogger("rookery.worker.transfer")
 
@@ -34,6 +43,12 @@ ATTEMPTS = 6
 
 FIRST_PAUSE_SECONDS = 0.2
 """Pause after the first failed try; it doubles."""
+
+SERVICE_TRIES = 2
+"""Times that a shard whose hash is wrong is fetched from the service before it is refused."""
+
+AVOID_SECONDS = 60.0
+"""A peer that failed is not asked for this long: it may be gone, or out of reach from here."""
 
 CHUNK_BYTES = 1 << 20
 """Read and written at once: large enough to be cheap, small enough that the heartbeat is never late."""
@@ -61,20 +76,42 @@ class TicketRefused(TransferFailed):
     """The service does not honour the ticket."""
 
 
+Source = Literal["peers", "service"]
+
+
 class Transfers:
     """One worker's transfers. Belongs to the I/O thread; hashing and large writes run in helper threads."""
 
     def __init__(
-        self, base: str, root: Path, cap_bytes: int, renew: Callable[[str], Awaitable[str]], *, timeout_seconds: float
+        self,
+        base: str,
+        root: Path,
+        cap_bytes: int,
+        renew: Callable[[str], Awaitable[str]],
+        *,
+        timeout_seconds: float,
+        peer_seconds: float,
+        arrived: Callable[[str], object],
+        failed: Callable[[str, str], object],
     ) -> None:
         """``base`` is the service's HTTP address, ``root`` holds one folder per artifact, ``renew`` asks for a new
-        ticket for a hash and may raise :class:`TransferFailed`."""
+        ticket for a hash and may raise :class:`TransferFailed`. ``arrived(hash)`` is told of each adapter that lies
+        whole in the cache, ``failed(hash, reason)`` of each that could not be had; the service may be silent for
+        ``timeout_seconds``, a peer for ``peer_seconds``."""
         self._http = httpx.AsyncClient(base_url=base, timeout=timeout_seconds, trust_env=not is_loopback(base))
+        self._peer_http = httpx.AsyncClient(timeout=peer_seconds, trust_env=False)
+        self._arrived = arrived
+        self._failed = failed
+        self._peers: dict[str, list[str]] = {}
+        self._avoided: dict[str, float] = {}
+        """Peers that failed, and until when they are left alone."""
         self._cache = AdapterCache(root, cap_bytes)
         self._renew = renew
         self._pulls: dict[tuple[str, bool], asyncio.Task[Path]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._tickets: dict[str, str] = {}
+        self.pulled_bytes: Counter[Source] = Counter()
+        """Of artifacts, by who gave them."""
         self.corrupt = 0
         """Shards that arrived, or lay on disk, with another hash than their name."""
 
@@ -82,6 +119,7 @@ class Transfers:
         for task in self._pulls.values():
             task.cancel()
         await self._http.aclose()
+        await self._peer_http.aclose()
 
     # --- in ---------------------------------------------------------------------------------------------------------
 
@@ -90,7 +128,7 @@ class Transfers:
         """The folder of an artifact, pulled if need be and pinned while the caller uses it; ``state`` asks for the
         trainer's state as well. Raises :class:`TransferFailed`."""
         if ref.ticket:
-            self.granted(ref.hash, ref.ticket)
+            self.granted(ref.hash, ref.ticket, ref.peers)
         key = (ref.hash, state)
         if key not in self._pulls:
             task = asyncio.create_task(self._pull(*key))
@@ -99,14 +137,16 @@ class Transfers:
         with self._cache.pinned(ref.hash):
             yield await asyncio.shield(self._pulls[key])
 
-    def granted(self, digest: str, ticket: str) -> None:
-        """``ticket`` reads the artifact from now on."""
+    def granted(self, digest: str, ticket: str, peers: Sequence[str]) -> None:
+        """``ticket`` reads the artifact from now on, at the service and at ``peers``."""
         self._tickets[digest] = ticket
+        self._peers[digest] = list(peers)
 
     def _pulled(self, key: tuple[str, bool], task: asyncio.Task[Path]) -> None:
         self._pulls.pop(key, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.warning("artifact %s could not be pulled: %s", key[0][:12], error)
+            self._failed(key[0], one_line(error))
 
     def here(self) -> list[str]:
         """Hashes of the artifacts whose adapter lies in the cache."""
@@ -115,6 +155,7 @@ class Transfers:
     def forget(self, digest: str) -> None:
         """Nothing will name this artifact again."""
         self._tickets.pop(digest, None)
+        self._peers.pop(digest, None)
         self._cache.forget(digest)
 
     async def offer(self, ticket: str) -> bytes:
@@ -125,31 +166,43 @@ class Transfers:
     async def _pull(self, digest: str, state: bool) -> Path:
         folder = self._cache.folder(digest)
         async with self._locks.setdefault(digest, asyncio.Lock()):
-            manifest = await self._manifest(digest, folder)
+            now = time.monotonic()
+            peers = [peer for peer in self._peers.get(digest, ()) if self._avoided.get(peer, 0.0) < now]
+            manifest = await self._manifest(digest, folder, peers)
             needed = [shard for shard in manifest.shards if state or shard.name != TRAINER_STATE]
-            fetched = [shard.name for shard in needed if await self._shard(digest, folder, shard)]
+            fetched = [shard.name for shard in needed if await self._shard(digest, folder, shard, peers)]
             self._cache.complete(folder)
+        self._arrived(digest)
         if fetched:
             log.info("pulled %s of artifact %s", ", ".join(fetched), digest[:12])
             await self._cache.evict()
         return folder
 
-    async def _manifest(self, digest: str, folder: Path) -> wire.Manifest:
-        path = folder / "manifest.json"
+    async def _manifest(self, digest: str, folder: Path, peers: list[str]) -> wire.Manifest:
+        path = folder / MANIFEST
         if path.is_file():
             try:
                 return _checked(path.read_bytes(), digest)
             except TransferFailed:
                 self.corrupt += 1
                 log.warning("%s is damaged on disk and is fetched again", path)
+        for peer in list(peers):
+            with self._trying(peer, peers):
+                response = await self._peer_http.get(
+                    f"{peer}/artifacts/{digest}", headers={"X-Rookery-Ticket": self._tickets.get(digest, "")}
+                )
+                _judge("GET", str(response.url), response.status_code)
+                manifest = _checked(response.content, digest)
+                write_whole(path, response.content)
+                return manifest
         url = f"/wire/artifacts/{digest}"
         response = await self._with_ticket(digest, lambda ticket: self._request("GET", url, ticket))
         manifest = _checked(response.content, digest)
         write_whole(path, response.content)
         return manifest
 
-    async def _shard(self, digest: str, folder: Path, shard: wire.Shard) -> bool:
-        """Whether it had to be fetched."""
+    async def _shard(self, digest: str, folder: Path, shard: wire.Shard, peers: list[str]) -> bool:
+        """Whether it had to be fetched. A peer that fails is taken out of ``peers``."""
         path = folder / shard.name
         if path.is_file():
             if await self._cache.intact(path, shard.sha256):
@@ -157,24 +210,59 @@ class Transfers:
             self.corrupt += 1
             log.warning("%s is damaged on disk and is fetched again", path)
             path.unlink()
-        part, url = part_of(path), f"/wire/artifacts/{digest}/{shard.name}"
-        for _ in range(2):
-            await self._with_ticket(digest, lambda ticket: self._download(url, ticket, part, shard.size))
+        part, tries = part_of(path), SERVICE_TRIES
+        while tries:
+            lent = shard.name != TRAINER_STATE and await self._borrow(digest, shard, part, peers)
+            if _size(part) != shard.size:
+                url = f"/wire/artifacts/{digest}/{shard.name}"
+                await self._with_ticket(digest, partial(self._download, url, part, shard.size))
             if await asyncio.to_thread(sha256, part) == shard.sha256:
                 self._cache.take(part, path)
                 return True
             part.unlink()
             self.corrupt += 1
             log.warning("artifact %s: %s arrived with another hash", digest[:12], shard.name)
+            if lent:
+                self._avoid(peers)
+                peers.clear()  # it may have been any of them, and the service's bytes are not judged yet
+            else:
+                tries -= 1
         raise CorruptArtifact(f"artifact {digest[:12]} is corrupt: {shard.name} does not have the hash that names it")
 
-    async def _download(self, url: str, ticket: str, part: Path, size: int) -> None:
-        """Fill ``part`` up to ``size`` bytes, going on from what it holds."""
+    async def _borrow(self, digest: str, shard: wire.Shard, part: Path, peers: list[str]) -> bool:
+        """Fill ``part`` from ``peers``, as far as they give it; whether any of them gave a byte."""
+        before = self.pulled_bytes["peers"]
+        for peer in list(peers):
+            if _size(part) == shard.size:
+                break
+            with self._trying(peer, peers):
+                url = f"{peer}/artifacts/{digest}/{shard.name}"
+                await self._download_once("peers", url, self._tickets.get(digest, ""), part, shard.size)
+        return self.pulled_bytes["peers"] > before
+
+    @contextmanager
+    def _trying(self, peer: str, peers: list[str]) -> Iterator[None]:
+        """A peer that fails within is left alone for a while; somebody else has the rest."""
+        try:
+            yield
+        except (httpx.HTTPError, httpx.InvalidURL, TransferFailed, _Again) as error:
+            log.info("peer %s gives no more: %s", peer, one_line(error))
+            peers.remove(peer)
+            if not isinstance(error, TicketRefused | _Again):  # who has not this one, or is busy, may give the next
+                self._avoid([peer])
+
+    def _avoid(self, peers: Sequence[str]) -> None:
+        now = time.monotonic()
+        self._avoided = {peer: until for peer, until in self._avoided.items() if until > now}
+        self._avoided.update(dict.fromkeys(peers, now + AVOID_SECONDS))
+
+    async def _download(self, url: str, part: Path, size: int, ticket: str) -> None:
+        """Fill ``part`` up to ``size`` bytes from the service, going on from what it holds."""
         failures = 0
         while (have := _size(part)) != size:
             reason = "the connection ended early"
             try:
-                await self._download_once(url, ticket, part, have if have < size else 0, size)
+                await self._download_once("service", url, ticket, part, size)
             except (httpx.TransportError, _Again) as error:
                 reason = one_line(error)
             if _size(part) == size:
@@ -184,15 +272,18 @@ class Transfers:
                 raise Unreachable(f"GET {url}: {reason}")
             await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**failures)
 
-    async def _download_once(self, url: str, ticket: str, part: Path, have: int, size: int) -> None:
+    async def _download_once(self, source: Source, url: str, ticket: str, part: Path, size: int) -> None:
+        have = _size(part) if _size(part) < size else 0
         headers = {"X-Rookery-Ticket": ticket} | ({"Range": f"bytes={have}-"} if have > 0 else {})
-        async with self._http.stream("GET", url, headers=headers) as response:
+        http = self._peer_http if source == "peers" else self._http
+        async with http.stream("GET", url, headers=headers) as response:
             _judge("GET", url, response.status_code)
             with part.open("ab" if response.status_code == 206 else "wb") as file:
                 async for chunk in response.aiter_raw():
-                    file.write(chunk)
-                    if file.tell() > size:
+                    if file.tell() + len(chunk) > size:
                         raise CorruptArtifact(f"GET {url}: longer than the {size} bytes that its manifest says")
+                    file.write(chunk)
+                    self.pulled_bytes[source] += len(chunk)
 
     # --- out --------------------------------------------------------------------------------------------------------
 
@@ -206,6 +297,7 @@ class Transfers:
                 url = f"/wire/uploads/{ticket}/{shard.name}"
                 await self._request("PUT", url, content=(aside / shard.name, shard.size))
             self._cache.keep(manifest, aside)
+            self._arrived(manifest.hash)
         finally:
             await asyncio.to_thread(shutil.rmtree, aside, True)
         await self._cache.evict()
