@@ -31,7 +31,8 @@ class Engine:
             self.bank.add(str(i), read_adapter(path, self.decoder.config))
         self.decode = Chat.load(folder).decode
 
-    def run(self, prompts: list[list[int]], adapters: int, tokens: int) -> dict[str, Any]:
+    def run(self, prompts: list[list[int]], adapters: int, tokens: int, given: int = 0) -> dict[str, Any]:
+        """``given``: so many tokens of each text are there already, as from another worker."""
         engine = NativeEngine(self.decoder, self.bank, self.decode, max_rows=len(prompts), kv_budget_bytes=4 << 30)
         for i, text in enumerate(prompts):
             name = str(i % adapters) if adapters else ""
@@ -39,6 +40,7 @@ class Engine:
             engine.submit(
                 wire.Generate(
                     request=str(i), adapter=ref, prompt=text, shared=0, max_tokens=tokens, temperature=1.0, seed=i,
+                    given=text[:1] * given,
                     stop_tokens=[], stop=[NEVER],
                 )
             )  # fmt: skip
