@@ -23,11 +23,11 @@ from peers import settle
 from rookery import wire
 from rookery.worker.compute import Core
 from rookery.worker.engine.native import NativeEngine
+from rookery.worker.fetch import TransferFailed
 from rookery.worker.model.adapter import Adapter, init_adapter, write_adapter
 from rookery.worker.model.bank import LoraBank
 from rookery.worker.model.decoder import Decoder, best_dtype
 from rookery.worker.requests import Requests
-from rookery.worker.transfer import TransferFailed
 from tiny import reference, small
 
 exact = pytest.mark.skipif(best_dtype() is not torch.bfloat16, reason="this CPU has no bfloat16 instructions")

@@ -10,7 +10,8 @@ import pytest
 
 from dialled import Dialled
 from rookery import wire
-from rookery.worker.transfer import CorruptArtifact, TransferFailed, Transfers
+from rookery.worker.fetch import CorruptArtifact, TransferFailed
+from rookery.worker.transfer import Transfers
 
 FILES = {
     "adapter_config.json": b"{}",

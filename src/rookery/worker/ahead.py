@@ -12,7 +12,8 @@ import logging
 from collections.abc import Iterable
 
 from rookery import wire
-from rookery.worker.transfer import Transfers, one_line
+from rookery.worker.fetch import one_line
+from rookery.worker.transfer import Transfers
 
 log = logging.getLogger("rookery.worker.ahead")
 

@@ -34,11 +34,12 @@ from rookery.settings import Settings
 from rookery.worker.adapter_cache import ADAPTERS
 from rookery.worker.ahead import Ahead
 from rookery.worker.compute import Compute, Core
+from rookery.worker.fetch import TransferFailed, is_loopback
 from rookery.worker.lender import Lender
 from rookery.worker.news import News
 from rookery.worker.operations import Operations
 from rookery.worker.requests import Requests
-from rookery.worker.transfer import TransferFailed, Transfers, is_loopback
+from rookery.worker.transfer import Transfers
 
 log = logging.getLogger("rookery.worker.link")
 
@@ -340,8 +341,8 @@ class Link:
                     decode_seconds=status.decode_seconds,
                     train_seconds=status.train_seconds,
                     memory_bytes=process.memory_info().rss,
-                    pulled_from_peers=self._transfers.pulled_bytes["peers"],
-                    pulled_from_service=self._transfers.pulled_bytes["service"],
+                    pulled_from_peers=self._transfers.lent,
+                    pulled_from_service=self._transfers.given,
                 )
             )
             await asyncio.sleep(session.welcome.heartbeat_seconds)

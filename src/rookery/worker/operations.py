@@ -23,9 +23,10 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from rookery import wire
 from rookery.worker.compute import Compute, Core
+from rookery.worker.fetch import CorruptArtifact, TransferFailed, is_plain, one_line
 from rookery.worker.trainer.policy import Export
 from rookery.worker.trainer.trainer import Finished
-from rookery.worker.transfer import CorruptArtifact, TransferFailed, Transfers, is_plain, one_line
+from rookery.worker.transfer import Transfers
 
 log = logging.getLogger("rookery.worker.operations")
 

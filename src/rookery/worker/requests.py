@@ -29,7 +29,8 @@ import msgspec
 
 from rookery import wire
 from rookery.worker.compute import Compute, Core
-from rookery.worker.transfer import Transfers, Unreachable, is_plain, one_line
+from rookery.worker.fetch import Unreachable, is_plain, one_line
+from rookery.worker.transfer import Transfers
 
 log = logging.getLogger("rookery.worker.requests")
 
