@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rookery import wire
+from rookery.controller.holdings import Holdings
 from rookery.controller.lending import Lending
 from rookery.controller.links import Link, LinkClosed
 from rookery.controller.ports import Clock
@@ -49,6 +50,7 @@ class Fleet:
         self._closing: set[asyncio.Task[None]] = set()
         self._epoch = int(clock.time() * 1000)
         self.lending = Lending(tickets, clock, settings.ticket_seconds)
+        self._holdings = Holdings(self.lending, clock)
         self.in_use: Callable[[str], Sequence[wire.AdapterRef]] = lambda model: ()
         """The versions that running jobs of a base model sample from now; set by who knows."""
         self.ignored_frames = 0
@@ -80,7 +82,7 @@ class Fleet:
         self._on_joined.append(callback)
 
     def on_state(self, callback: Callable[[Worker], None]) -> None:
-        """Called when a worker's state has changed, or the adapters that one holds which catches up."""
+        """Called when a worker's state has changed, or what it :meth:`takes <Worker.takes>`."""
         self._on_state.append(callback)
 
     def on_beat(self, callback: Callable[[Worker, wire.Beat], None]) -> None:
@@ -120,29 +122,20 @@ class Fleet:
         waited for."""
         for worker in self.serving("rollout", model):
             if ref.hash not in worker.holds:
-                self._ask(worker, [ref])
+                self._holdings.ask(worker, [ref])
+                self._settle(worker)
 
     def forget(self, hashes: Sequence[str]) -> None:
         """No work will name these artifacts again."""
-        self.lending.forget(hashes)
-        for worker in self._workers.values():
-            if worker.state in ("joining", "catching up", "serving"):
-                worker.post(wire.Forget(hashes=list(hashes)))
-                worker.holds.difference_update(hashes)
-                worker.named.difference_update(hashes)
-                for digest in hashes:
-                    self.excuse(worker, digest)
+        workers = [worker for worker in self._workers.values() if worker.state == "joining" or worker.working]
+        self._holdings.forget(workers, hashes)
+        for worker in workers:
+            self._settle(worker)
 
     def excuse(self, worker: Worker, digest: str) -> None:
         """It need not have this artifact after all."""
-        worker.asked.pop(digest, None)
-        worker.behind.discard(digest)
-        if worker.state == "catching up" and not worker.behind:
-            self._serves(worker)
-
-    def _ask(self, worker: Worker, refs: Sequence[wire.AdapterRef]) -> None:
-        worker.asked.update((ref.hash, ref) for ref in refs)
-        worker.post(wire.Hold(refs=[self.refer(worker, ref) for ref in refs]))
+        self._holdings.excuse(worker, digest)
+        self._settle(worker)
 
     def _ready(self, worker: Worker) -> None:
         """Its base model is loaded."""
@@ -150,27 +143,19 @@ class Fleet:
         lacks = []
         if "rollout" in worker.hello.roles:
             lacks = [ref for ref in self.in_use(worker.hello.model) if ref.hash not in worker.holds]
-        if not lacks:
+        if lacks:
+            worker.behind = {ref.hash for ref in lacks}
+            self._become(worker, "catching up")
+            log.info("worker %s pulls %d versions in use", worker.name, len(lacks), extra={"worker": worker.name})
+            self._holdings.ask(worker, lacks)
+        else:
             self._serves(worker)
-            return
-        worker.behind = {ref.hash for ref in lacks}
-        self._become(worker, "catching up")
-        log.info("worker %s pulls %d versions in use", worker.name, len(worker.behind), extra={"worker": worker.name})
-        self._ask(worker, lacks)
 
-    def _holding(self, worker: Worker, hashes: Sequence[str]) -> None:
-        worker.holds.update(hashes)
-        self.lending.holds(worker, hashes)
-        for digest in hashes:
-            here = worker.asked.pop(digest, None)
-            worker.behind.discard(digest)
-            if here is not None:  # an older version of the policy need not come any more
-                older = {h for h in worker.behind if (ref := worker.asked[h]).policy == here.policy
-                         and ref.version < here.version}  # fmt: skip
-                worker.behind -= older
+    def _settle(self, worker: Worker) -> None:
+        """What it was asked for or has is not what it was."""
         if worker.state == "catching up" and not worker.behind:
             self._serves(worker)
-        elif worker.state == "catching up":
+        elif worker.working:
             self._tell_state(worker)
 
     def _serves(self, worker: Worker) -> None:
@@ -310,7 +295,8 @@ class Fleet:
             case wire.Ready():
                 raise wire.BadFrame("Ready came twice")
             case wire.Holding():
-                self._holding(worker, message.hashes)
+                self._holdings.arrived(worker, message.hashes)
+                self._settle(worker)
             case wire.Want():
                 if message.hash in worker.named:  # a hash is no authority: only what this worker was given to do
                     worker.post(self.lending.grant(worker, message.hash))

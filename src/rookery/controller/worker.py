@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rookery import wire
 from rookery.controller.links import Link
@@ -17,6 +17,13 @@ LINKED = ("joining", "catching up", "serving", "draining")
 
 RATE_BEATS = 6
 """Beats over which a worker's tokens per second are taken: ten seconds at the usual interval."""
+
+
+class Asked(NamedTuple):
+    """What a worker was asked to have, and since when."""
+
+    ref: wire.AdapterRef
+    since: float
 
 
 @dataclass(eq=False)
@@ -44,10 +51,12 @@ class Worker:
     holds: set[str] = field(default_factory=set)
     """Hashes of the adapters that it said it has. Its cache is bounded, so one of them may be gone again: then it pulls
     that once more when work names it."""
-    asked: dict[str, wire.AdapterRef] = field(default_factory=dict)
+    asked: dict[str, Asked] = field(default_factory=dict)
     """By hash, what it was asked to have and has not said it has."""
     behind: set[str] = field(default_factory=set)
     """Those of them without which it is catching up."""
+    slow: bool = False
+    """Whether it takes much longer than others to get what it is asked to have."""
     note: str = ""
     """What an operator should know about it beside its state, such as why it is given nothing."""
     generated: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_BEATS))
@@ -67,9 +76,17 @@ class Worker:
         able = self.working if role == "rollout" else self.state == "serving"
         return able and role in self.hello.roles and self.hello.model == model
 
+    @property
+    def lacks(self) -> frozenset[str]:
+        """What a serving worker takes no requests for: others will have it long before."""
+        return frozenset(self.asked) if self.slow else frozenset()
+
     def takes(self, ref: wire.AdapterRef | None) -> bool:
-        """Whether a request for this adapter (None: the base model) may be sent here now."""
-        return self.state == "serving" or (self.state == "catching up" and (ref is None or ref.hash in self.holds))
+        """Whether a request for this adapter (None: the base model) may be sent here now. While it catches up, it has to
+        hold the adapter; when it serves, it may have to pull it first, but not if it is slow at that."""
+        if ref is None or self.state != "catching up":
+            return self.working and (ref is None or ref.hash not in self.lacks)
+        return ref.hash in self.holds
 
     def tokens_per_second(self) -> float:
         """Sampled, over its last beats."""
