@@ -243,6 +243,12 @@ class ScriptedWorker:
                         self._work.set()
                     case wire.Abort():
                         self.active.pop(message.request, None)
+                    case wire.Switch():
+                        self.other.append(message)
+                        if message.request in self.active:
+                            generate, at = self.active[message.request]
+                            changed = msgspec.structs.replace(generate, adapter=message.adapter)
+                            self.active[message.request] = (changed, at)
                     case wire.ForwardBackward() | wire.OptimStep() | wire.InitAdapter():
                         self.operations.append(message)
                         self._tasks.append(asyncio.create_task(self._train(message)))

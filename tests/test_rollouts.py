@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -218,6 +220,7 @@ async def test_a_chunk_of_an_earlier_time_with_the_same_worker_is_no_gap(tmp_pat
 @pytest.mark.parametrize(
     ("chunk", "problem"),
     [
+        ({"offset": 1, "tokens": [5], "logprobs": [-1.0]}, "from 1, wanted"),
         ({"version": 6}, r"\('p', 6\)"),
         ({"policy": "q"}, r"\('q', 7\)"),
         ({"logprobs": []}, "wanted"),
@@ -401,3 +404,258 @@ async def test_a_new_controller_takes_up_what_a_worker_still_holds(tmp_path: Pat
     await asyncio.gather(*replies)
     assert "job-5" in {generate.request for generate in holder.generates}
     await room.close()
+
+
+# --- versions that change under way, and who may take what ------------------------------------------------------------
+
+NEWER = wire.AdapterRef(policy="p", version=8, hash="1" * 64, rank=8, alpha=16.0)
+
+
+def full(count: int) -> list[int]:
+    """Seeds whose texts have all twelve tokens."""
+    return [seed for seed in range(1000) if len(text_of(seed, 12)[0]) == 12][:count]
+
+
+async def send(worker: ScriptedWorker, request: str, finish: str | None = None) -> None:
+    """One chunk of the request; ``finish`` instead of its own."""
+    chunk = worker.next_chunk(request)
+    if finish is not None:
+        worker.active.pop(request, None)
+        chunk.finish = finish  # type: ignore[assignment]
+    await worker.say(wire.Output(epoch=0, chunks=[chunk]))
+
+
+@pytest.mark.parametrize("in_flight", ["switch", "recompute"])
+async def test_a_new_version_reaches_what_runs_what_waits_and_what_is_parked(tmp_path: Path, in_flight: Any) -> None:
+    room = Room(tmp_path, dispatch_ahead=0)
+    worker = await room.worker(max_rows=2, chunk=4)
+    worker.generating.clear()
+    runs, waits, finishes, parked = full(4)
+    away = room.sample(parked, in_flight=in_flight)
+    await eventually(lambda: bool(worker.active))
+    await send(worker, f"job-{parked}")
+    await eventually(lambda: room.rollouts.sampled == 4)
+    away.cancel()
+    await asyncio.gather(away, return_exceptions=True)
+
+    replies = [room.sample(runs, in_flight=in_flight), room.sample(finishes)]
+    await eventually(lambda: len(worker.active) == 2)
+    replies.append(room.sample(waits, in_flight=in_flight))
+    other = room.sample(waits, job="another", in_flight=in_flight)
+    await settle()
+    for seed in (runs, finishes):
+        await send(worker, f"job-{seed}")
+    await eventually(lambda: room.rollouts.sampled == 12)
+    room.rollouts.switch("job", NEWER, recompute=in_flight == "recompute")
+    room.rollouts.switch("job", ADAPTER, recompute=False)  # older: nobody goes back
+    late = worker.next_chunk(f"job-{runs}")  # sampled before the worker heard of it
+    await worker.say(wire.Output(epoch=0, chunks=[late]))
+    await settle()
+    [switch] = worker.other
+    assert (switch.request, switch.recompute) == (f"job-{runs}", in_flight == "recompute")
+    assert room.tickets.reads(switch.adapter.ticket, NEWER.hash)
+    worker.generating.set()
+    replies.append(room.sample(parked, in_flight=in_flight))  # its episode knows the old one only
+    texts = [(reply.tokens, reply.versions) for reply in await asyncio.gather(*replies)]
+    assert [tokens for tokens, _ in texts] == [text_of(s, 12)[0] for s in (runs, finishes, waits, parked)]
+    assert [versions for _, versions in texts] == [[7] * 8 + [8] * 4, [7] * 12, [8] * 12, [7] * 4 + [8] * 8]
+    assert (await other).versions == [7] * 12, "another job's stays"
+    await room.close()
+
+
+@pytest.mark.parametrize(("in_flight", "claims"), [("switch", True), ("finish", True), ("switch", False)])
+async def test_older_tokens_are_taken_from_who_had_the_request_before_only(
+    tmp_path: Path, in_flight: Any, claims: bool
+) -> None:
+    """A service that was restarted knows the newest version alone; its worker sampled some tokens before that."""
+    room = Room(tmp_path)
+    seed = full(1)[0]
+    worker = ScriptedWorker(room.fleet.serve, room.tickets)
+    worker.generating.clear()
+    room.workers.append(await worker.join(running=[f"job-{seed}"] if claims else []))
+    reply = room.sample(seed, adapter=NEWER, in_flight=in_flight)
+    await eventually(lambda: bool(worker.active))
+    tokens, logprobs, _ = text_of(seed, 12)
+    chunk = wire.Chunk(request=f"job-{seed}", offset=0, tokens=tokens[:3], logprobs=logprobs[:3], version=7, policy="p")
+    await worker.say(wire.Output(epoch=0, chunks=[chunk]))
+    worker.active[f"job-{seed}"] = (worker.active[f"job-{seed}"][0], 3)
+    await settle()
+    worker.generating.set()
+    if claims and in_flight == "switch":
+        assert (await reply).versions == [7] * 3 + [8] * 9
+    else:
+        with pytest.raises(GenerationFailed, match="wanted"):
+            await reply
+    await room.close()
+
+
+async def test_a_closed_gate_lets_in_who_is_waited_for_alone(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    closed: set[str] = {"one"}
+    room.rollouts.gate = lambda worker: worker.name not in closed
+    one = await room.worker("one")
+    replies = [room.sample(number) for number in range(3)]
+    chat = room.sample(9, "b", "chat", first=True, episode="")
+    check(await chat, 9)
+    await settle()
+    assert room.rollouts.waiting() == 3
+    [known] = room.fleet.all()
+    assert room.rollouts.idle(known)
+    closed.clear()
+    room.rollouts.dispatch(known)
+    for number, reply in enumerate(await asyncio.gather(*replies)):
+        check(reply, number)
+    assert len(one.generates) == 4
+    await room.close()
+
+
+async def test_what_is_handed_off_goes_on_elsewhere_with_its_tokens(tmp_path: Path) -> None:
+    """What does not decode yet first, then what has the fewest tokens; what somebody waits for stays."""
+    room = Room(tmp_path, dispatch_ahead=0)
+    one = await room.worker("one", max_rows=4, chunk=2)
+    one.generating.clear()
+    seeds = full(5)
+    replies = [room.sample(seed, first=seed == seeds[4]) for seed in seeds]
+    await eventually(lambda: len(one.active) == 5)
+    for times, seed in ((3, seeds[0]), (1, seeds[1]), (2, seeds[2])):
+        for _ in range(times):
+            await send(one, f"job-{seed}")
+    await eventually(lambda: room.rollouts.sampled == 12)
+    closed = {"one"}
+    room.rollouts.gate = lambda worker: worker.name not in closed
+    room.rollouts.dispatch()
+    [first] = room.fleet.all()
+    assert room.rollouts.outstanding(first) == 5
+    assert room.rollouts.hand_off(first, limit=2) == 2
+    assert (room.rollouts.outstanding(first), room.rollouts.waiting()) == (3, 2)
+    two = await room.worker("two", chunk=2)
+    assert room.rollouts.hand_off(first) == 2
+    assert room.rollouts.hand_off(first) == 0, "the chat is all that is left"
+    assert room.rollouts.moves["handed_off"] == 4
+    await eventually(lambda: len(two.generates) == 4)
+    given = [(g.request, len(g.given)) for g in two.generates]
+    assert given == [(f"job-{seeds[n]}", tokens) for n, tokens in ((3, 0), (1, 2), (2, 4), (0, 6))]
+    one.generating.set()
+    for seed, reply in zip(seeds, await asyncio.gather(*replies), strict=True):
+        check(reply, seed)
+    assert {g.request for g in one.generates if g.first} == {f"job-{seeds[4]}"}
+    await room.close()
+
+
+async def test_who_catches_up_takes_what_it_holds(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    room.fleet.in_use = lambda model: [ADAPTER, NEWER]
+    worker = ScriptedWorker(room.fleet.serve, room.tickets)
+    worker.pulling.clear()
+    worker.adapters.add(ADAPTER.hash)
+    room.workers.append(await worker.join())
+    old, new, base = room.sample(1), room.sample(2, adapter=NEWER), room.sample(3, job="plain", adapter=None)
+    check(await old, 1)
+    assert (await base).versions == [0] * len(text_of(3, 12)[0])
+    await settle()
+    assert room.fleet.all()[0].state == "catching up"
+    assert not new.done() and room.rollouts.waiting() == 1
+    worker.pulling.set()
+    assert (await new).versions == [8] * len(text_of(2, 12)[0])
+    await room.close()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 2**32))
+def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Path, seed: int) -> None:
+    """Workers come, go, drain, give up, beat, and are closed; requests are moved, handed off, cancelled and taken up
+    again; versions change."""
+
+    async def run() -> None:
+        random = Random(seed)
+        room = Room(tmp_path, dispatch_ahead=random.randint(0, 3))
+        rollouts, closed = room.rollouts, set[str]()
+        rollouts.gate = lambda worker: worker.name not in closed
+        asked: dict[int, dict[str, Any]] = {}
+        replies: dict[int, asyncio.Task[Reply]] = {}
+        alive: list[ScriptedWorker] = []
+        head = ADAPTER
+
+        def sample(number: int) -> None:
+            replies[number] = room.sample(number, **{**asked[number], "adapter": asked[number]["adapter"]})
+
+        async def act() -> None:
+            nonlocal head
+            running = [(worker, request) for worker in alive for request in worker.active]
+            match random.randrange(12):
+                case 0:
+                    number = len(asked)
+                    first = random.random() < 0.2
+                    in_flight = "finish" if first else random.choice(["finish", "switch", "recompute"])
+                    asked[number] = {
+                        "adapter": head, "in_flight": in_flight, "first": first, "tenant": random.choice("ab"),
+                        "episode": "" if first else f"e{number}",
+                    }  # fmt: skip
+                    sample(number)
+                case 1 if len(alive) < 4:
+                    worker = await room.worker(f"w{len(room.workers)}", max_rows=random.randint(1, 4), chunk=1)
+                    worker.generating.clear()
+                    alive.append(worker)
+                case 2 if alive and random.random() < 0.5:
+                    await alive.pop(random.randrange(len(alive))).die()
+                case 3 if alive and random.random() < 0.3:
+                    worker = alive.pop(random.randrange(len(alive)))
+                    await worker.say(wire.Bye(epoch=0))
+                case 4:
+                    head = msgspec.structs.replace(head, version=head.version + 1, hash=f"{head.version:064}")
+                    rollouts.switch("job", head, recompute=random.random() < 0.5)
+                case 5 if alive:
+                    closed.symmetric_difference_update({random.choice(alive).name})
+                    rollouts.dispatch()
+                case 6 if alive:
+                    known = room.fleet.named(random.choice(alive).name)
+                    assert known is not None
+                    before = rollouts.outstanding(known)
+                    limit = random.choice([None, 0, 1, 2])
+                    assert rollouts.hand_off(known, limit) <= min(before, before if limit is None else limit)
+                case 7 if alive:
+                    worker = random.choice(alive)
+                    active = random.randint(0, len(worker.active))
+                    await worker.say(
+                        wire.Beat(
+                            epoch=0, progress=0, active=active, waiting=len(worker.active) - active, training=0,
+                            adapters=0, generated=0, trained=0, decode_seconds=0.0, train_seconds=0.0, memory_bytes=0,
+                        )
+                    )  # fmt: skip
+                case 8 if replies and random.random() < 0.4:
+                    number = random.choice(list(replies))
+                    if not replies[number].done():
+                        replies[number].cancel()
+                        await asyncio.gather(replies[number], return_exceptions=True)
+                        sample(number)
+                case 9 if running:
+                    await send(*random.choice(running), finish="abort")
+                case _ if running:
+                    await send(*random.choice(running))
+            if random.random() < 0.5:
+                await settle(3)
+
+        for _ in range(random.randint(20, 150)):
+            await act()
+        closed.clear()
+        rollouts.dispatch()
+        for worker in alive:
+            worker.generating.set()
+        await room.worker("last")
+        for number, task in replies.items():
+            reply, wanted = await task, text_of(number, 12)
+            assert (reply.tokens, reply.logprobs, reply.finish) == wanted
+            begun = asked[number]["adapter"].version
+            assert reply.versions == sorted(reply.versions) and reply.versions[0] >= begun
+            if asked[number]["in_flight"] == "finish":
+                assert set(reply.versions) == {begun}
+        await settle()
+        assert not rollouts.waiting() and not rollouts._live and not rollouts._jobs
+        assert not any(rollouts.outstanding(worker) or rollouts.executing(worker) for worker in room.fleet.all())
+        kept = sum(len(text_of(number, 12)[0]) for number in asked)
+        assert rollouts.sampled >= kept
+        if not any(request["first"] for request in asked.values()):  # only those drop tokens: when they are cancelled
+            assert rollouts.sampled == kept, "every token counted once"
+        await room.close()
+
+    asyncio.run(run())

@@ -69,6 +69,12 @@ class Live:
     done: asyncio.Future[Reply]
     grown: Callable[[Reply], None] | None = None
     worker: Worker | None = None
+    name: str = ""
+    """What its worker calls it: its id, or another name where chunks of that may still be on their way."""
+    left: set[int] = field(default_factory=set)
+    """Epochs of the workers from which it was taken: what they had sent before they heard of it comes late."""
+    returns: int = 0
+    """How often it was given to one of them again."""
     ahead: bool = False
     """Its worker was given it beyond the common room."""
     decoding: bool = False

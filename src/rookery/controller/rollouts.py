@@ -6,7 +6,8 @@
   an episode parks its tokens, and takes them up when it returns.
 * Tenants take turns; a worker holds at most its rows and a few more, everything else waits here, where it can be seen.
   Requests that somebody waits for go ahead of the others, on a bounded share of each worker's rows.
-* A chunk counts only from the worker that the request is with, under that worker's present epoch.
+* A chunk counts only from the worker that the request is with, under that worker's present epoch. A request that
+  returns to a worker from which it was taken has another name there, so that nothing of before can be taken for it.
 * What a frame costs does not grow with the number of workers, jobs or requests.
 """
 
@@ -34,6 +35,9 @@ REASONS = ("lost", "given_back", "handed_off", "balanced")
 """Why a request went on elsewhere: its worker was lost or drains; it gave the request up; somebody took it away with
 :meth:`Rollouts.hand_off`; another worker could go on with it sooner."""
 
+AGAIN = "~"
+"""Between a request's id and the number of its return, in the name that it has where it had been before."""
+
 
 class Rollouts:
     def __init__(self, fleet: Fleet, settings: Settings, clock: Clock) -> None:
@@ -44,10 +48,12 @@ class Rollouts:
         self._queues: defaultdict[str, Lanes[Live]] = defaultdict(Lanes)
         """By base model."""
         self._live: dict[str, Live] = {}
+        self._named: dict[str, Live] = {}
+        """Those that a worker has, by what it calls them."""
         self._jobs: defaultdict[str, dict[Live, None]] = defaultdict(dict)
-        self._parked: dict[str, dict[str, tuple[Reply, wire.AdapterRef | None]]] = {}
-        self._claims: dict[str, Worker] = {}
-        """Requests that workers brought along from a controller before this one."""
+        self._parked: dict[str, dict[str, Live]] = {}
+        self._claims: dict[str, tuple[Worker, str]] = {}
+        """Requests that workers brought along from a controller before this one, and what they call them."""
         self._on_sampled: list[Callable[[Worker, Request, int], None]] = []
         self.gate: Callable[[Worker], bool] = lambda worker: True
         """Whether a worker may take rollouts now. Requests that somebody waits for pass all the same. Whoever sets it
@@ -68,26 +74,28 @@ class Rollouts:
         or :class:`Unavailable` when no worker came in time."""
         if request.id in self._live:
             raise RuntimeError(f"request {request.id} is under way already")
-        reply, adapter = self._parked.get(request.job, {}).pop(request.id, (Reply(), None))
-        if reply.finish:
-            return reply
-        if newer(adapter, request):
-            request = replace(request, adapter=adapter)
+        before = self._parked.get(request.job, {}).pop(request.id, None)
+        if before is not None and before.reply.finish:
+            return before.reply
         now = self._clock.monotonic()
-        live = Live(request, reply, asyncio.get_running_loop().create_future(), grown, since=now, queued=now)
+        live = Live(request, Reply(), asyncio.get_running_loop().create_future(), grown, since=now, queued=now)
+        if before is not None:
+            live.reply, live.left, live.returns = before.reply, before.left, before.returns
+            if newer(before.request.adapter, request):
+                live.request = request = replace(request, adapter=before.request.adapter)
         self._live[request.id] = live
         self._jobs[request.job][live] = None
-        claimant = self._claims.get(request.id)
-        if claimant is not None:
-            self._hand(live, claimant, request.first)
+        claim = self._claims.get(request.id)
+        if claim is not None:
+            self._hand(live, claim[0], request.first)
         else:
             self._lane(request).put(request.tenant, request.job, live, first=request.continues)
             self._dispatch(request.model)
         try:
             return await live.done
         except asyncio.CancelledError:
-            if request.episode and reply.tokens:
-                self._parked.setdefault(request.job, {})[request.id] = reply, live.request.adapter
+            if request.episode and live.reply.tokens:
+                self._parked.setdefault(request.job, {})[request.id] = live
             raise
         finally:
             self._end(live)
@@ -144,19 +152,14 @@ class Rollouts:
         """The job's requests for older versions of the policy go on with ``ref``: those that run from the next token
         on, their attention cache kept or computed anew with ``recompute``; those that wait or are parked when they
         are begun. What asked to finish on its version does."""
-        for live in self._jobs.get(job, ()):
-            if not newer(ref, live.request) or live.done.done():
+        for live in (*self._jobs.get(job, ()), *self._parked.get(job, {}).values()):
+            if not newer(ref, live.request):
                 continue
             live.request = replace(live.request, adapter=ref)
-            if live.worker is not None:
+            if live.worker is not None and not live.done.done():
                 live.had.add(ref.version)
                 adapter = self._fleet.refer(live.worker, ref)
-                switch = wire.Switch(request=live.request.id, adapter=adapter, recompute=recompute)
-                self._fleet.post(live.worker, switch)
-        parked = self._parked.get(job, {})
-        for name, (reply, adapter) in parked.items():
-            if adapter is not None and adapter.policy == ref.policy and adapter.version < ref.version:
-                parked[name] = reply, ref
+                self._fleet.post(live.worker, wire.Switch(request=live.name, adapter=adapter, recompute=recompute))
 
     def hand_off(self, worker: Worker, limit: int | None = None) -> int:
         """Take up to ``limit`` of its rollouts from ``worker``; they go on elsewhere first, with the tokens received.
@@ -166,7 +169,7 @@ class Rollouts:
         able.sort(key=lambda live: (live.decoding, len(live.reply.tokens)))
         taken = able if limit is None else able[: max(0, limit)]
         for live in reversed(taken):
-            self._fleet.post(worker, wire.Abort(request=live.request.id))
+            self._withdraw(live)
             self._again(live, "handed_off")
         self._dispatch(worker.hello.model)
         return len(taken)
@@ -187,8 +190,8 @@ class Rollouts:
             for live in list(self._live.values()):
                 if live.worker is not None and now - live.heard > self._settings.silence_seconds:
                     name, seconds = live.worker.name, self._settings.silence_seconds
-                    self._fleet.post(live.worker, wire.Abort(request=live.request.id))
-                    self._fail(live, f"worker {name} sent nothing of it for {seconds:g} s")
+                    self._withdraw(live)
+                    live.done.set_exception(GenerationFailed(f"worker {name} sent nothing of it for {seconds:g} s"))
                     self._dispatch(live.request.model)
 
     # --- dispatch -----------------------------------------------------------------------------------------------------
@@ -208,9 +211,8 @@ class Rollouts:
             self._hand(live, worker, ahead)
         while moving := desks.uneven(model):
             for live in moving.requests:
-                assert live.worker is not None
-                self._fleet.post(live.worker, wire.Abort(request=live.request.id))
-                self._released(live, "balanced")
+                self._withdraw(live)
+                self._moves(live, "balanced")
                 self._hand(live, moving.target, False)
 
     def _lane(self, request: Request) -> RoundRobin[Live]:
@@ -223,10 +225,15 @@ class Rollouts:
         live.heard = self._clock.monotonic()
         live.reply.queued += live.heard - live.queued
         live.had = {live.applied[1]}
-        live.claimed = self._claims.pop(request.id, None) is worker
+        claimant, live.name = self._claims.pop(request.id, (None, request.id))
+        live.claimed = claimant is worker
+        if not live.claimed and worker.epoch in live.left:
+            live.returns += 1
+            live.name = f"{request.id}{AGAIN}{live.returns}"
+        self._named[live.name] = live
         self._desks.give(live, worker, ahead)
         generate = wire.Generate(
-            request=request.id,
+            request=live.name,
             adapter=adapter,
             prompt=request.prompt,
             shared=request.shared,
@@ -252,9 +259,12 @@ class Rollouts:
         if not worker.plays("rollout", worker.hello.model):
             return
         for name in sorted(worker.held):  # claims need no room, and no gate: the worker computes them already
-            self._claims.setdefault(name, worker)
-            live = self._live.get(name)
-            if live is not None and live.worker is None and self._claims[name] is worker:
+            request = name.partition(AGAIN)[0]
+            live = self._live.get(request)
+            if live is None:
+                self._claims.setdefault(request, (worker, name))
+            elif live.worker is None and not live.done.done():
+                self._claims[request] = worker, name
                 self._lane(live.request).remove(live.request.tenant, live.request.job, live)
                 self._hand(live, worker, live.request.first)
         worker.held.clear()
@@ -267,7 +277,7 @@ class Rollouts:
     def _output(self, worker: Worker, message: wire.Output) -> None:
         worker.unsent_most = max(worker.unsent_most, sum(len(chunk.tokens) for chunk in message.chunks))
         for chunk in message.chunks:
-            live = self._live.get(chunk.request)
+            live = self._named.get(chunk.request)
             if live is None or live.worker is not worker or live.done.done():
                 self.late_chunks += 1
                 continue
@@ -280,10 +290,7 @@ class Rollouts:
             self._fail(live, chunk.error or "the engine gave no reason")
             return
         skip = len(reply.tokens) - chunk.offset
-        if skip < 0:  # of an earlier time with this worker: from now on it says what follows what it was given
-            self.late_chunks += 1
-            return
-        fits = len(chunk.tokens) == len(chunk.logprobs)
+        fits = skip >= 0 and len(chunk.tokens) == len(chunk.logprobs)
         if not fits or (chunk.tokens and not live.may(chunk.policy, chunk.version)):
             sent = (chunk.policy, chunk.version)
             self._fail(live, f"the engine sent tokens of {sent} from {chunk.offset}, wanted {live.applied}")
@@ -303,32 +310,44 @@ class Rollouts:
         elif chunk.finish:
             reply.finish, reply.scores = chunk.finish, chunk.scores
             live.done.set_result(reply)
-            self._desks.take(live)
+            self._release(live)
         if fresh and live.grown is not None:
             live.grown(reply)
 
     def _fail(self, live: Live, problem: str) -> None:
         live.done.set_exception(GenerationFailed(problem))
-        self._desks.take(live)
+        self._release(live)
 
     def _lost(self, worker: Worker) -> None:
-        for name in [name for name, claimant in self._claims.items() if claimant is worker]:
-            del self._claims[name]
+        for request in [request for request, (claimant, _) in self._claims.items() if claimant is worker]:
+            del self._claims[request]
         for live in reversed(self._desks.leave(worker)):
             self._again(live, "lost")
         self._dispatch(worker.hello.model)
 
     def _again(self, live: Live, reason: str) -> None:
         """The worker will not go on with it: another one must."""
-        self._released(live, reason)
+        self._release(live)
         if not live.done.done():
+            self._moves(live, reason)
             self._lane(live.request).put(live.request.tenant, live.request.job, live, first=True)
 
-    def _released(self, live: Live, reason: str) -> None:
-        self._desks.take(live)
-        if not live.done.done():
-            self.moves[reason] += 1
-            live.since = live.queued = self._clock.monotonic()
+    def _moves(self, live: Live, reason: str) -> None:
+        self.moves[reason] += 1
+        live.since = live.queued = self._clock.monotonic()
+
+    def _withdraw(self, live: Live) -> None:
+        """Its worker shall not go on with it."""
+        assert live.worker is not None
+        self._fleet.post(live.worker, wire.Abort(request=live.name))
+        live.left.add(live.worker.epoch)
+        self._release(live)
+
+    def _release(self, live: Live) -> None:
+        """Its worker has it no more."""
+        if live.worker is not None:
+            del self._named[live.name]
+            self._desks.take(live)
 
     def _end(self, live: Live) -> None:
         """The caller has its answer, or gave up."""
@@ -340,6 +359,5 @@ class Rollouts:
         if live.worker is None:
             self._lane(request).remove(request.tenant, request.job, live)
         else:
-            self._fleet.post(live.worker, wire.Abort(request=request.id))
-            self._desks.take(live)
+            self._withdraw(live)
             self._dispatch(request.model)

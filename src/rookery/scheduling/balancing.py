@@ -48,10 +48,10 @@ def load(rows: int, held: int, decoding: int, beaten: tuple[int, int] | None) ->
     tokens have come since it has them. ``beaten`` is what its last beat said: requests (active, waiting).
 
     It decodes all that it holds, up to its rows; where its beat said that some wait though not all rows are taken (it
-    has no memory for more, or their adapter is on its way), up to those that were active. Tokens that came prove more
-    than a beat does: what decodes is never counted as fewer than ``decoding``."""
+    has no memory for more, or their adapter is on its way), up to those that were active, or ``decoding`` if that is
+    more: tokens that came since prove more than the beat does."""
     active, waiting = beaten or (0, 0)
-    room = max(decoding, min(active, rows) if waiting else rows)
+    room = min(rows, max(decoding, active)) if waiting else rows
     executing = min(held, room)
     return held - executing, executing, room - executing
 

@@ -195,7 +195,7 @@ class Requests:
                 if account is not None:
                     account.holder = None
             case wire.Switch():
-                account = self._accounts[message.request]
+                account = connection.requests[message.request]
                 account.refs.add((message.adapter.policy, message.adapter.version))
                 named(message.adapter, "Switch")
             case wire.ForwardBackward() | wire.OptimStep():
@@ -207,7 +207,7 @@ class Requests:
                     named(ref, "Hold")
 
     def _given(self, connection: Connection, message: wire.Generate) -> None:
-        account, name = self._accounts[message.request], connection.worker.name
+        account, name = self._accounts[message.request.partition(AGAIN)[0]], connection.worker.name
         self._events.note("given", account.id, name, len(message.given))
         if not account.asked or account.failed:
             self._events.fail("once", f"{account.id} is given to {name}, nobody waits for it", account.id)
@@ -224,7 +224,7 @@ class Requests:
             account.refs.add((message.adapter.policy, message.adapter.version))
             self._lasting.named(message.adapter, "Generate")
         account.holder = connection
-        connection.requests[account.id] = account
+        connection.requests[message.request] = account
         if len(connection.requests) > connection.worker.hello.max_rows + self._ahead:
             self._events.fail("room", f"{name} holds {len(connection.requests)} requests", name)
 
@@ -279,8 +279,6 @@ class Requests:
                 continue
             if chunk.finish == "error":
                 account.failed = True
-            elif chunk.offset > account.received:  # of an earlier time with this worker
-                continue
             else:
                 account.received = max(account.received, chunk.offset + len(chunk.tokens))
                 self._touched.append(account)
