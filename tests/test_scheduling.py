@@ -93,6 +93,8 @@ def test_a_policy_goes_to_the_trainer_with_the_fewest() -> None:
     assert routing.lease({}) is None
     assert routing.lease({"b": 1, "a": 1, "c": 2}) == "a"
     assert routing.lease({"b": 0, "a": 1}) == "b"
+    assert routing.lease({"b": 1, "a": 1}, aside="b") == "b"
+    assert routing.lease({"b": 2, "a": 1}, aside="b") == "a"
 
 
 # --- staleness --------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -142,30 +143,41 @@ def wait_for(condition: object) -> None:
     raise AssertionError("it did not come about")
 
 
-def test_more_clients_than_places_all_make_progress(root: Path) -> None:
-    """Twelve clients of two tenants on a worker with two places, at once; a figure that only depends on the client."""
-    with running(root, "capacity", training_places=2, place_patience_seconds=0.5, client_poll_seconds=0.3) as service:
+def test_64_clients_on_8_places_all_make_progress(root: Path) -> None:
+    """Clients of two tenants, all at once, on a worker with places for eight; what a client gets does not depend on the
+    others, nor on whether its model's state was in main memory or on disk while others trained."""
+    memory, memory_pulls = crowd(root, "memory", 64)
+    disk, disk_pulls = crowd(root, "disk", 16, aside_bytes=0)
+    assert memory[:16] == pytest.approx(disk, rel=1e-4)
+    assert np.all(memory[:, 1] != memory[:, 0])
+    assert memory_pulls == 0 < 16 - 8 <= disk_pulls
+
+
+def crowd(root: Path, data: str, count: int, **more: Any) -> tuple[np.ndarray, int]:
+    """Losses [client, step] of so many clients, and how often the worker pulled a training state."""
+    settings: dict[str, Any] = {"training_places": 8, "place_patience_seconds": 0.5, "client_poll_seconds": 0.3}
+    with running(root, data, **settings, **more) as service:
         other = new_key(service, "other")
         queued: set[str] = set()
         seen = threading.Lock()
 
         def work(number: int) -> list[float]:
-            training = trainer(client(service, other if number % 2 else None))
-            inner = training._queue_state_logger
+            visitor = client(service, other if number % 2 else None)
+            training = visitor.create_lora_training_client(MODEL, rank=4, seed=number).result(PATIENCE)
 
             def told(state: object, reason: str | None) -> None:
                 if reason:
                     with seen:
                         queued.add(reason)
 
-            inner.on_queue_state_change = told  # type: ignore[method-assign]
-            return steps(training, 3)
+            training._queue_state_logger.on_queue_state_change = told  # type: ignore[method-assign]
+            return steps(training, 2)
 
-        with ThreadPoolExecutor(12) as pool:
-            losses = list(pool.map(work, range(12)))
-        assert all(found == pytest.approx(losses[0], rel=1e-4) for found in losses)
-        assert losses[0][2] < losses[0][1] < losses[0][0]
-        assert any("all 2 training places" in reason and "wait before this one" in reason for reason in queued)
+        with ThreadPoolExecutor(count) as pool:
+            losses = list(pool.map(work, range(count)))
+        assert any("all 8 training places" in reason and "wait before this one" in reason for reason in queued)
+    logs = [path.read_text() for path in (root / data / "logs").glob(f"worker-{MODEL}*.log")]
+    return np.array(losses), sum(log.count("pulled trainer_state.safetensors") for log in logs)
 
 
 def test_a_number_that_stays_away_fails_what_waits_for_it(root: Path) -> None:

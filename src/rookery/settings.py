@@ -102,6 +102,9 @@ class Settings(BaseModel):
     training_places: int = Field(8, ge=1)
     """Models of clients whose training state a worker keeps in memory (80 MB each at rank 16 of a 135M model). Others
     wait for a place; an idle one makes room and comes back on use."""
+    aside_bytes: int = Field(1 << 30, ge=0)
+    """Training states of clients' models without a place that a worker keeps in main memory, least recently used first
+    to go (59 MB each at rank 16 of a 135M model): coming back costs a copy. Without one the state is pulled again."""
     place_patience_seconds: float = Field(5.0, ge=0)
     """A model whose gradient is begun keeps its place this long without a call while others wait: leaving costs its
     gradient's computation."""

@@ -390,6 +390,8 @@ class Forget(Message, kw_only=True):
 
     hashes: list[str] = msgspec.field(default_factory=list)
     policy: str = ""
+    aside: bool = False
+    """The policy's state may be wanted again: keep it in main memory, if there is room."""
 
 
 class InitAdapter(Message, kw_only=True):

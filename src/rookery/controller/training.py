@@ -103,12 +103,16 @@ class Training:
         for one; raises :class:`Unavailable` when none came in time."""
         deadline = self._clock.monotonic() + self._settings.worker_wait_seconds
         while True:
+        self._aside: dict[str, Worker] = {}
             able = {worker.name: worker for worker in self._fleet.serving("train", model)}
             held = self._leases.get(policy)
             if held is not None and held in able.values():
                 return held
             holders = list(self._leases.values())
-            name = lease({name: holders.count(worker) for name, worker in able.items()})
+            stay = {name for name, worker in able.items() if worker.hello.kind == "reserved"}
+            aside = self._aside.get(policy)
+            load = {name: holders.count(able[name]) for name in stay or able}
+            name = lease(load, aside.name if aside is not None else None)
             if name is not None:
                 self._leases[policy] = able[name]
                 return able[name]
@@ -147,6 +151,7 @@ class Training:
             for told in self._on_trained:
                 told(worker, message.tenant, message.policy, tokens, seconds)
         return done
+                self._aside.pop(policy, None)
 
     async def retrying(self, policy: str, model: str, attempt: Callable[[Worker], Awaitable[T]]) -> T:
         """``attempt`` on the policy's worker, and on another one when that one is lost, a few times."""
@@ -201,11 +206,13 @@ class Training:
     def release(self, policy: str) -> None:
         self._leases.pop(policy, None)
 
-    def forget(self, policy: str) -> None:
-        """The policy's job has ended or rests: its trainer state may go."""
+    def forget(self, policy: str, *, aside: bool = False) -> None:
+        """The policy's trainer state may go. ``aside``: it may come back, and better to where its state still is."""
         worker = self._leases.pop(policy, None)
         if worker is not None and worker.state == "serving":
-            self._fleet.post(worker, wire.Forget(policy=policy))
+            self._fleet.post(worker, wire.Forget(policy=policy, aside=aside))
+            if aside:
+                self._aside[policy] = worker
 
     def new_op(self) -> str:
         return self._ids.new("op")
@@ -287,6 +294,8 @@ class Trainee:
     async def optimise(
         self, parent: wire.AdapterRef, adam: wire.Adam, *, commit: bool, scale: float = 1.0
     ) -> wire.Done:
+        self._aside = {policy: holder for policy, holder in self._aside.items() if holder is not worker}
+        self._work.pop(worker, None)
         """Step on ``scale`` times the gradient since the last step; without any, on zero. With ``commit`` the answer's
         manifest is durable."""
         entries: list[Forward | Optimise] = [] if self.begun else [NOTHING]
@@ -345,12 +354,13 @@ class Trainee:
     def rest(self) -> None:
         """Let the worker's place go to somebody else: the next operation loads the parent again, and replays."""
         self._leave()
-        self._training.forget(self._policy)
+        self._training.forget(self._policy, aside=True)
 
     def forget(self) -> None:
         """The policy goes on from another state, or not at all."""
         self._log.clear()
-        self.rest()
+        self._leave()
+        self._training.forget(self._policy)
 
     @property
     def _stepped(self) -> int:

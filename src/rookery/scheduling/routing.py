@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def lease(load: dict[str, int]) -> str | None:
-    """The training worker for a policy that has none: the one with the fewest policies. ``load`` maps serving training
-    workers to how many policies they hold."""
-    return min(load, key=lambda name: (load[name], name), default=None)
+def lease(load: dict[str, int], aside: str | None = None) -> str | None:
+    """The training worker for a policy that has none: the one with the fewest policies, of several that one which still
+    has its state ``aside``. ``load`` maps serving training workers to how many policies they hold."""
+    return min(load, key=lambda name: (load[name], name != aside, name), default=None)

@@ -89,7 +89,11 @@ class Core:
             finished_kept=0,  # the I/O side keeps them, with what it has not sent
         )
         self.trainer = Trainer(
-            self.decoder, max_rank=settings.max_rank, slice_tokens=settings.slice_tokens, base_model=model
+            self.decoder,
+            max_rank=settings.max_rank,
+            slice_tokens=settings.slice_tokens,
+            base_model=model,
+            aside_bytes=settings.aside_bytes,
         )
         self._most_resident = settings.resident_adapters
         self._used: dict[str, None] = {}  # resident hashes, the one not asked for longest first

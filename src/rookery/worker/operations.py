@@ -114,13 +114,17 @@ class Operations:
             future.cancel()
             self._compute.call(lambda core: core.trainer.cancel(op))
 
-    def forget(self, policy: str) -> None:
-        """Drop the policy's state and whatever is still to be done for it."""
+    def forget(self, policy: str, *, aside: bool = False) -> None:
+        """Drop the policy's state and whatever is still to be done for it; ``aside``: the state may come back."""
         chain = self._chains.pop(policy, None)
         if chain is not None:
-            self._end(chain)
+            for news in self._end(chain):  # what is put aside is known by its version
+                self._committed(news)
         self._broken.pop(policy, None)
-        self._compute.call(lambda core: core.trainer.forget(policy))
+        if aside:
+            self._compute.call(lambda core: core.trainer.rest(policy))
+        else:
+            self._compute.call(lambda core: core.trainer.forget(policy))
 
     def drop(self) -> None:
         """The link is over: end every operation. What the trainer holds stays."""
@@ -136,6 +140,7 @@ class Operations:
         for policy in self._policies:
             self.forget(policy)
         self._policies.clear()
+        self._compute.call(lambda core: core.trainer.aside.clear())
 
     async def settle(self, seconds: float) -> None:
         """Let results that wait to be uploaded or answered come to their end."""
@@ -159,7 +164,7 @@ class Operations:
         while True:
             message = await chain.queue.get()
             if isinstance(message, wire.Committed):
-                await self._committed(message)
+                self._committed(message)
             elif message.op in chain.batches:  # else cancelled meanwhile
                 batch = chain.batches[message.op]
                 if isinstance(message, wire.OptimStep):
@@ -170,8 +175,9 @@ class Operations:
                 await asyncio.wait({self._spawn(message, work)})
                 chain.batches.pop(message.op, None)
 
-    async def _committed(self, news: wire.Committed) -> None:
-        await self._call(lambda core: core.trainer.committed(news.policy, news.lease, news.ref))
+    def _committed(self, news: wire.Committed) -> None:
+        """Nobody waits for it: a runner that ends meanwhile does not take the news back."""
+        self._compute.call(lambda core: core.trainer.committed(news.policy, news.lease, news.ref))
 
     async def _forward(self, op: wire.ForwardBackward, batch: asyncio.Task[bytes]) -> None:
         """Everything up to the moment at which the trainer has it in its queue."""
@@ -237,6 +243,8 @@ class Operations:
             return
         if op.steps or isinstance(op, wire.OptimStep) or not (op.fresh or op.forward_only):
             raise Stale(f"policy {op.policy} is not held here at {op.parent.hash[:12]} + {op.steps} steps")
+        if await self._call(lambda core: core.trainer.take_up(op.policy, op.lease, op.parent)):
+            return
         async with self._transfers.pulled(op.parent, state=True) as folder:
             await self._call(lambda core: core.trainer.load(op.policy, op.lease, op.parent, folder))
 
@@ -268,13 +276,16 @@ class Operations:
         extra = {} if isinstance(op, wire.InitAdapter) else {"tenant": op.tenant, "version": op.parent.version}
         log.warning("operation %s of policy %s failed: %s", op.op, op.policy, error, exc_info=traceback, extra=extra)
 
-    def _end(self, chain: Chain) -> None:
+    def _end(self, chain: Chain) -> list[wire.Committed]:
+        """Nothing more is done of it; the commits whose news were still in it."""
         if chain.runner is not None:
             chain.runner.cancel()
         for batch in chain.batches.values():
             if batch is not None:
                 batch.cancel()
         chain.batches.clear()
+        left = [chain.queue.get_nowait() for _ in range(chain.queue.qsize())]
+        return [message for message in left if isinstance(message, wire.Committed)]
 
     async def _call(self, function: Callable[[Core], T]) -> T:
         return await asyncio.wrap_future(self._compute.call(function))

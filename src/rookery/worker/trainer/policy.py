@@ -63,6 +63,12 @@ class Export:
     step: int
     base_model: str
 
+    @property
+    def bytes(self) -> int:
+        """Of all tensors."""
+        weights = (tensor for pair in self.adapter.weights.values() for tensor in pair)
+        return sum(tensor.nbytes for tensor in (*weights, *self.moments.values()))
+
     def write(self, folder: Path) -> list[str]:
         """Writes into the existing ``folder``; returns the file names, sorted. Any thread may call it."""
         write_adapter(folder, self.adapter, self.base_model)
@@ -111,6 +117,16 @@ class PolicyState:
                             view.copy_(file.get_tensor(f"{key}.{name}"))
             except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
                 raise UserError(f"{path} does not fit its adapter: {error}") from None
+        return state
+
+    @classmethod
+    def of(cls, export: Export, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> PolicyState:
+        """What :meth:`load` gives for the files of ``export``."""
+        state = cls(export.adapter, config, dtype, device)
+        state.step = export.step
+        for name in _MOMENTS if export.moments else ():
+            for key, view in state._named(getattr(state, name)):
+                view.copy_(export.moments[f"{key}.{name}"])
         return state
 
     def export(self, base_model: str = "") -> Export:

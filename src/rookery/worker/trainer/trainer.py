@@ -31,6 +31,7 @@ from rookery.errors import UserError
 from rookery.worker.model.adapter import init_adapter, read_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
+from rookery.worker.trainer.aside import Aside
 from rookery.worker.trainer.attention import Chunks
 from rookery.worker.trainer.microbatch import Item, Work, run
 from rookery.worker.trainer.packing import PackedUnit
@@ -80,8 +81,10 @@ class Trainer:
         recompute_tokens: int = RECOMPUTE_TOKENS,
         chunks: Chunks | None = None,
         base_model: str = "",
+        aside_bytes: int = 0,
     ) -> None:
-        """``base_model`` is the name that exported adapters give as theirs."""
+        """``base_model`` is the name that exported adapters give as theirs; ``aside_bytes`` of states that rest stay in
+        main memory."""
         self._decoder = decoder
         self._max_rank = max_rank
         self._slice_tokens = slice_tokens
@@ -89,6 +92,7 @@ class Trainer:
         self._chunks = chunks or Chunks()
         self._base_model = base_model
         self._held: dict[str, _Held] = {}
+        self.aside = Aside(aside_bytes)
         self._queues: dict[str, dict[str, deque[Work | wire.OptimStep]]] = {}  # tenant → policy → operations
         self._finished: list[Finished] = []
         self.trained = 0
@@ -109,6 +113,25 @@ class Trainer:
         if state.rank > self._max_rank:
             raise UserError(f"the adapter's rank {state.rank} is above this worker's max_rank {self._max_rank}")
         self._held[policy] = _Held(lease, state, {parent.hash: 0})
+
+    def take_up(self, policy: str, lease: int, parent: wire.AdapterRef) -> bool:
+        """Take up ``policy`` from what was put aside of its version; False where there is nothing."""
+        export = self.aside.take(parent.hash)
+        if export is None:
+            return False
+        state = PolicyState.of(export, self._decoder.config, self._decoder.dtype, self._decoder.device)
+        self._held[policy] = _Held(lease, state, {parent.hash: 0})
+        return True
+
+    def rest(self, policy: str) -> None:
+        """:meth:`forget`, but the state stays aside if it is a version now: steps since are lost, as is a gradient."""
+        held = self._held.get(policy)
+        if held is not None:
+            for version, taken in held.marks.items():
+                if taken == held.taken:
+                    self.aside.put(version, held.state.export(self._base_model))
+                    break
+        self.forget(policy)
 
     def committed(self, policy: str, lease: int, ref: wire.AdapterRef) -> None:
         """The last export of ``policy`` is version ``ref`` now. Operations on their way may still name its parent."""
