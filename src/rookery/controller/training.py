@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -69,6 +70,25 @@ NOTHING = Forward(wire.encode(wire.Batch()), wire.Loss(name="cross_entropy"))
 """Adds a gradient of zero: what a step without one before it is taken on."""
 
 
+@dataclass
+class _Work:
+    """Operations under way at one worker, and since when there were any."""
+
+    operations: int = 0
+    _since: float = 0.0
+    _before: float = 0.0
+
+    def add(self, change: int, now: float) -> None:
+        if not self.operations:
+            self._since = now
+        self.operations += change
+        if not self.operations:
+            self._before += now - self._since
+
+    def seconds(self, now: float) -> float:
+        return self._before + (now - self._since if self.operations else 0.0)
+
+
 class Training:
     """Sends operations to training workers and matches their answers."""
 
@@ -83,8 +103,11 @@ class Training:
         self._ledger = ledger
         self._waiting: dict[str, tuple[Worker, asyncio.Future[wire.Done]]] = {}
         self._leases: dict[str, Worker] = {}
+        self._aside: dict[str, Worker] = {}
         self._change = asyncio.Event()
         self._on_trained: list[Callable[[Worker, str, str, float, float], None]] = []
+        self._on_operation: list[Callable[[Worker, Operation, wire.Done | None], None]] = []
+        self._work: dict[Worker, _Work] = {}
         self.unnamed: Counter[str] = Counter()
         """Artifacts that are durable and that a version is about to name. Equal content is one artifact, so retention
         must not delete one that another job just brought."""
@@ -98,12 +121,26 @@ class Training:
         out: tokens that carried the loss, seconds of computing."""
         self._on_trained.append(callback)
 
+    def on_operation(self, callback: Callable[[Worker, Operation, wire.Done | None], None]) -> None:
+        """Called when a worker was given an operation, without an answer, and again with its answer if that is good."""
+        self._on_operation.append(callback)
+
+    def under_way(self, worker: Worker) -> int:
+        """Operations that it was given and that are not over."""
+        work = self._work.get(worker)
+        return work.operations if work is not None else 0
+
+    def busy(self, worker: Worker) -> float:
+        """Seconds for which it has had at least one operation under way, on this connection."""
+        work = self._work.get(worker)
+        return work.seconds(self._clock.monotonic()) if work is not None else 0.0
+
     async def worker_for(self, policy: str, model: str) -> Worker:
-        """The worker that trains ``policy``: the one that does already, else the one with the fewest policies. Waits
-        for one; raises :class:`Unavailable` when none came in time."""
+        """The worker that trains ``policy``: the one that does already, else of the reserved ones, or where there are
+        none of all, the one with the fewest policies. Waits for one; raises :class:`Unavailable` when none came in
+        time."""
         deadline = self._clock.monotonic() + self._settings.worker_wait_seconds
         while True:
-        self._aside: dict[str, Worker] = {}
             able = {worker.name: worker for worker in self._fleet.serving("train", model)}
             held = self._leases.get(policy)
             if held is not None and held in able.values():
@@ -114,6 +151,7 @@ class Training:
             load = {name: holders.count(able[name]) for name in stay or able}
             name = lease(load, aside.name if aside is not None else None)
             if name is not None:
+                self._aside.pop(policy, None)
                 self._leases[policy] = able[name]
                 return able[name]
             self._change.clear()
@@ -131,8 +169,10 @@ class Training:
             if worker.state != "serving":
                 raise _TryElsewhere(f"worker {worker.name} is {worker.state}")
             self._fleet.post(worker, message)
-            async with asyncio.timeout(self._settings.silence_seconds):
-                done = await future
+            with self._works(worker):
+                self._tell(worker, message, None)
+                async with asyncio.timeout(self._settings.silence_seconds):
+                    done = await future
         except asyncio.CancelledError:
             self._fleet.post(worker, wire.Cancel(op=message.op))
             raise
@@ -150,8 +190,22 @@ class Training:
             tokens, seconds = done.metrics.get("tokens", 0.0), done.metrics.get("seconds", 0.0)
             for told in self._on_trained:
                 told(worker, message.tenant, message.policy, tokens, seconds)
+        self._tell(worker, message, done)
         return done
-                self._aside.pop(policy, None)
+
+    @contextmanager
+    def _works(self, worker: Worker) -> Iterator[None]:
+        """An operation is under way there."""
+        work = self._work.setdefault(worker, _Work())
+        work.add(1, self._clock.monotonic())
+        try:
+            yield
+        finally:
+            work.add(-1, self._clock.monotonic())
+
+    def _tell(self, worker: Worker, message: Operation, done: wire.Done | None) -> None:
+        for told in self._on_operation:
+            told(worker, message, done)
 
     async def retrying(self, policy: str, model: str, attempt: Callable[[Worker], Awaitable[T]]) -> T:
         """``attempt`` on the policy's worker, and on another one when that one is lost, a few times."""
@@ -240,6 +294,8 @@ class Training:
             if holder is worker and not future.done():
                 future.set_exception(_TryElsewhere(f"worker {worker.name} was lost"))
         self._leases = {policy: holder for policy, holder in self._leases.items() if holder is not worker}
+        self._aside = {policy: holder for policy, holder in self._aside.items() if holder is not worker}
+        self._work.pop(worker, None)
 
 
 class Trainee:
@@ -294,8 +350,6 @@ class Trainee:
     async def optimise(
         self, parent: wire.AdapterRef, adam: wire.Adam, *, commit: bool, scale: float = 1.0
     ) -> wire.Done:
-        self._aside = {policy: holder for policy, holder in self._aside.items() if holder is not worker}
-        self._work.pop(worker, None)
         """Step on ``scale`` times the gradient since the last step; without any, on zero. With ``commit`` the answer's
         manifest is durable."""
         entries: list[Forward | Optimise] = [] if self.begun else [NOTHING]
