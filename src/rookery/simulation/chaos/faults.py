@@ -40,8 +40,8 @@ class Plan:
     """Mean time until a machine is there again."""
     flush: float = 0.5
     latency: float = 0.01
-    slow_latency: float = 0.5
-    """Of one connection in ten."""
+    slow_latency: float = 1.5
+    """Of one connection in ten: its last frames come when the process has another one already."""
     pull: float = 0.5
     """Mean time of an adapter's pull; one worker in ten takes ten times as long."""
     operation: float = 0.6

@@ -8,7 +8,7 @@ The account kept here is a model of the promise, a few lines for each frame:
   number received never falls and grows by what arrived from the worker that it is with, and by nothing else.
 * **epochs** – a frame of an old epoch, or of a connection given up, changes nothing; epochs only grow.
 * **once** – a request ends once: with its whole text, an error that its engine sent, or its caller's cancellation.
-* **room** – no worker holds more than its rows and the few ahead.
+* **room** – no worker holds more than its rows and the few ahead, and what it brought along.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from rookery import wire
 from rookery.controller.controller import Controller
-from rookery.controller.rollouts import GenerationFailed, Reply, Request
+from rookery.controller.rollouts import AGAIN, GenerationFailed, Reply, Request
 from rookery.controller.worker import Worker
 from rookery.settings import Settings
 from rookery.simulation.chaos.events import Events
@@ -35,7 +35,7 @@ class Connection:
     epoch: int
     alive: bool = True
     requests: dict[str, Account] = field(default_factory=dict)
-    """With the worker now."""
+    """With the worker now, by what it calls them."""
 
 
 @dataclass(eq=False)
@@ -50,6 +50,10 @@ class Account:
     """Its whole text …"""
     finish: str
     """… and how that ends."""
+    switches: bool
+    """Whether it may change its version while it runs."""
+    name: str = ""
+    """What its present holder calls it."""
     refs: set[tuple[str, int]] = field(default_factory=set)
     """Versions that it was given."""
     received: int = 0
@@ -57,6 +61,8 @@ class Account:
     taken: int = 0
     """Tokens that the controller has shown to have."""
     holder: Connection | None = None
+    name: str = ""
+    """What the holder calls it."""
     asked: bool = False
     """Somebody waits for it."""
     failed: bool = False
@@ -109,7 +115,7 @@ class Requests:
         except BaseException as error:
             account.asked = False
             if account.holder is not None:
-                account.holder.requests.pop(account.id, None)
+                account.holder.requests.pop(account.name, None)
                 account.holder = None
             if isinstance(error, GenerationFailed) and not account.failed and not self._over:
                 self._events.fail("once", f"{account.id} failed, its engine sent no error: {error}", account.id)
@@ -129,7 +135,7 @@ class Requests:
             self._events.fail("once", f"{request.id} is sampled again after its end", request.id)
         if account is None or account.ended:
             tokens, _, finish = text(request.seed, request.max_tokens)
-            account = Account(request.id, request.job, run, tokens, finish)
+            account = Account(request.id, request.job, run, tokens, finish, request.in_flight != "finish")
             self._accounts[request.id] = account
         account.run, account.asked = run, True
         if request.adapter is not None:
@@ -150,6 +156,8 @@ class Requests:
         else:
             versions = {version for _, version in account.refs}
             wrong = {version for version in reply.versions[known:] if version not in versions}
+            if account.switches:  # a worker may have begun it under an older one, for the controller before this one
+                wrong = {version for version in wrong if version > max(versions)}
             if wrong:
                 self._events.fail("tokens", f"{account.id}: tokens of versions {wrong}, given {versions}", account.id)
         account.taken = count
@@ -223,9 +231,10 @@ class Requests:
         if message.adapter is not None:
             account.refs.add((message.adapter.policy, message.adapter.version))
             self._lasting.named(message.adapter, "Generate")
-        account.holder = connection
+        account.holder, account.name = connection, message.request
         connection.requests[message.request] = account
-        if len(connection.requests) > connection.worker.hello.max_rows + self._ahead:
+        claims = connection.worker.hello.running
+        if len(connection.requests) > connection.worker.hello.max_rows + self._ahead + len(claims):
             self._events.fail("room", f"{name} holds {len(connection.requests)} requests", name)
 
     def _lost(self, worker: Worker, reason: str) -> None:
@@ -269,7 +278,8 @@ class Requests:
 
     def _state(self, connection: Connection) -> tuple[Any, ...]:
         worker = connection.worker
-        return (self._rollouts.sampled, self._rollouts.migrated, self._fleet.losses, worker.state)
+        heard = worker.last_beat if worker.state in ("suspect", "gone") else 0.0  # one that drains is heard still
+        return (self._rollouts.sampled, self._rollouts.migrated, self._fleet.losses, worker.state, heard)
 
     def _output(self, connection: Connection, message: wire.Output) -> None:
         self._events.note("output", connection.worker.name, *[(c.offset, len(c.tokens)) for c in message.chunks])

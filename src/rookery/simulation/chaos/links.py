@@ -98,11 +98,13 @@ class Wire:
         return found[0]
 
     async def close(self, reason: str) -> None:
-        """What has arrived is read still, as a server does."""
-        if not self.shut:
+        """What is under way from the peer may still arrive first, as it does where a server closes."""
+        if self.shut:
+            return
+        if not self.over:
             self.cut()
-            self._arrived.append(None)
-            self._wake()
+        elif None not in self._up and None not in self._arrived:
+            self._end_up()
 
     # --- the peer's end -----------------------------------------------------------------------------------------------
 

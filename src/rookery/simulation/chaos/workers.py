@@ -326,6 +326,7 @@ class Process(Timers):
             return
         waiting = self.pulls.pop(digest)
         if not self.site.calm and dice.chance(self.site.plan.pull_failures):
+            self.say(wire.Missing(epoch=0, hash=digest, error="the network is unreachable"))
             for name in waiting:
                 if (held := self.held.pop(name, None)) is not None and not held.ready:
                     self.say(wire.Output(epoch=0, chunks=[self._chunk(held, held.at, held.at, "abort")]))
