@@ -215,6 +215,9 @@ class LossSpec(Checked):
         return {**LOSS_PARAMETERS[self.name], **{k: float(v) for k, v in (self.model_extra or {}).items()}}
 
 
+InFlight = Literal["finish", "switch", "recompute"]
+
+
 class AlgorithmSpec(Part):
     """How rewards become gradients."""
 
@@ -225,7 +228,7 @@ class AlgorithmSpec(Part):
     max_staleness: int = Field(0, ge=0, le=64)
     """Optimizer steps that may lie between the version a group began on and the one it trains; 0 is on-policy: every
     token of a step was sampled by the version that the step begins from."""
-    in_flight: Literal["finish", "switch", "recompute"] = "finish"
+    in_flight: InFlight = "finish"
     """What running episodes do when a new version is published: finish on the version they began on; switch to the new
     one at their next token, keeping the attention cache; or switch and compute the cache anew. Every token carries its
     own version in all three, and a group is as old as its oldest token."""

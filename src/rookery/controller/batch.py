@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from rookery import wire
 from rookery.algorithms.advantages import advantages, step_scale, token_weights
@@ -25,6 +26,8 @@ class CompleteGroup:
     """Optimizer step of the oldest version among its tokens."""
     min_version: int
     outcomes: list[Outcome]
+    sampled: Mapping[int, int] = field(default_factory=dict)
+    """Tokens by the optimizer step of the version that sampled them."""
 
     @property
     def rewards(self) -> list[float]:
@@ -68,11 +71,14 @@ def scale(spec: JobSpec, groups: Sequence[CompleteGroup]) -> float:
 
 
 def describe(groups: Sequence[CompleteGroup], step: int) -> dict[str, float]:
-    """A step's figures that come from its groups: rewards and their parts, lengths, staleness, and how long a mean
-    episode was in which stage."""
+    """A step's figures that come from its groups: rewards and their parts, lengths, staleness, which versions sampled,
+    and how long a mean episode was in which stage."""
     outcomes = [outcome for group in groups for outcome in group.outcomes]
     rewards = [outcome.reward for outcome in outcomes]
     lengths = [outcome.own for outcome in outcomes]
+    lags: Counter[int] = Counter()
+    for group in groups:
+        lags.update({step - sampler: count for sampler, count in group.sampled.items()})
     row = {
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
@@ -84,6 +90,8 @@ def describe(groups: Sequence[CompleteGroup], step: int) -> dict[str, float]:
         "turns_mean": statistics.fmean(len(outcome.replies) for outcome in outcomes),
         "staleness_mean": statistics.fmean(step - group.step for group in groups),
         "staleness_max": float(max(step - group.step for group in groups)),
+        "versions_mean": statistics.fmean(len(outcome.versions) for outcome in outcomes),
+        **{f"lag_share/{lag}": count / lags.total() for lag, count in sorted(lags.items())},
         **{f"seconds/{name}": statistics.fmean(o.seconds.get(name, 0.0) for o in outcomes) for name in STAGES},
     }
     names = sorted({name for outcome in outcomes for name in outcome.metrics})

@@ -5,6 +5,7 @@
 * Completed turns are handed to ``save`` before the environment hears of them. An episode goes on from its saved turns:
   they are told to the environment again, which answers from memory if it is the same process, or replays them if it
   declared itself deterministic.
+* A reply begins with the version that its job says, and may end on a newer one; every token keeps its own.
 * The environment is kept until :meth:`Episode.close`, to be called when the episode's end is stored; one that is
   cancelled is not closed, so that it can be gone on with.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import msgspec
@@ -24,7 +26,7 @@ from rookery.controller.ports import Clock
 from rookery.controller.rollouts import Request, Rollouts
 from rookery.controller.trajectory import Outcome, SaidTurn, Trajectory, derive
 from rookery.errors import RookeryError
-from rookery.spec import JobSpec
+from rookery.spec import InFlight, JobSpec
 from rookery.text.chat import Chat
 
 REPLAY_LIMIT = 3
@@ -61,7 +63,8 @@ class Episode:
     """The environment's options, datasets resolved."""
     model: str
     chat: Chat
-    adapter: wire.AdapterRef | None
+    adapter: Callable[[], AbstractContextManager[wire.AdapterRef]]
+    """The version that the next reply begins with; it stays available within."""
     prompt: bytes
     seed: int
     environment_seed: int
@@ -74,6 +77,8 @@ class Episode:
     said: list[SaidTurn] = field(default_factory=list)
     instance: str = ""
     """The host instance that ran the saved turns."""
+    in_flight: InFlight = "finish"
+    """What a reply does when a newer version is published."""
     resumable: bool = True
     """Its turns are saved; one without begins with a new environment each time."""
     splits: int = 0
@@ -179,24 +184,26 @@ class Episode:
         self.phases.engine += 1
         began = self.clock.monotonic()
         try:
-            reply = await self.rollouts.sample(
-                Request(
-                    id=f"{self.id}.{turn}",
-                    tenant=self.tenant,
-                    job=self.job,
-                    model=self.model,
-                    adapter=self.adapter,
-                    prompt=sequence,
-                    shared=len(trajectory.prompt),
-                    max_tokens=min(sampling.max_tokens, self.chat.context - len(sequence)),
-                    temperature=sampling.temperature,
-                    seed=derive(self.seed, turn),
-                    stop_tokens=self.chat.stop_tokens,
-                    stop=sampling.stop,
-                    continues=turn > 0,
-                    episode=self.id,
+            with self.adapter() as adapter:
+                reply = await self.rollouts.sample(
+                    Request(
+                        id=f"{self.id}.{turn}",
+                        tenant=self.tenant,
+                        job=self.job,
+                        model=self.model,
+                        adapter=adapter,
+                        prompt=sequence,
+                        shared=len(trajectory.prompt),
+                        max_tokens=min(sampling.max_tokens, self.chat.context - len(sequence)),
+                        temperature=sampling.temperature,
+                        seed=derive(self.seed, turn),
+                        stop_tokens=self.chat.stop_tokens,
+                        stop=sampling.stop,
+                        continues=turn > 0,
+                        episode=self.id,
+                        in_flight=self.in_flight,
+                    )
                 )
-            )
         finally:
             self.phases.engine -= 1
         self.seconds["queue"] += reply.queued

@@ -5,6 +5,7 @@ What is drawn depends on the job's seed and on the thing's place alone, so it is
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import msgspec
@@ -13,9 +14,9 @@ from rookery import wire
 from rookery.controller.episode import Episode
 from rookery.controller.policy import Policy
 from rookery.controller.progress import Progress
-from rookery.controller.trajectory import SaidTurn, derive, turns_decoder
+from rookery.controller.trajectory import SaidTurn, derive, said_before
 from rookery.controller.world import World
-from rookery.spec import JobSpec
+from rookery.spec import InFlight, JobSpec
 from rookery.storage.rows import EpisodeRow, JobRow
 from rookery.text.chat import Chat
 
@@ -83,15 +84,25 @@ class Episodes:
         seed: int,
         environment_seed: int,
         row: EpisodeRow | None = None,
+        in_flight: InFlight = "finish",
     ) -> Episode:
-        """An episode under ``ref``; with ``row`` its turns are stored there and those stored before are taken up."""
-        world, progress = self.world, self.progress
+        """An episode under ``ref``, which whoever runs it keeps available; or, where it does not finish on its version,
+        under the newest one at any time. With ``row`` its turns are stored there and those stored before are taken
+        up."""
+        world, progress, policy = self.world, self.progress, self.policy
+
+        def adapter() -> AbstractContextManager[wire.AdapterRef]:
+            if in_flight == "finish":
+                return nullcontext(ref)
+            assert policy.head is not None
+            return policy.pinned(policy.head.version)
 
         async def save(said: list[SaidTurn], instance: str) -> None:
             progress.sampled(len(said[-1].tokens))
             if row is not None:
                 turns = msgspec.msgpack.encode(said)
-                await progress.store(world.database.save_turns, id, turns, version=ref.version, host_instance=instance)
+                version = next((version for turn in said for version in turn.versions), ref.version)
+                await progress.store(world.database.save_turns, id, turns, version=version, host_instance=instance)
 
         return Episode(
             id=id,
@@ -102,7 +113,7 @@ class Episodes:
             options=self._options,
             model=self.spec.base_model,
             chat=self._chat,
-            adapter=ref,
+            adapter=adapter,
             prompt=prompt,
             seed=seed,
             environment_seed=environment_seed,
@@ -111,7 +122,8 @@ class Episodes:
             clock=world.clock,
             phases=progress.phases,
             save=save,
-            said=turns_decoder.decode(row.turns) if row is not None and row.turns else [],
+            said=said_before(row.turns) if row is not None else [],
             instance=row.host_instance if row is not None else "",
+            in_flight=in_flight,
             resumable=row is not None,
         )

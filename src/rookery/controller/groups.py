@@ -3,13 +3,15 @@
 * A group is stored with its prompt before it runs, so a restart neither skips nor repeats one.
 * A group that is too old, or came from a version whose bytes were lost, is dropped and counted, never trained on. One
   whose members mostly failed is replaced.
-* Retention leaves a version alone while a group runs on it.
+* Retention leaves a version alone while a group finishes on it. A group that does not finish on its version goes on
+  with the newest, also after a restart.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -23,7 +25,7 @@ from rookery.controller.episodes import Episodes
 from rookery.controller.hosts import EnvironmentFailed
 from rookery.controller.pulse import Pulse
 from rookery.controller.rollouts import GenerationFailed
-from rookery.controller.trajectory import Outcome, outcome_decoder
+from rookery.controller.trajectory import Outcome, outcome_decoder, said_before
 from rookery.errors import RookeryError
 from rookery.scheduling.failing import FailureWindow
 from rookery.scheduling.staleness import Ready, choose
@@ -46,6 +48,7 @@ class Groups:
         self._world = episodes.world
         self._row = episodes.row
         self._spec = episodes.spec
+        self._in_flight = episodes.spec.algorithm.in_flight
         self._policy = episodes.policy
         self._progress = episodes.progress
         self._changed = changed
@@ -69,10 +72,14 @@ class Groups:
         for group in await world.ledger(world.database.ready_groups, self._row.id):
             outcomes = [outcome_decoder.decode(e.trajectories) for e in group.episodes if e.state == "done"]
             self.ready.append(self._complete(group, outcomes))
-        lost = {version.version for version in self._policy.history if version.lost}
-        orphans = [group for group in self.ready if any(lost & outcome.versions for outcome in group.outcomes)]
+        orphans = [group for group in self.ready if any(self._lost & outcome.versions for outcome in group.outcomes)]
         if orphans:
             await self._drop(orphans, "its version was lost")
+
+    @property
+    def _lost(self) -> set[int]:
+        """Versions whose bytes were lost."""
+        return {version.version for version in self._policy.history if version.lost}
 
     async def resume(self, tasks: asyncio.TaskGroup) -> None:
         """Go on with the open groups of an earlier run."""
@@ -85,9 +92,13 @@ class Groups:
                 self._start(tasks, group, version)
 
     def _version_of(self, group: GroupRow) -> int | None:
-        """The version that a group of an earlier run goes on with. Where its own was lost it begins on the head, unless
-        something was sampled from the lost one: then None."""
+        """The version that a group of an earlier run goes on with: its own, or the head if it changes over. If its own
+        was lost it begins on the head, unless something was sampled from a lost one: then None."""
         assert self._policy.head is not None
+        if self._in_flight != "finish":
+            said = [turn for episode in group.episodes for turn in said_before(episode.turns)]
+            sampled = any(self._lost.intersection(turn.versions) for turn in said)
+            return None if sampled else self._policy.head.version
         row = self._policy.version(min(e.version for e in group.episodes if e.version is not None))
         if row is not None and row.kept:
             return row.version
@@ -155,7 +166,9 @@ class Groups:
 
     def _start(self, tasks: asyncio.TaskGroup, group: GroupRow, version: int) -> None:
         pin = ExitStack()  # from now on, not from when the task first runs
-        task = tasks.create_task(self._run(group, pin.enter_context(self._policy.pinned(version))))
+        if self._in_flight == "finish":
+            pin.enter_context(self._policy.pinned(version))
+        task = tasks.create_task(self._run(group, self._policy.ref(version)))
         self._running.add(task)
         task.add_done_callback(self._ended)
         task.add_done_callback(lambda _: pin.close())
@@ -196,8 +209,9 @@ class Groups:
             return outcome_decoder.decode(row.trajectories) if row.state == "done" else None
         self._untrimmed += 1
         episode = self._episodes.episode(
-            id=row.id, ref=ref, prompt=group.prompt, seed=row.seed, environment_seed=group.seed, row=row
-        )
+            id=row.id, ref=ref, prompt=group.prompt, seed=row.seed, environment_seed=group.seed, row=row,
+            in_flight=self._in_flight,
+        )  # fmt: skip
         try:
             outcome = await episode.run()
         except (EpisodeFailed, GenerationFailed) as error:
@@ -219,14 +233,19 @@ class Groups:
             trajectories=msgspec.msgpack.encode(outcome),
             reward=outcome.reward,
             metrics=outcome.metrics,
-            version=ref.version,
+            version=min(outcome.versions, default=ref.version),
         )
         episode.close()
         return outcome
 
     def _complete(self, group: GroupRow, outcomes: list[Outcome]) -> CompleteGroup:
-        oldest = min((version for outcome in outcomes for version in outcome.versions), default=0)
-        return CompleteGroup(group.id, group.ordinal, self._policy.step_of(oldest), oldest, outcomes)
+        sampled: Counter[int] = Counter()
+        for outcome in outcomes:
+            sampled.update(outcome.sampled)
+        oldest, steps = min(sampled, default=0), Counter[int]()
+        for version, count in sampled.items():
+            steps[self._policy.step_of(version)] += count
+        return CompleteGroup(group.id, group.ordinal, self._policy.step_of(oldest), oldest, outcomes, steps)
 
     # --- handed out, let go -------------------------------------------------------------------------------------------
 

@@ -86,6 +86,9 @@ class Job:
 
     async def run(self) -> str:
         """Train until a stop condition holds; answers which."""
+        seeding, policy = self.world.seeding, self.policy.row.id
+        algorithm = self.spec.algorithm
+        seeding.join(policy, overlaps=algorithm.max_staleness > 0 or algorithm.micro_batch > 0)
         try:
             await self._begin()
             async with asyncio.TaskGroup() as tasks:
@@ -107,6 +110,7 @@ class Job:
             return reason
         finally:
             self._trainee.forget()
+            seeding.leave(policy)
 
     async def _begin(self) -> None:
         """Find or make the version to start from, and what an earlier run left."""
@@ -193,6 +197,7 @@ class Job:
             "lr": optimizer.lr,
             "seconds/waiting": step.waited,
             "seconds/train": step.trained,
+            **self.world.seeding.figures(self.policy.row.id),
             "tokens_sampled": progress.counters["tokens"],
             "cost": self.world.billing.cost(self.row.tenant, self.row.id),
         }
@@ -240,11 +245,14 @@ class Job:
         self._trainee.committed(ref)
 
     async def _publish(self) -> None:
-        """The committed steps become visible, the next groups run on the new version; what is not needed any more
-        goes."""
+        """The committed steps become visible, the next groups run on the new version, and so do those under way if the
+        job says so; what is not needed any more goes."""
         assert self.policy.head is not None
         version = self.policy.head.version
-        self.world.fleet.announce(self.spec.base_model, self.policy.ref(version))
+        ref, in_flight = self.policy.ref(version), self.spec.algorithm.in_flight
+        self.world.fleet.announce(self.spec.base_model, ref)
+        if in_flight != "finish":
+            self.world.rollouts.switch(self.row.id, ref, recompute=in_flight == "recompute")
         for taken in self._taken:
             await self.progress.show({**taken.metrics, "version": version})
         self._taken.clear()

@@ -7,7 +7,9 @@ begins, and the episode has several.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 
 import msgspec
 
@@ -76,8 +78,14 @@ class Outcome(msgspec.Struct):
     worker), ``generation`` (they were with one), ``environment`` (it was asked)."""
 
     @property
+    def sampled(self) -> Counter[int]:
+        """How many of its tokens each version sampled."""
+        versions = chain.from_iterable(trajectory.versions for trajectory in self.trajectories)
+        return Counter(version for version in versions if version >= 0)
+
+    @property
     def versions(self) -> set[int]:
-        return {version for trajectory in self.trajectories for version in trajectory.versions if version >= 0}
+        return set(self.sampled)
 
     @property
     def own(self) -> int:
@@ -86,6 +94,11 @@ class Outcome(msgspec.Struct):
 
 turns_decoder = msgspec.msgpack.Decoder(list[SaidTurn])
 outcome_decoder = msgspec.msgpack.Decoder(Outcome)
+
+
+def said_before(turns: bytes) -> list[SaidTurn]:
+    """The completed turns that are stored with an episode."""
+    return turns_decoder.decode(turns) if turns else []
 
 
 def derive(*parts: object) -> int:
