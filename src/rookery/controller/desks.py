@@ -1,15 +1,19 @@
 """What each worker was given and has not ended, and who takes the next request.
 
 * A worker is given requests while it may be given work and its gate is open; one that catches up only for adapters
-  that it holds. What somebody waits for passes the gate, and has a room of its own: a share of each worker's rows.
+  that it holds, one that is slow to get a version not for that. What somebody waits for passes the gate, and has a room
+  of its own: a share of each worker's rows.
 * How many of its requests decode is known from their first tokens and from its beats, as
   :func:`rookery.scheduling.balancing.load` says.
-* Nothing here costs more the more workers or requests there are.
+* Nothing here costs more the more workers or requests there are; a choice looks at the different sets of adapters that
+  slow workers lack.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rookery import wire
@@ -21,9 +25,9 @@ from rookery.scheduling.board import Board
 from rookery.scheduling.plateau import Plateau
 from rookery.settings import Settings
 
-ANY, ALL, BASE = "any", "all", "base"
-"""Lanes: of whoever takes something, of those who take everything, of those who take the base model; the others are
-named by an adapter's hash."""
+ANY, BASE = "any", "base"
+"""Lanes: of whoever takes something, of those who catch up and take the base model. Others are those of who catches up
+and holds an adapter, by its hash, and those of who serves, by what they lack (:func:`_lacking`)."""
 
 
 @dataclass(eq=False)
@@ -37,6 +41,8 @@ class Desk:
     ahead: int = 0
     takes: frozenset[str] = frozenset()
     """The lanes in which it stands."""
+    lacks: frozenset[str] | None = None
+    """Of a serving worker: what it takes no requests for."""
     gate: bool = True
     beat: wire.Beat | None = None
     since: float = 0.0
@@ -67,6 +73,8 @@ class Desks:
         self._desks: dict[str, Desk] = {}
         self._common: dict[str, Board] = {}
         self._express: dict[str, Board] = {}
+        self._lacks: dict[str, Counter[frozenset[str]]] = {}
+        """By model: what serving workers lack, and how many of them lack just that."""
         self._plateaus: dict[tuple[str, str, str], Plateau] = {}
 
     def workers(self) -> list[Worker]:
@@ -86,9 +94,11 @@ class Desks:
         if not works:
             desk.takes = frozenset()
         elif worker.state == "serving":
-            desk.takes = frozenset({ANY, ALL})
+            desk.takes = frozenset({ANY, _lacking(worker.lacks)})
         else:
             desk.takes = frozenset({ANY, BASE, *worker.holds})
+        lacks = worker.lacks if worker.state == "serving" else None
+        self._count(desk, lacks)
         desk.gate = gate
         self._put(desk, True)
 
@@ -98,6 +108,7 @@ class Desks:
         if desk is None:
             return []
         del self._desks[worker.name]
+        self._count(desk, None)
         for boards in (self._common, self._express):
             boards[worker.hello.model].drop(worker.name)
         return list(desk.held)
@@ -172,7 +183,7 @@ class Desks:
 
     def choose(self, live: Live, ahead: bool) -> Worker | None:
         """The worker for a request in the common room, or in that of those who go ahead."""
-        return self._select(live.request.model, ahead, _lanes(live))
+        return self._select(live.request.model, ahead, self._lanes(live))
 
     def uneven(self, model: str) -> Moving | None:
         """Requests that another worker would begin at once, by :func:`rookery.scheduling.balancing.balance`; of the
@@ -187,17 +198,33 @@ class Desks:
         else:
             able = [live for live in able if not live.decoding]
         for number, live in enumerate(able):
-            move = balance(board.fullest(), board.first(_lanes(live)))
+            move = balance(board.fullest(), board.first(self._lanes(live)))
             if move is not None:
                 target = self._desks[move.target].worker
                 going = [live for live in able[number:] if target.takes(live.request.adapter)]
                 return Moving(target, going[: move.count])
         return None
 
-    def _select(self, model: str, ahead: bool, lanes: tuple[str, ...]) -> Worker | None:
+    def _select(self, model: str, ahead: bool, lanes: Sequence[str]) -> Worker | None:
         board = (self._express if ahead else self._common).get(model)
         name = select(board.first(lanes), 0 if ahead else self._theta) if board is not None else None
         return self._desks[name].worker if name is not None else None
+
+    def _lanes(self, live: Live) -> list[str]:
+        """Those whose workers take the request."""
+        adapter = live.request.adapter
+        needs = adapter.hash if adapter is not None else BASE
+        return [needs, *(_lacking(lacks) for lacks in self._lacks.get(live.request.model, ()) if needs not in lacks)]
+
+    def _count(self, desk: Desk, lacks: frozenset[str] | None) -> None:
+        counts = self._lacks.setdefault(desk.worker.hello.model, Counter())
+        if desk.lacks is not None:
+            counts[desk.lacks] -= 1
+            if not counts[desk.lacks]:
+                del counts[desk.lacks]
+        if lacks is not None:
+            counts[lacks] += 1
+        desk.lacks = lacks
 
     def _put(self, desk: Desk, express: bool = False) -> None:
         """What is known of the worker has changed; with ``express`` also in the room of those who go ahead."""
@@ -220,6 +247,6 @@ class Desks:
         return desk if desk is not None and desk.worker is worker else None
 
 
-def _lanes(live: Live) -> tuple[str, str]:
-    adapter = live.request.adapter
-    return ALL, adapter.hash if adapter is not None else BASE
+def _lacking(hashes: Iterable[str]) -> str:
+    """The lane of those who serve and lack just these adapters."""
+    return " ".join(["lacks", *sorted(hashes)])
