@@ -278,3 +278,33 @@ def test_using_it_wrongly_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("jobs", "show") == 2
     assert call("--help") == 0
     assert "Exit codes" in capsys.readouterr().out
+
+
+def test_tenants_their_keys_and_costs(
+    here: Path, service: Embedded, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call("tenants", "add", "ada") == 0
+    assert call("tenants", "key", "ada", "--label", "laptop") == 0
+    key = capsys.readouterr().out.splitlines()[-1]
+    assert call("tenants", "keys", "ada", "--json") == 0
+    (row,) = lines(capsys.readouterr().out)
+    assert row["label"] == "laptop" and row["revoked"] is None and key not in str(row)
+    with monkeypatch.context() as others:
+        others.setenv("ROOKERY_KEY", key)
+        assert call("jobs", "list") == 0
+        for refused in (("tenants", "list"), ("costs",), ("tenants", "revoke", "ada", row["id"])):
+            assert call(*refused) == 2
+        assert "administrator" in capsys.readouterr().err
+    assert call("tenants", "revoke", "ada", row["id"]) == 0
+    assert f"key {row['id']} (laptop) is revoked" in capsys.readouterr().out
+    with monkeypatch.context() as others:
+        others.setenv("ROOKERY_KEY", key)
+        assert call("jobs", "list") == 2
+    assert call("tenants", "keys", "ada") == 0 and call("tenants", "list") == 0 and call("costs") == 0
+    said = capsys.readouterr().out
+    assert "laptop" in said and "ada" in said and "idle" in said
+    assert call("tenants", "keys", "nobody") == 2
+    assert "no tenant 'nobody'" in capsys.readouterr().err
+    assert call("costs", "--json") == 0
+    (told,) = lines(capsys.readouterr().out)
+    assert {row["name"] for row in told["tenants"]} >= {"admin", "ada"}

@@ -63,6 +63,23 @@ async def test_a_killed_child_is_started_again_and_stop_ends_all(tmp_path: Path)
     assert not psutil.pid_exists(second)
 
 
+async def test_a_large_log_makes_room_for_a_new_one_and_one_old_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rookery.cluster.local.LOG_BYTES", 1000)
+    path = tmp_path / "logs" / "faithful.log"
+    for life in range(3):
+        processes = LocalProcesses([child(tmp_path, "faithful", FAITHFUL)], tmp_path / "logs", stop_seconds=30)
+        await processes.start()
+        await until(lambda: path.exists() and path.read_text() == "up\n")
+        await processes.stop()
+        with path.open("a") as file:
+            file.write(f"life {life} " + "x" * 1000)
+    old = path.with_name("faithful.log.1").read_text()
+    assert "life 1" in old and "life 0" not in old
+    assert sorted(p.name for p in path.parent.iterdir()) == ["faithful.log", "faithful.log.1"]
+
+
 async def test_stop_kills_what_ignores_it_or_is_stopped(tmp_path: Path) -> None:
     children = [child(tmp_path, "stubborn", STUBBORN), child(tmp_path, "halted", FAITHFUL)]
     processes = LocalProcesses(children, tmp_path / "logs", stop_seconds=0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
 import random
@@ -17,7 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import select, text, update
 
+from faces import served
+from rookery.client import Client
 from rookery.errors import Conflict, NotFound, Unavailable, UserError
+from rookery.service.run import Service
+from rookery.settings import Settings
 from rookery.storage import schema
 from rookery.storage.database import Database
 from rookery.storage.keys import hash_key, new_key
@@ -509,6 +514,78 @@ def test_another_tenants_things_are_not_there(database: Database) -> None:
     assert database.get_upload("alice", "dataset", "d" * 64).created == 0.0
     with pytest.raises(NotFound):
         database.get_upload("bob", "adapter", "d" * 64)
+
+
+# --- one service ------------------------------------------------------------------------------------------------------
+
+
+def fresh_database(server: str) -> str:
+    """The URL of an empty one."""
+    name = f"d{uuid.uuid4().hex}"
+    with connected(server.replace("NAME", "postgres"), isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(text(f"CREATE DATABASE {name}"))
+    return server.replace("NAME", name)
+
+
+def test_a_claimed_database_is_refused_to_others_until_its_claim_ends(postgres: str) -> None:
+    url = fresh_database(postgres)
+    one, other, elsewhere = Database(url), Database(url), Database(fresh_database(postgres))
+    for database in (one, other, elsewhere):
+        database.create()
+    one.claim()
+    one.claim()
+    elsewhere.claim()
+    with pytest.raises(UserError, match="in use by another service") as refused:
+        other.claim()
+    assert len(str(refused.value).splitlines()) == 1
+    one.close()
+    other.claim()
+
+    # The claim's connection is cut, as when the server restarts: it is taken again, unless somebody was faster.
+    kill = text("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND database ="
+                " (SELECT oid FROM pg_database WHERE datname = current_database())")  # fmt: skip
+    with connected(url) as connection:
+        connection.execute(kill)
+    other.claim()
+    with pytest.raises(UserError, match="in use"):
+        one.claim()
+    with connected(url) as connection:
+        connection.execute(kill)
+    one.claim()
+    with pytest.raises(UserError, match="in use"):
+        other.claim()
+    for database in (one, other, elsewhere):
+        database.close()
+
+
+def test_a_second_service_on_the_same_postgresql_is_refused(postgres: str, tmp_path: Path) -> None:
+    url = fresh_database(postgres)
+    with served(tmp_path / "one", database=url), pytest.raises(UserError, match="in use by another service"):
+        served(tmp_path / "two", database=url).__enter__()
+    with served(tmp_path / "two", database=url) as again:
+        assert Client(again.url, again.key).jobs() == []
+
+
+def test_a_service_whose_database_was_taken_ends(
+    postgres: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rookery.service.run.CLAIM_SECONDS", 0.05)
+    url = fresh_database(postgres)
+
+    async def main() -> None:
+        settings = Settings.load({}, data=tmp_path, port=0, models="", workers=0, database=url)
+        async with Service(settings) as service:
+            serving = asyncio.ensure_future(service.serving())
+            with connected(url) as connection:  # what frees it has it, in one go
+                connection.execute(text(
+                    "SELECT pg_terminate_backend(pid), pg_advisory_lock(objid::bigint | (classid::bigint << 32))"
+                    " FROM pg_locks WHERE locktype = 'advisory' AND database ="
+                    " (SELECT oid FROM pg_database WHERE datname = current_database())"
+                ))  # fmt: skip
+                with pytest.raises(UserError, match="in use by another service"):
+                    await serving
+
+    asyncio.run(main())
 
 
 # --- odd values, odd places -------------------------------------------------------------------------------------------

@@ -24,8 +24,10 @@ from websockets.sync.client import connect
 import rookery
 from faces import MODEL, ScriptedWorker, adapter_files, job, served, tokenizer
 from rookery import wire
+from rookery.service.admin_face import KEY_ID
 from rookery.service.app import build
 from rookery.service.embedded import Embedded
+from rookery.storage.keys import hash_key
 
 PATIENCE = 120.0
 """Seconds after which a test that waits gives up: far more than anything here takes on a busy machine."""
@@ -38,6 +40,7 @@ WITHOUT_IDS = {
     "GET /api/v1/models": "test_lists_hold_the_tenants_own_things_alone",
     "GET /api/v1/health": "test_lists_hold_the_tenants_own_things_alone",
     "GET /api/v1/workers": "test_lists_hold_the_tenants_own_things_alone",
+    "GET /api/v1/costs": "test_lists_hold_the_tenants_own_things_alone",
     "GET /api/v1/tenants": "test_lists_hold_the_tenants_own_things_alone",
     "GET /v1/models": "test_lists_hold_the_tenants_own_things_alone",
     "GET /healthz": "test_lists_hold_the_tenants_own_things_alone",
@@ -196,9 +199,10 @@ def test_every_route_is_tried() -> None:
 def test_anothers_ids_answer_exactly_as_unknown_ones(town: Town, method: str, path: str) -> None:
     before = town.adas()
     none = "0" * 64
-    nobodys = ids(f"job-{'0' * 24}", f"tenant-{'0' * 24}", none, none[: len(town.worker.uploads[-1])])
+    nobodys = ids(f"job-{'0' * 24}", f"tenant-{'0' * 24}", none, none[: len(town.worker.uploads[-1])], none[:KEY_ID])
     for id in (town.done["id"], town.paused):
-        theirs = ids(id, town.tenant, town.versions[-1]["hash"], town.worker.uploads[-1])
+        key = hash_key(town.keys["ada"])[:KEY_ID]
+        theirs = ids(id, town.tenant, town.versions[-1]["hash"], town.worker.uploads[-1], key)
         for action in ("pause", "resume", "cancel") if "{action}" in path else ("",):
             answers = []
             for given in (theirs, nobodys):
@@ -216,16 +220,17 @@ def test_anothers_ids_answer_exactly_as_unknown_ones(town: Town, method: str, pa
     assert town.adas() == before
 
 
-NAMES = ("job", "tenant", "digest", "ticket")
+NAMES = ("job", "tenant", "digest", "ticket", "key")
 
 
-def ids(job: str, tenant: str, digest: str, ticket: str) -> dict[str, str]:
+def ids(job: str, tenant: str, digest: str, ticket: str, key: str) -> dict[str, str]:
     """What a path names, by parameter. A parameter that is not here is a new one: say what it means."""
     return {
         "job": job,
         "tenant": tenant,
         "digest": digest,
         "ticket": ticket,
+        "key": key,
         "policy": "main",
         "version": "1",
         "name": "adapter_config.json",
@@ -244,11 +249,36 @@ def test_lists_hold_the_tenants_own_things_alone(town: Town) -> None:
                 text = client.get(path).text
                 assert not [secret for secret in hidden if secret in text], route
     assert town.bob.get("/api/v1/jobs").json() == []
-    for path in ("/api/v1/workers", "/api/v1/tenants"):
+    for path in ("/api/v1/workers", "/api/v1/tenants", "/api/v1/costs"):
         assert town.bob.get(path).status_code == 403
     assert town.bob.post("/api/v1/tenants", json={"name": "mallory"}).status_code == 403
     assert "mallory" not in town.admin.get("/api/v1/tenants").text
     assert town.keys["ada"] not in town.admin.get("/api/v1/tenants").text
+
+
+def test_a_revoked_key_opens_nothing_and_its_tenants_other_keys_do(town: Town) -> None:
+    keys = f"/api/v1/tenants/{town.tenant}/keys"
+    made = town.admin.post(keys, json={"label": "lost"}).json()["key"]
+    (row,) = [row for row in town.admin.get(keys).json() if row["label"] == "lost"]
+    assert row["revoked"] is None and row["created"] > 0
+    assert made not in town.admin.get(keys).text and hash_key(made) not in town.admin.get(keys).text
+    lost = httpx.Client(base_url=town.service.url, headers={"X-API-Key": made})
+    assert lost.get("/api/v1/jobs").json() == town.ada.get("/api/v1/jobs").json()
+    for client in (lost, town.ada, town.bob):
+        assert client.delete(f"{keys}/{row['id']}").status_code == 403
+    gone = town.admin.delete(f"{keys}/{row['id']}")
+    assert gone.status_code == 200 and gone.json()["revoked"] >= row["created"]
+    assert lost.get("/api/v1/jobs").status_code == 401
+    assert lost.get("/v1/models").status_code == 401
+    assert town.ada.get("/api/v1/jobs").status_code == 200
+    assert town.admin.delete(f"{keys}/{row['id']}").status_code == 409, "it is revoked already"
+    bobs = [row["id"] for row in town.admin.get("/api/v1/tenants").json() if row["name"] == "bob"]
+    assert town.admin.delete(f"/api/v1/tenants/{bobs[0]}/keys/{row['id']}").status_code == 404
+    own = hash_key(town.service.key)[:KEY_ID]
+    admins = [row["id"] for row in town.admin.get("/api/v1/tenants").json() if row["name"] == "admin"]
+    refused = town.admin.delete(f"/api/v1/tenants/{admins[0]}/keys/{own}")
+    assert refused.status_code == 409 and "made with that key" in refused.text
+    assert town.admin.get("/api/v1/tenants").status_code == 200
 
 
 # --- ids inside bodies ------------------------------------------------------------------------------------------------

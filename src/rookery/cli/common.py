@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +41,11 @@ def settings_of(url: str | None = None, key: str | None = None, data: Path | Non
 
 def client_of(url: str | None, key: str | None, data: Path | None) -> Client:
     return Client(settings=settings_of(url, key, data))
+
+
+def time_of(seconds: float) -> str:
+    """Unix seconds as a person reads them; nothing for 0."""
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else ""
 
 
 PIPED_WIDTH = 160

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
 
-from rookery.cli.common import ENDINGS, INTERRUPTED, Data, Json, Key, Url, client_of, console, figures, print_json
+from rookery.cli.common import (
+    ENDINGS,
+    INTERRUPTED,
+    Data,
+    Json,
+    Key,
+    Url,
+    client_of,
+    console,
+    figures,
+    print_json,
+    time_of,
+)
 from rookery.client import Job
 from rookery.telemetry.table import job_list, job_table, sparkline
 
@@ -48,11 +60,12 @@ def show(job: Name, url: Url = None, key: Key = None, data: Data = None, json: J
         ("id", view.id),
         ("base model", view.base_model),
         ("reason", view.reason),
-        ("submitted", _time(view.created)),
-        ("started", _time(view.started)),
-        ("finished", _time(view.finished)),
+        ("submitted", time_of(view.created)),
+        ("started", time_of(view.started)),
+        ("finished", time_of(view.finished)),
         ("tokens", f"{view.tokens:,}"),
         ("rewards", sparkline(view.rewards, 64)),
+        *_cost(view.cost),
         *((f"policy {p.name}", f"version {p.version}, rank {p.rank}, alpha {p.alpha:g}") for p in view.policies),
         *((name.replace("_", " "), count) for name, count in view.counters.items() if count and name != "tokens"),
         *((f"evaluation of version {e.version}", f"{e.mean:.3f} ± {e.stderr:.3f} ({e.prompts} prompts)")
@@ -98,7 +111,7 @@ def logs(
             if json:
                 print_json({"event": event})
             else:
-                console().print(f"{_time(event.time)}  {event.kind}: {event.text}", markup=False)
+                console().print(f"{time_of(event.time)}  {event.kind}: {event.text}", markup=False)
         if not follow:
             for row in found.metrics(follow=False):
                 print_step(row, json)
@@ -144,5 +157,15 @@ def _act(action: str, job: str, url: str | None, key: str | None, data: Any, jso
         console().print(f"{view.name} is {view.state}" + (f": {view.reason}" if view.reason else ""), markup=False)
 
 
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else ""
+def _cost(cost: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What a job cost, where anything did; else how long workers computed for it."""
+    lines = [("compute", f"{cost['seconds']:,.0f} s")] if cost["seconds"] else []
+    if cost["cost"]:
+        shares = f"{cost['reserved']:.4g} reserved, {cost['preemptible']:.4g} preemptible"
+        lines += [
+            ("cost", f"{cost['cost']:.4g} ({shares})"),
+            ("tokens per price unit", f"{cost['tokens_per_unit']:,.0f}"),
+        ]
+        if cost["reserved_alone"] is not None:
+            lines.append(("cost on reserved alone", f"{cost['reserved_alone']:.4g} (estimated)"))
+    return lines

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import quote
 
 from rookery.client.connection import Connection, Record
 from rookery.client.hosting import Hosting
@@ -120,6 +121,38 @@ class Client:
         found: list[Record] = self._connection.call("GET", "/api/v1/workers")
         return found
 
+    def tenants(self) -> list[Record]:
+        """Every tenant; this and what follows is for the administrator's key."""
+        found: list[Record] = self._connection.call("GET", "/api/v1/tenants")
+        return found
+
+    def add_tenant(self, name: str) -> Record:
+        made: Record = self._connection.call("POST", "/api/v1/tenants", json={"name": name})
+        return made
+
+    def keys(self, tenant: str) -> list[Record]:
+        """A tenant's keys by their ids: never their texts. ``tenant``: its id, or its name where only one is called
+        so."""
+        found: list[Record] = self._connection.call("GET", f"/api/v1/tenants/{self._tenant(tenant)}/keys")
+        return found
+
+    def add_key(self, tenant: str, label: str = "") -> Record:
+        """A new key; its text is in the answer and never again."""
+        path = f"/api/v1/tenants/{self._tenant(tenant)}/keys"
+        made: Record = self._connection.call("POST", path, json={"label": label})
+        return made
+
+    def revoke_key(self, tenant: str, key: str) -> Record:
+        """The key with this id opens nothing any more."""
+        path = f"/api/v1/tenants/{self._tenant(tenant)}/keys/{quote(key, safe='')}"
+        gone: Record = self._connection.call("DELETE", path)
+        return gone
+
+    def costs(self) -> Record:
+        """What every tenant used (``tenants``), and what the workers cost (``workers``)."""
+        found: Record = self._connection.call("GET", "/api/v1/costs")
+        return found
+
     def sample(self, target: str, messages: list[dict[str, str]] | str, **sampling: Any) -> Record:
         """One completion. ``target``: a base model, ``JOB`` or ``JOB@VERSION``; ``sampling``: max_tokens, temperature,
         seed, stop. Answers text, tokens, logprobs, finish, version."""
@@ -149,6 +182,16 @@ class Client:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _tenant(self, wanted: str) -> str:
+        """The id of the tenant with this id or name. Raises :class:`~rookery.errors.NotFound`."""
+        rows = self.tenants()
+        found = [row.id for row in rows if row.id == wanted] or [row.id for row in rows if row.name == wanted]
+        if not found:
+            raise NotFound(f"no tenant {wanted!r}; rookery tenants list shows them")
+        if len(found) > 1:
+            raise Conflict(f"{len(found)} tenants are called {wanted!r}; give one's id: {', '.join(found)}")
+        return str(found[0])
 
     def _job(self, view: Record) -> Job:
         return Job(self._connection, view.id, view.name)

@@ -34,7 +34,8 @@ LONGEST_PAUSE_SECONDS = 30.0
 """… this: a machine that is out of memory must not be kept busy by starting processes."""
 HEALTHY_SECONDS = 60.0
 """A child that lived this long was well: the next pause is the first again."""
-
+LOG_BYTES = 16 << 20
+"""A child's log above this size makes room for a new one when the child starts: as much as the service's own."""
 
 _PRIVATE = {"key", "database"}
 """Settings that children do not need and that may hold secrets."""
@@ -120,6 +121,7 @@ class LocalProcesses:
         return code
 
     async def _spawn(self, child: Child, path: Path) -> asyncio.subprocess.Process:
+        _rotate(path)
         with path.open("ab") as output:
             return await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -171,6 +173,14 @@ class LocalHost(LocalProcesses):
             settings.data / "logs",
             settings.stop_seconds,
         )
+
+
+def _rotate(path: Path) -> None:
+    """A log that has grown large becomes the old one, of which there is one. Only between two lives: a process keeps
+    writing to the file that it was given."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.stat().st_size > LOG_BYTES:
+            path.replace(path.with_name(f"{path.name}.1"))
 
 
 def last_words(path: Path) -> str:

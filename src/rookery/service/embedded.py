@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from concurrent.futures import Future
 from types import TracebackType
@@ -10,6 +11,8 @@ from typing import Self
 
 from rookery.service.run import Service
 from rookery.settings import Settings
+
+log = logging.getLogger("rookery.service")
 
 
 class Embedded:
@@ -59,7 +62,13 @@ class Embedded:
             self._started.set_exception(error)
             return
         self._started.set_result(None)
+        stopping, serving = asyncio.create_task(self._stopping.wait()), asyncio.create_task(self._service.serving())
         try:
-            await self._stopping.wait()
+            await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                log.error("the service ends: %s", serving.exception())
         finally:
+            for task in (stopping, serving):
+                task.cancel()
+            await asyncio.gather(stopping, serving, return_exceptions=True)
             await self._service.stop()

@@ -27,7 +27,7 @@ from rookery.controller.controller import Controller
 from rookery.controller.hosts import SERVICE
 from rookery.controller.ports import RandomIds, SystemClock, ThreadLedger
 from rookery.environments.builtins import find
-from rookery.errors import UserError
+from rookery.errors import Unavailable, UserError
 from rookery.service.app import build
 from rookery.service.local import Local
 from rookery.service.models import Models
@@ -47,6 +47,10 @@ log = logging.getLogger("rookery.service")
 
 KEEP_ALIVE_SECONDS = 75
 """An idle connection is kept this long: longer than clients keep theirs, so that it is they who close."""
+
+
+CLAIM_SECONDS = 5.0
+"""How often a service makes sure that its database is still its own."""
 
 
 class _Server(uvicorn.Server):
@@ -76,6 +80,7 @@ class Service:
         self._handlers = handlers or []
         self._stack = AsyncExitStack()
         self._serving: asyncio.Task[None] | None = None
+        self._holding: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
 
     async def start(self) -> None:
@@ -92,9 +97,12 @@ class Service:
         await self._stack.aclose()
 
     async def serving(self) -> None:
-        """Returns only when serving ends by itself, which is an error; raises it."""
-        assert self._serving is not None
-        await asyncio.shield(self._serving)
+        """Returns only when serving ends by itself, which is an error; raises it. So does losing the database."""
+        assert self._serving is not None and self._holding is not None
+        tasks = (self._serving, self._holding)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
         raise RuntimeError("the HTTP server ended by itself")
 
     async def __aenter__(self) -> Self:
@@ -121,6 +129,7 @@ class Service:
         database = Database(settings.database or folder.database_url)
         opened.callback(database.close)
         await asyncio.to_thread(database.create)
+        await asyncio.to_thread(database.claim)
         clock, ids, ledger = SystemClock(), RandomIds(), ThreadLedger()
         opened.callback(ledger.close)
         self.admin_key = folder.admin_key()
@@ -164,8 +173,19 @@ class Service:
             closing=self._closing,
         )
         await self._serve(build(parts), listening)
+        self._holding = asyncio.create_task(self._hold(database), name="claim")
+        opened.push_async_callback(_ended, self._holding)
         opened.push_async_callback(local.stop)  # first of all, so that workers can send what they have
         await local.start()
+
+    @staticmethod
+    async def _hold(database: Database) -> None:
+        """Make sure, for ever, that the database is this service's alone. Raises :class:`UserError` when another one
+        has taken it while it could not be reached from here."""
+        while True:
+            await asyncio.sleep(CLAIM_SECONDS)
+            with contextlib.suppress(Unavailable):  # whoever needs it says so
+                await asyncio.to_thread(database.claim)
 
     async def _serve(self, app: Any, listening: socket.socket) -> None:
         config = uvicorn.Config(
@@ -191,6 +211,11 @@ class Service:
             up.cancel()
             serving.result()
             raise RuntimeError("the HTTP server did not start")
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def serve(settings: Settings) -> None:
@@ -234,6 +259,10 @@ def _admit(database: Database, key: str, id: str, now: float) -> None:
     """Makes the administrator's key of the data folder a key of the administrator, who is made if there is none."""
     if database.tenant_of_key(hash_key(key)) is None:
         known = next((row for row in database.list_tenants() if row.admin), None)
+        if known is not None and any(row.hash == hash_key(key) for row in database.keys(known.id)):
+            raise UserError(
+                f"the key in {ADMIN_KEY_FILE} was revoked; remove the file, and the next start makes another"
+            )
         admin = known if known is not None else database.create_tenant(id, "admin", now, admin=True)
         database.add_key(hash_key(key), admin.id, "admin.key", now)
 

@@ -7,6 +7,8 @@
 * Within ``together`` the calls of one thread share a transaction: one wait for the disk instead of one each.
 * A full disk is :class:`~rookery.errors.StorageFull`, a lost server :class:`~rookery.errors.Unavailable`; both leave
   the database as it was, except that a connection lost during the commit itself leaves its outcome to be read back.
+* A PostgreSQL database that one service has claimed is refused to every other, until that one's connection ends. (The
+  data folder's lock does it for the SQLite database in it.)
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Connection, create_engine, event, insert, select
+from sqlalchemy import Connection, create_engine, event, func, insert, select
 from sqlalchemy.engine import Engine, make_url
 from sqlalchemy.exc import (
     ArgumentError,
@@ -36,7 +38,18 @@ from rookery.storage import schema
 LOCK_WAIT_SECONDS = 30.0
 """How long a SQLite writer waits for another one: far above any transaction here, so that reaching it means trouble."""
 
+CLAIM_IDLE_SECONDS, CLAIM_PROBE_SECONDS, CLAIM_PROBES = 15, 5, 3
+"""A claim's connection that is silent for so long is probed so often: half a minute after its machine has vanished,
+another service may have the database."""
+
+CLAIM_WAIT_SECONDS = 2
+"""A service that has just ended, or been cut off, has this long to be gone."""
+
+_CLAIM = int.from_bytes(b"rookery\0", "big")
+"""The advisory lock that a service holds: any number that no other program is likely to use."""
+
 _POSTGRES_DISK_FULL = "53100"
+_POSTGRES_LOCK_TIMEOUT = "55P03"
 
 
 class Store:
@@ -48,6 +61,7 @@ class Store:
         Raises :class:`UserError` for one that names no usable database.
         """
         self._shared = threading.local()
+        self._claimed: Connection | None = None
         try:
             parsed = make_url(url)
             if parsed.drivername in ("postgres", "postgresql"):
@@ -91,7 +105,52 @@ class Store:
                 " use the version that wrote it, or another data folder"
             )
 
+    def claim(self) -> None:
+        """This service's alone from now on, until :meth:`close`; once more makes sure that it still is. On SQLite
+        nothing is done. Raises :class:`UserError` where another service has it, :class:`Unavailable`."""
+        if self._engine.dialect.name != "postgresql":
+            return
+        with _plain_errors():
+            try:
+                if self._claimed is not None:
+                    self._claimed.execute(select(1))
+                    return
+            except DBAPIError:  # with the connection the claim is gone too
+                self._give_up_claim()
+            connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+            free = False
+            try:
+                for name, value in (
+                    ("tcp_keepalives_idle", f"{CLAIM_IDLE_SECONDS}s"),
+                    ("tcp_keepalives_interval", f"{CLAIM_PROBE_SECONDS}s"),
+                    ("tcp_keepalives_count", str(CLAIM_PROBES)),
+                    ("lock_timeout", f"{CLAIM_WAIT_SECONDS}s"),
+                ):
+                    connection.execute(select(func.set_config(name, value, False)))
+                connection.execute(select(func.pg_advisory_lock(_CLAIM)))
+                free = True
+            except OperationalError as error:
+                if getattr(error.orig, "sqlstate", None) != _POSTGRES_LOCK_TIMEOUT:
+                    raise
+            finally:
+                if not free:
+                    connection.close()
+        if free:
+            self._claimed = connection
+            return
+        raise UserError(
+            f"database {self._shown_url()} is in use by another service; stop that one, or set ROOKERY_DATABASE to a"
+            " database of this one's own"
+        )
+
+    def _give_up_claim(self) -> None:
+        if self._claimed is not None:
+            self._claimed.invalidate()  # ends the connection instead of keeping it for later: the lock lives in it
+            self._claimed.close()
+            self._claimed = None
+
     def close(self) -> None:
+        self._give_up_claim()
         self._engine.dispose()
 
     @contextmanager
