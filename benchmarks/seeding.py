@@ -4,8 +4,8 @@
 * far off: T_seed begins five times too long; how many steps until the waits differ by less than 10% of a step.
 * away and back: three remote workers, then one, then three again; the first step after their return.
 
-``python benchmarks/seeding.py [--only PART ...] [--repeats N]``. The real model; on two cores all workers share them, so
-that a remote worker is no more than another thread of the same machine: what is shown is the control, not a gain."""
+``python benchmarks/seeding.py [--only PART ...] [--repeats N]``. The real model; on two cores all workers share them,
+so that a remote worker is no more than another thread of the same machine: what is shown is the control, not a gain."""
 
 from __future__ import annotations
 
