@@ -131,6 +131,12 @@ class Settings(BaseModel):
     """Θ of RLBoost's Algorithm 2: a worker is given no request while this many wait in it for a row (or for their
     adapter). Enough that rows freed within one flush are filled without a round trip; more would wait where it is seen
     less and shared less fairly. So it holds at most its rows and this many."""
+    seed_initial_seconds: float = Field(10.0, ge=0)
+    """T_init of RLBoost's Algorithm 1: for how long a training worker that has remote workers generates before it
+    trains, until its first cycle was measured. Of the order of a short step: what is wrong with it is gone in a few."""
+    seed_eta: float = Field(3.0, ge=1)
+    """How many times a cycle's difference of waits is the change of that time (η; 3 in the authors' code). Smaller
+    learns faster, and swings where the training worker generates faster than η - 1 times all remote ones together."""
     chat_first: bool = True
     """Answers that somebody waits for (chat, the OpenAI API) go before rollouts: a person notices a second, a
     rollout of thousands does not …"""

@@ -86,6 +86,7 @@ class Controller(Looking):
             fleet=fleet,
             rollouts=rollouts,
             training=training,
+            seeding=parts.seeding(fleet, rollouts, training, settings, clock),
             hosts=Hosts(settings, clock, ids, authenticate),
             billing=Billing(fleet, rollouts, training, settings, clock, ledger, database),
             chat=chat,
@@ -113,7 +114,9 @@ class Controller(Looking):
             log.info("removed artifact %s, whose commit never came", digest)
         billing = self.world.billing
         await billing.start()
-        for watch in (self._fleet.watch, self._rollouts.watch, self._hosts.watch, self.sessions.watch, billing.watch):
+        watches = [self._fleet.watch, self._rollouts.watch, self.world.seeding.watch, self._hosts.watch,
+                   self.sessions.watch, billing.watch]  # fmt: skip
+        for watch in watches:
             self._tasks.append(asyncio.create_task(watch()))
         await self.sessions.start()
         for row in await self._ledger(self._database.all_unfinished_jobs):
@@ -130,8 +133,8 @@ class Controller(Looking):
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.sessions.stop()
         await self._absences.close()
-
         await self.world.billing.stop()
+
     async def serve_worker(self, link: Link) -> None:
         await self._fleet.serve(link)
 

@@ -266,6 +266,8 @@ class Looking:
                 "late_chunks": self._rollouts.late_chunks,
                 "training_retries": self._training.retries,
                 "worker_losses": self._fleet.losses,
+                "trainer_wait_seconds": self.world.seeding.waits["trainer"],
+                "remote_wait_seconds": self.world.seeding.waits["remote"],
                 "frames_ignored": self._fleet.ignored_frames,
                 "frames_bad": self._fleet.bad_frames,
                 **self.world.billing.totals(),
@@ -281,6 +283,7 @@ class Looking:
                 "flush_seconds": self._settings.flush_seconds,
                 "price_per_hour": self.world.billing.price(),
                 "unsent_tokens_most": max((worker.unsent_most for worker in serving), default=0),
+                **self.world.seeding.gauges(),
             },
         }
 

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from rookery.controller.fleet import Fleet
 from rookery.controller.ports import Clock
 from rookery.controller.rollouts import Rollouts
+from rookery.controller.seeding import Seeding
+from rookery.controller.training import Training
 from rookery.settings import Settings
 
 
 @dataclass(frozen=True)
 class Parts:
     rollouts: Callable[[Fleet, Settings, Clock], Rollouts] = Rollouts
+    seeding: Callable[[Fleet, Rollouts, Training, Settings, Clock], Seeding] = Seeding
 
 
 SHIPPED = Parts()

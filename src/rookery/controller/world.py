@@ -11,6 +11,7 @@ from rookery.controller.fleet import Fleet
 from rookery.controller.hosts import Hosts
 from rookery.controller.ports import Clock, Ids, Ledger
 from rookery.controller.rollouts import Rollouts
+from rookery.controller.seeding import Seeding
 from rookery.controller.training import Training
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
@@ -29,6 +30,7 @@ class World:
     fleet: Fleet
     rollouts: Rollouts
     training: Training
+    seeding: Seeding
     hosts: Hosts
     billing: Billing
     chat: Callable[[str], Awaitable[Chat]]

@@ -87,6 +87,10 @@ class MetricsRow(BaseModel):
     waiting_seconds: float = Field(alias="seconds/waiting")
     train_seconds: float = Field(alias="seconds/train")
     commit_seconds: float | None = Field(None, alias="seconds/commit", description="Absent after a crash between both")
+    seed_seconds: float | None = Field(None, alias="seconds/seed", description="Where remote workers are used")
+    trainer_wait_seconds: float | None = Field(None, alias="seconds/trainer_wait")
+    remote_wait_seconds: float | None = Field(None, alias="seconds/remote_wait")
+    remote_workers: float | None = None
 
 
 class Event(BaseModel):
