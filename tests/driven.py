@@ -19,6 +19,10 @@ class AddingWorker(ScriptedWorker):
     """A gradient is the chain of batches that it was added from; rows of a batch have log-probability −1."""
 
     def _operate(self, op: Any) -> wire.Done:
+        if isinstance(op, wire.OptimStep) and op.adam is None:  # a commit alone
+            lease, parent, steps, content = self._states[op.policy]
+            assert (op.lease, op.parent.hash, op.steps) == (lease, parent, steps)
+            return self.upload(op, content)
         if not isinstance(op, wire.ForwardBackward):
             return super()._operate(op)
         before = self._gradient.get(op.policy, "")

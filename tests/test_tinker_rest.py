@@ -129,6 +129,31 @@ def test_stops_seeds_and_limits(visitor: tinker.ServiceClient) -> None:
         sampler.sample(types.ModelInput.from_ints(TOKENS * 50), 1, types.SamplingParams(max_tokens=1)).result(PATIENCE)
 
 
+def test_stop_strings_end_a_text_with_the_token_that_completes_them(visitor: tinker.ServiceClient) -> None:
+    training = trainer(visitor)
+    sampler = training.save_weights_and_get_sampling_client().result(PATIENCE)
+    tokenizer = training.get_tokenizer()
+
+    def sample(stop: object) -> types.SampledSequence:
+        params = types.SamplingParams(max_tokens=60, seed=5, stop=stop)  # type: ignore[arg-type]
+        return sampler.sample(PROMPT, 1, params).result(PATIENCE).sequences[0]
+
+    plain = sample([]).tokens
+    assert len(plain) == 60
+    readable = [at for at in range(4, 58) if tokenizer.decode(plain[at : at + 2]).isascii()]
+    stop = tokenizer.decode(plain[readable[0] : readable[0] + 2])
+    end = next(at for at in range(61) if stop in tokenizer.decode(plain[:at]))
+    for given in (stop, [stop], ["never this", stop]):
+        stopped = sample(given)
+        assert (stopped.tokens, stopped.stop_reason) == (plain[:end], "stop")
+        assert len(stopped.logprobs or []) == end
+    earlier = next(token for token in plain[1 : end - 1] if token not in plain[:1])
+    cut = plain.index(earlier) + 1
+    for token in ([earlier], [earlier, plain[end]]):
+        assert sample(token).tokens == plain[:cut]
+    assert sample(["never this"]).tokens == sample(None).tokens, "the model's own ends stay"
+
+
 def test_listings_ttl_deletion_and_information(
     visitor: tinker.ServiceClient, rest: tinker.RestClient, service: Embedded
 ) -> None:

@@ -6,6 +6,7 @@
   refused and drops it, so no step is ever taken on a part of what was asked for.
 * A step's version, what it consumed and its answer become durable together. What came after is in the calls' log: it
   is replayed, not answered again, when this process or the worker is lost.
+* A head whose bytes are damaged is not gone on from, and not stepped back from: calls say so until a state is loaded.
 * Between its calls the policy may lose its place in the worker; it comes back by itself.
 """
 
@@ -22,7 +23,7 @@ from rookery.controller.futures import Future, Futures, Waiting
 from rookery.controller.places import Guest, Places
 from rookery.controller.training import Forward, Optimise, Trainee, TrainingFailed
 from rookery.controller.world import World
-from rookery.errors import RookeryError, UserError
+from rookery.errors import CorruptArtifact, NotFound, RookeryError, UserError
 from rookery.scheduling.sequence import Sequence
 from rookery.storage.rows import CheckpointRow, ModelRow, PolicyRow, SamplerRow, VersionRow
 
@@ -40,6 +41,8 @@ class ClientModel:
         self._came = asyncio.Event()
         self._stuck_since: float | None = None
         self._head: VersionRow | None = None
+        self._corrupt = ""
+        """Why nothing can go on from the head."""
         self._inflight: int | None = row.inflight
         self._stepped = row.done_seq
         """The last step's number."""
@@ -67,6 +70,7 @@ class ClientModel:
                 self._head = version
             elif version.kept and version.version != self._inflight:
                 await self._let_go(version.version)
+        await self._check_head()
         for row in await world.ledger(world.database.futures_behind, self.row.id, self.row.done_seq):
             if row.outcome is None:
                 future, call = self._futures.recall(row)
@@ -75,6 +79,21 @@ class ClientModel:
                 self._line.next = row.seq + 1
                 self._replay(row.seq, calls.calls.decode(row.call), calls.outcomes.decode(row.outcome))
         self._task = asyncio.create_task(self._run(), name=f"model {self.row.id}")
+
+    async def _check_head(self) -> None:
+        """Nobody goes on from bytes that are not what their hash says. An earlier version would not be what the client
+        was told that it has: it must choose."""
+        world, head = self._world, self._head
+        if head is None:
+            return
+        try:
+            await world.ledger(world.artifacts.verify, head.hash)
+        except (CorruptArtifact, NotFound) as error:
+            saved = await world.ledger(world.database.list_checkpoints, self.row.tenant, self.row.id)
+            whole = next((row.path for row in saved if row.kind == "weights" and row.hash != head.hash), None)
+            hint = f"load its newest other checkpoint, {whole}" if whole is not None else "it has no other checkpoint"
+            self._corrupt = f"version {head.version} of model {self.row.id} is corrupt ({error}); {hint}"
+            log.error(self._corrupt, extra={"tenant": self.row.tenant, "version": head.version})
 
     def _replay(self, seq: int, call: calls.AnyCall, outcome: calls.AnyOutcome) -> None:
         """What an earlier process did and answered, since the head."""
@@ -119,9 +138,12 @@ class ClientModel:
         return self._head is not None
 
     def ref(self) -> wire.AdapterRef:
-        """The head, as workers are told of it. Raises :class:`UserError` where there is none."""
+        """The head, as workers are told of it. Raises :class:`UserError` where there is none, :class:`CorruptArtifact`
+        where it is damaged."""
         if self._head is None:
             raise UserError(f"model {self.row.id} has no weights: its creation failed, or is not over")
+        if self._corrupt:
+            raise CorruptArtifact(self._corrupt)
         return wire.AdapterRef(
             policy=self.policy.id, version=self._head.version, hash=self._head.hash, rank=self.policy.rank,
             alpha=self.policy.alpha,
@@ -354,7 +376,7 @@ class ClientModel:
                 world.training.named_now(manifest.hash)
             return row
 
-        self._head = await world.ledger(commit)
+        self._head, self._corrupt = await world.ledger(commit), ""
         self._trainee.committed(self.ref())
         if told is not None:
             self._futures.tell(*told, len(content))

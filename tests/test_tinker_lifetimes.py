@@ -1,0 +1,219 @@
+"""What lives how long in clients' sessions: places, checkpoints, results, samplers; and what a crash leaves of them.
+
+The controller is real, its workers follow a script and time passes when a test says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from driven import AddingWorker, Client, forward
+from peers import Service, settle
+from rookery import wire
+from rookery.controller import calls
+from rookery.controller.futures import Gone, Waiting
+from rookery.errors import NotFound, UserError
+
+HOUR = 3600.0
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
+    service = Service(
+        tmp_path, client_poll_seconds=0.05, client_away_seconds=100.0, training_places=1, client_result_seconds=HOUR,
+        sampler_idle_seconds=10 * HOUR, place_patience_seconds=1e6, suspect_seconds=1e9, stuck_seconds=1e9,
+    )  # fmt: skip
+    await service.start()
+    await join(service)
+    yield service
+    await service.close()
+
+
+async def join(service: Service) -> AddingWorker:
+    worker = AddingWorker(service.controller.serve_worker, service.controller.tickets, "worker")
+    service.peers.append(worker)
+    await worker.join()
+    return worker
+
+
+async def wait(service: Service, seconds: float) -> None:
+    """Time passes, beat by beat; what is due is done in each."""
+    for _ in range(int(seconds / service.settings.heartbeat_seconds) + 1):
+        await service.clock.advance(service.settings.heartbeat_seconds, steps=1)
+        for _ in range(3):  # the ledger has a thread of its own
+            await service.ledger(lambda: None)
+            await settle()
+
+
+def told_to_rest(worker: AddingWorker) -> list[str]:
+    return [message.policy for message in worker.other if isinstance(message, wire.Forget) and message.policy]
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_silent_client_gives_its_place_back_and_may_return(service: Service) -> None:
+    [worker] = service.peers
+    silent, eager = await Client(service).begin(), await Client(service, "bob").begin()
+    await silent.gradient(1, 2, 3)  # begun: it would keep its place
+    request = await eager.send(forward([1, 2, 3]))
+    waiting = await service.controller.sessions.wait("bob", request)
+    assert isinstance(waiting, Waiting) and waiting.paused and "all 1 training places" in waiting.reason
+    for _ in range(4):  # the eager one beats, the silent one does not
+        await wait(service, 30.0)
+        await eager.sessions.heartbeat("bob", eager.session)
+    assert isinstance(await eager.outcome(request), calls.Computed)
+    assert len(told_to_rest(worker)) == 1
+    await eager.sessions.finish("bob", eager.session, "success")  # gives its place back at once
+    await silent.sessions.heartbeat("alice", silent.session)
+    before = len(worker.operations)
+    assert isinstance(await silent.step(), calls.Stepped)
+    replayed = worker.operations[before:]
+    assert [type(op).__name__ for op in replayed] == ["ForwardBackward", "OptimStep"], "its gradient is computed again"
+    with pytest.raises(UserError, match="is finished"):
+        await eager.send(forward([1, 2, 3]))
+    with pytest.raises(Gone, match="is finished"):
+        await eager.sessions.heartbeat("bob", eager.session)
+
+
+async def test_a_client_that_beats_keeps_its_place_while_nobody_waits(service: Service) -> None:
+    [worker] = service.peers
+    visitor = await Client(service).begin()
+    await visitor.gradient()
+    for _ in range(10):
+        await wait(service, 50.0)
+        await visitor.sessions.heartbeat("alice", visitor.session)
+    assert told_to_rest(worker) == []
+    await wait(service, 151.0)
+    assert len(told_to_rest(worker)) == 1
+
+
+# --- checkpoints and results ------------------------------------------------------------------------------------------
+
+
+async def test_expired_checkpoints_go_and_what_is_in_use_stays(service: Service) -> None:
+    visitor = await Client(service).begin()
+    await visitor.gradient()
+    await visitor.step()
+    paths = {
+        name: await visitor.save(name, ttl) for name, ttl in [("kept", None), ("short", HOUR), ("longer", 3 * HOUR)]
+    }
+    sampled = await visitor.save("sampled", HOUR, kind="sampler_weights")
+    sampler = await visitor.sampler(sampled)
+    [shared] = {row.hash for row in await visitor.sessions.checkpoints("alice")}
+    await visitor.gradient()
+    await visitor.step()
+    other = await visitor.save("other", HOUR)
+    digest = next(row.hash for row in await visitor.sessions.checkpoints("alice") if row.path == other)
+
+    service.clock.now += HOUR + 1
+    for path in (paths["short"], other):
+        with pytest.raises(NotFound, match="has expired"):
+            await visitor.sessions.weights("alice", path)
+    await visitor.sessions.sweep()
+    left = {row.path for row in await visitor.sessions.checkpoints("alice")}
+    assert left == {paths["kept"], paths["longer"]}
+    assert {shared, digest} <= service.artifacts.hashes(), "one is named by others, the other is the model's head"
+    await visitor.sessions.delete_checkpoint("alice", visitor.model, "weights", "kept")
+    service.clock.now += 3 * HOUR
+    await visitor.sample(sampler, 0)  # the sampler was used: it holds its weights, though its checkpoint is gone
+    await visitor.outcome(f"{sampler}/0")
+    await visitor.sessions.sweep()
+    assert {shared, digest} <= service.artifacts.hashes()
+    assert await visitor.sessions.checkpoints("alice") == []
+    service.clock.now += 10 * HOUR + 1
+    await visitor.sessions.sweep()
+    assert shared not in service.artifacts.hashes() and digest in service.artifacts.hashes()
+    late = await visitor.sample(sampler, 1)
+    failed = await visitor.outcome(late)
+    assert isinstance(failed, calls.Failed) and failed.category == "user"
+    await visitor.gradient()
+    assert isinstance(await visitor.step(), calls.Stepped), "the model itself goes on"
+
+
+async def test_results_expire_unless_their_model_may_have_to_replay_them(service: Service) -> None:
+    visitor = await Client(service).begin()
+    sampler = await visitor.sampler(None)
+    sampled = await visitor.sample(sampler, 0)
+    await visitor.outcome(sampled)
+    begun = await visitor.send(forward([1, 2, 3]))
+    await visitor.outcome(begun)
+    service.clock.now += HOUR + 1
+    await visitor.sessions.sweep()
+    await service.crash()
+    await service.start()
+    await join(service)
+    with pytest.raises(Gone, match="has expired"):
+        await visitor.sessions.wait("alice", sampled)
+    assert isinstance(await visitor.outcome(begun), calls.Computed)
+    assert isinstance(await visitor.step(), calls.Stepped)
+
+
+# --- crashes ----------------------------------------------------------------------------------------------------------
+
+
+async def trained(service: Service, *, crash_after: int | None) -> tuple[list[float], str]:
+    """Seven steps and a gradient, with a crash of everything somewhere; what the answers said of durability, and the
+    state's content at the end."""
+    visitor = await Client(service).begin()
+    durable = []
+    for number in range(7):
+        await visitor.gradient(number, 2, 3)
+        if number == crash_after:
+            await service.crash()
+            await service.start()
+            await join(service)
+        stepped = await visitor.step()
+        assert isinstance(stepped, calls.Stepped), stepped
+        durable.append(stepped.metrics["durable"])
+        await visitor.gradient(number, 5)  # two batches in each gradient but the first
+    path = await visitor.save("end")
+    row, _, _ = await visitor.sessions.weights("alice", path)
+    versions = service.database.versions("alice", row.policy)
+    assert [version.step for version in versions] == [0, 3, 6, 7]
+    return durable, service.artifacts.path(row.hash, "adapter_model.safetensors").read_text()
+
+
+async def test_steps_that_are_not_durable_say_so_and_are_replayed(tmp_path: Path) -> None:
+    """Every crash between two durable versions costs computation, not a step: the state is the same in the end."""
+    ends = []
+    for crash in (None, 1, 2, 3, 4):
+        service = Service(tmp_path / str(crash), client_commit_every=3, client_poll_seconds=0.05)
+        await service.start()
+        await join(service)
+        durable, end = await trained(service, crash_after=crash)
+        assert durable == [0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0]
+        ends.append(end)
+        await service.close()
+    assert len(set(ends)) == 1
+
+
+async def test_a_damaged_head_is_named_and_another_state_can_be_loaded(service: Service) -> None:
+    visitor = await Client(service).begin()
+    await visitor.gradient()
+    await visitor.step()
+    path = await visitor.save("good")
+    await visitor.gradient()
+    await visitor.step()
+    await visitor.save("bad")
+    head = max(row.version for row in await visitor.sessions.checkpoints("alice"))
+    digest = next(row.hash for row in await visitor.sessions.checkpoints("alice") if row.version == head)
+    await service.crash()
+    file = service.artifacts.path(digest, "adapter_model.safetensors")
+    file.write_text("x" * file.stat().st_size)
+    await service.start()
+    worker = await join(service)
+    for call in (forward([1, 2]), calls.SaveState(kind="weights", name="more"), calls.SaveSampler(sampler="s")):
+        failed = await visitor.do(call)
+        assert isinstance(failed, calls.Failed) and failed.category == "server"
+        assert f"version {head} of model {visitor.model} is corrupt" in failed.error and path in failed.error
+    step = await visitor.step()
+    assert isinstance(step, calls.Failed) and "is corrupt" in step.error
+    assert worker.operations == [], "no worker is told of it"
+    loaded = await visitor.do(calls.LoadState(path=path, optimizer=True))
+    assert isinstance(loaded, calls.Loaded)
+    await visitor.gradient()
+    assert isinstance(await visitor.step(), calls.Stepped)
