@@ -1,16 +1,24 @@
-"""A worker's transfers against a real HTTP server: broken, corrupt, refused."""
+"""A worker's transfers against a real HTTP server and real peers: broken, corrupt, refused, silent."""
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
+import httpx
+import msgspec
 import pytest
 
 from dialled import Dialled
+from peers import eventually, settle
 from rookery import wire
+from rookery.errors import UserError
+from rookery.worker.ahead import Ahead
 from rookery.worker.fetch import CorruptArtifact, TransferFailed
+from rookery.worker.lender import AT_ONCE, Lender, listen
 from rookery.worker.transfer import Transfers
 
 FILES = {
@@ -31,7 +39,13 @@ async def no_renewal(digest: str) -> str:
 
 
 def transfers(
-    service: Dialled, root: Path, *, cap: int = 1 << 30, renew: Callable[[str], Awaitable[str]] = no_renewal
+    service: Dialled,
+    root: Path,
+    *,
+    cap: int = 1 << 30,
+    renew: Callable[[str], Awaitable[str]] = no_renewal,
+    arrived: Callable[[str], object] = lambda digest: None,
+    failed: Callable[[str, str], object] = lambda digest, reason: None,
 ) -> Transfers:
     return Transfers(
         service.url,
@@ -40,8 +54,8 @@ def transfers(
         renew,
         timeout_seconds=10,
         peer_seconds=0.5,
-        arrived=lambda digest: None,
-        failed=lambda digest, reason: None,
+        arrived=arrived,
+        failed=failed,
     )
 
 
@@ -161,8 +175,6 @@ async def test_a_manifest_cannot_leave_its_folder(service: Dialled, tmp_path: Pa
     manifest = wire.manifest_of([wire.Shard(name=name, size=1, sha256="0" * 64)])
     folder = service.artifacts._root / manifest.hash
     folder.mkdir()
-    import msgspec
-
     (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
     (folder / name).parent.mkdir(exist_ok=True)
     here = transfers(service, tmp_path)
@@ -170,4 +182,237 @@ async def test_a_manifest_cannot_leave_its_folder(service: Dialled, tmp_path: Pa
     with pytest.raises(CorruptArtifact, match="outside"):
         async with here.pulled(service.ref(manifest, 1)):
             pass
+    await here.close()
+
+
+# --- peers ------------------------------------------------------------------------------------------------------------
+
+SIZE = len(FILES["adapter_model.safetensors"])
+
+
+class Lending:
+    """A worker's cache with an artifact in it, and its lender."""
+
+    def __init__(self, service: Dialled, root: Path) -> None:
+        self.root = root / "lending"
+        self.transfers = transfers(service, self.root)
+        listening, self.url = listen(service.url, None, 0)
+        assert listening is not None
+        self.lender = Lender(self.root / "adapters", listening)
+        self.lender.start()
+
+    async def has(self, ref: wire.AdapterRef, *, state: bool = False) -> None:
+        async with self.transfers.pulled(ref, state=state):
+            pass
+
+    async def get(self, path: str, ticket: str = "t", **headers: str) -> httpx.Response:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            return await http.get(f"{self.url}{path}", headers={"X-Rookery-Ticket": ticket, **headers})
+
+
+@pytest.fixture
+async def lending(service: Dialled, tmp_path: Path) -> AsyncIterator[Lending]:
+    lending = Lending(service, tmp_path)
+    yield lending
+    await lending.lender.stop()
+    await lending.transfers.close()
+
+
+async def test_a_lender_hands_out_what_it_was_told_to_for_that_ticket_until_it_is_over(
+    service: Dialled, lending: Lending
+) -> None:
+    ref, other = (service.ref(service.store(files), 1) for files in (FILES, {"adapter_config.json": b"[]"}))
+    await lending.has(ref, state=True)
+    await lending.has(other)
+    shard = f"/artifacts/{ref.hash}/adapter_model.safetensors"
+    assert (await lending.get(shard)).status_code == 404, "not before it is told"
+    lending.lender.lend(ref.hash, "t", 60)
+    assert (await lending.get(shard)).content == FILES["adapter_model.safetensors"]
+    part = await lending.get(shard, Range="bytes=1000-")
+    assert (part.status_code, part.content) == (206, FILES["adapter_model.safetensors"][1000:])
+    manifest = msgspec.json.decode((await lending.get(f"/artifacts/{ref.hash}")).content, type=wire.Manifest)
+    assert manifest.hash == ref.hash
+    lending.lender.lend(other.hash, "over", -1)
+    for path, ticket in [
+        (shard, "another"),
+        (shard, ""),
+        (f"/artifacts/{ref.hash}/trainer_state.safetensors", "t"),
+        (f"/artifacts/{ref.hash}/manifest.json", "t"),
+        (f"/artifacts/{ref.hash}/.adapter", "t"),
+        (f"/artifacts/{ref.hash}/..%2f{other.hash}%2fadapter_config.json", "t"),
+        (f"/artifacts/{ref.hash}/../{other.hash}/adapter_config.json", "t"),
+        (f"/artifacts/{other.hash}/adapter_config.json", "t"),
+        (f"/artifacts/{other.hash}/adapter_config.json", "over"),
+        ("/artifacts/..%2f..", "t"),
+        ("/", "t"),
+    ]:
+        assert (await lending.get(path, ticket)).status_code == 404, path
+    lending.lender._busy = AT_ONCE
+    assert (await lending.get(shard)).status_code == 503, "it does not let itself be overrun"
+    lending.lender._busy = 0
+    lending.lender.forget(ref.hash)
+    assert (await lending.get(shard)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "told"),
+    [(None, None, ""), ("far.example:7100", 0, "http://far.example:7100"), (None, 0, "http://127.0.0.1:"),
+     ("[fe80::1]:71", 0, "http://[fe80::1]:71")],
+)  # fmt: skip
+def test_where_a_worker_lends(address: str | None, port: int | None, told: str) -> None:
+    listening, url = listen("http://127.0.0.1:7077", address, port)
+    assert url.startswith(told)
+    assert (listening is None) == (told == "")
+    if listening is not None:
+        listening.close()
+
+
+@pytest.mark.parametrize(("address", "port"), [("host", None), (":7100", None), ("host:x", 0), (None, 70000)])
+def test_an_address_that_is_none_is_refused(address: str | None, port: int | None) -> None:
+    with pytest.raises(UserError):
+        listen("http://127.0.0.1:7077", address, port)
+
+
+def lent(service: Dialled, manifest: wire.Manifest, *peers: str) -> wire.AdapterRef:
+    return msgspec.structs.replace(service.ref(manifest, 1), peers=list(peers))
+
+
+async def test_an_adapter_comes_from_a_peer_and_the_state_from_the_service(
+    service: Dialled, lending: Lending, tmp_path: Path
+) -> None:
+    manifest = service.store(FILES)
+    arrived: list[str] = []
+    here, ref = transfers(service, tmp_path, arrived=arrived.append), lent(service, manifest, lending.url)
+    await lending.has(ref)
+    lending.lender.lend(ref.hash, ref.ticket, 60)
+    service.requests.clear()
+    async with here.pulled(ref) as folder:
+        assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
+    assert service.requests == []
+    assert arrived == [ref.hash]
+    assert (here.lent, here.given) == (SIZE + len(FILES["adapter_config.json"]), 0)
+    async with here.pulled(ref, state=True):
+        assert [name for name, _ in service.requests] == [f"{ref.hash}/trainer_state.safetensors"]
+    await here.close()
+
+
+class Peer:
+    """Lends like a worker, until the shard's byte ``at``: then it breaks off, says nothing more, or lies."""
+
+    def __init__(self, manifest: wire.Manifest, does: Literal["breaks", "hangs", "lies", "refuses"], at: int) -> None:
+        self.manifest, self.does, self.at = manifest, does, at
+        self.asked: list[str] = []
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> Peer:
+        self._server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+        path = lines[0].split()[1]
+        self.asked.append(path)
+        name = path.rsplit("/", 1)[-1]
+        content = FILES.get(name, msgspec.json.encode(self.manifest))
+        begin = next((int(x.split("=")[1].rstrip("-")) for x in lines if x.startswith("range:")), 0)
+        status = "206 Partial Content" if begin else "200 OK"
+        if self.does == "refuses":
+            status, content, begin = "404 Not Found", b"", 0
+        head = f"HTTP/1.1 {status}\r\nContent-Length: {len(content) - begin}\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode())
+        if name != "adapter_model.safetensors" or self.does == "refuses":
+            writer.write(content[begin:])
+        elif self.does == "lies":
+            writer.write(content[begin : self.at] + bytes(len(content) - max(begin, self.at)))
+        else:
+            writer.write(content[begin : max(begin, self.at)])
+            await writer.drain()
+            if self.does == "hangs":
+                await reader.read()  # until the other end has had enough
+        writer.close()
+
+
+@pytest.mark.parametrize("does", ["breaks", "hangs", "refuses"])
+async def test_where_one_peer_stops_the_next_goes_on_then_the_service(
+    service: Dialled, tmp_path: Path, does: Literal["breaks", "hangs", "refuses"]
+) -> None:
+    manifest = service.store(FILES)
+    here = transfers(service, tmp_path)
+    async with Peer(manifest, does, 20_000) as one, Peer(manifest, does, 50_000) as two:
+        async with here.pulled(lent(service, manifest, "http://127.0.0.1:1", one.url, two.url)) as folder:
+            assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
+        ranges = dict(service.requests)
+        shard = f"{manifest.hash}/adapter_model.safetensors"
+        if does == "refuses":
+            assert ranges[shard] == ""
+            assert here.lent == 0
+        else:
+            assert ranges[shard] == "bytes=50000-"
+            assert here.given == SIZE - 50_000
+        assert here.corrupt == 0
+        asked = len(one.asked) + len(two.asked)
+        other = service.store({"adapter_config.json": b"[]"})
+        one.manifest = two.manifest = other
+        async with here.pulled(lent(service, other, one.url, two.url)):
+            again = len(one.asked) + len(two.asked) > asked
+        assert again == (does == "refuses"), "who failed is left alone; who only had not this one is not"
+    await here.close()
+
+
+async def test_a_peer_that_lies_costs_one_fetch_from_the_service(service: Dialled, tmp_path: Path) -> None:
+    manifest = service.store(FILES)
+    here = transfers(service, tmp_path)
+    async with Peer(manifest, "lies", 30_000) as liar:
+        async with here.pulled(lent(service, manifest, liar.url)) as folder:
+            assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
+        assert (here.corrupt, here.given >= SIZE) == (1, True)
+    await here.close()
+
+
+async def test_what_cannot_be_had_is_told(service: Dialled, tmp_path: Path) -> None:
+    told: list[tuple[str, str]] = []
+    here = transfers(service, tmp_path, failed=lambda digest, reason: told.append((digest, reason)))
+    ref = service.ref(service.store(FILES), 1, ticket=False)
+    with pytest.raises(TransferFailed):
+        async with here.pulled(ref):
+            pass
+    assert told == [(ref.hash, "no new ticket came")]
+    await here.close()
+
+
+# --- ahead of need ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_slow_receiver_skips_versions_that_newer_ones_have_overtaken(service: Dialled, tmp_path: Path) -> None:
+    arrived: list[str] = []
+    begun: list[str] = []
+    here = transfers(service, tmp_path, arrived=arrived.append)
+    go = asyncio.Event()
+    pull = here._pull
+
+    async def slowly(digest: str, state: bool) -> Path:
+        begun.append(digest)
+        await go.wait()
+        return await pull(digest, state)
+
+    here._pull = slowly  # type: ignore[method-assign]
+    stored = [service.store({"adapter_config.json": str(version).encode()}) for version in range(6)]
+    refs = [service.ref(manifest, version, "a") for version, manifest in enumerate(stored)]
+    other = service.ref(service.store({"adapter_config.json": b"b"}), 0, "b")
+    ahead = Ahead(here)
+    ahead.hold(refs[:2])
+    await settle()
+    assert begun == [refs[0].hash, refs[1].hash], "two at a time; asked for together, neither overtakes the other"
+    for ref in (refs[2], refs[3], other, refs[4], refs[5]):
+        ahead.hold([ref])
+    ahead.forget(refs[5].hash)
+    go.set()
+    await eventually(lambda: len(arrived) >= 3)
+    assert arrived[2:] == [other.hash]
+    assert refs[2].hash not in begun
     await here.close()

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dialled import PATIENCE_SECONDS, Connection, Dialled
@@ -128,6 +129,93 @@ def forward(op: str, parent: wire.AdapterRef, ticket: str, **changes: object) ->
 def optim(op: str, parent: wire.AdapterRef, **changes: object) -> wire.OptimStep:
     fields: dict = {"policy": parent.policy, "lease": 1, "steps": 0, "adam": wire.Adam(lr=0.05), "tenant": "tenant"}
     return wire.OptimStep(op=op, parent=parent, **fields | changes)
+
+
+# --- joining --------------------------------------------------------------------------------------------------------
+
+HELD_BACK = """
+import pathlib, time
+import rookery.worker.process as process
+prepare = process.prepare
+def held_back(name, cache):
+    while not pathlib.Path({go!r}).exists():
+        time.sleep(0.05)
+    return prepare(name, cache)
+process.prepare = held_back
+"""
+
+
+def test_it_dials_in_before_its_model_is_there_and_beats_meanwhile(
+    service: Dialled, start: Start, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    start("--price", "0.5", before=HELD_BACK.format(go=str(go)))
+    link = service.connection(0)
+    assert (link.hello.loading, link.hello.max_context, link.hello.price) == (True, 0, 0.5)
+    service.until(lambda: len(link.of(wire.Beat)) > 5)
+    assert link.of(wire.Ready) == []
+    assert {beat.active + beat.waiting + beat.training for beat in link.of(wire.Beat)} == {0}
+    link.drop()
+    again = service.connection(1)
+    assert again.hello.loading
+    go.touch()
+    [ready] = service.until(lambda: again.of(wire.Ready))
+    assert ready.max_context == 512
+    again.drop()
+    last = service.connection(2)
+    assert (last.hello.loading, last.hello.max_context, last.hello.model_hash) == (False, 512, ready.model_hash)
+
+
+def test_a_model_that_cannot_be_prepared_ends_it_with_the_reason(
+    service: Dialled, start: Start, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    broken = HELD_BACK.format(go=str(go)).replace("return prepare", "raise process.UserError('no such weights') #")
+    worker = start(before=broken)
+    link = service.connection(0)
+    service.until(lambda: link.of(wire.Beat))
+    go.touch()
+    code, said = ended(worker)
+    assert code == EXIT_REFUSED
+    assert "no such weights" in said
+    assert isinstance(link.frames[-1], wire.Bye)
+
+
+def test_it_may_be_told_to_end_while_it_loads(service: Dialled, start: Start, tmp_path: Path) -> None:
+    worker = start(before=HELD_BACK.format(go=str(tmp_path / "never")), drain_seconds="0.5")
+    link = service.connection(0)
+    service.until(lambda: link.of(wire.Beat))
+    worker.send_signal(signal.SIGTERM)
+    assert ended(worker)[0] == 0
+    assert isinstance(link.frames[-1], wire.Bye)
+
+
+def test_what_it_shall_hold_comes_from_another_worker_and_what_cannot_be_had_is_told(
+    service: Dialled, start: Start, tmp_path: Path
+) -> None:
+    start("--peer-port", "0")
+    one = service.connection(0)
+    assert one.hello.address.startswith("http://127.0.0.1:")
+    adapter = make_policy(service, one, "p")
+    service.until(lambda: any(adapter.hash in holding.hashes for holding in one.of(wire.Holding)))
+    start(cache=str(tmp_path / "cache"))
+    two = service.connection(1)
+    assert (two.hello.address, two.hello.adapters) == ("", [])
+    one.send(wire.Lend(hash=adapter.hash, ticket=adapter.ticket, seconds=60))
+    damaged = service.store({"adapter_config.json": b"{}"})
+    service.artifacts.path(damaged.hash, "adapter_config.json").write_bytes(b"[]")
+    lent = msgspec.structs.replace(adapter, peers=[one.hello.address])
+    two.send(wire.Hold(refs=[lent, service.ref(damaged, 1, "q")]))
+    service.until(lambda: [holding.hashes for holding in two.of(wire.Holding)] == [[adapter.hash]])
+    assert [name for name, _ in service.requests if name.startswith(adapter.hash)] == []
+    [missing] = service.until(lambda: two.of(wire.Missing))
+    assert missing.hash == damaged.hash
+    assert "corrupt" in missing.error
+    [beat] = service.until(lambda: [b for b in two.of(wire.Beat) if b.pulled_from_peers][:1])
+    assert beat.pulled_from_peers == sum(shard.size for shard in service.artifacts.open(adapter.hash).shards)
+    two.send(generate("r", adapter, max_tokens=5))
+    assert {chunk.version for chunk in two.finished("r").chunks} == {0}
+    assert [name for name, _ in service.requests if name.startswith(adapter.hash)] == []
 
 
 # --- generating -----------------------------------------------------------------------------------------------------
@@ -426,6 +514,30 @@ def test_computing_goes_on_while_a_commit_is_uploaded_and_sigterm_waits_for_it(s
     service.until(lambda: link.closed)
     assert isinstance(link.frames[-1], wire.Bye)
     assert ended(worker)[0] == 0
+
+
+def test_sigterm_while_it_generates_and_trains_hands_back_what_was_sampled(service: Dialled, start: Start) -> None:
+    worker = start()
+    link = service.connection(0)
+    parent = make_policy(service, link, "p")
+    link.send(generate("whole", parent))
+    whole = link.finished("whole")
+    service.flush_seconds = 60
+    link.drop()
+    link = service.connection(1)
+    link.send(generate("r", parent))
+    link.send(*(forward(f"f{number}", parent, batch(service, 40), fresh=number == 0) for number in range(200)))
+    link.done("f0")
+    service.until(lambda: (beats := link.of(wire.Beat)) and beats[-1].active == 1 and beats[-1].training > 0)
+    worker.send_signal(signal.SIGTERM)
+    service.until(lambda: link.closed)
+    assert isinstance(link.frames[-1], wire.Bye)
+    assert ended(worker)[0] == 0
+    sampled = link.stream("r")
+    assert 0 < len(sampled.tokens) < LONG
+    assert sampled.finish == ""
+    assert sampled.tokens == whole.tokens[: len(sampled.tokens)], "handed back as far as it came"
+    assert len(link.of(wire.Done)) < 200, "what it trained on is given up: who sent it sends it elsewhere"
 
 
 # --- ending ---------------------------------------------------------------------------------------------------------

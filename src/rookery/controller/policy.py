@@ -68,7 +68,7 @@ class Policy:
         )
 
     def in_use(self) -> list[wire.AdapterRef]:
-        """The versions that may be sampled from now, oldest first: the newest, and those that something still runs on."""
+        """The versions that may be sampled from now, oldest first: the newest, and those that are still run on."""
         named = {version for version, users in self._pinned.items() if users}
         if self.head is not None:
             named.add(self.head.version)

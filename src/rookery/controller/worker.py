@@ -82,8 +82,8 @@ class Worker:
         return frozenset(self.asked) if self.slow else frozenset()
 
     def takes(self, ref: wire.AdapterRef | None) -> bool:
-        """Whether a request for this adapter (None: the base model) may be sent here now. While it catches up, it has to
-        hold the adapter; when it serves, it may have to pull it first, but not if it is slow at that."""
+        """Whether a request for this adapter (None: the base model) may be sent here now. While it catches up, it has
+        to hold the adapter; when it serves, it may have to pull it first, but not if it is slow at that."""
         if ref is None or self.state != "catching up":
             return self.working and (ref is None or ref.hash not in self.lacks)
         return ref.hash in self.holds

@@ -58,6 +58,7 @@ SERVICE_TRIES = 2
 CHUNK_BYTES = 1 << 20
 """Read and written at once: large enough to be cheap, small enough that the heartbeat is never late."""
 
+
 class Transfers:
     """One worker's transfers. Belongs to the I/O thread; hashing and large writes run in helper threads."""
 
