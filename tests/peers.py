@@ -513,7 +513,8 @@ class Service:
         self.folder = folder
         self.clock = clock or ManualClock()
         self.make_ledger = ledger
-        self.settings = Settings(data=folder, cache=folder / "cache", **{"worker_wait_seconds": 30.0, **settings})
+        usual = {"worker_wait_seconds": 30.0, "return_seconds": 0.0}
+        self.settings = Settings(data=folder, cache=folder / "cache", **usual | settings)
         self.database = Database(f"sqlite:///{folder}/rookery.db")
         self.database.create()
         for tenant in ("alice", "bob"):

@@ -11,6 +11,7 @@ import os
 import random
 import signal
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -220,14 +221,17 @@ def test_kills_at_random_moments(home: tuple[Path, Path], tmp_path: Path, seed: 
 
 
 def test_a_service_that_dies_costs_no_token(home: tuple[Path, Path], tmp_path: Path) -> None:
-    """The worker outlives it and keeps what it sampled; the same job gives the same text and the same weights."""
+    """Three workers outlive it and keep what they sampled; the same job gives the same text and the same weights."""
     cache, model = home
     chance = random.Random("service")
     with Town(tmp_path, cache, model, workers=0) as town:
-        town.join("joined")
+        for name in JOINED:
+            town.join(name)
+        for name in JOINED:
+            town.serving(name)
         calm = end_of(town, [submit(town, "jsonl", seed=3)])[0]
-        before = generated(town, "joined", calm.sampled)
-        assert before == calm.sampled
+        before = generated(town, calm.sampled)
+        assert calm.sampled <= before <= 1.05 * calm.sampled
         jobs = [submit(town, "jsonl", seed=3), submit(town, "jsonl", seed=4, max_staleness=2)]
         for moment in moments(chance, jobs, DEATHS):
             town.after(jobs, moment)
@@ -238,13 +242,24 @@ def test_a_service_that_dies_costs_no_token(home: tuple[Path, Path], tmp_path: P
             story.holds()
             assert json.loads(story.row["counters"])["tokens"] == story.sampled
         tokens = before + strict.sampled + ahead.sampled
-        assert generated(town, "joined", tokens) == tokens
+        # A request that moves leaves what was not sent yet, and a worker that comes back late finds its requests with
+        # others: some tokens are sampled twice, none is received twice.
+        assert tokens <= generated(town, tokens) <= 1.05 * tokens
+        for name in JOINED:
+            assert "goes on from token" in town.said(name), "it was found again by the service after"
 
 
-def generated(town: Town, worker: str, least: int) -> int:
-    """Tokens that a worker's process has sampled, once it has told of ``least``."""
-    until(lambda: town.serving(worker).beat["generated"] >= least, f"{worker} has sampled {least} tokens")
-    return int(town.serving(worker).beat["generated"])
+JOINED = ("one", "two", "three")
+
+
+def generated(town: Town, least: int, workers: Sequence[str] = JOINED) -> int:
+    """Tokens that these workers' processes have sampled together, once they have told of ``least``."""
+
+    def told() -> int:
+        return sum(int(town.serving(worker).beat["generated"]) for worker in workers)
+
+    until(lambda: told() >= least, f"{', '.join(workers)} have sampled {least} tokens")
+    return told()
 
 
 # --- a worker that stops, and one that is told to end -----------------------------------------------------------------
@@ -281,7 +296,7 @@ def test_a_worker_that_stops_or_drains_is_gone_on_for(home: tuple[Path, Path], t
         town.join("two")
         assert told(replies) == calm
         assert town.total("sampled_tokens") == 2 * tokens
-        assert generated(town, "two", tokens - received) == tokens - received
+        assert generated(town, tokens - received, ["two"]) == tokens - received
 
         town.joined["one"].send_signal(signal.SIGCONT)
         town.serving("one")

@@ -56,6 +56,9 @@ class Settings(BaseModel):
     """No beat for this long: the worker's requests go on elsewhere. Five beats, so that one slow slice is no alarm."""
     grace_seconds: float = Field(60.0, gt=0)
     """A suspect worker that has not come back by then is gone."""
+    return_seconds: float = Field(6.0, ge=0)
+    """After a restart with unfinished jobs, rollouts wait this long for the worker that has them: workers dial in again
+    at most five seconds apart. Without it, the first one back would be given what the others still have."""
     claim_seconds: float = Field(15.0, gt=0)
     """A worker whose link is back goes on this long with requests that nobody has claimed: a restarted service has its
     jobs again by then; until then such a request may be computed in two places."""

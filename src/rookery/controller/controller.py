@@ -122,6 +122,7 @@ class Controller(Looking):
         for row in await self._ledger(self._database.all_unfinished_jobs):
             self._states[row.state] += 1
             if row.state != "paused":
+                self._rollouts.expect_claims()
                 self._launch(row)
 
     async def stop(self) -> None:

@@ -54,6 +54,8 @@ class Rollouts:
         self._parked: dict[str, dict[str, Live]] = {}
         self._claims: dict[str, tuple[Worker, str]] = {}
         """Requests that workers brought along from a controller before this one, and what they call them."""
+        self._returning = 0.0
+        """Until then workers that had requests before this controller came are dialling in."""
         self._on_sampled: list[Callable[[Worker, Request, int], None]] = []
         self.gate: Callable[[Worker], bool] = lambda worker: True
         """Whether a worker may take rollouts now. Requests that somebody waits for pass all the same. Whoever sets it
@@ -174,12 +176,21 @@ class Rollouts:
         self._dispatch(worker.hello.model)
         return len(taken)
 
+    def expect_claims(self) -> None:
+        """There was a controller before this one: workers that computed for it dial in again. For a while rollouts wait
+        for the worker that has them, so that what it sampled is not sampled anew elsewhere."""
+        self._returning = self._clock.monotonic() + self._settings.return_seconds
+
     async def watch(self) -> None:
         """Fail what has waited too long for a worker, or for a word of its own, for ever: every wait has its
         deadline."""
         while True:
             await self._clock.sleep(self._settings.heartbeat_seconds)
             now = self._clock.monotonic()
+            if self._returning and now >= self._returning:
+                self._returning = 0.0
+                for model in list(self._queues):
+                    self._dispatch(model)
             for model, queue in self._queues.items():
                 served = bool(self._fleet.serving("rollout", model))
                 for live in queue:
@@ -199,10 +210,11 @@ class Rollouts:
     def _dispatch(self, model: str) -> None:
         """Give out what waits, where there is room; then move what could go on sooner elsewhere."""
         queue, desks = self._queues[model], self._desks
+        common = self._clock.monotonic() >= self._returning and desks.room(model, False)
         while queue and (
             taken := queue.take(
                 (lambda live: desks.choose(live, True) is not None) if desks.room(model, True) else None,
-                (lambda live: desks.choose(live, False) is not None) if desks.room(model, False) else None,
+                (lambda live: desks.choose(live, False) is not None) if common else None,
             )
         ):
             live, ahead = taken

@@ -49,8 +49,9 @@ LONGEST_PAUSE_SECONDS = 5.0
 """… this, so that a restarted service has its workers back soon."""
 OPEN_SECONDS = 10.0
 """How long a connection may take to open and to be welcomed."""
-STEADY_SECONDS = 10.0
-"""A connection that lasted this long was a good one: the next pause is the first again."""
+STEADY_SECONDS = 2.0
+"""A connection that lasted this long was a good one: the next pause is the first again. A shorter one was ended by the
+service for a reason that may still be there, such as a disk here that is full."""
 
 
 class Refusal(Exception):
