@@ -27,6 +27,7 @@ from rookery.controller.controller import Controller
 from rookery.controller.hosts import SERVICE
 from rookery.controller.links import Link, LinkClosed
 from rookery.controller.ports import RandomIds, ThreadLedger
+from rookery.controller.rollouts import AGAIN
 from rookery.controller.tickets import Tickets
 from rookery.controller.views import JobView
 from rookery.settings import Settings
@@ -304,7 +305,8 @@ class ScriptedWorker:
                         await self.say(wire.Output(epoch=0, chunks=[chunk]))
                         if self.chunks_left is not None:
                             self.chunks_left -= 1
-                        self.sampled.update((request, chunk.offset + i) for i in range(len(chunk.tokens)))
+                        own = request.partition(AGAIN)[0]
+                        self.sampled.update((own, chunk.offset + i) for i in range(len(chunk.tokens)))
                         await asyncio.sleep(0)
 
     # --- training -----------------------------------------------------------------------------------------------------

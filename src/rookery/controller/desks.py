@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ from rookery import wire
 from rookery.controller.ports import Clock
 from rookery.controller.request import Live
 from rookery.controller.worker import Worker
-from rookery.scheduling.balancing import Instance, balance, load, select
+from rookery.scheduling.balancing import BEATS, Instance, balance, load, select
 from rookery.scheduling.board import Board
 from rookery.scheduling.plateau import Plateau
 from rookery.settings import Settings
@@ -44,7 +44,8 @@ class Desk:
     lacks: frozenset[str] | None = None
     """Of a serving worker: what it takes no requests for."""
     gate: bool = True
-    beat: wire.Beat | None = None
+    beats: deque[wire.Beat] = field(default_factory=lambda: deque(maxlen=BEATS))
+    """The last ones."""
     since: float = 0.0
     """When it was given the first of those that it holds …"""
     before: float = 0.0
@@ -53,8 +54,8 @@ class Desk:
     @property
     def load(self) -> tuple[int, int, int]:
         """Its (pending, executing, free) requests."""
-        beaten = (self.beat.active, self.beat.waiting) if self.beat is not None else None
-        return load(self.worker.hello.max_rows, len(self.held), self.decoding, beaten)
+        beats = [(beat.active, beat.waiting) for beat in self.beats]
+        return load(self.worker.hello.max_rows, len(self.held), self.decoding, beats)
 
 
 @dataclass(frozen=True)
@@ -118,10 +119,11 @@ class Desks:
         desk = self._of(worker)
         if desk is None:
             return
-        before, desk.beat = desk.beat, beat
-        if before is not None:
+        if desk.beats:
+            before = desk.beats[-1]
             seconds = beat.decode_seconds - before.decode_seconds
             self._plateau(worker).add(before.active, beat.active, beat.generated - before.generated, seconds)
+        desk.beats.append(beat)
         self._put(desk)
 
     # --- their requests -----------------------------------------------------------------------------------------------

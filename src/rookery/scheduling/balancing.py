@@ -2,7 +2,7 @@
 
 *Pending* is what a worker holds beyond the rows that it decodes, *executing* the rest, *free* the rows that a new
 request would take at once. The controller knows of a worker how many requests it holds, of how many of them tokens have
-come since it has them, and what its last beat said (:func:`load`).
+come since it has them, and what its last beats said (:func:`load`).
 
 As published, with three things stated:
 
@@ -16,8 +16,12 @@ As published, with three things stated:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+BEATS = 2
+"""So many beats in a row show that what waits in a worker does so for want of more than its turn: one may just have
+come between a request's arrival and its first step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +47,15 @@ class Move:
     executing: bool
 
 
-def load(rows: int, held: int, decoding: int, beaten: tuple[int, int] | None) -> tuple[int, int, int]:
+def load(rows: int, held: int, decoding: int, beats: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
     """``(pending, executing, free)`` of a worker with ``rows`` that holds ``held`` requests, for ``decoding`` of which
-    tokens have come since it has them. ``beaten`` is what its last beat said: requests (active, waiting).
+    tokens have come since it has them. ``beats`` is what its last :data:`BEATS` beats said: requests (active, waiting).
 
-    It decodes all that it holds, up to its rows; where its beat said that some wait though not all rows are taken (it
-    has no memory for more, or their adapter is on its way), up to those that were active, or ``decoding`` if that is
-    more: tokens that came since prove more than the beat does."""
-    active, waiting = beaten or (0, 0)
-    room = min(rows, max(decoding, active)) if waiting else rows
+    It decodes all that it holds, up to its rows; where all those beats said that some wait though not all rows are
+    taken (it has no memory for more, or their adapter is on its way), up to those that were active, or ``decoding`` if
+    that is more: tokens that came prove more than a beat does."""
+    stuck = len(beats) == BEATS and all(waiting for _, waiting in beats)
+    room = min(rows, max(decoding, *(active for active, _ in beats))) if stuck else rows
     executing = min(held, room)
     return held - executing, executing, room - executing
 
