@@ -5,15 +5,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo test install lint types chaos clean
+# The oldest Tinker SDK that is supported (service/tinker/schema.py); the newest is among the tests' requirements.
+OLDEST_SDK := 0.22.3
+SDKS ?= $(OLDEST_SDK)
+
+.PHONY: demo test test-sdks install lint types chaos clean
 
 demo: install
 	@$(BIN)/python demo/run.py
 
-test: $(VENV)/.tests
+test: $(VENV)/.tests $(VENV)/sdks/$(OLDEST_SDK)
 	@$(BIN)/ruff check src tests demo
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest
+
+# The whole flow of a Tinker client with other versions of the SDK: make test-sdks SDKS="0.25.0 0.30.4"
+test-sdks: $(SDKS:%=$(VENV)/sdks/%)
+	@$(BIN)/python -m pytest tests/test_tinker_sdks.py
 
 install: $(VENV)/.installed
 
@@ -43,5 +51,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.tests: $(VENV)/.installed
-	@$(PIP) --editable '.[gguf,math,postgres,test]'
+	@$(PIP) --editable '.[gguf,math,plots,postgres,test]'
 	@touch $@
+
+# A version of the SDK beside the installed one: what it depends on is in .venv already.
+$(VENV)/sdks/%: | $(VENV)/.tests
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $@ tinker==$*

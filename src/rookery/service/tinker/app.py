@@ -17,7 +17,7 @@ from rookery.service import openai_face
 from rookery.service.answers import answer, refusal
 from rookery.service.parts import Parts
 from rookery.service.tinker import models, records, samplers, visits
-from rookery.service.tinker.schema import SUPPORTED, load
+from rookery.service.tinker.schema import OLDEST, SUPPORTED, load
 
 log = logging.getLogger("rookery.service.tinker")
 
@@ -54,7 +54,7 @@ async def unknown(path: str) -> Response:
     for part, reason in UNSUPPORTED.items():
         if part in path:
             return refusal(404, reason)
-    return refusal(404, f"nothing at {path}; this server speaks the protocol of SDK {SUPPORTED}")
+    return refusal(404, f"nothing at {path}; this server is tested with SDK {OLDEST} to {SUPPORTED}")
 
 
 async def known(request: Request, error: Exception) -> Response:

@@ -19,7 +19,7 @@ from rookery.errors import UserError
 from rookery.service.answers import answer
 from rookery.service.parts import Owner, Service
 from rookery.service.tinker import batches, results, shapes
-from rookery.service.tinker.schema import load
+from rookery.service.tinker.schema import OLDEST, SUPPORTED, load
 from rookery.storage.rows import TenantRow
 from rookery.text.catalogue import model_folder, resolve
 
@@ -93,13 +93,13 @@ def _tokenizer(service: Service, base_model: str, *, local: bool) -> str:
 async def forward_backward(service: Service, owner: Owner, request: Request) -> Response:
     plain = request.headers.get("content-encoding", "identity") == "identity"
     if request.headers.get("content-type") != PROTOBUF or not plain:
-        raise UserError(f"forward_backward takes {PROTOBUF}, not compressed")
+        raise UserError(f"forward_backward takes {PROTOBUF}, not compressed, as SDK {OLDEST} and later send it")
     schema = load()
     message = schema.ForwardBackwardRequest()
     try:
         message.ParseFromString(await request.body())
     except DecodeError:
-        raise UserError("the body is no ForwardBackwardRequest of SDK 0.38") from None
+        raise UserError(f"the body is no ForwardBackwardRequest of SDK {SUPPORTED}") from None
 
     def made() -> calls.AnyCall:
         return batches.decode(schema, message)

@@ -13,7 +13,20 @@ from types import ModuleType
 from typing import Any
 
 SUPPORTED = "0.38"
-"""The SDK's version whose protocol is spoken and tested."""
+"""The newest minor version of the SDK that is tested; its protocol is spoken."""
+
+OLDEST = "0.22.3"
+"""The oldest version of the SDK that is tested: those before it send data in another form."""
+
+
+def supported(version: str) -> bool:
+    """Whether a client's version lies in the tested range."""
+    newest = tuple(map(int, SUPPORTED.split(".")))
+    try:
+        given = tuple(map(int, version.split(".")[:3]))
+    except ValueError:
+        return False
+    return tuple(map(int, OLDEST.split("."))) <= given and given[: len(newest)] <= newest
 
 
 class Missing(ImportError):

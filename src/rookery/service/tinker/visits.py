@@ -10,19 +10,22 @@ from fastapi import APIRouter, Header, Request, Response
 from rookery.service.answers import answer
 from rookery.service.parts import Owner, Service
 from rookery.service.tinker import shapes
-from rookery.service.tinker.schema import SUPPORTED
+from rookery.service.tinker.schema import OLDEST, SUPPORTED, supported
 from rookery.text.catalogue import inspect, status
 
 routes = APIRouter()
+
+FLAGS = {"proto_write_fwdbwd": True, "fwd_via_fwdbwd": True}
+"""What older SDKs do only where the server says so, and newer ones always. Every other flag has its default: the
+features behind them stay off."""
 
 Key = Annotated[str | None, Header(alias="X-Idempotency-Key")]
 
 
 @routes.post("/client/config")
 async def client_config(owner: Owner, request: Request) -> Response:
-    """Every flag has its default: the features behind them stay off."""
     shapes.read(shapes.ClientConfig, await request.body())
-    return answer({})
+    return answer(FLAGS)
 
 
 @routes.post("/client/dynamic_config")
@@ -39,8 +42,8 @@ async def create_session(service: Service, owner: Owner, request: Request, key: 
         owner.id, key, sdk_version=asked.sdk_version, name=asked.display_name or "", about=about
     )
     warning = None
-    if ".".join(asked.sdk_version.split(".")[:2]) != SUPPORTED:
-        warning = f"this server speaks the protocol of SDK {SUPPORTED}; yours is {asked.sdk_version}"
+    if not supported(asked.sdk_version):
+        warning = f"this server is tested with SDK {OLDEST} to {SUPPORTED}; yours is {asked.sdk_version or 'unknown'}"
     return answer({"type": "create_session", "session_id": row.id, "warning_message": warning})
 
 
