@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ import msgspec
 
 from rookery import wire
 from rookery.controller.fleet import Fleet, Worker
+from rookery.controller.leases import Leases
 from rookery.controller.ports import Clock, Ids, Ledger
 from rookery.controller.tickets import Tickets
 from rookery.errors import Conflict, RookeryError, Unavailable
@@ -101,10 +102,12 @@ class Training:
         self._clock = clock
         self._ids = ids
         self._ledger = ledger
-        self._waiting: dict[str, tuple[Worker, asyncio.Future[wire.Done]]] = {}
-        self._leases: dict[str, Worker] = {}
-        self._aside: dict[str, Worker] = {}
-        self._change = asyncio.Event()
+        self._waiting: dict[Worker, dict[str, asyncio.Future[wire.Done]]] = {}
+        """By worker, what it was asked and has not answered."""
+        self._leases = Leases()
+        self._aside = Leases()
+        self._serves: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        """By base model: set when a worker begins to train it."""
         self._on_trained: list[Callable[[Worker, str, str, float, float], None]] = []
         self._on_operation: list[Callable[[Worker, Operation, wire.Done | None], None]] = []
         self._work: dict[Worker, _Work] = {}
@@ -113,7 +116,7 @@ class Training:
         must not delete one that another job just brought."""
         self.retries = 0
         fleet.handle(wire.Done, self._answered)
-        fleet.on_change(self._change.set)
+        fleet.on_state(self._seen)
         fleet.on_lost(lambda worker, reason: self._lost(worker))
 
     def on_trained(self, callback: Callable[[Worker, str, str, float, float], None]) -> None:
@@ -141,30 +144,30 @@ class Training:
         time."""
         deadline = self._clock.monotonic() + self._settings.worker_wait_seconds
         while True:
-            able = {worker.name: worker for worker in self._fleet.serving("train", model)}
             held = self._leases.get(policy)
-            if held is not None and held in able.values():
+            if held is not None and held.plays("train", model):
                 return held
-            holders = list(self._leases.values())
+            able = {worker.name: worker for worker in self._fleet.serving("train", model)}
             stay = {name for name, worker in able.items() if worker.hello.kind == "reserved"}
             aside = self._aside.get(policy)
-            load = {name: holders.count(able[name]) for name in stay or able}
+            load = {name: self._leases.count(able[name]) for name in stay or able}
             name = lease(load, aside.name if aside is not None else None)
             if name is not None:
-                self._aside.pop(policy, None)
-                self._leases[policy] = able[name]
+                self._aside.pop(policy)
+                self._leases.put(policy, able[name])
                 return able[name]
-            self._change.clear()
+            self._serves[model].clear()
             try:
                 async with asyncio.timeout(deadline - self._clock.monotonic()):
-                    await self._change.wait()
+                    await self._serves[model].wait()
             except TimeoutError:
                 raise Unavailable(self._fleet.missing("train", model)) from None
 
     async def call(self, worker: Worker, message: Operation) -> wire.Done:
         """The worker's answer. Raises what tells whether another worker can help."""
         future: asyncio.Future[wire.Done] = asyncio.get_running_loop().create_future()
-        self._waiting[message.op] = (worker, future)
+        waiting = self._waiting.setdefault(worker, {})
+        waiting[message.op] = future
         try:
             if worker.state != "serving":
                 raise _TryElsewhere(f"worker {worker.name} is {worker.state}")
@@ -181,7 +184,9 @@ class Training:
             what, seconds = type(message).__name__, self._settings.silence_seconds
             raise _TryElsewhere(f"worker {worker.name} did not answer {what} within {seconds:g} s") from None
         finally:
-            del self._waiting[message.op]
+            del waiting[message.op]
+            if not waiting:
+                self._waiting.pop(worker, None)
         if done.category in ("stale", "lost"):
             raise _TryElsewhere(f"worker {worker.name}: {done.error}")
         if done.error:
@@ -258,15 +263,15 @@ class Training:
             del self.unnamed[digest]
 
     def release(self, policy: str) -> None:
-        self._leases.pop(policy, None)
+        self._leases.pop(policy)
 
     def forget(self, policy: str, *, aside: bool = False) -> None:
         """The policy's trainer state may go. ``aside``: it may come back, and better to where its state still is."""
-        worker = self._leases.pop(policy, None)
+        worker = self._leases.pop(policy)
         if worker is not None and worker.state == "serving":
             self._fleet.post(worker, wire.Forget(policy=policy, aside=aside))
             if aside:
-                self._aside[policy] = worker
+                self._aside.put(policy, worker)
 
     def new_op(self) -> str:
         return self._ids.new("op")
@@ -285,16 +290,20 @@ class Training:
         self._fleet.post(worker, message)
 
     def _answered(self, worker: Worker, message: wire.Done) -> None:
-        waiting = self._waiting.get(message.op)
-        if waiting is not None and waiting[0] is worker and not waiting[1].done():
-            waiting[1].set_result(message)
+        future = self._waiting.get(worker, {}).get(message.op)
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    def _seen(self, worker: Worker) -> None:
+        if worker.plays("train", worker.hello.model):
+            self._serves[worker.hello.model].set()
 
     def _lost(self, worker: Worker) -> None:
-        for holder, future in self._waiting.values():
-            if holder is worker and not future.done():
+        for future in self._waiting.get(worker, {}).values():
+            if not future.done():
                 future.set_exception(_TryElsewhere(f"worker {worker.name} was lost"))
-        self._leases = {policy: holder for policy, holder in self._leases.items() if holder is not worker}
-        self._aside = {policy: holder for policy, holder in self._aside.items() if holder is not worker}
+        self._leases.leave(worker)
+        self._aside.leave(worker)
         self._work.pop(worker, None)
 
 
