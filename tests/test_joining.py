@@ -292,6 +292,10 @@ async def test_who_does_not_read_its_frames_is_suspect(room: Room) -> None:
     assert "has not read a frame for" in room.lost[0][1]
 
 
+SETTLED = 20.0
+"""Seconds after which everybody has been judged."""
+
+
 def widest_gap(times: list[float]) -> float:
     return max(later - sooner for sooner, later in pairwise(times))
 
@@ -331,10 +335,11 @@ def test_a_receiver_ten_times_slower_delays_no_commit() -> None:
             return run(commits(folder, slow))
 
     without, beside = play(False), play(True)
-    assert len(without) > 30
-    # until its first pull is over nobody knows that it is slow: that costs a pull's time, once
-    assert len(beside) >= len(without) - 3
-    assert widest_gap(beside[5:]) <= 1.1 * widest_gap(without[5:])
+    # until its first pull is over nobody knows that it is slow: that costs one of its pulls' time, once
+    without, beside = ([time for time in times if time > SETTLED] for times in (without, beside))
+    assert len(without) > 20
+    assert len(beside) >= len(without) - 1
+    assert widest_gap(beside) <= 1.1 * widest_gap(without)
 
 
 # --- what cannot be pulled --------------------------------------------------------------------------------------------

@@ -121,6 +121,7 @@ class Job:
             manifest = await self._trainee.init(partial(first_adapter, self.spec, self.policy.row.id), self._warm_start)
             await self._commit_version(manifest, [], {})
         assert self.policy.head is not None
+        self.world.fleet.announce(self.spec.base_model, self.policy.ref(self.policy.head.version))
         self.step = self.policy.head.step
         self._open = OpenStep(self.spec, self.step)
         await self.progress.recover(self.step, self.policy.history)
