@@ -144,6 +144,10 @@ class ScriptedWorker:
                 if message.adapter is not None:
                     await self._pull(http, message.adapter)
                 return wire.Output(epoch=epoch, chunks=[self._chunk(message)])
+            case wire.Hold():
+                for ref in message.refs:
+                    await self._pull(http, ref)
+                return wire.Holding(epoch=epoch, hashes=[ref.hash for ref in message.refs])
             case wire.InitAdapter():
                 manifest = await self._push(http, message.commit, adapter_files(0.0))
                 return wire.Done(epoch=epoch, op=message.op, manifest=manifest)

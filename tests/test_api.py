@@ -265,7 +265,7 @@ def test_without_a_key_and_with_a_wrong_one_nothing_is_told(faces: Faces) -> Non
         if not path.startswith("/api/"):
             continue
         for method in methods:
-            url = path.format(job=faces.done["id"], policy="main", version="1", action="pause", tenant="t")
+            url = path.format(job=faces.done["id"], policy="main", version="1", action="pause", tenant="t", key="k")
             for headers in ({}, {"Authorization": "Bearer tml-wrong"}, {"X-API-Key": "tml-wrong"}):
                 response = httpx.request(method, faces.service.url + url, headers=headers, json={})
                 assert response.status_code == 401, (method, url, response.text)
@@ -381,6 +381,11 @@ def test_answers_are_what_the_documentation_says(faces: Faces) -> None:
             more = {name for name in row if not (shape is schemas.MetricsRow and name.startswith("reward/"))}
             assert more <= known, address
     schemas.Health.model_validate(faces.ada.get("/api/v1/health").json())
+    costs = schemas.Costs.model_validate(faces.admin.get("/api/v1/costs").json())
+    assert [row.tenant for row in costs.tenants] == [row["id"] for row in faces.admin.get("/api/v1/tenants").json()]
+    for row in costs.tenants:
+        keys = faces.admin.get(f"/api/v1/tenants/{row.tenant}/keys").json()
+        assert keys and all(schemas.KeyRow.model_validate(key) for key in keys)
     schemas.DryRun.model_validate(faces.ada.post("/api/v1/jobs/dry-run", json=job()).json())
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from peers import MODEL, Service, eventually, job_of
 from rookery import wire
+from rookery.cli.jobs import cost_lines
 from rookery.controller.recipe import first_adapter
 from rookery.controller.rollouts import Request
 from rookery.controller.training import Forward, Trainee
@@ -384,3 +385,17 @@ async def test_a_price_that_is_none_is_refused(service: Service) -> None:
     for price in (-1.0, float("nan"), float("inf")):
         with pytest.raises(PermissionError, match="price"):
             await Busy(service, "worker", price).worker.join()
+
+
+def test_jobs_show_tells_what_a_job_cost() -> None:
+    nothing = {"cost": 0.0, "reserved": 0.0, "preemptible": 0.0, "seconds": 0.0, "tokens_per_unit": None,
+               "reserved_alone": None}  # fmt: skip
+    assert cost_lines(nothing) == []
+    free = {**nothing, "seconds": 1234.5}
+    assert cost_lines(free) == [("compute", "1,234 s")]
+    priced = {**free, "cost": 24.0, "reserved": 4.0, "preemptible": 20.0, "tokens_per_unit": 1500.4}
+    assert cost_lines(priced)[1:] == [
+        ("cost", "24 (4 reserved, 20 preemptible)"),
+        ("tokens per price unit", "1,500"),
+    ]
+    assert cost_lines({**priced, "reserved_alone": 84.0})[-1] == ("cost on reserved alone", "84 (estimated)")

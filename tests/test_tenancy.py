@@ -24,6 +24,8 @@ from websockets.sync.client import connect
 import rookery
 from faces import MODEL, ScriptedWorker, adapter_files, job, served, tokenizer
 from rookery import wire
+from rookery.client import Client
+from rookery.errors import UserError
 from rookery.service.admin_face import KEY_ID
 from rookery.service.app import build
 from rookery.service.embedded import Embedded
@@ -279,6 +281,19 @@ def test_a_revoked_key_opens_nothing_and_its_tenants_other_keys_do(town: Town) -
     refused = town.admin.delete(f"/api/v1/tenants/{admins[0]}/keys/{own}")
     assert refused.status_code == 409 and "made with that key" in refused.text
     assert town.admin.get("/api/v1/tenants").status_code == 200
+
+
+def test_a_revoked_key_of_the_data_folder_is_said_at_the_start(tmp_path: Path) -> None:
+    with served(tmp_path) as service, Client(service.url, service.key) as client:
+        other = Client(service.url, client.add_key("admin").key)
+        other.revoke_key("admin", hash_key(service.key)[:KEY_ID])
+        assert [bool(row.revoked) for row in other.keys("admin")] == [True, False]
+        other.close()
+    with pytest.raises(UserError, match=r"the key in admin\.key was revoked"), served(tmp_path):
+        pass
+    (tmp_path / "data" / "admin.key").unlink()
+    with served(tmp_path) as service, Client(service.url, service.key) as client:
+        assert len(client.keys("admin")) == 3
 
 
 # --- ids inside bodies ------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def show(job: Name, url: Url = None, key: Key = None, data: Data = None, json: J
         ("finished", time_of(view.finished)),
         ("tokens", f"{view.tokens:,}"),
         ("rewards", sparkline(view.rewards, 64)),
-        *_cost(view.cost),
+        *cost_lines(view.cost),
         *((f"policy {p.name}", f"version {p.version}, rank {p.rank}, alpha {p.alpha:g}") for p in view.policies),
         *((name.replace("_", " "), count) for name, count in view.counters.items() if count and name != "tokens"),
         *((f"evaluation of version {e.version}", f"{e.mean:.3f} ± {e.stderr:.3f} ({e.prompts} prompts)")
@@ -157,7 +157,7 @@ def _act(action: str, job: str, url: str | None, key: str | None, data: Any, jso
         console().print(f"{view.name} is {view.state}" + (f": {view.reason}" if view.reason else ""), markup=False)
 
 
-def _cost(cost: Mapping[str, Any]) -> list[tuple[str, str]]:
+def cost_lines(cost: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What a job cost, where anything did; else how long workers computed for it."""
     lines = [("compute", f"{cost['seconds']:,.0f} s")] if cost["seconds"] else []
     if cost["cost"]:

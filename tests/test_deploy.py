@@ -1,0 +1,124 @@
+"""What an operator copies works: the unit, the container's file and the manifest parse, and their options exist."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from rookery.cli.app import app
+from rookery.errors import EXIT_REFUSED
+from rookery.settings import TOKEN_VARIABLE, Settings
+
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "deploy"
+PAGE = (ROOT / "docs" / "spot-nodes.md").read_text(encoding="utf-8")
+
+DRAIN = 2 * Settings().drain_seconds
+"""What a drain takes at most, but for sending."""
+
+
+def worker_options(arguments: list[str]) -> dict[str, Any]:
+    """What ``rookery worker`` understands of these arguments. Raises for what it does not take."""
+    command = typer.main.get_command(app).commands["worker"]  # type: ignore[attr-defined]
+    environment = ["--connect", "http://service", "--token", "token"]  # as its variables give them
+    return dict(command.make_context("rookery worker", [*environment, *arguments]).params)
+
+
+def unit() -> configparser.ConfigParser:
+    parsed = configparser.ConfigParser(interpolation=None)
+    parsed.optionxform = str  # type: ignore[assignment,method-assign]
+    parsed.read(DEPLOY / "rookery-worker.service")
+    return parsed
+
+
+def test_the_unit_starts_a_preemptible_worker_and_lets_it_drain() -> None:
+    service = unit()["Service"]
+    program, command, *arguments = shlex.split(service["ExecStart"])
+    assert (Path(program).name, command) == ("rookery", "worker")
+    options = worker_options(arguments)
+    assert options["preemptible"] and options["roles"] == "rollout" and options["price"] > 0
+    assert options["cache"] == Path("/var/cache") / service["CacheDirectory"]
+    assert float(service["TimeoutStopSec"]) > DRAIN
+    assert int(service["RestartPreventExitStatus"]) == EXIT_REFUSED
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    text = (DEPLOY / "rookery-worker.service").read_text().replace("/opt/rookery/bin/rookery", sys.executable)
+    path = tmp_path / "rookery-worker.service"
+    path.write_text(text)
+    done = subprocess.run(["systemd-analyze", "verify", path], capture_output=True, text=True)
+    about = [line for line in (done.stdout + done.stderr).splitlines() if path.name in line]
+    assert not about, about
+
+
+def test_the_containers_first_process_is_the_worker() -> None:
+    text = (DEPLOY / "Containerfile").read_text().replace("\\\n", " ")
+    steps = [line.split(None, 1) for line in text.splitlines() if line and not line.startswith("#")]
+    known = {"FROM", "WORKDIR", "COPY", "RUN", "ENV", "VOLUME", "USER", "STOPSIGNAL", "ENTRYPOINT"}
+    assert {name for name, _ in steps} <= known
+    by_name = dict(steps)
+    assert json.loads(by_name["ENTRYPOINT"]) == ["rookery", "worker"]
+    assert "." not in by_name["FROM"].split(":")[0].split("/")[0], "no registry is named"
+    assert by_name["USER"] not in ("0", "root")
+    assert by_name["ENV"] == f"ROOKERY_CACHE={by_name['VOLUME']}"
+    for sources in (value.split()[:-1] for name, value in steps if name == "COPY"):
+        assert all((ROOT / source).exists() for source in sources)
+    assert TOKEN_VARIABLE not in " ".join(value for _, value in steps)
+
+
+def test_the_manifest_drains_and_its_arguments_are_options() -> None:
+    manifest = yaml.safe_load((DEPLOY / "worker.yaml").read_text())
+    pod = manifest["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert manifest["spec"]["selector"]["matchLabels"] == manifest["spec"]["template"]["metadata"]["labels"]
+    environment = {entry["name"]: entry for entry in container["env"]}
+    assert "value" not in environment[TOKEN_VARIABLE], "the token is a secret's"
+    named = set(re.findall(r"\$\((\w+)\)", " ".join(container["args"])))
+    assert named <= environment.keys()
+    options = worker_options(container["args"])
+    assert options["preemptible"] and options["price"] > 0
+    assert options["peer_port"] in [port["containerPort"] for port in container["ports"]]
+    assert pod["terminationGracePeriodSeconds"] > DRAIN
+    (shell, flag, script) = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert subprocess.run([shell, "-n", flag, script]).returncode == 0
+    assert "kill -TERM 1" in script
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    mounted = [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert mounted == re.findall(r"^VOLUME (.+)$", (DEPLOY / "Containerfile").read_text(), re.MULTILINE)
+    assert "/" not in container["image"], "no registry is named"
+
+
+def test_the_hook_ends_with_the_process_that_it_told(tmp_path: Path) -> None:
+    """Its script, for a process of this test instead of process 1."""
+    manifest = yaml.safe_load((DEPLOY / "worker.yaml").read_text())
+    command = manifest["spec"]["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    told = (
+        "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit()); print(1, flush=True); signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", told], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "1\n"
+        script = re.sub(r"\b1\b", str(process.pid), command[-1])
+        hook = subprocess.Popen([*command[:-1], script], stderr=subprocess.DEVNULL)
+        assert process.wait(60) == 0
+        assert hook.wait(60) == 0
+
+
+def test_the_page_says_what_the_files_say() -> None:
+    for path in DEPLOY.iterdir():
+        assert f"deploy/{path.name}" in PAGE
+    for name in set(re.findall(r"ROOKERY_([A-Z_]+)", PAGE)) - {"URL", "TOKEN"}:
+        assert name.lower() in Settings.model_fields, name
+    for text in re.findall(r"^ +rookery-worker (--.+)$|rookery worker --connect \S+ (--.+)$", PAGE, re.MULTILINE):
+        worker_options(shlex.split("".join(text)))
