@@ -402,3 +402,31 @@ async def test_what_somebody_waits_for_is_not_moved(tmp_path: Path) -> None:
         worker.generating.set()
     await asyncio.gather(*chats, *rollouts)
     await room.close()
+
+
+async def test_a_frame_looks_at_no_more_jobs_and_workers_than_it_moves(tmp_path: Path) -> None:
+    """However many wait: two looks for the request that takes the place of the one that ended."""
+    room = Room(tmp_path, dispatch_ahead=0)
+    workers = [await frozen(room, f"w{number}", 1) for number in range(20)]
+    seeds = texts(60)
+    replies = [room.sample(seed, f"tenant-{seed % 5}", f"job-{seed}") for seed in seeds]
+    await eventually(lambda: all(worker.active for worker in workers))
+    assert room.rollouts.waiting() == 40
+    looks: list[str] = []
+    desks = room.rollouts._desks
+    choose, put = desks.choose, desks._put
+    desks.choose = lambda live, ahead: (looks.append("choose"), choose(live, ahead))[1]  # type: ignore[method-assign]
+    desks._put = lambda *given: (looks.append("put"), put(*given))[1]  # type: ignore[method-assign]
+    [first] = workers[0].active
+    for _ in range(11):
+        await say(workers[0], first)
+    await settle()
+    looks.clear()
+    await say(workers[0], first)
+    await settle()
+    assert room.rollouts.waiting() == 39
+    assert sorted(looks) == ["choose"] * 2 + ["put"] * 2
+    for worker in workers:
+        worker.generating.set()
+    await asyncio.gather(*replies)
+    await room.close()

@@ -210,11 +210,11 @@ class Rollouts:
     def _dispatch(self, model: str) -> None:
         """Give out what waits, where there is room; then move what could go on sooner elsewhere."""
         queue, desks = self._queues[model], self._desks
-        common = self._clock.monotonic() >= self._returning and desks.room(model, False)
+        returned = self._clock.monotonic() >= self._returning
         while queue and (
             taken := queue.take(
                 (lambda live: desks.choose(live, True) is not None) if desks.room(model, True) else None,
-                (lambda live: desks.choose(live, False) is not None) if common else None,
+                (lambda live: desks.choose(live, False) is not None) if returned and desks.room(model, False) else None,
             )
         ):
             live, ahead = taken
