@@ -1,4 +1,4 @@
-"""Versions that arrive while requests run: what the engine computes, what a worker sends, what the controller does."""
+"""Versions that arrive while requests run: what the engine computes, and what a worker sends."""
 
 from __future__ import annotations
 
@@ -429,7 +429,8 @@ class Bench:
 
     async def compute(self, name: str, count: int) -> None:
         """Until so many tokens of a request have been sampled and kept."""
-        while self.requests._held[name].length < count:
+        while (held := self.requests._held[name]).length < count:
+            assert not held.finish, held.error
             await settle()
             self.core.engine.step()
             self.requests.collect(self.core.engine.drain())
