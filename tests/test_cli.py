@@ -171,6 +171,16 @@ def test_chat_with_a_job_a_version_and_a_base_model(
     assert call("chat", "nobody", "-m", "hello") == 2
 
 
+def test_workers_are_listed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("chat", MODEL, "-m", "hello") == 0  # a worker has come
+    capsys.readouterr()
+    assert call("workers") == 0
+    assert "serving" in capsys.readouterr().out
+    assert call("workers", "--json") == 0
+    (row,) = lines(capsys.readouterr().out)
+    assert (row["state"], row["kind"], row["price"]) == ("serving", "reserved", 0)
+
+
 def test_models_and_doctor(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("models", "--json") == 0
     assert {row["name"]: row["state"] for row in lines(capsys.readouterr().out)}[MODEL] == "loaded"

@@ -394,7 +394,7 @@ async def test_a_complaint_about_what_nobody_named_is_nothing(room: Room) -> Non
     await worker.say(wire.Missing(epoch=0, hash=ref.hash, error="I want it"))
     await settle()
     assert room.states() == {"worker": "serving"}
-    assert room.absences.failed_pulls == 0
+    assert room.fleet.failed_pulls == 0
 
 
 # --- lending ----------------------------------------------------------------------------------------------------------

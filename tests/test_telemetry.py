@@ -22,7 +22,7 @@ from rookery.settings import Settings
 from rookery.telemetry import log, sinks
 from rookery.telemetry.metrics import MetricsLog
 from rookery.telemetry.prometheus import Figures, Prometheus
-from rookery.telemetry.table import job_table, sparkline
+from rookery.telemetry.table import job_table, sparkline, worker_table
 
 
 def test_rows_come_back_in_order_and_after_a_step(tmp_path: Path) -> None:
@@ -182,3 +182,18 @@ def test_a_sparkline_never_fails_and_never_grows(values: list[float | None], wid
 
 def test_a_sparkline_rises_with_its_values() -> None:
     assert sparkline([0, 1, 2, 3]) == "▁▃▆█" and sparkline([2, 2]) == "▁▁" and sparkline([None, 1, 2]) == " ▁█"
+
+
+def test_workers_are_shown_in_whatever_state() -> None:
+    beat = {"active": 3, "waiting": 2}
+    row = {
+        "name": "one", "kind": "preemptible", "state": "serving", "seconds": 7300.0, "model": "m", "roles": ["rollout"],
+        "adapters": 4, "tokens_per_second": 81.4, "price": 0.5, "note": "", "beat": beat,
+    }  # fmt: skip
+    joining = row | {"name": "[two]", "state": "joining", "seconds": 5.0, "beat": None, "note": "its gate is closed"}
+    console = Console(record=True, width=120, file=io.StringIO())
+    console.print(worker_table([row, joining]))
+    first, second = [line.split() for line in console.export_text().splitlines() if "preemptible" in line]
+    assert first == ["one", "preemptible", "serving", "2", "h", "m", "rollout", "4", "3", "2", "81", "0.5"]
+    assert second[:5] == ["[two]", "preemptible", "joining", "5", "s"]
+    assert second[-4:] == ["its", "gate", "is", "closed"]

@@ -29,7 +29,6 @@ class Absences:
         self._complaints: dict[str, list[tuple[Worker, str]]] = {}
         """By artifact, while it is looked at: who could not have it, and why."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self.failed_pulls = 0
         fleet.handle(wire.Missing, self._missing)
 
     async def close(self) -> None:
@@ -40,7 +39,7 @@ class Absences:
     def _missing(self, worker: Worker, message: wire.Missing) -> None:
         if message.hash not in worker.named:
             return  # nothing that it was given to do: perhaps what an earlier connection asked for
-        self.failed_pulls += 1
+        self._fleet.failed_pulls += 1
         under_way = self._complaints.setdefault(message.hash, [])
         under_way.append((worker, message.error))
         if len(under_way) == 1:
@@ -56,9 +55,9 @@ class Absences:
             fault = str(error)
         finally:
             complaints = self._complaints.pop(digest)
-        for worker, error in complaints:
+        for worker, why in complaints:
             if fault:
                 log.error("worker %s cannot have an artifact: %s", worker.name, fault, extra={"worker": worker.name})
                 self._fleet.excuse(worker, digest)
             else:
-                self._fleet.suspect(worker, f"it cannot pull artifact {digest[:12]}, which is here: {error}")
+                self._fleet.suspect(worker, f"it cannot pull artifact {digest[:12]}, which is here: {why}")

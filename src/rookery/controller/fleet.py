@@ -56,6 +56,8 @@ class Fleet:
         self.ignored_frames = 0
         self.bad_frames = 0
         self.losses = 0
+        self.failed_pulls = 0
+        """Artifacts that a worker was to have and could not."""
         self._handlers: dict[type, Callable[[Worker, Any], None]] = {}
         self._on_change: list[Callable[[], None]] = []
         self._on_joined: list[Callable[[Worker], None]] = []
