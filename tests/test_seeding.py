@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery import wire
@@ -22,9 +22,10 @@ from rookery.scheduling.seeding import Cycle
 from rookery.scheduling.seeding import Seeding as Algorithm
 from rookery.simulation.clock import run
 from rookery.simulation.links import link_pair
+from rookery.simulation.profile import Machine
 from rookery.simulation.site import MEMORY, MODEL, Site
 from rookery.simulation.workers import ModelledWorker
-from virtual import by_number, machine
+from virtual import CONTEXT, by_number, machine
 
 # --- the equations ----------------------------------------------------------------------------------------------------
 
@@ -135,6 +136,7 @@ def test_five_times_off_recovers(factor: float, reserved: float, instances: int)
     assert at.seconds == pytest.approx(right, rel=0.01)
 
 
+@settings(deadline=None)
 @given(st.floats(0.1, 4.9), st.integers(1, 9), st.floats(5, 50), st.floats(0, 1000))
 def test_it_settles_wherever_it_says_so(ratio: float, instances: int, train: float, initial: float) -> None:
     """For every ratio of speeds below 2 eta - 1."""
@@ -239,7 +241,8 @@ class World:
     """A reserved worker that trains and generates, and preemptible ones; 32 episodes a step, 8 rows each."""
 
     site: Site
-    preemptible: list[ModelledWorker]
+    machine: Machine
+    preemptible: list[ModelledWorker] = field(default_factory=list)
     started: int = 0
     job: str = ""
 
@@ -248,7 +251,7 @@ class World:
         while len(self.preemptible) > count:
             await self.preemptible.pop().kill()
         while len(self.preemptible) < count:
-            self.preemptible.append(self.site.worker(f"spot-{self.started}", kind="preemptible"))
+            self.preemptible.append(self.site.worker(f"spot-{self.started}", self.machine, kind="preemptible"))
             self.preemptible[-1].start()
             self.started += 1
 
@@ -278,17 +281,16 @@ def gap(row: dict[str, Any]) -> float:
 
 def play(
     act: Callable[[World], Coroutine[Any, Any, Any]], *, preemptible: int, parts: Parts = SHIPPED,
-    train_token: float = 0.0006, initial: float = 2.0, spec: dict[str, Any] | None = None,
+    train_token: float = 0.0006, initial: float = 2.0, spec: dict[str, Any] | None = None, **more: Any,
 ) -> Any:  # fmt: skip
     """What ``act`` answers, of a job that runs from the start."""
 
     async def main(folder: str) -> Any:
-        profile = machine(8).model_copy(update={"train_token": train_token})
-        settings = {"flush_seconds": FLUSH, "seed_initial_seconds": initial}
-        site = Site(Path(folder), profile, length, seed=1, tenants=["alice"], parts=parts, settings=settings)
-        world = World(site, [])
+        chosen = {"flush_seconds": FLUSH, "seed_initial_seconds": initial, **more}
+        site = Site(Path(folder), length, context=CONTEXT, seed=1, tenants=["alice"], parts=parts, settings=chosen)
+        world = World(site, machine(8).model_copy(update={"train_token": train_token}))
         await site.controller.start()
-        reserved = site.worker("reserved")
+        reserved = site.worker("reserved", world.machine)
         reserved.start()
         await world.rent(preemptible)
         host = site.host({"builtin:fast": 0.01}, prompt_tokens=20, reward=by_number)
@@ -388,6 +390,8 @@ def test_workers_that_would_not_pay_off_are_not_used_and_it_is_said() -> None:
             left = "not used: beside 2 others it would not pay off at present" if number >= most else ""
             assert notes[f"spot-{number}"] == left
         generated = [worker.engine.generated for worker in world.preemptible]
+        await asyncio.sleep(0.3)
+        assert world.site.controller.world.rollouts.waiting() > 0, "there would be something to do for one more"
         await world.rent(6)
         await world.reach(6)
         assert [worker.engine.generated for worker in world.preemptible[2:]] == [*generated[2:], 0]
@@ -398,7 +402,7 @@ def test_workers_that_would_not_pay_off_are_not_used_and_it_is_said() -> None:
         assert not any(row["note"] for row in world.site.controller.workers())
         assert not seeding._gated
 
-    play(act, preemptible=5, train_token=0.0016)
+    play(act, preemptible=5, train_token=0.0016, dispatch_ahead=0)
 
 
 @pytest.mark.parametrize("spec", [job(), job(max_staleness=2, micro_batch=0)], ids=["strict", "asynchronous"])
@@ -463,9 +467,9 @@ def test_the_reserved_worker_trains() -> None:
     """A preemptible one plays both roles too, and its name comes first."""
 
     async def main(folder: str) -> None:
-        site = Site(Path(folder), machine(8), length, seed=1, tenants=["alice"])
+        site = Site(Path(folder), length, context=CONTEXT, seed=1, tenants=["alice"])
         await site.controller.start()
-        workers = [site.worker("a", kind="preemptible"), site.worker("b")]
+        workers = [site.worker("a", machine(8), kind="preemptible"), site.worker("b", machine(8))]
         for worker in workers:
             worker.start()
         host = site.host({"builtin:fast": 0.01}, prompt_tokens=20, reward=by_number)

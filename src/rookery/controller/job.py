@@ -278,6 +278,7 @@ class Job:
 
     async def _end(self) -> None:
         """The last version is evaluated."""
+        self.world.seeding.leave(self.policy.row.id)
         assert self.policy.head is not None
         if self.spec.evaluation.prompts and self.policy.head.version not in self._evaluated:
             await evaluate(self._episodes, self.policy.head.version)

@@ -22,38 +22,21 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from rookery import wire
+from rookery.controller.cycle import Measuring, Reading
 from rookery.controller.fleet import Fleet, Worker
 from rookery.controller.ports import Clock
 from rookery.controller.pulse import Pulse
-from rookery.controller.remotes import Remotes, Totals
+from rookery.controller.remotes import Remotes
 from rookery.controller.request import Request
 from rookery.controller.rollouts import Rollouts
 from rookery.controller.training import Operation, Training
-from rookery.scheduling.seeding import Cycle
 from rookery.scheduling.seeding import Seeding as Algorithm
 from rookery.settings import Settings
 
 log = logging.getLogger("rookery.controller.seeding")
-
-
-@dataclass
-class _Cycle:
-    """One training worker's cycle under way."""
-
-    began: float | None = None
-    """When its first token came …"""
-    busy: float = 0.0
-    """… for how many seconds the worker had trained by then …"""
-    remotes: Totals = field(default_factory=lambda: Totals(0.0, 0.0))
-    """… and what the remote workers had done."""
-    trains: float | None = None
-    """When its train phase began …"""
-    trained: float = 0.0
-    """… and for how many seconds the worker had trained by then."""
-    stepped: set[str] = field(default_factory=set)
-    """Policies that took an optimizer step in it."""
 
 
 @dataclass(eq=False)
@@ -63,7 +46,7 @@ class _Trainer:
     worker: Worker
     algorithm: Algorithm
     policies: set[str] = field(default_factory=set)
-    cycle: _Cycle | None = None
+    cycle: Measuring | None = None
     """None while it has none: it generates whenever it can."""
     figures: dict[str, float] = field(default_factory=dict)
     """Of its last whole cycle."""
@@ -112,8 +95,8 @@ class Seeding:
         self._jobs[policy] = overlaps
 
     def leave(self, policy: str) -> None:
-        """It does not run any more."""
-        del self._jobs[policy]
+        """It trains no more; it may have said so before."""
+        self._jobs.pop(policy, None)
         self._move(policy, None)
 
     def figures(self, policy: str) -> dict[str, float]:
@@ -218,7 +201,10 @@ class Seeding:
         """Give rollouts to those in use, and to no others; say why."""
         for worker in changed:
             spare = remotes.spares(worker)
-            worker.note = f"not used: beside {remotes.used} others it would not pay off at present" if spare else ""
+            note = f"not used: beside {remotes.used} others it would not pay off at present" if spare else ""
+            if note and not worker.note:
+                log.info("worker %s is %s", worker.name, note, extra={"worker": worker.name})
+            worker.note = note
             self._gate(worker, spare)
 
     def _gate(self, worker: Worker, closed: bool) -> None:
@@ -230,7 +216,7 @@ class Seeding:
 
     def _begin(self, trainer: _Trainer) -> None:
         """The next cycle."""
-        trainer.cycle = _Cycle()
+        trainer.cycle = Measuring()
         self._unopened += 1
         self._gate(trainer.worker, trainer.algorithm.seconds == 0)
 
@@ -240,9 +226,7 @@ class Seeding:
         trainer = self._places.get(request.adapter.policy)
         if trainer is not None and (cycle := trainer.cycle) is not None and cycle.began is None:
             self._unopened -= 1
-            cycle.began = self._clock.monotonic()
-            cycle.busy = self._training.busy(trainer.worker)
-            cycle.remotes = self._remotes[trainer.model].totals()
+            cycle.began = self._read(trainer)
             trainer.algorithm.begin(self._remotes[trainer.model].used)
             self._due.beat()
 
@@ -253,7 +237,7 @@ class Seeding:
             for trainer in list(self._trainers.values()):
                 cycle = trainer.cycle
                 if cycle is not None and cycle.began is not None and cycle.trains is None:
-                    seconds = cycle.began + trainer.algorithm.seconds - self._clock.monotonic()
+                    seconds = cycle.began.now + trainer.algorithm.seconds - self._clock.monotonic()
                     if seconds > 0:
                         left.append(seconds)
                         self._gate(trainer.worker, False)
@@ -263,7 +247,7 @@ class Seeding:
 
     async def _wait(self, change: asyncio.Event, seconds: float | None) -> None:
         """Until that is set, or so long."""
-        waiting = [asyncio.ensure_future(change.wait())]
+        waiting: list[asyncio.Future[Any]] = [asyncio.ensure_future(change.wait())]
         if seconds is not None:
             waiting.append(asyncio.ensure_future(self._clock.sleep(seconds)))
         try:
@@ -272,10 +256,9 @@ class Seeding:
             for one in waiting:
                 one.cancel()
 
-    def _train(self, trainer: _Trainer, cycle: _Cycle) -> None:
+    def _train(self, trainer: _Trainer, cycle: Measuring) -> None:
         """The seed phase is over."""
-        cycle.trains = self._clock.monotonic()
-        cycle.trained = self._training.busy(trainer.worker)
+        cycle.trains = self._read(trainer)
         self._gate(trainer.worker, True)
         self._hand_off(trainer)
 
@@ -308,44 +291,27 @@ class Seeding:
             if again or not self._training.under_way(worker):
                 self._end(trainer, cycle)
 
-    def _end(self, trainer: _Trainer, cycle: _Cycle) -> None:
+    def _end(self, trainer: _Trainer, cycle: Measuring) -> None:
         """A cycle is over; learn from it, begin the next."""
-        measured = self._measure(trainer, cycle)
+        measured = cycle.end(self._read(trainer))
         if measured is not None:
+            self.waits["trainer"] += measured.trainer_wait
+            self.waits["remote"] += measured.remote_wait
+            trainer.figures = {
+                "seconds/seed": measured.seeded,
+                "seconds/trainer_wait": measured.trainer_wait,
+                "seconds/remote_wait": measured.remote_wait,
+                "remote_workers": measured.instances,
+            }
             available, reserved = len(self._remotes[trainer.model]), len(self._cycling(trainer.model))
             trainer.algorithm.learn(measured, available=available, reserved=reserved)
             self._limit(trainer.model)
         self._unopened -= cycle.began is None
         self._begin(trainer)
 
-    def _measure(self, trainer: _Trainer, cycle: _Cycle) -> Cycle | None:
-        """What there is to learn from; None where nothing was generated, or nobody remote was there."""
-        now, trained = self._clock.monotonic(), self._training.busy(trainer.worker)
-        if cycle.began is None or now <= cycle.began:
-            return None
-        totals = self._remotes[trainer.model].totals()
-        used, busy = totals.used - cycle.remotes.used, totals.busy - cycle.remotes.busy
-        if used <= 0:
-            return None
-        instances = used / (now - cycle.began)
-        trains, before = (cycle.trains, cycle.trained) if cycle.trains is not None else (now, trained)
-        measured = Cycle(
-            seeded=trains - cycle.began,
-            trainer_wait=max(0.0, now - trains - (trained - before)),
-            remote_wait=max(0.0, used - busy) / instances,
-            train=trained - cycle.busy,
-            remote=busy / instances,
-            instances=instances,
-        )
-        trainer.figures = {
-            "seconds/seed": measured.seeded,
-            "seconds/trainer_wait": measured.trainer_wait,
-            "seconds/remote_wait": measured.remote_wait,
-            "remote_workers": instances,
-        }
-        self.waits["trainer"] += measured.trainer_wait
-        self.waits["remote"] += measured.remote_wait
-        return measured
+    def _read(self, trainer: _Trainer) -> Reading:
+        trained, remotes = self._training.busy(trainer.worker), self._remotes[trainer.model]
+        return Reading(self._clock.monotonic(), trained, remotes.totals())
 
     def _stop(self, trainer: _Trainer) -> None:
         """No cycles any more: it generates whenever it can."""
