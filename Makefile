@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo test test-sdks install lint types chaos clean
+.PHONY: demo test test-sdks install lint types chaos chaos-at-scale clean
 
 demo: install
 	@$(BIN)/python demo/run.py
@@ -34,6 +34,14 @@ types: $(VENV)/.tests
 # Long runs of random kills; `make test` has a short one.
 chaos: $(VENV)/.tests
 	ROOKERY_CHAOS_ROUNDS=20 $(BIN)/python -m pytest tests/test_chaos.py --timeout=3600
+
+# The same in virtual time, at scale: about half an hour on one core.
+chaos-at-scale: $(VENV)/.tests
+	$(BIN)/python benchmarks/chaos_at_scale.py
+
+# The controller's time per event as workers and jobs grow: wants a quiet machine.
+controller-scaling: $(VENV)/.tests
+	$(BIN)/python benchmarks/controller_scaling.py
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,8 +11,8 @@ Kind = Literal[
 ]  # fmt: skip
 """kill: the process ends and its system says so · power: it is gone and nobody says so · drain: SIGTERM · break: the
 connection breaks, the process lives · half-open: so, and the controller does not hear of it · freeze: the process stops
-for a while, its connection open · close: the stream ends cleanly in the middle · garbage: a frame that is none · host: an
-environment host's connection breaks · host-kill: so, and another process takes its place."""
+for a while, its connection open · close: the stream ends cleanly in the middle · garbage: a frame that is none · host:
+an environment host's connection breaks · host-kill: so, and another process takes its place."""
 
 PREEMPTIONS: frozenset[Kind] = frozenset({"kill", "power", "drain"})
 """Those that end a worker's process."""
@@ -32,6 +32,9 @@ class Plan:
     hosts: int = 3
     trainers: float = 0.1
     """Share of the workers that train; they are reserved, and preempted a third as often."""
+    seeding: bool = False
+    """Whether they generate too: then the controller decides for how long, and uses no more of the other workers than
+    pay off; else it uses all."""
 
     # --- how long things take, seconds
     lifetime: float = 20.0
@@ -64,8 +67,8 @@ class Plan:
     """Per host and second."""
     host_kills: float = 0.005
     phase_deaths: float = 0.02
-    """Of a trainer, at each phase of an operation: before it, after it, between the files of an upload, before and after
-    its answer, when it hears that it was committed."""
+    """Of a trainer, at each phase of an operation: before it, after it, between the files of an upload, before and
+    after its answer, when it hears that it was committed."""
     commit_deaths: float = 0.002
     """Of the controller, just before and just after a commit is carried out; half of them have the commit land late."""
     database_failures: float = 0.0005
@@ -73,6 +76,8 @@ class Plan:
     upload_twice: float = 0.1
     upload_corrupt: float = 0.01
     pull_failures: float = 0.01
+    disk_losses: float = 0.2
+    """Of new processes, those that find none of the adapters that the one before had pulled."""
     engine_errors: float = 0.0005
     """Of requests."""
     duplicates: float = 0.02

@@ -1,14 +1,15 @@
 """What must hold of groups, versions and leases, told from the database's transactions as they succeed and from the
 bytes of the artifacts that they name.
 
-* **durable** – when a version is committed, and at every start after, its artifact is there and verifies; a frame names
-  only versions that are committed and kept.
+* **durable** – when a version is committed, and at every start after, its artifact is there and verifies; a frame
+  names only versions that are committed and kept.
 * **chain** – a version's parent is the head before it, its number the next one; its bytes are exactly what training on
   the steps that it claims makes of its parent's.
 * **lease** – leases only grow, and only the newest commits.
 * **groups** – each is consumed by at most one version, after it was ready, and by one whose training had its episodes:
   no more and no less. Ordinals have no gap.
-* **stale** – no group is trained on at a step more than ``max_staleness`` after the one that its oldest token came from.
+* **stale** – no group is trained on at a step more than ``max_staleness`` after the one that its oldest token came
+  from.
 * **jobs** – none fails; each that was begun ends when the faults do.
 """
 
@@ -201,9 +202,7 @@ class History:
             self.events.fail("durable", f"{name} is committed and its artifact is not whole: {error}", row.policy)
             return None
 
-    def _trained(
-        self, job: str, policy: _Policy, name: str, step: int, state: State, groups: Sequence[str]
-    ) -> None:
+    def _trained(self, job: str, policy: _Policy, name: str, step: int, state: State, groups: Sequence[str]) -> None:
         """What the version consumed is what its trainer was given, each sequence once, in time."""
         algorithm = self.specs[job].algorithm
         wanted: Counter[Trace] = Counter()
@@ -226,7 +225,7 @@ class History:
                         self.events.fail("stale", f"{name} was trained on what was {old} steps old of {allowed}", job)
         if found != wanted:
             twice, missing = sum((found - wanted).values()), sum((wanted - found).values())
-            what = f"{name} was trained on {twice} sequences that it does not consume, and not on {missing} that it does"
+            what = f"{name} was trained on {twice} sequences that it does not consume, not on {missing} that it does"
             self.events.fail("groups", what, job)
 
     # --- now and then -------------------------------------------------------------------------------------------------
@@ -294,9 +293,7 @@ class WatchedDatabase(Database):
             self.history.closed(episode, state, named.get("trajectories", b""), named.get("reward"))
         return closed
 
-    def finish_group(
-        self, group: str, state: Literal["ready", "failed", "dropped"], time: float, **named: Any
-    ) -> None:
+    def finish_group(self, group: str, state: Literal["ready", "failed", "dropped"], time: float, **named: Any) -> None:
         super().finish_group(group, state, time, **named)
         self.history.grouped(group, state)
 
@@ -315,5 +312,3 @@ class WatchedDatabase(Database):
         digest = super().retire_version(policy, version)
         self.history.retired(policy, version)
         return digest
-
-

@@ -52,8 +52,6 @@ class Account:
     """… and how that ends."""
     switches: bool
     """Whether it may change its version while it runs."""
-    name: str = ""
-    """What its present holder calls it."""
     refs: set[tuple[str, int]] = field(default_factory=set)
     """Versions that it was given."""
     received: int = 0

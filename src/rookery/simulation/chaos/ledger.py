@@ -2,7 +2,7 @@
 
 * Calls are carried out one after another, in order, each after a delay: whatever else happens meanwhile happens before.
 * A call that fails was not carried out, or it was and only its answer is lost: the caller cannot tell.
-* When the process dies, what was not carried out never is; but a commit that the server has been sent may still be, later.
+* When the process dies, what was not carried out never is; but a commit that the server was sent may still be, later.
 """
 
 from __future__ import annotations

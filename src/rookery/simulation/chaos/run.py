@@ -58,8 +58,6 @@ class Outcome:
     jobs: int
     versions: int
     tokens: int
-    frames: int
-    """That crossed the controller's links to or from workers."""
     virtual_seconds: float
     real_seconds: float
 
@@ -67,7 +65,7 @@ class Outcome:
         return asdict(self)
 
 
-def play(plan: Plan, **changes: Any) -> Outcome:
+def play(plan: Plan) -> Outcome:
     """Carry the plan out. Raises :class:`~rookery.simulation.chaos.events.Violation` as soon as something does not
     hold, naming the seed."""
     log, began = logging.getLogger("rookery"), time.monotonic()
@@ -122,11 +120,26 @@ class Run:
         self._lives = self._tokens = 0
 
     async def main(self) -> Outcome:
-        loop = asyncio.get_running_loop()
-        self._loop = loop
+        await self.open()
+        operating = asyncio.create_task(self._operate())
+        try:
+            await asyncio.wait({operating, self.events.broken}, return_when=asyncio.FIRST_COMPLETED)
+            self._check()
+            operating.result()
+            self.history.check_all(self._database, self._jobs)
+            self._check_leftovers()
+            self._check()
+            return self._outcome()
+        finally:
+            operating.cancel()
+            await self.close()
+
+    async def open(self) -> None:
+        """Have the controller and its peers begin."""
+        self._loop = asyncio.get_running_loop()
+        number_tasks(self._loop)
         self.events = Events(self.plan.seed)
-        loop.set_exception_handler(self._raised)
-        number_tasks(loop)
+        self._loop.set_exception_handler(self._raised)
         self.artifacts = Artifacts(self._folder / "artifacts")
         self.history = History(self.events, self.artifacts)
         self.history.lasting.first_epoch = int(EPOCH * 1000)
@@ -142,21 +155,14 @@ class Run:
         self.hosts = [Host(self, number) for number in range(self.plan.hosts)]
         for machine in self.machines:
             machine.start()
-        operating = asyncio.create_task(self._operate())
-        try:
-            await asyncio.wait({operating, self.events.broken}, return_when=asyncio.FIRST_COMPLETED)
-            if self.events.broken.done():
-                self.events.broken.result()
-            operating.result()
-            self.history.check_all(self._database, self._jobs)
-            self._check_leftovers()
-            if self.events.broken.done():
-                self.events.broken.result()
-            return self._outcome()
-        finally:
-            operating.cancel()
-            await self._fall(late=None)
-            self._database.close()
+
+    async def close(self) -> None:
+        await self._fall(late=None)
+        self._database.close()
+
+    def _check(self) -> None:
+        if self.events.broken.done():
+            self.events.broken.result()
 
     # --- the site -----------------------------------------------------------------------------------------------------
 
@@ -349,7 +355,7 @@ class Run:
     async def _submit(self, controller: Controller) -> None:
         number = len(self._jobs)
         tenant = f"t{number % self.plan.tenants}"
-        view, created = await controller.submit(tenant, self._job(number), key=f"job {number}")
+        view, _ = await controller.submit(tenant, self._job(number), key=f"job {number}")
         self._jobs[view.id] = tenant
 
     def _job(self, number: int) -> dict[str, Any]:
@@ -371,7 +377,7 @@ class Run:
                 "kl_weight": draw.choice([0.0, 0.0, 0.1]),
             },
             "sampling": {"max_tokens": draw.randint(16, 64)},
-            "evaluation": {"prompts": draw.choice([0, 0, 2]), "every": draw.choice([0, 2])},
+            "evaluation": {"prompts": draw.choice([0, 2]), "every": draw.randint(0, 2)},
             "checkpoints": {"commit_every": draw.randint(1, staleness + 1), "keep_last": draw.randint(1, 3)},
             "stop": {"steps": draw.randint(3, 12)},
             "seed": number,
@@ -405,7 +411,6 @@ class Run:
             jobs=len(self._jobs),
             versions=self.history.versions,
             tokens=tokens,
-            frames=0,
             virtual_seconds=round(self._loop.time(), 3),
             real_seconds=round(time.monotonic() - self._began, 1),
         )

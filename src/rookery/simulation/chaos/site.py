@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from rookery import wire
 from rookery.controller.controller import Controller
@@ -60,12 +60,13 @@ class Timers:
 
 
 def hello(
-    name: str, instance: str, *, trains: bool, rows: int, adapters: list[str], running: list[str], loading: bool
-) -> wire.Hello:
+    name: str, instance: str, *, roles: list[Literal["rollout", "train"]], rows: int, adapters: list[str],
+    running: list[str], loading: bool,
+) -> wire.Hello:  # fmt: skip
     """A worker's first frame."""
     return wire.Hello(
         protocol=wire.PROTOCOL, token=WORKER_TOKEN, name=name, instance=instance, model=MODEL, model_hash="model",
-        roles=["rollout", "train"] if trains else ["rollout"], kind="reserved" if trains else "preemptible",
+        roles=roles, kind="reserved" if "train" in roles else "preemptible",
         loading=loading, max_rows=rows, max_context=2048, max_rank=64, device="modelled", dtype="bfloat16",
         adapters=adapters, running=running,
     )  # fmt: skip

@@ -7,8 +7,9 @@ timer per flush, so a thousand of them are cheap.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,6 +24,8 @@ KEEP_SECONDS = 60.0
 """How long a process keeps what nobody claims."""
 DIAL_SECONDS = 1.0
 """Between attempts to reach a controller that does not answer."""
+WANT_SECONDS = 30.0
+"""How long a new ticket is waited for."""
 LOADING_SHARE = 0.3
 """Of new processes, those that dial in before their base model is loaded."""
 
@@ -59,6 +62,8 @@ class Machine:
         self.rows = site.dice.random.choice((4, 8, 16))
         self.slow = site.dice.chance(SLOW_SHARE)
         self.process: Process | None = None
+        self.disk: dict[str, None] = {}
+        """Adapters that a process of this machine has pulled."""
         self._site = site
         self._births = 0
 
@@ -66,6 +71,11 @@ class Machine:
         """A new process begins."""
         self._births += 1
         self.process = Process(self._site, self, f"{self.name}-{self._births}")
+
+    def new_disk(self) -> dict[str, None]:
+        """It came back as another machine."""
+        self.disk = {}
+        return self.disk
 
     def end(self) -> None:
         """The process is gone; another one comes when the machine is back."""
@@ -86,7 +96,7 @@ class Process(Timers):
         self.name = machine.name
         self.link: Wire | None = None
         self.epoch = -1
-        self.cache: dict[str, None] = {}
+        self.cache = machine.disk if not site.dice.chance(site.plan.disk_losses) else machine.new_disk()
         self.held: dict[str, Held] = {}
         self.pulls: dict[str, list[str]] = {}
         """By hash under way, the requests that wait for it."""
@@ -118,11 +128,16 @@ class Process(Timers):
         self.link, self.epoch = link, -1
         link.say(
             hello(
-                self.name, self.instance, trains=self.trainer is not None, rows=self.machine.rows,
+                self.name, self.instance, roles=self._roles(), rows=self.machine.rows,
                 adapters=list(self.cache), running=list(self.held), loading=self._loading,
             )
         )  # fmt: skip
         self.after(30.0, self._unwelcome, link)
+
+    def _roles(self) -> list[Literal["rollout", "train"]]:
+        if self.trainer is None:
+            return ["rollout"]
+        return ["rollout", "train"] if self.site.plan.seeding else ["train"]
 
     def _unwelcome(self, link: Wire) -> None:
         if self.link is link and self.epoch < 0:
@@ -167,12 +182,11 @@ class Process(Timers):
             case wire.Switch():
                 self._switch(message)
             case wire.Hold():
-                for ref in message.refs:
-                    self._have(ref)
+                self._have(message.refs)
             case wire.Granted():
                 self.tickets[message.hash] = message.ticket
                 if message.hash in self.pulls:
-                    self._pull(message.hash)
+                    self._pull([message.hash])
             case wire.Forget():
                 for digest in message.hashes:
                     self.cache.pop(digest, None)
@@ -269,7 +283,7 @@ class Process(Timers):
         if generate.adapter is None or generate.adapter.hash in self.cache:
             held.ready = True
         else:
-            self._have(generate.adapter, generate.request)
+            self._have([generate.adapter], generate.request)
 
     @staticmethod
     def _continues(held: Held, claim: wire.Generate) -> bool:
@@ -286,7 +300,7 @@ class Process(Timers):
         if message.adapter.hash in self.cache:
             self._changes(held, message.adapter)
         else:
-            self._have(message.adapter, message.request)
+            self._have([message.adapter], message.request)
 
     @staticmethod
     def _changes(held: Held, ref: wire.AdapterRef | None) -> None:
@@ -296,54 +310,65 @@ class Process(Timers):
             held.spans.pop()
         held.spans.append((held.at, ref))
 
-    def _have(self, ref: wire.AdapterRef, request: str = "") -> None:
-        """Pull an adapter, for a request or ahead of need."""
-        self.tickets[ref.hash] = ref.ticket or self.tickets.get(ref.hash, "")
-        if ref.hash in self.cache:
-            self.say(wire.Holding(epoch=0, hashes=[ref.hash]))
-            return
-        waiting = self.pulls.get(ref.hash)
-        if waiting is None:
-            waiting = self.pulls[ref.hash] = []
-            self._pull(ref.hash)
+    def _have(self, refs: list[wire.AdapterRef], request: str = "") -> None:
+        """Pull adapters, for a request or ahead of need; those named together come together."""
+        here = [ref.hash for ref in refs if ref.hash in self.cache]
+        if here:
+            self.say(wire.Holding(epoch=0, hashes=here))
+        lacks = [ref for ref in refs if ref.hash not in self.cache]
+        self.tickets.update((ref.hash, ref.ticket) for ref in lacks if ref.ticket)
+        new = [ref.hash for ref in lacks if ref.hash not in self.pulls]
+        for digest in new:
+            self.pulls[digest] = []
+        if new:
+            self._pull(new)
         if request:
-            waiting.append(request)
+            for ref in lacks:
+                self.pulls[ref.hash].append(request)
 
-    def _pull(self, digest: str) -> None:
+    def _pull(self, hashes: list[str]) -> None:
         seconds = self.site.dice.about(self.site.plan.pull) * (10 if self.machine.slow else 1)
-        self.after(seconds, self._pulled, digest)
+        self.after(seconds, self._pulled, hashes)
 
-    def _pulled(self, digest: str) -> None:
-        if digest not in self.pulls:
-            return
+    def _pulled(self, hashes: list[str]) -> None:
         controller, dice = self.site.controller, self.site.dice
         if controller is None or self.link is None or self.frozen:
-            self._pull(digest)
+            self._pull(hashes)
             return
-        if not controller.tickets.reads(self.tickets.get(digest, ""), digest):
-            self.say(wire.Want(epoch=0, hash=digest))
-            self.after(30.0, self._forsaken, digest)
-            return
-        waiting = self.pulls.pop(digest)
-        if not self.site.calm and dice.chance(self.site.plan.pull_failures):
-            self.say(wire.Missing(epoch=0, hash=digest, error="the network is unreachable"))
-            for name in waiting:
-                if (held := self.held.pop(name, None)) is not None and not held.ready:
-                    self.say(wire.Output(epoch=0, chunks=[self._chunk(held, held.at, held.at, "abort")]))
-            return
-        self.cache[digest] = None
-        self.say(wire.Holding(epoch=0, hashes=[digest]))
-        for name in waiting:
-            held = self.held.get(name)
-            if held is not None and held.generate.adapter is not None and held.generate.adapter.hash == digest:
-                self._changes(held, held.generate.adapter)
+        came = []
+        for digest in hashes:
+            if digest not in self.pulls:
+                continue
+            if controller.tickets.reads(self.tickets.get(digest, ""), digest):
+                came.append(digest)
+            else:
+                self.say(wire.Want(epoch=0, hash=digest))
+                self.after(WANT_SECONDS, self._forsaken, digest)
+        if came and not self.site.calm and dice.chance(self.site.plan.pull_failures):
+            self._failed(came.pop())
+        self.cache.update(dict.fromkeys(came))
+        if came:
+            self.say(wire.Holding(epoch=0, hashes=came))
+        for digest in came:
+            for name in self.pulls.pop(digest):
+                held = self.held.get(name)
+                if held is not None and held.generate.adapter is not None and held.generate.adapter.hash == digest:
+                    self._changes(held, held.generate.adapter)
+
+    def _failed(self, digest: str) -> None:
+        """A pull came to nothing: who waits for it is given back."""
+        self.say(wire.Missing(epoch=0, hash=digest, error="the network is unreachable"))
+        for name in self.pulls.pop(digest):
+            if (held := self.held.get(name)) is not None and not held.ready:
+                del self.held[name]
+                self.say(wire.Output(epoch=0, chunks=[self._chunk(held, held.at, held.at, "abort")]))
 
     def _forsaken(self, digest: str) -> None:
         """No ticket came."""
         for name in self.pulls.pop(digest, []):
             held = self.held.get(name)
-            if held is not None and not held.ready:
-                self._have(held.generate.adapter, name) if held.generate.adapter is not None else None
+            if held is not None and not held.ready and held.generate.adapter is not None:
+                self._have([held.generate.adapter], name)
 
     # --- tokens -------------------------------------------------------------------------------------------------------
 
@@ -407,7 +432,7 @@ class Process(Timers):
         edges = sorted({begin, held.at, *(at for at, _ in held.spans if begin < at < held.at)})
         if len(edges) == 1:
             edges.append(held.at)
-        pieces = [self._chunk(held, first, last, "") for first, last in zip(edges, edges[1:], strict=False)]
+        pieces = [self._chunk(held, first, last, "") for first, last in pairwise(edges)]
         if over:
             pieces[-1].finish = held.finish  # type: ignore[assignment]
         return pieces
