@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery.simulation.clock import EPOCH, run
-from rookery.simulation.profile import Profile
+from rookery.simulation.profile import Machine
 from rookery.simulation.site import MEMORY, Site
 from rookery.simulation.texts import whole
 
@@ -22,15 +22,15 @@ TRAIN_TOKEN, TRAIN_SLICE, OPTIMIZER = 0.001, 0.05, 0.05
 """A token of a training batch; how finely training goes round the tenants (a worker packs several into one slice); an
 optimizer step, or the making of an adapter."""
 
+CONTEXT = 512
+"""Tokens of the longest sequence."""
 
-def machine(rows: int) -> Profile:
+
+def machine(rows: int) -> Machine:
     """Nothing but decoding and training takes time."""
-    return Profile(
-        name="two cores",
-        label="assumed",
-        sources={},
+    return Machine(
         rows=rows,
-        context=512,
+        context=CONTEXT,
         decode=[(n, DECODE_STEP + DECODE_ROW * n) for n in (1, 64)],
         prefill_token=0,
         prefill_slice=512,
@@ -87,10 +87,11 @@ def play(
 
     async def main(folder: str) -> Played:
         tenants = sorted({tenant for tenant, _ in jobs})
-        site = Site(Path(folder), machine(rows), whole, seed=1, tenants=tenants, settings={"flush_seconds": 0.001})
+        every_step = {"flush_seconds": 0.001}
+        site = Site(Path(folder), whole, context=CONTEXT, seed=1, tenants=tenants, settings=every_step)
         controller = site.controller
         await controller.start()
-        worker = site.worker("worker")
+        worker = site.worker("worker", machine(rows))
         worker.start()
         takes = {f"builtin:{name}": taken for name, taken in environments.items()}
         host = site.host(takes, prompt_tokens=8, turns=turns, reward=by_number)

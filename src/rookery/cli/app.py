@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rookery.cli import chat, doctor, jobs, models, run, serve, tenants, workers
+from rookery.cli import chat, doctor, jobs, models, run, serve, simulate, tenants, workers
 from rookery.cli.common import EXIT_CODES, FAILED, INTERRUPTED, REFUSED
 from rookery.errors import RookeryError
 
@@ -26,6 +26,7 @@ app.command("models")(models.models)
 app.command("worker")(serve.worker)
 app.command("workers")(workers.workers)
 app.add_typer(tenants.app, name="tenants")
+app.command("simulate")(simulate.simulate)
 app.command("costs")(tenants.costs)
 app.command("doctor")(doctor.doctor)
 

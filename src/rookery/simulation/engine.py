@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rookery import wire
-from rookery.simulation.profile import Profile
+from rookery.simulation.profile import Machine
 from rookery.simulation.texts import Length, logprobs_of, tokens_of
 
 
@@ -44,8 +44,8 @@ class Row:
 
 
 class Engine:
-    def __init__(self, profile: Profile, length: Length, rows: int) -> None:
-        self.profile = profile
+    def __init__(self, machine: Machine, length: Length, rows: int) -> None:
+        self.machine = machine
         self.rows = rows
         self.generated = 0
         """Tokens sampled."""
@@ -134,23 +134,23 @@ class Engine:
         self._admit()
         if self._prefilling and not (self._prefilled_last and self._decoding):
             self._slice, self._prefilled_last = "prefill", True
-            self._batch, room = [], self.profile.prefill_slice
+            self._batch, room = [], self.machine.prefill_slice
             for row in self._prefilling:
                 if room <= 0:
                     break
                 count = min(row.prefill, room)
                 room -= count
                 self._batch.append((row, count))
-            return self.profile.prefill_token * (self.profile.prefill_slice - room), 1
+            return self.machine.prefill_token * (self.machine.prefill_slice - room), 1
         self._slice, self._prefilled_last = "decode", False
         if not self._decoding:
             return 0.0, 1
         steps = 1 if self._prefilling else min(self._ends) - self._steps
-        return self.profile.decode_step(len(self._decoding)), steps
+        return self.machine.decode_step(len(self._decoding)), steps
 
     def end(self, slices: int = 1) -> None:
         """So many slices are over, no more than :meth:`begin` said: what they computed is there."""
-        if self._slice == "prefill":
+        if self._slice == "prefill" and slices:
             for row, count in self._batch:
                 if self._requests.get(row.order.request) is not row or row.since is not None:
                     continue  # aborted meanwhile

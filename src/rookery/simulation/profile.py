@@ -1,6 +1,6 @@
-"""How fast a modelled worker is: a profile, measured on a real machine or assumed, read from JSON.
+"""How fast modelled machines are: a profile, measured on real ones or assumed, read from JSON.
 
-A profile has no default figure: every number of a simulation's machine stands in a file, with where it comes from.
+No speed has a default: every one stands in a file, with where it comes from.
 """
 
 from __future__ import annotations
@@ -18,16 +18,31 @@ from rookery.errors import UserError
 Positive = Annotated[float, Field(gt=0)]
 
 
-class Profile(BaseModel):
+class Workload(BaseModel):
+    """What the jobs of a simulation are like. Always assumed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    group_size: int = Field(ge=2)
+    groups_per_step: int = Field(ge=1)
+    max_tokens: int = Field(ge=1)
+    """Of a reply; longer ones are cut."""
+    median_tokens: float = Field(gt=0)
+    """Of a reply …"""
+    sigma: float = Field(ge=0)
+    """… whose length is log-normal with this standard deviation of its logarithm."""
+    prompt_tokens: int = Field(ge=1)
+    environment: float = Field(ge=0)
+    """Seconds that a reset or a step of the environment takes."""
+
+
+class Machine(BaseModel):
     """One kind of machine with one base model. Times are seconds, sizes bytes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    name: str
-    label: Literal["measured", "assumed"]
-    """Whether somebody measured these figures, or thinks that they are about right. Shown beside every result."""
-    sources: dict[str, str]
-    """Where each figure comes from, by its name."""
+    price: float = Field(1.0, gt=0)
+    """Of an hour of it, reserved, in any unit that is the same for all machines of a profile."""
     rows: int = Field(ge=1)
     """Sequences that decode together at most."""
     context: int = Field(ge=2)
@@ -81,6 +96,27 @@ class Profile(BaseModel):
     def push(self) -> float:
         """Seconds until a committed version is at the service."""
         return self.latency + (self.adapter_bytes + self.state_bytes) / self.upload
+
+
+class Profile(BaseModel):
+    """The machines of a simulation, and what is run on them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    label: Literal["measured", "assumed"]
+    """Whether somebody measured the machines' speed, or thinks that it is about right. Shown beside every result."""
+    sources: dict[str, str]
+    """Where each figure comes from, by its name."""
+    reserved: Machine
+    preemptible: Machine | None = None
+    """None is the same as the reserved one."""
+    workload: Workload
+
+    @property
+    def spot(self) -> Machine:
+        """The preemptible machine."""
+        return self.preemptible if self.preemptible is not None else self.reserved
 
 
 def packaged() -> list[str]:

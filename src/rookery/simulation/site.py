@@ -19,7 +19,7 @@ from rookery.controller.ports import RandomIds
 from rookery.settings import Settings
 from rookery.simulation.clock import InlineLedger, VirtualClock
 from rookery.simulation.hosts import ModelledHost
-from rookery.simulation.profile import Profile
+from rookery.simulation.profile import Machine
 from rookery.simulation.record import EventLog
 from rookery.simulation.texts import Length, chat
 from rookery.simulation.workers import Identity, ModelledWorker
@@ -42,16 +42,16 @@ class Site:
     def __init__(
         self,
         folder: Path,
-        profile: Profile,
         length: Length,
         *,
+        context: int,
         seed: int,
         tenants: Sequence[str],
         parts: Parts = SHIPPED,
         settings: dict[str, Any] | None = None,
     ) -> None:
-        """``folder`` is this run's alone; ``length`` is what the model's replies are like."""
-        self.profile = profile
+        """``folder`` is this run's alone; ``length`` is what the model's replies are like, ``context`` its longest
+        sequence in tokens."""
         self.length = length
         self.log = EventLog()
         self.settings = Settings(data=folder, cache=folder / "cache", **(settings or {}))
@@ -60,7 +60,7 @@ class Site:
         for tenant in tenants:
             self.database.create_tenant(tenant, tenant, 0.0)
         source = Random(seed)
-        model = chat(profile.context)
+        model = chat(context)
         ledger = InlineLedger()
 
         async def chat_of(name: str) -> Chat:
@@ -89,6 +89,7 @@ class Site:
     def worker(
         self,
         name: str,
+        machine: Machine,
         *,
         roles: Sequence[Literal["rollout", "train"]] = ("rollout", "train"),
         kind: Literal["reserved", "preemptible"] = "reserved",
@@ -100,7 +101,7 @@ class Site:
             self.controller.serve_worker,
             self.controller.tickets,
             identity,
-            self.profile,
+            machine,
             self.length,
             link=self.log.links(name),
         )
@@ -114,5 +115,3 @@ class Site:
     async def close(self) -> None:
         await self.controller.stop()
         self.database.close()
-
-

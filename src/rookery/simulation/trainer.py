@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from rookery import wire
-from rookery.simulation.profile import Profile
+from rookery.simulation.profile import Machine
 from rookery.storage.artifacts import Staging
 
 ADAPTER = "adapter_model.safetensors"
@@ -65,8 +65,8 @@ class _State:
 
 
 class Trainer:
-    def __init__(self, profile: Profile) -> None:
-        self._profile = profile
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
         self._states: dict[str, _State] = {}
         self._queues: OrderedDict[str, deque[Work]] = OrderedDict()
         self.trained = 0
@@ -109,10 +109,10 @@ class Trainer:
 
     def submit(self, op: Operation, batch: bytes = b"") -> Work:
         """Queue an operation whose state is here. ``batch`` is what a :class:`wire.ForwardBackward` names."""
-        work = Work(op, batch, self._profile.optimizer)
+        work = Work(op, batch, self._machine.optimizer)
         if isinstance(op, wire.ForwardBackward):
             work.tokens, work.loss_tokens = _size(batch)
-            work.left = self._profile.train_token * work.tokens
+            work.left = self._machine.train_token * work.tokens
         self._queues.setdefault(getattr(op, "tenant", ""), deque()).append(work)
         return work
 
@@ -140,7 +140,7 @@ class Trainer:
         """The next tenant's oldest operation, and the seconds of it that are computed now; call :meth:`end` then."""
         queue = next(iter(self._queues.values()))
         work = queue[0]
-        return work, min(work.left, max(self._profile.train_slice * self._profile.train_token, self._profile.optimizer))
+        return work, min(work.left, max(self._machine.train_slice * self._machine.train_token, self._machine.optimizer))
 
     def end(self, work: Work, seconds: float) -> Answer | None:
         """So much of it is computed; its answer where that was the last of it."""

@@ -26,7 +26,7 @@ from rookery.controller.links import Link, LinkClosed
 from rookery.controller.tickets import Tickets
 from rookery.simulation.engine import Engine
 from rookery.simulation.links import MemoryLink, link_pair
-from rookery.simulation.profile import Profile
+from rookery.simulation.profile import Machine
 from rookery.simulation.texts import Length
 from rookery.simulation.trainer import ADAPTER, CONFIG, Answer, Trainer, stale, write
 
@@ -63,7 +63,7 @@ class ModelledWorker:
         serve: Serve,
         tickets: Tickets,
         identity: Identity,
-        profile: Profile,
+        machine: Machine,
         length: Length,
         *,
         link: Callable[[], tuple[MemoryLink, Link]] = link_pair,
@@ -71,9 +71,9 @@ class ModelledWorker:
         """``serve`` takes the other end of each link that ``link`` makes (ours, theirs); ``tickets`` are the service's,
         which stand for its HTTP face; ``length`` is what the model's replies are like."""
         self.identity = identity
-        self.profile = profile
-        self.engine = Engine(profile, length, profile.rows)
-        self.trainer = Trainer(profile)
+        self.machine = machine
+        self.engine = Engine(machine, length, machine.rows)
+        self.trainer = Trainer(machine)
         self.decoded, self.trained = 0.0, 0.0
         """Seconds that went into decoding and prefill, and into training."""
         self.computed: Counter[str] = Counter()
@@ -113,6 +113,7 @@ class ModelledWorker:
         """In the order in which they began."""
         self._failed: asyncio.Future[None] = self._loop.create_future()
         self._life: asyncio.Task[None] | None = None
+        self._computing: asyncio.Task[None] | None = None
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -124,6 +125,8 @@ class ModelledWorker:
     async def kill(self) -> None:
         """As ``kill -9`` does: nothing more is sent, whatever it was doing. Raises what went wrong in it before."""
         assert self._life is not None
+        if self._computing is not None:
+            self._computing.cancel()
         if self._link is not None:
             self._link.cut()
         self._life.cancel()
@@ -140,7 +143,7 @@ class ModelledWorker:
 
     async def _live(self) -> None:
         try:
-            compute = self._spawn(self._compute())
+            compute = self._computing = self._spawn(self._compute())
             while True:
                 talk = self._spawn(self._converse())
                 await asyncio.wait({talk, compute, self._failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -206,24 +209,22 @@ class ModelledWorker:
         self.trainer.clear()
 
     def _hello(self) -> wire.Hello:
-        mine, profile = self.identity, self.profile
+        mine, machine = self.identity, self.machine
         return wire.Hello(
             protocol=wire.PROTOCOL, token=mine.token, name=mine.name, instance=mine.instance, model=mine.model,
             model_hash=MODEL_HASH, roles=list(mine.roles), kind=mine.kind, price=mine.price, max_rows=self.engine.rows,
-            max_context=profile.context, max_rank=64, device=DEVICE, dtype=DEVICE, loading=not self._loaded,
+            max_context=machine.context, max_rank=64, device=DEVICE, dtype=DEVICE, loading=not self._loaded,
             adapters=[digest for digest, pull in self._adapters.items() if pull.done()],
         )  # fmt: skip
 
     async def _load(self) -> None:
-        await asyncio.sleep(max(0.0, self._started + self.profile.load - self._loop.time()))
+        await asyncio.sleep(max(0.0, self._started + self.machine.load - self._loop.time()))
         self._loaded = True
-        profile = self.profile
+        ready = wire.Ready(
+            epoch=0, model_hash=MODEL_HASH, max_context=self.machine.context, device=DEVICE, dtype=DEVICE
+        )
         with suppress(LinkClosed):
-            await self._say(
-                wire.Ready(
-                    epoch=0, model_hash=MODEL_HASH, max_context=profile.context, device=DEVICE, dtype=DEVICE
-                )
-            )  # fmt: skip
+            await self._say(ready)
 
     async def _beat(self, seconds: float) -> None:
         with suppress(LinkClosed):
@@ -233,7 +234,8 @@ class ModelledWorker:
                         epoch=0, progress=self._slices, active=self.engine.active,
                         waiting=self.engine.waiting + len(self._begins), training=self.trainer.pending,
                         adapters=len(self._adapters), generated=self.engine.generated, trained=self.trainer.trained,
-                        decode_seconds=self.decoded, train_seconds=self.trained, memory_bytes=0, pulled_from_service=self.pulled,
+                        decode_seconds=self.decoded, train_seconds=self.trained, memory_bytes=0,
+                        pulled_from_service=self.pulled,
                     )
                 )  # fmt: skip
                 await asyncio.sleep(seconds)
@@ -333,8 +335,8 @@ class ModelledWorker:
 
     async def _pull(self, ref: wire.AdapterRef) -> None:
         await self._readable(ref)
-        await asyncio.sleep(self.profile.pull())
-        self.pulled += self.profile.adapter_bytes
+        await asyncio.sleep(self.machine.pull())
+        self.pulled += self.machine.adapter_bytes
         await self._tell_held(ref.hash)
 
     async def _tell_held(self, digest: str) -> None:
@@ -373,7 +375,7 @@ class ModelledWorker:
             if op.fresh:
                 self._broken.discard(op.policy)
             batch = self._tickets.offered(op.batch_ticket) or b""
-            await asyncio.sleep(self.profile.latency + len(batch) / self.profile.download)
+            await asyncio.sleep(self.machine.latency + len(batch) / self.machine.download)
         if op.op in self._cancelled:
             self._cancelled.remove(op.op)
             self._broken.add(op.policy)
@@ -386,8 +388,8 @@ class ModelledWorker:
             await self._answer(Answer(stale(op, f"policy {op.policy} is not held here at that state")))
         else:
             await self._readable(op.parent)
-            await asyncio.sleep(self.profile.pull(state=True))
-            self.pulled += self.profile.adapter_bytes + self.profile.state_bytes
+            await asyncio.sleep(self.machine.pull(state=True))
+            self.pulled += self.machine.adapter_bytes + self.machine.state_bytes
             read = partial(self._tickets.artifacts.path, op.parent.hash)
             files = {name: read(name).read_bytes() for name in (ADAPTER, CONFIG)}
             self.trainer.load(op.policy, op.lease, op.parent, files)
@@ -400,7 +402,7 @@ class ModelledWorker:
     async def _answer(self, answer: Answer) -> None:
         done = answer.done
         if answer.upload is not None:
-            await asyncio.sleep(self.profile.push())
+            await asyncio.sleep(self.machine.push())
             staging = self._tickets.staging(answer.ticket)
             if staging is None:
                 return  # given up meanwhile
@@ -450,7 +452,12 @@ class ModelledWorker:
         if slices > 1:
             due = self._flushed + self._flush_seconds - self._loop.time()
             slices = 1 if self.trainer.pending or seconds <= 0 else max(1, min(slices, math.ceil(due / seconds)))
-        slices = await self._spend(seconds, slices)
+        began = self._loop.time()
+        try:
+            slices = await self._spend(seconds, slices)
+        except asyncio.CancelledError:  # killed: what was sampled since is lost
+            self.engine.end(min(slices, int((self._loop.time() - began) / seconds)) if seconds else 0)
+            raise
         self.decoded += slices * seconds
         running = self.engine.policies.total()
         for policy, rows in self.engine.policies.items():

@@ -1,0 +1,83 @@
+"""``rookery simulate``: an availability trace replayed against the shipped controller, with modelled machines."""
+
+from __future__ import annotations
+
+import json as jsons
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rookery.cli.common import Json, console, print_json
+
+
+def simulate(
+    trace: Annotated[str, typer.Option(help="calm, bursty, diurnal, or a CSV file (time,instances).")] = "calm",
+    profile: Annotated[str, typer.Option(help="How fast machines are: a packaged profile or a JSON file.")] = (
+        "two-core-cpu-135m"
+    ),
+    modes: Annotated[str, typer.Option(help="all, or a comma-separated list of them.")] = "all",
+    hours: Annotated[float, typer.Option(min=0.01, max=1000, help="Virtual hours of the trace.")] = 0.5,
+    faster: Annotated[float, typer.Option(min=0.001, help="Replay the trace so many times faster.")] = 1.0,
+    jobs: Annotated[int, typer.Option(min=1, max=1000, help="Jobs side by side, each of its own tenant.")] = 1,
+    steps: Annotated[int | None, typer.Option(min=1, help="End each job after so many steps.")] = None,
+    staleness: Annotated[int, typer.Option(min=0, max=64, help="The jobs' max_staleness; 0 is on-policy.")] = 0,
+    micro_batch: Annotated[
+        int | None,
+        typer.Option(min=0, help="Training begins with so many episodes; a quarter of a step's by default."),
+    ] = None,
+    reserved: Annotated[int, typer.Option(min=1, max=1000, help="Reserved machines.")] = 1,
+    discount: Annotated[float, typer.Option(min=0, max=1, help="On the price of preemptible machines.")] = 0.7,
+    notice: Annotated[float, typer.Option(min=0, help="Seconds from an instance's notice to its end; 0: none.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same run, event by event.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="A folder for results.json and the plots.")] = None,
+    json: Json = False,
+) -> None:
+    """Compare ways of using reserved and preemptible machines, in virtual time. Nothing real is computed."""
+    from rookery.simulation.availability import HOUR, load_trace
+    from rookery.simulation.modes import chosen
+    from rookery.simulation.profile import load_profile
+    from rookery.simulation.replay import Scenario, replay
+    from rookery.simulation.report import as_json, digest, tables
+
+    machines, wanted = load_profile(profile), chosen(modes)
+    load = machines.workload
+    scenario = Scenario(
+        profile=machines,
+        trace=load_trace(trace).faster(faster).cut(hours * HOUR),
+        seed=seed,
+        jobs=jobs,
+        steps=steps,
+        max_staleness=staleness,
+        micro_batch=load.group_size * load.groups_per_step // 4 if micro_batch is None else micro_batch,
+        reserved=reserved,
+        discount=discount,
+        notice=notice,
+    )
+    logging.disable(logging.WARNING)  # lost workers are what is simulated
+    outcomes = []
+    for mode in wanted:
+        typer.echo(f"simulating {mode.name}: {mode.about}", err=True)
+        outcomes.append(replay(scenario, mode))
+    found = as_json(outcomes)
+    if json:
+        print_json(found)
+    else:
+        console().print(tables(outcomes))
+        console().print(f"event log {digest(outcomes)}")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "results.json").write_text(jsons.dumps(found, indent=1) + "\n", encoding="utf-8")
+        _draw(outcomes, out)
+
+
+def _draw(outcomes: list, out: Path) -> None:  # type: ignore[type-arg]
+    from rookery.simulation.plots import draw
+
+    try:
+        made = draw(outcomes, out)
+    except ModuleNotFoundError as error:
+        typer.echo(f"{out}/results.json is written; plots need {error.name}: pip install 'rookery[plots]'", err=True)
+    else:
+        typer.echo("written: " + ", ".join(str(path) for path in [out / "results.json", *made]), err=True)

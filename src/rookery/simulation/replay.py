@@ -1,0 +1,290 @@
+"""One mode on one trace: the shipped controller, modelled workers, and what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from rookery.simulation.availability import HOUR, Trace
+from rookery.simulation.clock import EPOCH, run
+from rookery.simulation.market import Instance, Market
+from rookery.simulation.modes import Mode, StartingOver
+from rookery.simulation.profile import Profile
+from rookery.simulation.site import MEMORY, MODEL, Site
+from rookery.simulation.texts import LongTailed
+from rookery.simulation.workers import ModelledWorker
+
+ENVIRONMENT = "modelled"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What all modes have in common."""
+
+    profile: Profile
+    trace: Trace
+    """Its length is the run's."""
+    seed: int = 0
+    jobs: int = 1
+    """Each of its own tenant."""
+    steps: int | None = None
+    """After which a job ends; None goes on to the trace's end."""
+    max_staleness: int = 0
+    micro_batch: int = 0
+    reserved: int = 1
+    """Reserved machines."""
+    discount: float = 0.7
+    """On the price of a preemptible machine."""
+    notice: float = 0.0
+    """Seconds between an instance's notice and its end; 0 is no notice."""
+
+    @property
+    def reserved_price(self) -> float:
+        return self.profile.reserved.price
+
+    @property
+    def preemptible_price(self) -> float:
+        return self.profile.spot.price * (1 - self.discount)
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step that was committed."""
+
+    job: str
+    time: float
+    """Seconds from the start."""
+    tokens: int
+    """Sampled ones that it was trained on."""
+    waiting: float
+    """Seconds for which the job waited for its groups."""
+    queue: float
+    """Mean seconds for which an episode's requests waited for a place in a worker."""
+    trainer_wait: float | None
+    remote_wait: float | None
+    seed: float | None
+    """Of the trainer's last cycle, as :mod:`rookery.controller.seeding` measures them; None without cycles."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one mode. Times are seconds."""
+
+    mode: str
+    seconds: float
+    steps: list[Step]
+    instances: list[tuple[float, int, int]]
+    """(second, available, rented) at each change."""
+    reserved_hours: float
+    preemptible_hours: float
+    reserved_idle: float
+    """Share of the reserved machines' time in which they computed nothing."""
+    preemptible_idle: float
+    """Of the preemptible ones' from their start to their end, loading included; 0 where there were none."""
+    preemptions: int
+    moved: dict[str, int]
+    """Requests that went on elsewhere, by why."""
+    unsent: int
+    """Tokens that were sampled and never sent: what preemptions cost."""
+    thrown_away: int
+    """Tokens that were received and sampled again."""
+    events: int
+    digest: str
+    """Of the event log: SHA-256 over every frame, both ways, with its virtual time."""
+    scenario: Scenario
+
+    @property
+    def tokens(self) -> int:
+        """That were trained on."""
+        return sum(step.tokens for step in self.steps)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def steps_per_hour(self) -> float:
+        return len(self.steps) / self.seconds * HOUR
+
+    @property
+    def cost(self) -> float:
+        """In units of the prices."""
+        return self.cost_at(self.scenario.discount)
+
+    def cost_at(self, discount: float) -> float:
+        """What it would have cost with another discount, everything else being the same."""
+        spot = self.scenario.profile.spot.price * (1 - discount)
+        return self.reserved_hours * self.scenario.reserved_price + self.preemptible_hours * spot
+
+    @property
+    def tokens_per_price(self) -> float:
+        return self.tokens / self.cost
+
+    @property
+    def waiting(self) -> float:
+        """Mean seconds per step for which a job waited for its groups."""
+        return _mean([step.waiting for step in self.steps]) or 0.0
+
+    @property
+    def queue(self) -> float:
+        return _mean([step.queue for step in self.steps]) or 0.0
+
+    @property
+    def trainer_wait(self) -> float | None:
+        return _mean([step.trainer_wait for step in self.steps])
+
+    @property
+    def remote_wait(self) -> float | None:
+        return _mean([step.remote_wait for step in self.steps])
+
+    def break_even(self, alone: Outcome) -> float | None:
+        """The discount on preemptible machines from which on a token costs no more than in ``alone``, which had
+        reserved machines only. Below 0: it pays at a higher price than the reserved one's still. None where nothing was
+        rented or trained."""
+        if not (self.preemptible_hours and self.tokens and alone.tokens):
+            return None
+        worth = alone.cost * self.tokens / alone.tokens - self.reserved_hours * self.scenario.reserved_price
+        return 1 - worth / (self.preemptible_hours * self.scenario.profile.spot.price)
+
+
+def replay(scenario: Scenario, mode: Mode) -> Outcome:
+    """Run ``mode`` to the trace's end, or until every job has ended."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        return run(_play(scenario, mode, Path(folder)))
+
+
+async def _play(scenario: Scenario, mode: Mode, folder: Path) -> Outcome:
+    profile, load = scenario.profile, scenario.profile.workload
+    tenants = [f"tenant-{number}" for number in range(scenario.jobs)]
+    site = Site(
+        folder,
+        LongTailed(load.median_tokens, load.sigma),
+        context=profile.reserved.context,
+        seed=scenario.seed,
+        tenants=tenants,
+        parts=mode.parts,
+        settings={"worker_wait_seconds": scenario.trace.seconds},  # a trace without instances pauses no job
+    )
+    controller = site.controller
+    await controller.start()
+    host = site.host({f"builtin:{ENVIRONMENT}": load.environment}, prompt_tokens=load.prompt_tokens)
+    await host.join()
+    reserved = [
+        site.worker(f"reserved-{number}", profile.reserved, roles=mode.reserved, price=scenario.reserved_price)
+        for number in range(scenario.reserved)
+    ]
+    for worker in reserved:
+        worker.start()
+
+    def make(name: str) -> ModelledWorker:
+        return site.worker(name, profile.spot, roles=("rollout",), kind="preemptible", price=scenario.preemptible_price)
+
+    most = mode.most(profile, load.group_size * load.groups_per_step * scenario.jobs, scenario.reserved)
+
+    def worth() -> int | None:
+        return most if most is not None else controller.world.seeding.worthwhile(MODEL)
+
+    market = Market(scenario.trace, make, Random(f"market {scenario.seed}"), notice=scenario.notice, worth=worth)
+    renting = asyncio.create_task(market.run())
+    jobs = {}
+    for number, tenant in enumerate(tenants):
+        view, _ = await controller.submit(tenant, _job(scenario, number))
+        jobs[view.id] = tenant
+    await _until_over(site, jobs, renting)
+    seconds = asyncio.get_running_loop().time()
+    steps = []
+    for job, tenant in jobs.items():
+        view = await controller.show(tenant, job)
+        if view.state in ("failed", "paused"):
+            raise RuntimeError(f"mode {mode.name}: job {view.name} is {view.state}: {view.reason}")
+        steps += [_step(job, row) for row in await controller.metrics(tenant, job)]
+    renting.cancel()
+    await asyncio.gather(renting, return_exceptions=True)
+    digest, events = site.log.digest(), site.log.frames
+    rollouts = controller.world.rollouts
+    outcome = Outcome(
+        mode=mode.name,
+        seconds=seconds,
+        steps=sorted(steps, key=lambda step: (step.time, step.job)),
+        instances=market.history,
+        reserved_hours=scenario.reserved * seconds / HOUR,
+        preemptible_hours=sum(instance.seconds(seconds) for instance in market.instances) / HOUR,
+        reserved_idle=_idle([(worker, seconds) for worker in reserved]),
+        preemptible_idle=_idle([(instance.worker, instance.seconds(seconds)) for instance in market.instances]),
+        preemptions=market.preemptions,
+        moved=dict(sorted(rollouts.moves.items())),
+        unsent=sum(_unsent(instance) for instance in market.instances if instance.preempted),
+        thrown_away=rollouts.thrown_away if isinstance(rollouts, StartingOver) else 0,
+        events=events,
+        digest=digest,
+        scenario=scenario,
+    )
+    await market.close()
+    for worker in reserved:
+        await worker.kill()
+    await host.leave()
+    await site.close()
+    return outcome
+
+
+async def _until_over(site: Site, jobs: dict[str, str], renting: asyncio.Task[None]) -> None:
+    """Until the trace is, or every job has ended."""
+    everybody = asyncio.gather(*(site.controller.wait(tenant, job) for job, tenant in jobs.items()))
+    await asyncio.wait({renting, everybody}, return_when=asyncio.FIRST_COMPLETED)
+    everybody.cancel()
+    await asyncio.gather(everybody, return_exceptions=True)
+    if renting.done():
+        renting.result()
+
+
+def _job(scenario: Scenario, number: int) -> dict[str, Any]:
+    load = scenario.profile.workload
+    stop = {"steps": scenario.steps} if scenario.steps is not None else {"wall_time": 2 * scenario.trace.seconds}
+    return {
+        "name": f"job-{number}",
+        "base_model": MODEL,
+        "environment": {"id": ENVIRONMENT, "step_timeout": max(60.0, 2 * load.environment)},
+        "algorithm": {
+            "group_size": load.group_size,
+            "groups_per_step": load.groups_per_step,
+            "max_staleness": scenario.max_staleness,
+            "micro_batch": scenario.micro_batch,
+        },
+        "sampling": {"max_tokens": load.max_tokens},
+        "stop": stop,
+        "seed": scenario.seed * 1000 + number,
+    }
+
+
+def _step(job: str, row: dict[str, Any]) -> Step:
+    return Step(
+        job,
+        row["time"] - EPOCH,
+        int(row["tokens"]),
+        row["seconds/waiting"],
+        row["seconds/queue"],
+        trainer_wait=row.get("seconds/trainer_wait"),
+        remote_wait=row.get("seconds/remote_wait"),
+        seed=row.get("seconds/seed"),
+    )
+
+
+def _idle(workers: list[tuple[ModelledWorker, float]]) -> float:
+    there = sum(seconds for _, seconds in workers)
+    worked = sum(worker.decoded + worker.trained for worker, _ in workers)
+    return max(0.0, 1 - worked / there) if there else 0.0
+
+
+def _unsent(instance: Instance) -> int:
+    return max(0, instance.worker.engine.generated - instance.worker.sent)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Of those that are there."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
