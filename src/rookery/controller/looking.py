@@ -241,7 +241,7 @@ class Looking:
                 "address": worker.hello.address, "device": worker.hello.device, "host": worker.hello.host,
                 "pid": worker.hello.pid, "adapters": len(worker.holds), "requests": self._rollouts.outstanding(worker),
                 "tokens_per_second": worker.tokens_per_second() if worker.working else 0.0, "note": worker.note,
-                "unsent_most": worker.unsent_most, "beat": msgspec.to_builtins(beat) if beat is not None else None,
+                "unsent_most": worker.unsent_most, "beat": msgspec.structs.asdict(beat) if beat is not None else None,
             })  # fmt: skip
         return rows
 
