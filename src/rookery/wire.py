@@ -262,9 +262,9 @@ class Generate(Message, kw_only=True):
     """A stop string ends the text with the token that completes it; that token is kept."""
     episode: str = ""
     in_flight: Literal["finish", "switch", "recompute"] = "finish"
-    """What it does when a newer version comes. Where that is not ``finish``, a request that runs already is claimed also
-    by a newer version than it runs on; with ``switch`` it extends the episode's cache also where an older version
-    computed that."""
+    """What it does when a newer version comes. Where that is not ``finish``, a request that runs already is also
+    claimed by a newer version than it runs on; with ``switch`` it extends the episode's cache also where an older
+    version computed that."""
     scores: int = 0
     """How many of the prompt's last tokens are scored too (its first token never is); ``shared`` must be 0 then."""
     top: int = 0
