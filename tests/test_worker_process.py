@@ -327,6 +327,31 @@ def test_a_lost_link_loses_nothing(service: Dialled, start: Start) -> None:
     assert worker.poll() is None
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_running_request_goes_on_with_a_newer_version(service: Dialled, start: Start, recompute: bool) -> None:
+    start()
+    link = service.connection(0)
+    old = make_policy(service, link, "p")
+    ticket = service.tickets.upload()
+    link.send(forward("a", old, batch(service)), optim("b", old, commit=ticket))
+    new = service.ref(link.done("b").manifest, 1, "p")
+    assert service.collect(ticket).hash == new.hash
+    link.send(generate("r", old))
+    link.some("r", 10)
+    link.send(wire.Switch(request="r", adapter=new, recompute=recompute), wire.Switch(request="unknown", adapter=new))
+    stream = link.finished("r")
+    versions = [chunk.version for chunk in stream.chunks for _ in chunk.tokens]
+    cut = versions.index(1)
+    assert versions == [0] * cut + [1] * (LONG - cut)
+    link.send(generate("old", old), generate("resumed", new, given=stream.tokens[:cut]))
+    whole, resumed = link.finished("old"), link.finished("resumed")
+    assert whole.tokens[:cut] == stream.tokens[:cut]
+    assert whole.logprobs[:cut] == stream.logprobs[:cut]
+    assert (stream.logprobs[cut:] == resumed.logprobs) == recompute
+    if recompute:
+        assert stream.tokens[cut:] == resumed.tokens
+
+
 def test_what_nobody_claims_is_let_go(service: Dialled, start: Start) -> None:
     start(grace_seconds="0.5")
     link = service.connection(0)
