@@ -97,6 +97,14 @@ def test_a_policy_goes_to_the_trainer_with_the_fewest() -> None:
     assert routing.lease({"b": 2, "a": 1}, aside="b") == "a"
 
 
+def test_a_training_worker_is_crowded_where_a_move_makes_it_even() -> None:
+    assert routing.crowded({"a": 2, "b": 0}, "a")
+    assert routing.crowded({"a": 5, "b": 4, "c": 3}, "a")
+    assert not routing.crowded({"a": 5, "b": 4, "c": 3}, "b")
+    assert not routing.crowded({"a": 1, "b": 0}, "a")
+    assert not routing.crowded({"b": 0}, "a"), "it takes no policies at all now"
+
+
 # --- staleness --------------------------------------------------------------------------------------------------------
 
 

@@ -352,3 +352,20 @@ async def test_a_batch_carries_one_prompt_for_its_group(tmp_path: Path) -> None:
     assert {tuple(unit.prompt) for unit in batch.units} == sampled
     json.dumps(view.spec)
     await service.close()
+
+
+async def test_policies_spread_over_training_workers_that_come_later(room: Room) -> None:
+    """All began where one worker was: at their next steps they go where fewer are, one reload each, and stay."""
+    first = await room.worker("first")
+    names = ("p", "q", "r", "s")
+    trainees = {name: room.trainee(name) for name in names}
+    refs = {name: await room.begin(trainee, name) for name, trainee in trainees.items()}
+    second = await room.worker("second")
+    for number in (1, 2, 3):
+        for name, trainee in trainees.items():
+            done = await step(trainee, refs[name], number, commit=True)
+            refs[name] = room.commit(trainee, done.manifest, name)
+    steps = {worker.name: [op.policy for op in worker.operations if isinstance(op, wire.OptimStep)]
+             for worker in (first, second)}  # fmt: skip
+    assert steps == {"first": ["r", "s"] * 3, "second": ["p", "q"] * 3}
+    assert set(room.leases.values()) == {2}, "nobody moves twice"

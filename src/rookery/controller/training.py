@@ -26,7 +26,7 @@ from rookery.controller.leases import Leases
 from rookery.controller.ports import Clock, Ids, Ledger
 from rookery.controller.tickets import Tickets
 from rookery.errors import Conflict, RookeryError, Unavailable
-from rookery.scheduling.routing import lease
+from rookery.scheduling.routing import crowded, lease
 from rookery.settings import Settings
 from rookery.storage.artifacts import Staging
 
@@ -147,21 +147,33 @@ class Training:
             held = self._leases.get(policy)
             if held is not None and held.plays("train", model):
                 return held
-            able = {worker.name: worker for worker in self._fleet.serving("train", model)}
-            stay = {name for name, worker in able.items() if worker.hello.kind == "reserved"}
-            aside = self._aside.get(policy)
-            load = {name: self._leases.count(able[name]) for name in stay or able}
+            aside, load = self._aside.get(policy), self._load(model)
             name = lease(load, aside.name if aside is not None else None)
             if name is not None:
+                worker = self._fleet.named(name)
+                assert worker is not None
                 self._aside.pop(policy)
-                self._leases.put(policy, able[name])
-                return able[name]
+                self._leases.put(policy, worker)
+                return worker
             self._serves[model].clear()
             try:
                 async with asyncio.timeout(deadline - self._clock.monotonic()):
                     await self._serves[model].wait()
             except TimeoutError:
                 raise Unavailable(self._fleet.missing("train", model)) from None
+
+    def _load(self, model: str) -> dict[str, int]:
+        """How many policies each worker holds that may be given one."""
+        able = self._fleet.serving("train", model)
+        stay = [worker for worker in able if worker.hello.kind == "reserved"]
+        return {worker.name: self._leases.count(worker) for worker in stay or able}
+
+    def level(self, policy: str, model: str) -> None:
+        """``policy`` has nothing uncommitted: it may as well train elsewhere, where its worker has more policies than
+        others. Else those that came while one worker was there would crowd it for ever, as after each restart."""
+        held = self._leases.get(policy)
+        if held is not None and crowded(self._load(model), held.name):
+            self.forget(policy)
 
     async def call(self, worker: Worker, message: Operation) -> wire.Done:
         """The worker's answer. Raises what tells whether another worker can help."""
@@ -450,6 +462,8 @@ class Trainee:
     ) -> list[wire.Done]:
         """Add ``entries`` to the log and have the worker take them; their answers. What fails is not in the log."""
         known = len(self._log)
+        if not known:
+            self._training.level(self._policy, self._model)
         self._log.extend(entries)
 
         async def attempt(worker: Worker) -> list[wire.Done]:
