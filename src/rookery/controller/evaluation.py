@@ -6,7 +6,6 @@ sampling noise depends on the prompt's number alone, so two versions differ by w
 
 from __future__ import annotations
 
-import asyncio
 import math
 import statistics
 from typing import Any
@@ -17,6 +16,7 @@ from rookery import wire
 from rookery.controller.episode import EpisodeFailed
 from rookery.controller.episodes import Episodes
 from rookery.controller.rollouts import GenerationFailed
+from rookery.controller.tasks import TaskGroup
 
 
 class HeldOut(msgspec.Struct):
@@ -44,7 +44,7 @@ async def evaluate(job: Episodes, version: int) -> None:
     world, spec = job.world, job.spec
     with job.policy.pinned(version) as ref:
         prompts = await held_out_prompts(job)
-        async with asyncio.TaskGroup() as episodes:
+        async with TaskGroup() as episodes:
             runs = [
                 episodes.create_task(_one(job, version, ref, number, prompt)) for number, prompt in enumerate(prompts)
             ]

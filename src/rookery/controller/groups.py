@@ -25,6 +25,7 @@ from rookery.controller.episodes import Episodes
 from rookery.controller.hosts import EnvironmentFailed
 from rookery.controller.pulse import Pulse
 from rookery.controller.rollouts import GenerationFailed
+from rookery.controller.tasks import TaskGroup
 from rookery.controller.trajectory import Outcome, outcome_decoder, said_before
 from rookery.errors import RookeryError
 from rookery.scheduling.failing import FailureWindow
@@ -53,7 +54,7 @@ class Groups:
         self._progress = episodes.progress
         self._changed = changed
         self._cursor = episodes.row.cursor
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], None] = {}
         settings = episodes.world.settings
         self._failures = FailureWindow(settings.failing_window, settings.failing_share)
         self._untrimmed = 0
@@ -81,7 +82,7 @@ class Groups:
         """Versions whose bytes were lost."""
         return {version.version for version in self._policy.history if version.lost}
 
-    async def resume(self, tasks: asyncio.TaskGroup) -> None:
+    async def resume(self, tasks: TaskGroup) -> None:
         """Go on with the open groups of an earlier run."""
         world = self._world
         for group in await world.ledger(world.database.open_groups, self._row.id):
@@ -107,7 +108,7 @@ class Groups:
 
     # --- new ones -----------------------------------------------------------------------------------------------------
 
-    async def begin(self, tasks: asyncio.TaskGroup, count: int) -> None:
+    async def begin(self, tasks: TaskGroup, count: int) -> None:
         """Have ``count`` new groups run on the newest version."""
         version, groups = await self._make(count)
         for group in groups:
@@ -164,17 +165,17 @@ class Groups:
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    def _start(self, tasks: asyncio.TaskGroup, group: GroupRow, version: int) -> None:
+    def _start(self, tasks: TaskGroup, group: GroupRow, version: int) -> None:
         pin = ExitStack()  # from now on, not from when the task first runs
         if self._in_flight == "finish":
             pin.enter_context(self._policy.pinned(version))
         task = tasks.create_task(self._run(group, self._policy.ref(version)))
-        self._running.add(task)
+        self._running[task] = None
         task.add_done_callback(self._ended)
         task.add_done_callback(lambda _: pin.close())
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
+        self._running.pop(task, None)
         self._changed.beat()
 
     def cancel(self) -> None:
@@ -185,7 +186,7 @@ class Groups:
     async def _run(self, group: GroupRow, ref: wire.AdapterRef) -> None:
         """All episodes of one prompt, side by side. Ends with the group ready, or failed and counted."""
         world, store = self._world, self._progress.store
-        async with asyncio.TaskGroup() as episodes:
+        async with TaskGroup() as episodes:
             runs = [episodes.create_task(self._run_episode(group, row, ref)) for row in group.episodes]
         outcomes = [outcome for run in runs if (outcome := run.result()) is not None]
         if len(outcomes) >= 2:

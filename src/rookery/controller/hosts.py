@@ -274,7 +274,7 @@ class Hosts:
     def close_job(self, job: str) -> None:
         """The job has ended: so have the episodes that its hosts still keep."""
         for host in self._hosts.values():
-            for episode in [name for name in host.episodes if name.startswith(f"{job}-")]:
+            for episode in sorted(name for name in host.episodes if name.startswith(f"{job}-")):
                 self.close_episode(host, episode)
 
     async def _call(

@@ -9,7 +9,6 @@ What a version consumed is committed with it in one transaction: after any resta
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from rookery.controller.portions import OpenStep
 from rookery.controller.progress import EARLIER, Progress, per_token
 from rookery.controller.pulse import Pulse
 from rookery.controller.recipe import adam, first_adapter, forward_backward
+from rookery.controller.tasks import TaskGroup
 from rookery.controller.training import Trainee
 from rookery.controller.world import World
 from rookery.scheduling.staleness import admissible
@@ -91,7 +91,7 @@ class Job:
         seeding.join(policy, overlaps=algorithm.max_staleness > 0 or algorithm.micro_batch > 0)
         try:
             await self._begin()
-            async with asyncio.TaskGroup() as tasks:
+            async with TaskGroup() as tasks:
                 beside = [tasks.create_task(self._keep_in_flight(tasks)), tasks.create_task(self._alarm())]
                 self._evaluate_if_due(tasks)
                 while (reason := self._stop_reason()) is None:
@@ -130,7 +130,7 @@ class Job:
         }
         await self.groups.restore()
 
-    async def _keep_in_flight(self, tasks: asyncio.TaskGroup) -> None:
+    async def _keep_in_flight(self, tasks: TaskGroup) -> None:
         """Keep groups in flight up to the staleness bound, those of an earlier run first."""
         algorithm, groups = self.spec.algorithm, self.groups
         await groups.resume(tasks)
@@ -265,7 +265,7 @@ class Job:
         await self.policy.retire()
         await self.groups.trim()
 
-    def _evaluate_if_due(self, tasks: asyncio.TaskGroup) -> None:
+    def _evaluate_if_due(self, tasks: TaskGroup) -> None:
         """Begin the evaluations that are due, beside the training; also those that an earlier run did not finish."""
         evaluation = self.spec.evaluation
         if not evaluation.prompts:

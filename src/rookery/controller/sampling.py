@@ -20,6 +20,7 @@ from rookery.controller import calls
 from rookery.controller.checkpoints import checkpoint
 from rookery.controller.futures import Future, Futures, Gone, Waiting
 from rookery.controller.rollouts import Request
+from rookery.controller.tasks import TaskGroup
 from rookery.controller.world import World
 from rookery.errors import RookeryError, UserError
 from rookery.storage.rows import SamplerRow
@@ -117,7 +118,7 @@ class Samplers:
         scored = 0
         if call.prompt_logprobs or call.topk:
             scored = length - 1 if call.last is None else call.last
-        async with asyncio.TaskGroup() as group:
+        async with TaskGroup() as group:
             tasks = [
                 group.create_task(
                     world.rollouts.sample(

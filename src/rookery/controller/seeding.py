@@ -128,7 +128,7 @@ class Seeding:
         """Its state has changed."""
         trainer = self._trainers.get(worker)
         if trainer is not None and not worker.working:
-            for policy in list(trainer.policies):
+            for policy in sorted(trainer.policies):
                 self._move(policy, None)
         self._place(worker)
         if not worker.working:
