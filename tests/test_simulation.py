@@ -356,33 +356,72 @@ def test_a_worker_that_waits_with_an_old_ticket_asks_for_another() -> None:
 
 # --- replayable -------------------------------------------------------------------------------------------------------
 
+def interrupted() -> str:
+    """The event log of jobs that are paused, resumed and cancelled while their episodes run, and lose a worker."""
+
+    async def play(folder: str) -> str:
+        profile = quick()
+        site = Site(Path(folder), LongTailed(60, 0.6), context=2048, seed=1, tenants=["a", "b"])
+        controller = site.controller
+        await controller.start()
+        host = site.host({"builtin:e": 0.3}, prompt_tokens=8, turns=2)
+        await host.join()
+        workers = [site.worker("w0", profile.reserved)]
+        workers += [site.worker(f"w{n}", profile.spot, roles=("rollout",), kind="preemptible") for n in (1, 2)]
+        for worker in workers:
+            worker.start()
+        algorithm = {"group_size": 4, "groups_per_step": 3, "max_staleness": 1, "in_flight": "switch"}
+        job = {"name": "j", "base_model": MODEL, "environment": {"id": "e"}, "stop": {"wall_time": 1000},
+               "algorithm": algorithm, "sampling": {"max_tokens": 160}}  # fmt: skip
+        jobs = [(tenant, (await controller.submit(tenant, job))[0].id) for tenant in ("a", "b")]
+        await asyncio.sleep(31.0)
+        for tenant, name in jobs:
+            await controller.pause(tenant, name)
+        await asyncio.sleep(3.0)
+        for tenant, name in jobs:
+            await controller.resume(tenant, name)
+        await asyncio.sleep(11.0)
+        await workers[1].kill()
+        await asyncio.sleep(9.0)
+        await controller.cancel(*jobs[0])
+        await asyncio.sleep(5.0)
+        digest = f"{site.log.digest()} {site.log.frames}"
+        for worker in (workers[0], workers[2]):
+            await worker.kill()
+        await host.leave()
+        await site.close()
+        return digest
+
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        return run(play(folder))
+
+
 AGAIN = """
 import logging, sys
 sys.path.insert(0, {tests!r})
 logging.disable(logging.WARNING)
-from test_simulation import SCENARIO
 from dataclasses import replace
-from rookery.simulation.modes import MODES
-from rookery.simulation.replay import replay
+from test_simulation import *
 junk = [object() for _ in range({junk})]  # other addresses: nothing may depend on them
-outcome = replay(replace(SCENARIO, seed={seed}, jobs=2), MODES["rookery"])
+outcome = replay(replace(SCENARIO, trace=COMING_AND_GOING.cut(80), seed={seed}, jobs=2), MODES["rookery"])
 print(outcome.digest, outcome.events, outcome.tokens)
+print(interrupted())
 """
 
 
-def again(hash_seed: int, seed: int = 3) -> str:
+def again(hash_seed: int, seed: int = 3) -> list[str]:
     code = AGAIN.format(tests=str(Path(__file__).parent), junk=1000 * hash_seed, seed=seed)
     environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
     shown = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
     )
-    return shown.stdout
+    return shown.stdout.splitlines()
 
 
 def test_the_same_seed_is_the_same_run_frame_by_frame_in_any_process() -> None:
     first = again(1)
     assert first == again(2)
-    assert first.split()[0] != again(1, seed=4).split()[0], "and the hash can tell runs apart"
+    assert first[0] != again(1, seed=4)[0], "and the hash can tell runs apart"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json as jsons
 import logging
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rookery.cli.common import Json, console, print_json
+
+if TYPE_CHECKING:
+    from rookery.simulation.replay import Outcome
 
 
 def simulate(
@@ -72,7 +75,7 @@ def simulate(
         _draw(outcomes, out)
 
 
-def _draw(outcomes: list, out: Path) -> None:  # type: ignore[type-arg]
+def _draw(outcomes: list[Outcome], out: Path) -> None:
     from rookery.simulation.plots import draw
 
     try:

@@ -235,7 +235,8 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> Outcome:
 async def _until_over(site: Site, jobs: dict[str, str], renting: asyncio.Task[None]) -> None:
     """Until the trace is, or every job has ended."""
     everybody = asyncio.gather(*(site.controller.wait(tenant, job) for job, tenant in jobs.items()))
-    await asyncio.wait({renting, everybody}, return_when=asyncio.FIRST_COMPLETED)
+    either: list[asyncio.Future[Any]] = [renting, everybody]
+    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     everybody.cancel()
     await asyncio.gather(everybody, return_exceptions=True)
     if renting.done():

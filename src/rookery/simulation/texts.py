@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
 from statistics import NormalDist
+from typing import TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from rookery.text.chat import Chat
+
+T = TypeVar("T")
 
 STOP = 2
 """The token that ends a reply."""
@@ -52,8 +55,9 @@ def logprobs_of(seed: int, start: int, end: int) -> list[float]:
     return _piece(_LOGPROBS, seed, start, end)
 
 
-def _piece(source: list, seed: int, start: int, end: int) -> list:  # type: ignore[type-arg]
-    piece, at = [], (seed + start) % _PERIOD
+def _piece(source: list[T], seed: int, start: int, end: int) -> list[T]:
+    piece: list[T] = []
+    at = (seed + start) % _PERIOD
     left = end - start
     while left > 0:
         part = source[at : at + left]

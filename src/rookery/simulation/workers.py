@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,7 +76,7 @@ class ModelledWorker:
         self.trainer = Trainer(machine)
         self.decoded, self.trained = 0.0, 0.0
         """Seconds that went into decoding and prefill, and into training."""
-        self.computed: Counter[str] = Counter()
+        self.computed: defaultdict[str, float] = defaultdict(float)
         """Seconds of both that went into each policy; a slice of decoding is shared out over its requests."""
         self.pulled = 0
         """Bytes of adapters and states that it fetched."""
