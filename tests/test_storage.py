@@ -31,6 +31,7 @@ from storing import (
     commit,
     connected,
     everything,
+    future_row,
     in_threads,
     make_ready,
     manifest,
@@ -451,6 +452,7 @@ _ALICES: dict[str, Any] = {
     "delete_checkpoint": NotFound,
     "count_checkpoints": {},
     "get_future": NotFound,
+    "ended_samples": [],
     "bills": {},
     "bill": {},
 }
@@ -468,8 +470,13 @@ def test_another_tenants_things_are_not_there(database: Database) -> None:
     database.add_event("alice", "job", 0.0, "kind", "text")
     database.save_bills({("alice", "job"): {"reserved": {}}}, {})
     visit(database)
+    database.open_future(future_row("one/0", "alice", None))
+    database.finish_future("one/0", b"text", 1.0)
     named: dict[str, Any] = {
         "id": "one",
+        "sampler": "one",
+        "first": 0,
+        "end": 10,
         "session": "one",
         "model": "one",
         "expires": 1.0,
