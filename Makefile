@@ -9,13 +9,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo test test-sdks install lint types chaos chaos-at-scale clean
+.PHONY: demo test test-sdks install lint types chaos chaos-at-scale controller-scaling bench bench-peers bench-preemption clean
 
 demo: install
 	@$(BIN)/python demo/run.py
 
 test: $(VENV)/.tests $(VENV)/sdks/$(OLDEST_SDK)
-	@$(BIN)/ruff check src tests demo
+	@$(BIN)/ruff check src tests demo benchmarks
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest
 
@@ -26,7 +26,7 @@ test-sdks: $(SDKS:%=$(VENV)/sdks/%)
 install: $(VENV)/.installed
 
 lint: $(VENV)/.tests
-	$(BIN)/ruff check src tests demo
+	$(BIN)/ruff check src tests demo benchmarks
 
 types: $(VENV)/.tests
 	$(BIN)/mypy
@@ -39,9 +39,39 @@ chaos: $(VENV)/.tests
 chaos-at-scale: $(VENV)/.tests
 	$(BIN)/python benchmarks/chaos_at_scale.py
 
+# Peers, each in an environment of its own, for the measures that stand beside them.
+bench-peers: .bench/vllm/.installed .bench/trl/.installed
+
+# The quick measures, on a quiet machine; RESULTS.md is made from what all of them wrote.
+bench: $(VENV)/.tests
+	$(BIN)/python benchmarks/generation.py
+	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/grpo_step.py
+	$(BIN)/python benchmarks/service_floor.py
+	$(BIN)/python benchmarks/report.py
+
+# Losing workers, seeding: about half an hour.
+bench-preemption: $(VENV)/.tests
+	$(BIN)/python benchmarks/preemption.py
+	$(BIN)/python benchmarks/seeding.py
+	$(BIN)/python benchmarks/report.py
+
 # The controller's time per event as workers and jobs grow: wants a quiet machine.
 controller-scaling: $(VENV)/.tests
 	$(BIN)/python benchmarks/controller_scaling.py
+
+.bench/vllm/.installed: benchmarks/peers/vllm.txt
+	@$(PYTHON) -m venv .bench/vllm
+	@.bench/vllm/bin/pip install --quiet torch==2.13.0
+	@.bench/vllm/bin/pip install --quiet -r $<
+	@.bench/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.bench/trl/.installed: benchmarks/peers/trl.txt
+	@$(PYTHON) -m venv .bench/trl
+	@.bench/trl/bin/pip install --quiet torch==2.13.0
+	@.bench/trl/bin/pip install --quiet -r $<
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

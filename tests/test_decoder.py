@@ -59,7 +59,8 @@ def test_smollm2_equals_transformers() -> None:
     for i, layer in enumerate(decoder.layers):
         gate, up = layer.gate_up.weight.chunk(2)
         q, k, v = layer.qkv.weight.split(sizes)
-        parts = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "self_attn.o_proj": layer.o.weight}
+        parts = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v}
+        parts |= {"self_attn.o_proj": layer.o.weight}
         parts |= {"mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": layer.down.weight}
         parts |= {"input_layernorm": layer.attention_norm, "post_attention_layernorm": layer.mlp_norm}
         published |= {f"model.layers.{i}.{name}.weight": weight for name, weight in parts.items()}

@@ -1,8 +1,8 @@
 """Advantages of one group, and how a step's token losses are weighed against each other.
 
 An advantage says how much better an episode did than its group. The weight of a token is the algorithm's normalisation;
-it multiplies the token's loss term, so losses stay pure sums. It has two factors: :func:`token_weights`, known as soon as
-the trajectory is, and :func:`step_scale`, known when the step's last group is. Sources:
+it multiplies the token's loss term, so losses stay pure sums. It has two factors: :func:`token_weights`, known as soon
+as the trajectory is, and :func:`step_scale`, known when the step's last group is. Sources:
 
 * ``grpo``: DeepSeekMath (arXiv 2402.03300): (r − mean) / std; token mean per trajectory, then mean over trajectories.
 * ``dr_grpo``: Understanding R1-Zero-like training (arXiv 2503.20783): r − mean; every token weighs the same constant,
@@ -55,8 +55,8 @@ def advantages(name: str, rewards: Sequence[float]) -> list[float]:
 
 
 def token_weights(name: str, lengths: Sequence[int], max_tokens: int) -> list[float]:
-    """Weight of every loss token of each trajectory, up to what :func:`step_scale` says of the whole step: it depends on
-    the trajectory alone, so a step can be differentiated part by part. ``lengths`` counts a trajectory's own tokens;
+    """Weight of every loss token of each trajectory, up to what :func:`step_scale` says of the whole step: it depends
+    on the trajectory alone, so a step can be differentiated part by part. ``lengths`` counts a trajectory's own tokens;
     ``max_tokens`` is the longest that a reply may be. Trajectories without tokens weigh 0."""
     if name == "grpo":
         return [1.0 / length if length else 0.0 for length in lengths]

@@ -49,8 +49,9 @@ _Trajectory, _Turn, _Beat = documented(Trajectory), documented(Turn), documented
 
 
 class MetricsRow(BaseModel):
-    """One optimizer step. Beside the fields here: ``reward/<name>`` for each of the environment's own metrics, and what
-    the loss counts; docs/operations.md says what each means. A number that was not finite is null."""
+    """One optimizer step. Beside the fields here: ``reward/<name>`` for each of the environment's own metrics,
+    ``lag_share/<n>`` for the share of tokens that were n steps old, and what the loss counts; docs/operations.md says
+    what each means. A number that was not finite is null."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -67,6 +68,7 @@ class MetricsRow(BaseModel):
     turns_mean: float
     staleness_mean: float
     staleness_max: float
+    versions_mean: float = Field(description="Versions that a mean episode's tokens came from")
     tokens: float = Field(description="That carried the loss")
     tokens_sampled: int = Field(description="By the job so far")
     cost: float | None = Field(None, description="Of the job so far")
