@@ -82,7 +82,7 @@ def play(folder: Path, scene: Callable[[Service], Awaitable[None]]) -> None:
 
 
 async def submit(service: Service, in_flight: str, **changes: Any) -> str:
-    job = job_of(algorithm__in_flight=in_flight, **{"sampling__max_tokens": LONG, **changes})
+    job = job_of(**{"sampling__max_tokens": LONG, **changes, "algorithm__in_flight": in_flight})
     view, _ = await service.controller.submit("alice", job)
     return view.id
 
@@ -110,9 +110,12 @@ def head_of(service: Service, job: str) -> int:
     return service.database.policies("alice", job)[0].head_version or 0
 
 
-@pytest.mark.parametrize("in_flight", MODES)
-def test_strictly_on_policy_every_token_of_a_step_is_its_parents(tmp_path: Path, in_flight: str) -> None:
-    """Whatever the setting, with episodes of several turns, workers that die, and evaluations at the side."""
+@pytest.mark.parametrize(("in_flight", "micro_batch"), [*((mode, 0) for mode in MODES), ("switch", 2)])
+def test_strictly_on_policy_every_token_of_a_step_is_its_parents(
+    tmp_path: Path, in_flight: str, micro_batch: int
+) -> None:
+    """Whatever the setting, with episodes of several turns, workers that die, evaluations at the side, and training
+    that begins before the last group is complete."""
 
     async def scene(service: Service) -> None:
         await service.host(turns=3).join()
@@ -121,8 +124,9 @@ def test_strictly_on_policy_every_token_of_a_step_is_its_parents(tmp_path: Path,
             mortal.chunks_left = 150 + 40 * number
             await mortal.join()
         stable = await Paced(service).join()
+        algorithm = {"group_size": 2, "groups_per_step": 3, "micro_batch": micro_batch}
         evaluation = {"every": 1, "prompts": 2}
-        job = await submit(service, in_flight, stop__steps=4, algorithm__groups_per_step=3, evaluation=evaluation)
+        job = await submit(service, in_flight, stop__steps=4, algorithm=algorithm, evaluation=evaluation)
         episodes = await end(service, job)
         versions = service.check_history(job)
         assert [version.step for version in versions] == [0, 1, 2, 3, 4]
