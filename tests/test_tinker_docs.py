@@ -35,3 +35,15 @@ def test_the_pages_loop_and_chat(
         again = direct.chat.completions.create(model=model, messages=question, max_tokens=4, seed=1)
         assert answer.choices[0].message.content == again.choices[0].message.content
         assert answer.model == model
+        assert model in [found.id for found in direct.models.list()]
+        assert direct.models.retrieve(model).id == model
+        stream = list(direct.chat.completions.create(
+            model=model, messages=question, max_tokens=4, seed=1, n=2, stream=True,
+            stream_options={"include_usage": True},
+        ))  # fmt: skip
+        first = "".join(choice.delta.content or "" for chunk in stream for choice in chunk.choices if choice.index == 0)
+        assert first == answer.choices[0].message.content
+        assert answer.usage is not None and stream[-1].usage is not None
+        assert stream[-1].usage.prompt_tokens == answer.usage.prompt_tokens
+        text = direct.completions.create(model=model, prompt="Hello", max_tokens=3, seed=1, logprobs=0)
+        assert text.choices[0].logprobs is not None and len(text.choices[0].logprobs.token_logprobs or []) == 3

@@ -5,13 +5,14 @@ The controller is real, its workers follow a script and time passes when a test 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from driven import AddingWorker, Client, forward
-from peers import Service, settle
+from peers import Service, eventually, settle
 from rookery import wire
 from rookery.controller import calls
 from rookery.controller.futures import Gone, Waiting
@@ -150,6 +151,39 @@ async def test_results_expire_unless_their_model_may_have_to_replay_them(service
         await visitor.sessions.wait("alice", sampled)
     assert isinstance(await visitor.outcome(begun), calls.Computed)
     assert isinstance(await visitor.step(), calls.Stepped)
+
+
+async def test_weights_stay_while_somebody_samples_from_them(service: Service) -> None:
+    """An in-flight sampler moves on, a checkpoint is deleted: texts that began before may still move to a worker that
+    has to pull their weights."""
+    [worker] = service.peers
+    visitor = await Client(service).begin()
+    flying = f"{visitor.session}:sample:7"
+    assert isinstance(await visitor.do(calls.SaveSampler(sampler=flying, inflight=True)), calls.SamplerMade)
+    zero = set(service.artifacts.hashes())
+    worker.generating.clear()
+    sampled = await visitor.sample(flying, 0)
+    await eventually(lambda: bool(worker.generates))
+    await visitor.gradient()
+    await visitor.step()
+    path = await visitor.save("named", kind="sampler_weights")
+    answers = service.controller.completions
+    target, chat = await answers.open("alice", path)
+    assert target.adapter is not None
+    named = target.adapter.hash
+    asked = asyncio.ensure_future(
+        answers.answer("alice", answers.question(target, chat, "Hello"), max_tokens=8, temperature=1.0, seed=1, stop=[])
+    )
+    await eventually(lambda: len(worker.generates) == 2)
+    await visitor.gradient()
+    await visitor.step()
+    assert isinstance(await visitor.do(calls.SaveSampler(sampler=f"{flying}1", inflight=True)), calls.SamplerMade)
+    await visitor.sessions.delete_checkpoint("alice", visitor.model, "sampler_weights", "named")
+    assert {*zero, named} <= service.artifacts.hashes(), "nothing names them, but they are read"
+    worker.generating.set()
+    assert isinstance(await visitor.outcome(sampled), calls.Answered)
+    assert (await asked).tokens
+    await eventually(lambda: len(service.artifacts.hashes()) == 1)
 
 
 # --- crashes ----------------------------------------------------------------------------------------------------------

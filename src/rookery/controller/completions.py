@@ -109,8 +109,9 @@ class Completions:
             stop=list(stop),
             first=world.settings.chat_first,
         )
-        with self._pinned(target.adapter):
-            return await world.rollouts.sample(request, grown)
+        async with world.reading(target.adapter):
+            with self._pinned(target.adapter):
+                return await world.rollouts.sample(request, grown)
 
     def draw_seed(self) -> int:
         """A seed for who gave none."""
@@ -118,7 +119,8 @@ class Completions:
 
     async def targets(self, tenant: str) -> list[dict[str, Any]]:
         """What can be asked now: base models with a worker, then the newest and every kept version of the tenant's
-        jobs, the newest job first. Each with its ``name``, when it was made and by whom."""
+        jobs, the newest job first, then the checkpoints of its clients. Each with its ``name``, when it was made and by
+        whom."""
         world = self._world
         loaded = {worker.hello.model for worker in world.fleet.all() if worker.plays("rollout", worker.hello.model)}
         owner = await world.ledger(world.database.get_tenant, tenant)
@@ -131,4 +133,10 @@ class Completions:
                 rows += [
                     {"name": f"{job.id}@{v.version}", "created": v.created, "owner": owner.name} for v in reversed(kept)
                 ]
+        now = world.clock.time()
+        rows += [
+            {"name": saved.path, "created": saved.created, "owner": owner.name}
+            for saved in await world.ledger(world.database.list_checkpoints, tenant, None)
+            if saved.expires is None or saved.expires > now
+        ]
         return rows

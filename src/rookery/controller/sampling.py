@@ -97,7 +97,9 @@ class Samplers:
     async def _carry_out(self, future: Future, call: calls.Sample, row: SamplerRow) -> None:
         outcome: calls.AnyOutcome
         try:
-            outcome = await self._sample(future, call, row)
+            adapter = await self._adapter(row)
+            async with self._world.reading(adapter):
+                outcome = await self._sample(future, call, row, adapter)
         except* RookeryError as errors:
             error = _first(errors)
             outcome = calls.Failed(error=str(error), category=_category(error))
@@ -107,9 +109,10 @@ class Samplers:
             outcome = calls.Failed(error=f"internal error ({type(error).__name__}); the log has it", category="server")
         await self._futures.settle(future, outcome)
 
-    async def _sample(self, future: Future, call: calls.Sample, row: SamplerRow) -> calls.Answered:
+    async def _sample(
+        self, future: Future, call: calls.Sample, row: SamplerRow, adapter: wire.AdapterRef | None
+    ) -> calls.Answered:
         world = self._world
-        adapter = await self._adapter(row)
         chat = await world.chat(row.base_model)
         room = chat.context - len(call.prompt)
         if room < 1:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+from rookery import wire
 from rookery.controller.billing import Billing
 from rookery.controller.fleet import Fleet
 from rookery.controller.hosts import Hosts
@@ -39,6 +42,30 @@ class World:
     """Raises :class:`~rookery.errors.UserError` for a built-in environment that cannot be made with such options."""
     measured: Callable[[str, dict[str, Any]], None]
     """Takes a job's id and a metrics row as it happens, for sinks and counters."""
+    read: Counter[str] = field(default_factory=Counter)
+    """Artifacts that running samples read …"""
+    left: set[str] = field(default_factory=set)
+    """… and those among them that nothing names any more: they go with the last reader."""
+
+    @asynccontextmanager
+    async def reading(self, ref: wire.AdapterRef | None) -> AsyncIterator[None]:
+        """The artifact stays within, whatever is let go meanwhile: a request may have to move to who must pull it."""
+        if ref is None:
+            yield
+            return
+        self.read[ref.hash] += 1
+        try:
+            yield
+        finally:
+            self.read[ref.hash] -= 1
+            if not self.read[ref.hash]:
+                del self.read[ref.hash]
+                if ref.hash in self.left:
+                    self.left.discard(ref.hash)
+                    await self.let_go(self._unless_named, ref.hash)
+
+    def _unless_named(self, digest: str) -> str | None:
+        return None if digest in self.database.live_hashes() else digest
 
     async def let_go(self, call: Callable[..., str | None], *arguments: Any) -> None:
         """Carry out ``call``, which answers the hash of an artifact that nothing names any more, and delete that."""
@@ -47,6 +74,10 @@ class World:
             digest = call(*arguments)
             if digest is None or digest in self.training.unnamed:
                 return None
+            self.left.add(digest)  # before the look: whoever reads now finds it there afterwards
+            if digest in self.read:
+                return None
+            self.left.discard(digest)
             self.artifacts.delete(digest)
             return digest
 
