@@ -233,6 +233,7 @@ def test_a_finished_session_ends_and_takes_no_more(service: Embedded) -> None:
         ("POST", "create_custom_loss", 404),
         ("PUT", "sessions/x/project", 404),
         ("POST", "training_runs/x/checkpoints/weights/y/publish", 404),
+        ("GET", "training_runs/x/checkpoints/weights/y/archive", 404),
         ("GET", "no/such/thing", 404),
         ("POST", "retrieve_future", 400),
         ("POST", "create_model", 400),

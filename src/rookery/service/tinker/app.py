@@ -30,6 +30,8 @@ UNSUPPORTED = {
     "billing": "there is no billing here",
     "create_custom_loss": "losses that run on the server are not supported: forward_backward_custom runs them here",
     "auth": "API keys are used as they are: there are no tokens to exchange",
+    "archive": "archives are not made: save_weights_external and external_weights_urls give the files",
+    "unload_model": "a model's place is free when its session ends or rests: there is nothing to unload",
     "trace_export": "exporting traces is not supported",
 }
 """Parts of paths that the client may ask for, and what to do instead."""
