@@ -54,6 +54,7 @@ def test_an_environment_needs_no_more_than_its_own_room() -> None:
         "rookery.environments.process",
         "rookery.scheduling.routing",
         "rookery.service.run",
+        "rookery.simulation.replay",
         "rookery.spec",
         "rookery.storage.database",
         "rookery.telemetry.sinks",

@@ -33,6 +33,9 @@ def simulate(
     reserved: Annotated[int, typer.Option(min=1, max=1000, help="Reserved machines.")] = 1,
     discount: Annotated[float, typer.Option(min=0, max=1, help="On the price of preemptible machines.")] = 0.7,
     notice: Annotated[float, typer.Option(min=0, help="Seconds from an instance's notice to its end; 0: none.")] = 0.0,
+    flush: Annotated[
+        float | None, typer.Option(min=0.001, help="The service's flush_seconds; larger ones simulate faster.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same run, event by event.")] = 0,
     out: Annotated[Path | None, typer.Option(help="A folder for results.json and the plots.")] = None,
     json: Json = False,
@@ -57,6 +60,7 @@ def simulate(
         reserved=reserved,
         discount=discount,
         notice=notice,
+        flush=Scenario.flush if flush is None else flush,
     )
     logging.disable(logging.WARNING)  # lost workers are what is simulated
     outcomes = []

@@ -61,8 +61,8 @@ class Trace:
 
     def csv(self) -> str:
         """As a file has it."""
-        lines = [",".join(HEADER), *(f"{since:g},{count}" for since, count in self.changes)]
-        return "\n".join([*lines, f"{self.seconds:g},{self.changes[-1][1]}"]) + "\n"
+        lines = [",".join(HEADER), *(f"{since:.12g},{count}" for since, count in self.changes)]
+        return "\n".join([*lines, f"{self.seconds:.12g},{self.changes[-1][1]}"]) + "\n"
 
 
 def parse(text: str, name: str) -> Trace:

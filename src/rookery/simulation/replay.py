@@ -10,6 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from rookery.settings import Settings
 from rookery.simulation.availability import HOUR, Trace
 from rookery.simulation.clock import EPOCH, run
 from rookery.simulation.market import Instance, Market
@@ -42,6 +43,8 @@ class Scenario:
     """On the price of a preemptible machine."""
     notice: float = 0.0
     """Seconds between an instance's notice and its end; 0 is no notice."""
+    flush: float = Settings().flush_seconds
+    """The service's ``flush_seconds``: tokens sampled since the last flush are what a preemption costs."""
 
     @property
     def reserved_price(self) -> float:
@@ -168,7 +171,10 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> Outcome:
         seed=scenario.seed,
         tenants=tenants,
         parts=mode.parts,
-        settings={"worker_wait_seconds": scenario.trace.seconds},  # a trace without instances pauses no job
+        settings={
+            "flush_seconds": scenario.flush,
+            "worker_wait_seconds": scenario.trace.seconds,  # a trace without instances pauses no job
+        },
     )
     controller = site.controller
     await controller.start()
