@@ -10,6 +10,8 @@ import pytest
 import tinker
 from tinker import types
 
+from rookery.controller.sessions import Sessions
+from rookery.errors import StorageFull
 from rookery.service.embedded import Embedded
 from tinkered import MODEL, PATIENCE, client, datum, logprobs, place_model, running, trainer
 
@@ -245,6 +247,29 @@ def test_what_is_not_there_says_so_at_once(service: Embedded, method: str, path:
     reply = httpx.request(method, f"{service.url}/tinker/api/v1/{path}", headers=headers, content=b"{}")
     assert reply.status_code == status
     assert len(reply.json()["error"]) > 20
+
+
+@pytest.mark.parametrize(
+    ("trouble", "told"),
+    [
+        (StorageFull("the disk is full"), {"type": "try_again", "queue_state_reason": "the disk is full"}),
+        (RuntimeError("a bug"), {"category": "server", "error": "internal error (RuntimeError); the log has it"}),
+    ],
+)
+def test_a_question_for_a_result_is_never_answered_with_500(
+    service: Embedded, monkeypatch: pytest.MonkeyPatch, trouble: Exception, told: dict[str, str]
+) -> None:
+    """The client would ask again at once, for ever."""
+
+    async def wait(self: Sessions, tenant: str, request: str) -> None:
+        raise trouble
+
+    monkeypatch.setattr(Sessions, "wait", wait)
+    headers = {"X-API-Key": service.key}
+    url = f"{service.url}/tinker/api/v1/retrieve_future"
+    reply = httpx.post(url, headers=headers, json={"request_id": "any"})
+    assert reply.status_code == 200
+    assert told.items() <= reply.json().items()
 
 
 def test_unknown_fields_and_models_are_refused(service: Embedded, visitor: tinker.ServiceClient) -> None:

@@ -5,6 +5,7 @@ A call that is not as it should be takes its turn as a refused one: its result s
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -15,13 +16,15 @@ from google.protobuf.message import DecodeError
 from rookery import wire
 from rookery.controller import calls
 from rookery.controller.futures import Waiting
-from rookery.errors import UserError
+from rookery.errors import RookeryError, UserError
 from rookery.service.answers import answer
 from rookery.service.parts import Owner, Service
 from rookery.service.tinker import batches, results, shapes
 from rookery.service.tinker.schema import OLDEST, SUPPORTED, load
 from rookery.storage.rows import TenantRow
 from rookery.text.catalogue import model_folder, resolve
+
+log = logging.getLogger("rookery.service.tinker")
 
 routes = APIRouter()
 
@@ -206,17 +209,28 @@ async def load_weights(service: Service, owner: Owner, request: Request) -> Resp
 
 @routes.post("/retrieve_future")
 async def retrieve_future(service: Service, owner: Owner, request: Request) -> Response:
-    """The result the moment it is there; held for less than the client's 45 seconds."""
+    """The result the moment it is there; held for less than the client's 45 seconds. The client would meet a 5xx with
+    the same question at once, without end: here trouble that may pass is one more wait, any other is the result."""
     asked = shapes.read(shapes.Retrieve, await request.body())
-    outcome = await _open_to_the_end(service, service.controller.sessions.wait(owner.id, asked.request_id))
-    if outcome is None:
-        outcome = Waiting(reason="the service stops; its next start goes on")
-    if isinstance(outcome, Waiting):
-        return answer(results.waiting(asked.request_id, outcome))
-    if (content := results.plain(outcome)) is not None:
-        return answer(content)
-    encoded = await asyncio.to_thread(results.binary, load(), outcome)
-    return Response(encoded, media_type=PROTOBUF)
+    try:
+        outcome = await _open_to_the_end(service, service.controller.sessions.wait(owner.id, asked.request_id))
+        if outcome is None:
+            outcome = Waiting(reason="the service stops; its next start goes on")
+        if isinstance(outcome, Waiting):
+            return answer(results.waiting(asked.request_id, outcome))
+        if (content := results.plain(outcome)) is not None:
+            return answer(content)
+        return Response(await asyncio.to_thread(results.binary, load(), outcome), media_type=PROTOBUF)
+    except RookeryError as error:
+        if error.status < 500:
+            raise
+        log.warning("result of %s: %s", asked.request_id, error)
+        await service.clock.sleep(service.settings.heartbeat_seconds)
+        return answer(results.waiting(asked.request_id, Waiting(reason=str(error))))
+    except Exception as error:
+        log.exception("result of %s", asked.request_id)
+        told = calls.Failed(error=f"internal error ({type(error).__name__}); the log has it", category="server")
+        return answer(results.plain(told))
 
 
 @routes.post("/retrieve_futures")
