@@ -6,7 +6,6 @@
   refused and drops it, so no step is ever taken on a part of what was asked for.
 * A step's version, what it consumed and its answer become durable together. What came after is in the calls' log: it
   is replayed, not answered again, when this process or the worker is lost.
-* A head whose bytes are damaged is not gone on from, and not stepped back from: calls say so until a state is loaded.
 * Between its calls the policy may lose its place in the worker; it comes back by itself.
 """
 
@@ -19,13 +18,14 @@ import logging
 from rookery import wire
 from rookery.controller import calls
 from rookery.controller.checkpoints import checkpoint
+from rookery.controller.client_head import Head
 from rookery.controller.futures import Future, Futures, Waiting
 from rookery.controller.places import Guest, Places
 from rookery.controller.training import Forward, Optimise, Trainee, TrainingFailed
 from rookery.controller.world import World
-from rookery.errors import CorruptArtifact, NotFound, RookeryError, UserError
+from rookery.errors import RookeryError, UserError
 from rookery.scheduling.sequence import Sequence
-from rookery.storage.rows import CheckpointRow, ModelRow, PolicyRow, SamplerRow, VersionRow
+from rookery.storage.rows import CheckpointRow, ModelRow, PolicyRow, SamplerRow
 
 log = logging.getLogger("rookery.controller.models")
 
@@ -40,10 +40,7 @@ class ClientModel:
         self._line: Sequence[tuple[Future, calls.AnyCall]] = Sequence(row.done_seq + 1)
         self._came = asyncio.Event()
         self._stuck_since: float | None = None
-        self._head: VersionRow | None = None
-        self._corrupt = ""
-        """Why nothing can go on from the head."""
-        self._inflight: int | None = row.inflight
+        self._head = Head(world, row, policy)
         self._stepped = row.done_seq
         """The last step's number."""
         self._failed = ""
@@ -65,12 +62,7 @@ class ClientModel:
     async def load(self) -> None:
         """Read the head and the log behind it; then calls are carried out."""
         world = self._world
-        for version in await world.ledger(world.database.versions, self.row.tenant, self.policy.id):
-            if version.version == self.policy.head_version:
-                self._head = version
-            elif version.kept and version.version != self._inflight:
-                await self._let_go(version.version)
-        await self._check_head()
+        await self._head.load()
         for row in await world.ledger(world.database.futures_behind, self.row.id, self.row.done_seq):
             if row.outcome is None:
                 future, call = self._futures.recall(row)
@@ -79,21 +71,6 @@ class ClientModel:
                 self._line.next = row.seq + 1
                 self._replay(row.seq, calls.calls.decode(row.call), calls.outcomes.decode(row.outcome))
         self._task = asyncio.create_task(self._run(), name=f"model {self.row.id}")
-
-    async def _check_head(self) -> None:
-        """Nobody goes on from bytes that are not what their hash says. An earlier version would not be what the client
-        was told that it has: it must choose."""
-        world, head = self._world, self._head
-        if head is None:
-            return
-        try:
-            await world.ledger(world.artifacts.verify, head.hash)
-        except (CorruptArtifact, NotFound) as error:
-            saved = await world.ledger(world.database.list_checkpoints, self.row.tenant, self.row.id)
-            whole = next((row.path for row in saved if row.kind == "weights" and row.hash != head.hash), None)
-            hint = f"load its newest other checkpoint, {whole}" if whole is not None else "it has no other checkpoint"
-            self._corrupt = f"version {head.version} of model {self.row.id} is corrupt ({error}); {hint}"
-            log.error(self._corrupt, extra={"tenant": self.row.tenant, "version": head.version})
 
     def _replay(self, seq: int, call: calls.AnyCall, outcome: calls.AnyOutcome) -> None:
         """What an earlier process did and answered, since the head."""
@@ -131,23 +108,6 @@ class ClientModel:
     def last(self) -> int:
         """The highest number that came."""
         return self._line.last
-
-    @property
-    def alive(self) -> bool:
-        """Whether it has weights."""
-        return self._head is not None
-
-    def ref(self) -> wire.AdapterRef:
-        """The head, as workers are told of it. Raises :class:`UserError` where there is none, :class:`CorruptArtifact`
-        where it is damaged."""
-        if self._head is None:
-            raise UserError(f"model {self.row.id} has no weights: its creation failed, or is not over")
-        if self._corrupt:
-            raise CorruptArtifact(self._corrupt)
-        return wire.AdapterRef(
-            policy=self.policy.id, version=self._head.version, hash=self._head.hash, rank=self.policy.rank,
-            alpha=self.policy.alpha,
-        )  # fmt: skip
 
     def _why(self, future: Future) -> Waiting:
         if reason := self._places.reason(self._guest):
@@ -244,7 +204,7 @@ class ClientModel:
         return await self._trainee.init(make, source)
 
     async def _compute(self, call: calls.Compute) -> calls.AnyOutcome:
-        parent = self.ref()
+        parent = self._head.ref()
         await self._places.come(self._guest)
         done = await self._trainee.forward(parent, _forward(call))
         metrics = done.metrics
@@ -253,7 +213,7 @@ class ClientModel:
         return calls.Computed(metrics=metrics, logprobs=done.logprobs, shapes=call.shapes, cells=call.cells)
 
     async def _step(self, future: Future, call: calls.Step) -> calls.AnyOutcome | None:
-        parent = self.ref()
+        parent = self._head.ref()
         if self._failed:
             reason = self._failed
             self._drop_gradient()
@@ -265,7 +225,7 @@ class ClientModel:
         done = await self._trainee.optimise(parent, call.adam, commit=due)
         stepped = calls.Stepped(metrics={**done.metrics, "durable": float(due)})
         if due:
-            assert done.manifest is not None and self._head is not None
+            assert done.manifest is not None
             step = self._head.step + self._trainee.uncommitted
             try:
                 await self._commit(done.manifest, (future, stepped), done=future.seq, step=step)
@@ -277,24 +237,23 @@ class ClientModel:
 
     async def _settled(self) -> wire.AdapterRef:
         """The present state as a durable version."""
-        parent = self.ref()
+        parent = self._head.ref()
         if self._trainee.uncommitted:
             await self._places.come(self._guest)
             done = await self._trainee.commit(parent)
-            assert done.manifest is not None and self._head is not None
+            assert done.manifest is not None
             step = self._head.step + self._trainee.uncommitted
             await self._commit(done.manifest, None, done=self._stepped, step=step)
-        return self.ref()
+        return self._head.ref()
 
     async def _save(self, future: Future, call: calls.SaveState) -> None:
         world = self._world
-        ref = await self._settled()
-        assert self._head is not None
+        ref, manifest = await self._settled(), self._head.row.manifest
         now = world.clock.time()
         row = CheckpointRow(
             model=self.row.id, kind=call.kind, name=call.name, tenant=self.row.tenant, policy=ref.policy,
-            version=ref.version, manifest=self._head.manifest, hash=ref.hash, created=now, about=call.about,
-            size=sum(shard.size for shard in self._head.manifest.shards),
+            version=ref.version, manifest=manifest, hash=ref.hash, created=now, about=call.about,
+            size=sum(shard.size for shard in manifest.shards),
             expires=None if call.ttl is None else now + call.ttl,
         )  # fmt: skip
         saved = calls.Saved(path=row.path, size=row.size)
@@ -309,10 +268,7 @@ class ClientModel:
         ref = await self._settled()
         now = world.clock.time()
         if call.inflight:
-            before, self._inflight = self._inflight, ref.version
-            await world.ledger(world.database.publish_inflight, row.id, ref.version)
-            if before is not None and before != ref.version:
-                await self._let_go(before)
+            await self._head.fly()
         sampler = SamplerRow(
             id=call.sampler, tenant=row.tenant, session=row.session, base_model=row.base_model,
             asked_model=row.asked_model, path="", model=row.id, inflight=call.inflight, policy=ref.policy,
@@ -340,10 +296,8 @@ class ClientModel:
         self._failed = ""
         self._trainee.forget()
         loaded = calls.Loaded(path=call.path, model=self.row.id)
-        step = self._head.step if self._head is not None else 0
-        await self._commit(manifest, (future, loaded), done=future.seq, step=step, uploaded=not call.optimizer)
-
-    # --- versions -----------------------------------------------------------------------------------------------------
+        done, step = future.seq, self._head.step
+        await self._commit(manifest, (future, loaded), done=done, step=step, uploaded=not call.optimizer)
 
     async def _commit(
         self,
@@ -355,37 +309,20 @@ class ClientModel:
         uploaded: bool = True,
     ) -> None:
         """The next version, the calls up to ``done`` in it and the outcome that is ``told``, as one."""
-        world, before = self._world, self._head
         content = calls.encode(told[1]) if told is not None else b""
-        metrics = told[1].metrics if told is not None and isinstance(told[1], calls.Stepped) else {}
-
-        def commit() -> VersionRow:
-            row = world.database.commit_model(
-                model=self.row.id,
-                policy=self.policy.id,
-                lease=self._trainee.lease,
-                parent=before.version if before is not None else None,
-                manifest=manifest,
-                step=step,
-                metrics=metrics,
-                time=world.clock.time(),
-                done_seq=done,
-                outcome=(told[0].id, content) if told is not None else None,
-            )
-            if uploaded:
-                world.training.named_now(manifest.hash)
-            return row
-
-        self._head, self._corrupt = await world.ledger(commit), ""
-        self._trainee.committed(self.ref())
+        before = await self._head.commit(
+            manifest,
+            lease=self._trainee.lease,
+            step=step,
+            done=done,
+            metrics=told[1].metrics if told is not None and isinstance(told[1], calls.Stepped) else {},
+            outcome=(told[0].id, content) if told is not None else None,
+            uploaded=uploaded,
+        )
+        self._trainee.committed(self._head.ref())
         if told is not None:
             self._futures.tell(*told, len(content))
-        if before is not None and before.version != self._inflight:
-            await self._let_go(before.version)
-
-    async def _let_go(self, version: int) -> None:
-        world = self._world
-        await world.let_go(world.database.retire_version, self.policy.id, version)
+        await self._head.leave(before)
 
     def _drop_gradient(self) -> None:
         self._failed = ""
