@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo test test-sdks install lint types chaos chaos-at-scale controller-scaling bench bench-peers bench-preemption clean
+.PHONY: demo test test-sdks install lint types chaos chaos-at-scale controller-scaling bench bench-peers bench-preemption bench-tinker cookbook clean
 
 demo: install
 	@$(BIN)/python demo/run.py
@@ -56,6 +56,17 @@ bench-preemption: $(VENV)/.tests
 	$(BIN)/python benchmarks/seeding.py
 	$(BIN)/python benchmarks/report.py
 
+# Tinker calls beside SkyRL's server, and how far sampling's log-probabilities are from training's: wants a quiet machine.
+bench-tinker: $(VENV)/.tests .bench/skyrl/.installed .bench/tinker-0.24.1
+	$(BIN)/python benchmarks/tinker_latency.py
+	$(BIN)/python benchmarks/logprob_agreement.py
+	$(BIN)/python benchmarks/report.py
+
+# The Tinker cookbook's math_rl env=arithmetic on the real model, sync and async: about ten minutes.
+cookbook: $(VENV)/.tests .bench/cookbook/.installed
+	$(BIN)/python benchmarks/cookbook.py
+	$(BIN)/python benchmarks/report.py
+
 # The controller's time per event as workers and jobs grow: wants a quiet machine.
 controller-scaling: $(VENV)/.tests
 	$(BIN)/python benchmarks/controller_scaling.py
@@ -71,6 +82,23 @@ controller-scaling: $(VENV)/.tests
 	@$(PYTHON) -m venv .bench/trl
 	@.bench/trl/bin/pip install --quiet torch==2.13.0
 	@.bench/trl/bin/pip install --quiet -r $<
+	@touch $@
+
+.bench/skyrl/.installed: benchmarks/peers/skyrl.txt
+	@$(PYTHON) -m venv .bench/skyrl
+	@.bench/skyrl/bin/pip install --quiet -r $<
+	@touch $@
+
+# The newest SDK that SkyRL understands; what it depends on is in .venv.
+.bench/tinker-%:
+	@$(BIN)/python -m pip install --quiet --no-deps --target $@ tinker==$*
+
+# Torch, transformers and the SDK are those of .venv.
+.bench/cookbook/.installed: benchmarks/peers/cookbook.txt
+	@$(BIN)/python -m venv .bench/cookbook
+	@cd .bench/cookbook/lib/python*/site-packages && echo $(CURDIR)/$(VENV)/lib/python*/site-packages > rookery.pth
+	@.bench/cookbook/bin/pip install --quiet -r $<
+	@.bench/cookbook/bin/pip install --quiet --no-deps tml-renderers==0.2.1 tinker-cookbook==0.6.1
 	@touch $@
 
 clean:

@@ -6,9 +6,7 @@ forward_backward of 8 texts of 32 tokens and the optimizer step on it, sent toge
 durable when it is answered. A sample is one text of 16 tokens. All are warm: nothing is compiled or loaded while time
 is taken.
 
-    python benchmarks/tinker_latency.py [--repeats N] [--clients 1 2 4 8] [--setup]
-
-``--setup`` makes what SkyRL and the older SDK need, in the benchmarks' own folder."""
+    make bench-tinker, or python benchmarks/tinker_latency.py [--repeats N] [--clients 1 2 4 8]"""
 
 from __future__ import annotations
 
@@ -34,9 +32,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from small_model import save_small_model
 
-SKYRL = "skyrl[tinker,jax]==0.3.0"
 SHARED_SDK = "0.24.1"
-"""The newest SDK that sends what SkyRL 0.3.0 reads: later ones send protobuf alone."""
+"""The newest SDK that sends what SkyRL reads (version 0.3.0 in peers/skyrl.txt): later ones send protobuf alone."""
 
 CALLS = 20
 """Of each kind, per client and repeat."""
@@ -48,10 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 2, 4, 8])
-    parser.add_argument("--setup", action="store_true")
     asked = parser.parse_args()
-    if asked.setup:
-        setup()
     result = Result("tinker_latency", "Tinker calls on a tiny model, by clients at once", command())
     with tempfile.TemporaryDirectory() as folder:
         model = str(save_small_model(Path(folder) / "model"))
@@ -64,7 +58,7 @@ def main() -> None:
                     shared = {"PYTHONPATH": os.pathsep.join([str(sdk()), os.environ.get("PYTHONPATH", "")])}
                     contenders["Rookery, older SDK"] = Contender("older", program(*address), shared)
                     contenders["SkyRL"] = Contender("skyrl", program(url, "tml-none", model), shared)
-                    result.versions |= {"skyrl": SKYRL.split("==")[1], "older tinker": SHARED_SDK}
+                    result.versions["older tinker"] = SHARED_SDK
                     measure(result, contenders, asked.clients, asked.repeats)
             except ContenderFailed as error:
                 result.notes.append(f"SkyRL was not measured: {error}")
@@ -108,7 +102,7 @@ def program(url: str, key: str, model: str) -> list[str]:
 def sdk() -> Path:
     folder = WORK / f"tinker-{SHARED_SDK}"
     if not folder.exists():
-        raise ContenderFailed(f"SDK {SHARED_SDK} is missing: run with --setup")
+        raise ContenderFailed(f"SDK {SHARED_SDK} is missing: make bench-tinker")
     return folder
 
 
@@ -117,7 +111,7 @@ def skyrl(model: str, folder: Path) -> Iterator[str]:
     """SkyRL's server; yields its address once it answers. Raises :class:`ContenderFailed` where it does not run."""
     python = peer_python("skyrl")
     if python is None:
-        raise ContenderFailed("its environment is missing: run with --setup")
+        raise ContenderFailed("its environment is missing: make bench-tinker")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -149,17 +143,6 @@ def await_answer(url: str, server: subprocess.Popen[bytes], said: Path) -> None:
         except httpx.TransportError:
             time.sleep(0.5)
     raise ContenderFailed(f"its server did not answer within {START_SECONDS:.0f} s")
-
-
-def setup() -> None:
-    """SkyRL's environment and the older SDK, where they are missing."""
-    if peer_python("skyrl") is None:
-        subprocess.run([sys.executable, "-m", "venv", str(WORK / "skyrl")], check=True)
-        subprocess.run([str(WORK / "skyrl" / "bin" / "pip"), "install", "--quiet", SKYRL], check=True)
-    target = WORK / f"tinker-{SHARED_SDK}"
-    if not target.exists():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
-        subprocess.run([*pip, f"tinker=={SHARED_SDK}"], check=True)
 
 
 if __name__ == "__main__":
