@@ -217,6 +217,31 @@ async def test_a_chunk_of_an_earlier_time_with_the_same_worker_is_no_gap(tmp_pat
     await room.close()
 
 
+async def test_tokens_under_way_to_a_caller_that_left_before_the_first_are_no_gap(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    worker = await room.worker()
+    worker.generating.clear()
+    reply = room.sample(4)
+    await eventually(lambda: bool(worker.active))
+    tokens, logprobs, _ = text_of(4, 12)
+    chunks = [
+        wire.Chunk(request="job-4", offset=at, tokens=tokens[at:end], logprobs=logprobs[at:end], version=7, policy="p")
+        for at, end in ((0, 2), (2, 4))
+    ]
+    reply.cancel()
+    await asyncio.gather(reply, return_exceptions=True)
+    await worker.say(wire.Output(epoch=0, chunks=chunks[:1]))  # nobody waits for it
+    await settle()
+    reply = room.sample(4)
+    await worker.say(wire.Output(epoch=0, chunks=chunks[1:]))  # said before the worker heard of either
+    await settle()
+    assert not reply.done()
+    assert (room.rollouts.sampled, room.rollouts.late_chunks) == (0, 2)
+    worker.generating.set()
+    check(await reply, 4)
+    await room.close()
+
+
 @pytest.mark.parametrize(
     ("chunk", "problem"),
     [

@@ -96,7 +96,7 @@ class Rollouts:
         try:
             return await live.done
         except asyncio.CancelledError:
-            if request.episode and live.reply.tokens:
+            if request.episode and (live.reply.tokens or live.left or live.worker is not None):
                 self._parked.setdefault(request.job, {})[request.id] = live
             raise
         finally:
