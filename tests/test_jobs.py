@@ -24,7 +24,7 @@ from peers import (
     settle,
 )
 from rookery import wire
-from rookery.errors import Conflict, NotFound, RookeryError, UserError
+from rookery.errors import Conflict, NotFound, RookeryError, Unavailable, UserError
 from rookery.spec import SpecError
 from rookery.storage import schema
 
@@ -564,6 +564,44 @@ async def test_the_same_key_is_the_same_job(service: Service) -> None:
     with pytest.raises(Conflict, match="the key 'key' was used for another job"):
         await service.controller.submit("alice", job_of(stop__steps=9), "key")
     assert len(await service.controller.list("alice")) == 1
+
+
+async def test_a_job_whose_change_was_stored_and_not_answered_goes_on(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database's server goes away after it has stored that the job is submitted, resumed, completed."""
+
+    def unanswered(method: str, *states: str) -> None:
+        stored, left = getattr(service.database, method), list(states) or [""]
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            answer = stored(*arguments, **named)
+            if left and left[0] in ("", *arguments):
+                left.pop(0)
+                raise Unavailable("the server went away")
+            return answer
+
+        monkeypatch.setattr(service.database, method, call)
+
+    unanswered("submit_job")
+    unanswered("set_job_state", "queued", "completed")
+    host = await service.host().join()
+    with pytest.raises(Unavailable):
+        await service.controller.submit("alice", job_of(), "key")
+    view, created = await service.controller.submit("alice", job_of(), "key")
+    assert not created
+    await eventually(lambda: view.id in service.controller._running)
+    await service.controller.pause("alice", view.id)
+    with pytest.raises(Unavailable):
+        await service.controller.resume("alice", view.id)
+    await service.controller.resume("alice", view.id)
+    await service.worker().join()
+    while view.id in service.controller._running:  # what is tried again in a while is
+        await service.clock.advance(2.0)
+        await asyncio.sleep(0.01)
+    assert service.database.get_job("alice", view.id).state == "completed"
+    assert {row["state"] for row in service.groups(view.id)} <= {"consumed", "dropped", "failed"}
+    assert not host.episodes, "its hosts have let go of it"
 
 
 @pytest.mark.parametrize(

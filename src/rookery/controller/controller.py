@@ -169,6 +169,9 @@ class Controller(Looking):
             self._launch(row)
         elif row.spec != dumped:
             raise Conflict(f"the key {key!r} was used for another job ({row.id}); use a new key for a new job")
+        elif row.state == "queued":
+            async with self._changing(row.id):
+                await self._take_up(tenant, row.id)
         return await self._shown(row), created
 
     async def dry_run(self, tenant: str, data: Any) -> dict[str, Any]:
@@ -195,6 +198,15 @@ class Controller(Looking):
                 if job in self._running:  # it paused itself just now
                     await asyncio.wait([self._running[job].task])
                 self._launch(await self._set_state(row, "queued", ""))
+            else:
+                await self._take_up(tenant, job)
+
+    async def _take_up(self, tenant: str, job: str) -> None:
+        """Launch a job that is queued and that nobody runs: the database had taken that it is, and failed before it
+        said so."""
+        row = await self._ledger(self._database.get_job, tenant, job)
+        if row.state == "queued" and job not in self._running:
+            self._launch(row)
 
     def _changing(self, job: str) -> asyncio.Lock:
         """Held by whoever changes the job's state from outside: one at a time."""
@@ -230,7 +242,9 @@ class Controller(Looking):
             raise
 
     async def _set_state(self, row: JobRow, state: JobState, reason: str, error: str = "") -> JobRow:
-        new = await self._ledger(self._database.set_job_state, row.id, state, reason, self._clock.time(), error)
+        new = row
+        if row.state != state or state not in ENDED:  # else an attempt before this one got that far
+            new = await self._ledger(self._database.set_job_state, row.id, state, reason, self._clock.time(), error)
         self._states[row.state] -= 1
         self._states[state] += 1
         await self._ledger(

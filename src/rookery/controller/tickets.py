@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import hmac
 import secrets
 from collections.abc import Callable
@@ -46,7 +45,7 @@ class Tickets:
         return int(until) >= self._clock.time()  # a number: this process wrote it
 
     def _sign(self, digest: str, until: str) -> str:
-        return hmac.new(self._secret, f"{digest}.{until}".encode(), hashlib.sha256).hexdigest()
+        return hmac.digest(self._secret, f"{digest}.{until}".encode(), "sha256").hex()
 
     def _new(self) -> str:
         return base64.urlsafe_b64encode(self._random_bytes(24)).decode()
