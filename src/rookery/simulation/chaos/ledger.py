@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from rookery.errors import Unavailable
 from rookery.simulation.chaos.events import Events
+from rookery.storage.database import Database
 
 T = TypeVar("T")
 
@@ -55,8 +56,7 @@ class SlowLedger:
         return await future
 
     def close(self) -> None:
-        self.dead = True
-        self._waiting.clear()
+        self.die(late=None)
 
     def die(self, *, late: float | None) -> None:
         """The process is gone. ``late``: in how many seconds a commit that is under way is carried out all the same."""
@@ -64,6 +64,9 @@ class SlowLedger:
         if late is not None and self._waiting and _is_commit(self._waiting[0][0]):
             call = self._waiting[0][0]
             self._loop.call_later(late, self._land, call)
+        for _, future in self._waiting:  # who waits outside that process sees the connection end
+            if not future.done():
+                future.set_exception(Dead())
         self._waiting.clear()
 
     def _land(self, call: Callable[[], Any]) -> None:
@@ -87,7 +90,7 @@ class SlowLedger:
         if commit and self.on_commit(False):
             return
         self._waiting.popleft()
-        fails = self.troubled and self._random.random() < self._failing
+        fails = self.troubled and self._random.random() < self._failing and _is_database(call)
         heard = not fails or self._random.random() < 0.5
         error: BaseException | None = None
         result = None
@@ -108,6 +111,12 @@ class SlowLedger:
             else:
                 future.set_result(result)
         self._next()
+
+
+def _is_database(call: Callable[[], Any]) -> bool:
+    """What else goes through the ledger (artifacts, files of metrics) does not ask the database's server."""
+    inner = call.func if isinstance(call, partial) else call
+    return _is_commit(call) or isinstance(getattr(inner, "__self__", None), Database)
 
 
 def _is_commit(call: Callable[[], Any]) -> bool:

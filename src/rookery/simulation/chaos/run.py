@@ -25,7 +25,7 @@ from rookery.simulation.chaos.faults import PREEMPTIONS, Dice, Kind, Plan
 from rookery.simulation.chaos.history import History, WatchedDatabase
 from rookery.simulation.chaos.hosts import Host
 from rookery.simulation.chaos.invariants import Requests
-from rookery.simulation.chaos.ledger import SlowLedger
+from rookery.simulation.chaos.ledger import Dead, SlowLedger
 from rookery.simulation.chaos.links import Peer, Wire
 from rookery.simulation.chaos.site import ENVIRONMENT, HOST_TOKEN, MODEL, SLOW_SHARE, WORKER_TOKEN
 from rookery.simulation.chaos.texts import chat
@@ -116,6 +116,8 @@ class Run:
         self._jobs: dict[str, str] = {}
         """Tenant by job."""
         self._ended: set[str] = set()
+        self._unanswered: dict[str, None] = {}
+        """Jobs that the operator has told to go on, without having heard that they do."""
         self._falling: asyncio.Task[None] | None = None
         self._lives = self._tokens = 0
 
@@ -190,8 +192,10 @@ class Run:
             self.events.fail("raises", f"the controller's end of a connection raised {error!r}")
 
     def _raised(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if "exception" in context:
-            self.events.fail("raises", f"{context.get('message')}: {context['exception']!r}")
+        if "exception" in context and not isinstance(context["exception"], Dead):
+            task = context.get("future")
+            what = task.get_coro() if isinstance(task, asyncio.Task) else context.get("handle")
+            self.events.fail("raises", f"{context.get('message')}: {context['exception']!r} in {what}")
 
     # --- the controller's lives ---------------------------------------------------------------------------------------
 
@@ -343,13 +347,15 @@ class Run:
         if controller is None:
             return
         try:
-            for job, state in list(self.history.states.items()):
-                if state == "paused":
-                    self.events.note("resume", job)
-                    await controller.resume(self._jobs[job], job)
+            paused = [job for job, state in self.history.states.items() if state == "paused"]
+            for job in dict.fromkeys([*self._unanswered, *paused]):
+                self.events.note("resume", job)
+                self._unanswered[job] = None
+                await controller.resume(self._jobs[job], job)
+                del self._unanswered[job]
             while replace and len(self._jobs) - len(self._ended) < self.plan.jobs and self._controller is controller:
                 await self._submit(controller)
-        except (Unavailable, StorageFull, Conflict) as trouble:
+        except (Unavailable, StorageFull, Conflict, Dead) as trouble:
             self.events.note("operator", type(trouble).__name__)
 
     async def _submit(self, controller: Controller) -> None:
