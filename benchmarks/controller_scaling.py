@@ -184,8 +184,11 @@ def main() -> None:
             span = f"{options.workers[0]} to {options.workers[-1]} workers"
             result.judge(f"exponent <= {TARGET} from {span}, {name}", f"{slope:.3f}", slope <= TARGET)
         for kind in ("Output", "Beat"):
-            times = [run["handling"].get(kind, math.nan) for run in by_kind]
-            result.notes.append(f"{name}, handling one {kind}: {', '.join(f'{value:.1f}' for value in times)} µs.")
+            times = [run["handling"][kind] for run in by_kind]
+            slope = exponent(options.workers, times) if len(times) > 1 else math.nan
+            shown = ", ".join(f"{value:.1f}" for value in times)
+            of = "request in a frame of tokens" if kind == "Output" else "heartbeat"
+            result.notes.append(f"{name}, handling one {of} by itself: {shown} µs, exponent {slope:.3f}.")
     result.notes.append(
         "Processor time of the controller's thread less that of the modelled peers; the event loop and the database are"
         " in it. A frame of tokens counts as many events as it has requests."

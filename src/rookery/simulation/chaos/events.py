@@ -14,12 +14,13 @@ SHOWN = 40
 
 
 class Violation(AssertionError):
-    """Something that must hold did not. ``invariant`` is its short name."""
+    """Something that must hold did not. ``invariant`` is its short name, ``events`` how many had happened."""
 
-    def __init__(self, invariant: str, text: str, events: list[str]) -> None:
-        super().__init__("\n".join([f"{invariant}: {text}", *events]))
+    def __init__(self, invariant: str, text: str, events: int, told: list[str]) -> None:
+        super().__init__("\n".join([f"{invariant}: {text}", *told]))
         self.invariant = invariant
         self.text = text
+        self.events = events
 
 
 class Events:
@@ -50,7 +51,7 @@ class Events:
         own = [line for line in self._kept if any(name in line for name in about)][-SHOWN:]
         shown = [f"seed {self.seed}; events of {' '.join(about)}:", *own] if about else [f"seed {self.seed}"]
         last = list(self._kept)[-SHOWN:]
-        self.broken.set_exception(Violation(invariant, text, [*shown, "last events:", *last]))
+        self.broken.set_exception(Violation(invariant, text, self.total, [*shown, "last events:", *last]))
 
     @property
     def total(self) -> int:
