@@ -25,7 +25,7 @@ def main() -> None:
     given = parser.parse_args()
     plan = Plan(
         seed=given.seed, workers=given.workers, jobs=given.jobs, preemptions=given.preemptions, seeding=given.seeding,
-        tenants=min(20, given.jobs), hosts=8, lifetime=5.0, operation=1.5, restart_every=100.0,
+        tenants=min(20, given.jobs), hosts=8, lifetime=4.0, rebirth=1.5, operation=2.0, restart_every=60.0,
     )  # fmt: skip
     found = play(plan)
     name = "chaos_at_scale" + ("_seeding" if given.seeding else "")
