@@ -24,6 +24,7 @@ def simulate(
     hours: Annotated[float, typer.Option(min=0.01, max=1000, help="Virtual hours of the trace.")] = 0.5,
     faster: Annotated[float, typer.Option(min=0.001, help="Replay the trace so many times faster.")] = 1.0,
     jobs: Annotated[int, typer.Option(min=1, max=1000, help="Jobs side by side, each of its own tenant.")] = 1,
+    groups: Annotated[int | None, typer.Option(min=1, help="Groups of a step, in place of the profile's.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="End each job after so many steps.")] = None,
     staleness: Annotated[int, typer.Option(min=0, max=64, help="The jobs' max_staleness; 0 is on-policy.")] = 0,
     micro_batch: Annotated[
@@ -49,6 +50,9 @@ def simulate(
 
     machines, wanted = load_profile(profile), chosen(modes)
     load = machines.workload
+    if groups is not None:
+        load = load.model_copy(update={"groups_per_step": groups})
+        machines = machines.model_copy(update={"workload": load})
     scenario = Scenario(
         profile=machines,
         trace=load_trace(trace).faster(faster).cut(hours * HOUR),
