@@ -105,7 +105,7 @@ def play(
             commits[view.name] = [row["time"] - EPOCH - began for row in steps]
             now = await controller.show(tenant, view.id)
             assert now.state == "running", (view.name, now.state, now.reason)
-            computed[view.name] = worker.computed[now.policies[0].id]
+            computed[view.name] = worker.compute.by_policy[now.policies[0].id]
             ended = await controller.trajectories(tenant, view.id, 1000)
             episodes[view.name] = [[row["reward"], row["trajectories"]] for row in ended if row["state"] == "done"]
         await worker.kill()

@@ -283,7 +283,7 @@ def _step(job: str, row: dict[str, Any]) -> Step:
 
 def _idle(workers: list[tuple[ModelledWorker, float]]) -> float:
     there = sum(seconds for _, seconds in workers)
-    worked = sum(worker.decoded + worker.trained for worker, _ in workers)
+    worked = sum(worker.compute.decoded + worker.compute.trained for worker, _ in workers)
     return max(0.0, 1 - worked / there) if there else 0.0
 
 

@@ -1,7 +1,6 @@
 """A modelled worker: speaks the wire protocol in this process, and computes by letting virtual time pass.
 
-* It computes one thing at a time, as a real one does: slices of decoding and of training share its time by what each
-  has had. Transfers go on beside that.
+* It computes one thing at a time (:mod:`rookery.simulation.compute`), as a real one does. Transfers go on beside that.
 * Tokens leave at most one flush interval and one slice after they were sampled, at once when their request has ended.
 * It dials in at once, and says that it is ready when the base model is loaded. An adapter is pulled once, ahead of need
   where the controller asks for that; batches, adapters and states take their bytes' time on the way.
@@ -11,8 +10,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,20 +21,17 @@ import msgspec
 from rookery import wire
 from rookery.controller.links import Link, LinkClosed
 from rookery.controller.tickets import Tickets
-from rookery.simulation.engine import Engine
+from rookery.simulation.compute import Compute
 from rookery.simulation.links import MemoryLink, link_pair
 from rookery.simulation.profile import Machine
 from rookery.simulation.texts import Length
-from rookery.simulation.trainer import ADAPTER, CONFIG, Answer, Trainer, stale, write
+from rookery.simulation.trainer import ADAPTER, CONFIG, Answer, stale, write
 
 REDIAL_SECONDS = 1.0
 """After a link ended a worker dials in again."""
 
 MODEL_HASH, DEVICE = "modelled", "modelled"
 """What a modelled worker says that it holds, and computes on."""
-
-SAME = 1e-6
-"""Parts of a slice: news at the very end of one are no news within the next."""
 
 Serve = Callable[[Link], Awaitable[None]]
 
@@ -72,12 +66,8 @@ class ModelledWorker:
         which stand for its HTTP face; ``length`` is what the model's replies are like."""
         self.identity = identity
         self.machine = machine
-        self.engine = Engine(machine, length, machine.rows)
-        self.trainer = Trainer(machine)
-        self.decoded, self.trained = 0.0, 0.0
-        """Seconds that went into decoding and prefill, and into training."""
-        self.computed: defaultdict[str, float] = defaultdict(float)
-        """Seconds of both that went into each policy; a slice of decoding is shared out over its requests."""
+        self.compute = Compute(machine, length, flush=self._flush, answer=lambda done: self._spawn(self._answer(done)))
+        self.engine, self.trainer = self.compute.engine, self.compute.trainer
         self.pulled = 0
         """Bytes of adapters and states that it fetched."""
         self.sent = 0
@@ -88,27 +78,17 @@ class ModelledWorker:
         self._make_link = link
         self._link: MemoryLink | None = None
         self._loop = asyncio.get_running_loop()
-        self._poked: asyncio.Future[None] = self._loop.create_future()
-        """Done when there is news for the compute thread."""
         self._granted: dict[str, asyncio.Future[wire.Granted]] = {}
         self._adapters: dict[str, asyncio.Task[None]] = {}
         """Those that are here or on their way, by hash."""
         self._begins: dict[str, asyncio.Task[None]] = {}
         """Requests that wait for their adapter."""
-        self._switches: list[wire.Switch] = []
-        """To be carried out between two slices, their adapters being here."""
         self._chains: dict[str, tuple[asyncio.Queue[Any], asyncio.Task[None]]] = {}
         """Each policy's operations in order, and who sees to them."""
         self._cancelled: set[str] = set()
         self._broken: set[str] = set()
-        self._turns = {"decode": 0.0, "train": 0.0}
-        self._was_idle = {"decode": True, "train": True}
-        self._slices = 0
-        self._flushed = 0.0
-        self._flush_seconds = 0.0
         self._started = 0.0
         self._loaded = False
-        self._draining = False
         self._tasks: dict[asyncio.Task[None], None] = {}
         """In the order in which they began."""
         self._failed: asyncio.Future[None] = self._loop.create_future()
@@ -137,13 +117,12 @@ class ModelledWorker:
         """As SIGTERM does: the slice at work ends, what was sampled is sent, then ``Bye``. What was being trained is
         given up."""
         assert self._life is not None
-        self._draining = True
-        self._poke()
+        self.compute.stop()
         await self._life
 
     async def _live(self) -> None:
         try:
-            compute = self._computing = self._spawn(self._compute())
+            compute = self._computing = self._spawn(self.compute.run())
             while True:
                 talk = self._spawn(self._converse())
                 await asyncio.wait({talk, compute, self._failed}, return_when=asyncio.FIRST_COMPLETED)
@@ -176,7 +155,8 @@ class ModelledWorker:
             welcome = wire.decode(wire.to_worker, await ours.receive())
             if not isinstance(welcome, wire.Welcome):
                 raise PermissionError(f"worker {self.identity.name} was not welcomed: {welcome}")
-            self._link, self.epoch, self._flush_seconds = ours, welcome.epoch, welcome.flush_seconds
+            self._link, self.epoch = ours, welcome.epoch
+            self.compute.flush_seconds = welcome.flush_seconds
             beats = asyncio.create_task(self._beat(welcome.heartbeat_seconds))
             if not self._loaded:
                 loading = self._spawn(self._load())
@@ -231,10 +211,11 @@ class ModelledWorker:
             while True:
                 await self._say(
                     wire.Beat(
-                        epoch=0, progress=self._slices, active=self.engine.active,
+                        epoch=0, progress=self.compute.slices, active=self.engine.active,
                         waiting=self.engine.waiting + len(self._begins), training=self.trainer.pending,
                         adapters=len(self._adapters), generated=self.engine.generated, trained=self.trainer.trained,
-                        decode_seconds=self.decoded, train_seconds=self.trained, memory_bytes=0,
+                        decode_seconds=self.compute.decoded,
+                        train_seconds=self.compute.trained, memory_bytes=0,
                         pulled_from_service=self.pulled,
                     )
                 )  # fmt: skip
@@ -268,7 +249,7 @@ class ModelledWorker:
                 self._chain(message)
             case wire.InitAdapter():
                 self.trainer.submit(message)
-                self._poke()
+                self.compute.poke()
             case wire.Cancel():
                 if not self.trainer.cancel(message.op):
                     self._cancelled.add(message.op)
@@ -300,7 +281,7 @@ class ModelledWorker:
         self._abort(order.request)
         if order.adapter is None or self._here(order.adapter.hash):
             self.engine.submit(order)
-            self._poke()
+            self.compute.poke()
         else:
             self._begins[order.request] = self._spawn(self._begin(order))
 
@@ -309,18 +290,17 @@ class ModelledWorker:
         await asyncio.shield(self._pulled(order.adapter))
         del self._begins[order.request]
         self.engine.submit(order)
-        self._poke()
+        self.compute.poke()
 
     def _abort(self, request: str) -> None:
         if (begin := self._begins.pop(request, None)) is not None:
             begin.cancel()
         self.engine.abort(request)
-        self._poke()
+        self.compute.poke()
 
     async def _switch(self, message: wire.Switch) -> None:
         await asyncio.shield(self._pulled(message.adapter))
-        self._switches.append(message)
-        self._poke()
+        self.compute.switch(message)
 
     def _here(self, digest: str) -> bool:
         pull = self._adapters.get(digest)
@@ -397,7 +377,7 @@ class ModelledWorker:
 
     def _submit(self, op: wire.ForwardBackward | wire.OptimStep, batch: bytes) -> None:
         self.trainer.submit(op, batch)
-        self._poke()
+        self.compute.poke()
 
     async def _answer(self, answer: Answer) -> None:
         done = answer.done
@@ -410,89 +390,9 @@ class ModelledWorker:
         with suppress(LinkClosed):
             await self._say(done)
 
-    # --- the compute thread -------------------------------------------------------------------------------------------
-
-    def _poke(self) -> None:
-        if not self._poked.done():
-            self._poked.set_result(None)
-
-    async def _compute(self) -> None:
-        """Until it is to drain."""
-        while not self._draining:
-            turn = self._next()
-            if turn is None:
-                self._poked = self._loop.create_future()
-                await self._poked
-                continue
-            began = self._loop.time()
-            await (self._decode() if turn == "decode" else self._train())
-            self._turns[turn] += self._loop.time() - began
-            self._slices += 1
-            for switch in self._switches:
-                self.engine.switch(switch.request, switch.adapter, recompute=switch.recompute)
-            self._switches.clear()
-            if self.engine.ended or self._loop.time() - self._flushed >= self._flush_seconds:
-                with suppress(LinkClosed):
-                    await self._flush()
-
-    def _next(self) -> str | None:
-        """What has work and had least time; one that comes back from idleness starts level."""
-        busy = {"decode": self.engine.busy, "train": self.trainer.pending > 0}
-        at_work = [name for name in busy if busy[name]]
-        level = min((self._turns[name] for name in at_work if not self._was_idle[name]), default=0.0)
-        for name in busy:
-            if busy[name] and self._was_idle[name]:
-                self._turns[name] = level
-            self._was_idle[name] = not busy[name]
-        return min(at_work, key=lambda name: self._turns[name], default=None)
-
-    async def _decode(self) -> None:
-        """One slice, or as many like it as follow each other until there is news, or tokens to send."""
-        seconds, slices = self.engine.begin()
-        if slices > 1:
-            due = self._flushed + self._flush_seconds - self._loop.time()
-            slices = 1 if self.trainer.pending or seconds <= 0 else max(1, min(slices, math.ceil(due / seconds)))
-        began = self._loop.time()
-        try:
-            slices = await self._spend(seconds, slices)
-        except asyncio.CancelledError:  # killed: what was sampled since is lost
-            self.engine.end(min(slices, int((self._loop.time() - began) / seconds)) if seconds else 0)
-            raise
-        self.decoded += slices * seconds
-        running = self.engine.policies.total()
-        for policy, rows in self.engine.policies.items():
-            if rows:
-                self.computed[policy] += slices * seconds * rows / running
-        self.engine.end(slices)
-
-    async def _spend(self, seconds: float, slices: int) -> int:
-        """Let the time of so many slices pass, or of those begun when there is news; their number."""
-        if slices == 1:
-            await asyncio.sleep(seconds)
-            return 1
-        began, poked = self._loop.time(), self._loop.create_future()
-        self._poked = poked
-        timer = self._loop.call_later(seconds * slices, self._poke)
-        await poked
-        timer.cancel()
-        spent = self._loop.time() - began
-        slices = min(slices, max(1, math.ceil(spent / seconds - SAME)))
-        await asyncio.sleep(max(0.0, slices * seconds - spent))
-        return slices
-
-    async def _train(self) -> None:
-        work, seconds = self.trainer.begin()
-        await asyncio.sleep(seconds)
-        self.trained += seconds
-        self.computed[work.policy] += seconds
-        answer = self.trainer.end(work, seconds)
-        if answer is not None:
-            self._spawn(self._answer(answer))
-
     async def _flush(self) -> None:
-        if self._link is None:
-            return
-        self._flushed = self._loop.time()
-        if chunks := self.engine.drain():
+        """Send what was sampled; while there is no link it stays."""
+        if self._link is not None and (chunks := self.engine.drain()):
             self.sent += sum(len(chunk.tokens) for chunk in chunks)
-            await self._say(wire.Output(epoch=0, chunks=chunks))
+            with suppress(LinkClosed):
+                await self._say(wire.Output(epoch=0, chunks=chunks))
