@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json as jsons
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,11 +68,11 @@ def simulate(
         notice=notice,
         flush=Scenario.flush if flush is None else flush,
     )
-    logging.disable(logging.WARNING)  # lost workers are what is simulated
     outcomes = []
     for mode in wanted:
         typer.echo(f"simulating {mode.name}: {mode.about}", err=True)
-        outcomes.append(replay(scenario, mode))
+        with _quiet():
+            outcomes.append(replay(scenario, mode))
     found = as_json(outcomes)
     if json:
         print_json(found)
@@ -81,6 +83,17 @@ def simulate(
         out.mkdir(parents=True, exist_ok=True)
         (out / "results.json").write_text(jsons.dumps(found, indent=1) + "\n", encoding="utf-8")
         _draw(outcomes, out)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Lost workers are what is simulated: no warning about any."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _draw(outcomes: list[Outcome], out: Path) -> None:
