@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,10 @@ from workload import COMPLETIONS, PROMPTS, REPLY_TOKENS, reward
 import rookery
 from rookery.service.embedded import Embedded
 from rookery.settings import Settings
+
+START_SECONDS = 120.0
+"""A worker that does not serve by then never will."""
+LOOK_SECONDS = 0.2
 
 
 @dataclass
@@ -41,9 +46,18 @@ def service(**settings: Any) -> Iterator[Bench]:
         with Embedded(Settings.load(data=Path(folder), **given)) as embedded:
             client = rookery.Client(embedded.url, embedded.key)
             if given.get("workers", 1):
-                client.sample(MODEL, "Hello", max_tokens=1)  # waits for the worker
+                _until_served(client)
+                client.sample(MODEL, "Hello", max_tokens=1)
             yield Bench(client, embedded.url, embedded.key)
             client.close()
+
+
+def _until_served(client: rookery.Client) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not any(worker.state == "serving" for worker in client.workers()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no worker served within {START_SECONDS:g} s: {client.workers()}")
+        time.sleep(LOOK_SECONDS)
 
 
 class Liked(rookery.Environment):
