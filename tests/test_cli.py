@@ -221,9 +221,16 @@ def test_a_dry_run_alone_leaves_nothing_behind(alone: Path, capsys: pytest.Captu
 
 
 def started(alone: Path, *arguments: object) -> subprocess.Popen[str]:
+    """As from a terminal: where the tests run in the background of a shell, Ctrl-C would be ignored."""
     command = [sys.executable, "-m", "rookery.cli", *map(str, arguments)]
     return subprocess.Popen(
-        command, cwd=alone, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ.copy()
+        command,
+        cwd=alone,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ.copy(),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
