@@ -35,7 +35,7 @@ types: $(VENV)/.tests
 chaos: $(VENV)/.tests
 	ROOKERY_CHAOS_ROUNDS=20 $(BIN)/python -m pytest tests/test_chaos.py --timeout=3600
 
-# The same in virtual time, at scale: about half an hour on one core.
+# The same in virtual time, at scale: about twenty minutes on one quiet core.
 chaos-at-scale: $(VENV)/.tests
 	$(BIN)/python benchmarks/chaos_at_scale.py
 

@@ -277,7 +277,7 @@ class Run:
                 crash_at = self._loop.time() + self.dice.about(self.plan.restart_every)
                 self._crash()
             if kind in ("host", "host-kill"):
-                self.events.note("fault", kind)
+                self.events.note(f"fault {kind}")
                 self.dice.random.choice(self.hosts).disturb(kill=kind == "host-kill")
             else:
                 self._fault(kind, self.dice.random.choice(self.machines))
