@@ -477,7 +477,7 @@ def test_the_reserved_worker_trains() -> None:
         await asyncio.sleep(0.5)
         view, _ = await site.controller.submit("alice", {**job(), "stop": {"steps": 2}})
         await site.controller.wait("alice", view.id)
-        assert [worker.trained > 0 for worker in workers] == [False, True]
+        assert [worker.compute.trained > 0 for worker in workers] == [False, True]
         for worker in workers:
             await worker.kill()
         await host.leave()
