@@ -212,7 +212,8 @@ def test_what_it_shall_hold_comes_from_another_worker_and_what_cannot_be_had_is_
     assert missing.hash == damaged.hash
     assert "corrupt" in missing.error
     whole = sum(shard.size for shard in service.artifacts.open(adapter.hash).shards)
-    service.until(lambda: [b for b in two.of(wire.Beat) if b.pulled_from_peers >= whole])  # a beat may fall into the pull
+    # a beat may fall into the pull
+    service.until(lambda: [beat for beat in two.of(wire.Beat) if beat.pulled_from_peers >= whole])
     assert two.of(wire.Beat)[-1].pulled_from_peers == whole
     two.send(generate("r", adapter, max_tokens=5))
     assert {chunk.version for chunk in two.finished("r").chunks} == {0}
