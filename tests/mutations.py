@@ -123,7 +123,7 @@ MUTATIONS = [
     ),
     _one(
         "leave a request with the worker that it is taken from", Rollouts, "_withdraw",
-        "self._fleet.post(live.worker, wire.Abort(request=live.name))", "pass", "given",
+        "live.worker.post(wire.Abort(request=live.name))", "pass", "given",
     ),
 ]  # fmt: skip
 

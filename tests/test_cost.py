@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -221,15 +220,6 @@ class Busy:
             )
         )  # fmt: skip
         await eventually(lambda: known.beat is not before)
-
-
-@pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[Service]:
-    service = Service(tmp_path)
-    await service.start()
-    yield service
-    await service.close()
-    service.database.close()
 
 
 def question(tenant: str = "bob", name: str = "sample-1") -> Request:

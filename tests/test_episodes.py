@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,14 +21,6 @@ from rookery.controller.links import LinkClosed
 from rookery.controller.trajectory import outcome_decoder, turns_decoder
 from rookery.environments.host import Host
 from rookery.text.chat import Chat
-
-
-@pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[Service]:
-    service = Service(tmp_path)
-    await service.start()
-    yield service
-    await service.close()
 
 
 async def run(service: Service, **changes: Any) -> str:

@@ -231,7 +231,7 @@ async def test_a_worker_that_does_not_read_delays_nobody(room: Room) -> None:
     deaf = room.fleet.named("deaf")
     assert deaf is not None
     for _ in range(100):
-        room.fleet.post(deaf, wire.Abort(request="x"))
+        deaf.post(wire.Abort(request="x"))
     other = await room.worker("other").join()
     assert room.states() == {"deaf": "serving", "other": "serving"}
     ours.cut()

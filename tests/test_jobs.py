@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,6 @@ from rookery import wire
 from rookery.errors import Conflict, NotFound, RookeryError, Unavailable, UserError
 from rookery.spec import SpecError
 from rookery.storage import schema
-
-
-@pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[Service]:
-    service = Service(tmp_path)
-    await service.start()
-    yield service
-    await service.close()
 
 
 async def run(service: Service, tenant: str = "alice", **changes: Any) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,15 +16,6 @@ from rookery.telemetry.metrics import BLOCK, FILE, MetricsLog
 
 ROW = {"step": 0, "reward": 0.0, "padding": "x" * 900}
 """As long as a real one."""
-
-
-@pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[Service]:
-    service = Service(tmp_path)
-    await service.start()
-    yield service
-    await service.close()
-    service.database.close()
 
 
 class Read:

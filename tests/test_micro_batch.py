@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -135,14 +134,6 @@ def test_portions_are_those_that_expire_first_and_never_too_old(
 
 
 # --- a job ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-async def service(tmp_path: Path) -> AsyncIterator[Service]:
-    service = Service(tmp_path)
-    await service.start()
-    yield service
-    await service.close()
 
 
 def in_portions(**changes: Any) -> dict[str, Any]:

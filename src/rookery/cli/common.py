@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from rookery.client import Client
 from rookery.settings import Settings
@@ -54,6 +56,18 @@ PIPED_WIDTH = 160
 
 def console() -> Console:
     return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
+
+
+def plain_table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def show(value: Any, json: bool, line: str) -> None:
+    """What was made: as JSON, or as one line for a person."""
+    if json:
+        print_json(value)
+    else:
+        console().print(line, markup=False)
 
 
 def print_json(value: Any) -> None:

@@ -7,10 +7,8 @@ import sys
 from typing import Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
-from rookery.cli.common import Data, Json, Key, Url, console, print_json, settings_of
+from rookery.cli.common import Data, Json, Key, Url, console, plain_table, print_json, settings_of, show
 from rookery.client import Client
 from rookery.errors import Unavailable, UserError
 from rookery.settings import Settings
@@ -34,7 +32,7 @@ def models(
         for row in rows:
             print_json(row)
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = plain_table()
     for column in ("model", "state", "notes"):
         table.add_column(column, overflow="fold")
     for row in rows:
@@ -52,10 +50,7 @@ def prepare(settings: Settings, name: str, json: bool = False) -> None:
         lines = done.stderr.strip().splitlines()
         raise UserError(lines[-1] if lines else f"preparing {name} ended with {done.returncode}")
     folder = done.stdout.strip()
-    if json:
-        print_json({"name": name, "state": "prepared", "folder": folder})
-    else:
-        console().print(f"{name} is prepared: {folder}", markup=False)
+    show({"name": name, "state": "prepared", "folder": folder}, json, f"{name} is prepared: {folder}")
 
 
 def _rows(settings: Settings) -> list[dict[str, object]]:

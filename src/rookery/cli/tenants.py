@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.table import Table
 
-from rookery.cli.common import Data, Json, Key, Url, client_of, console, print_json, time_of
+from rookery.cli.common import Data, Json, Key, Url, client_of, console, plain_table, print_json, show, time_of
 
 app = typer.Typer(help="Tenants, their keys, what they cost. Needs the administrator's key.", no_args_is_help=True)
 
@@ -43,10 +42,7 @@ def add(
     """Make a tenant. It needs a key next."""
     with client_of(url, key, data) as client:
         made = client.add_tenant(name)
-    if json:
-        print_json(made)
-    else:
-        console().print(f"{made.name} is tenant {made.id}; rookery tenants key {made.name} makes a key", markup=False)
+    show(made, json, f"{made.name} is tenant {made.id}; rookery tenants key {made.name} makes a key")
 
 
 @app.command("keys")
@@ -76,10 +72,7 @@ def new_key(
     """Make a key for a tenant. It is shown once: keep it."""
     with client_of(url, key, data) as client:
         made = client.add_key(tenant, label)
-    if json:
-        print_json(made)
-    else:
-        console().print(made.key, markup=False)
+    show(made, json, made.key)
 
 
 @app.command("revoke")
@@ -94,10 +87,7 @@ def revoke(
     """From now on a key opens nothing. What its tenant has stays."""
     with client_of(url, key, data) as client:
         gone = client.revoke_key(tenant, id)
-    if json:
-        print_json(gone)
-    else:
-        console().print(f"key {gone.id} ({gone.label or 'no label'}) is revoked", markup=False)
+    show(gone, json, f"key {gone.id} ({gone.label or 'no label'}) is revoked")
 
 
 def costs(url: Url = None, key: Key = None, data: Data = None, json: Json = False) -> None:
@@ -116,7 +106,7 @@ def costs(url: Url = None, key: Key = None, data: Data = None, json: Json = Fals
 
 
 def _table(left: tuple[str, ...], right: tuple[str, ...] = ()) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = plain_table()
     for name in left:
         table.add_column(name, no_wrap=True)
     for name in right:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rookery import wire
+from rookery.controller.refs import adapter_ref
 from rookery.controller.world import World
 from rookery.errors import NotFound, UserError
 from rookery.storage.rows import CheckpointRow, ModelRow
@@ -30,5 +31,4 @@ async def checkpoint_target(world: World, tenant: str, path: str) -> tuple[Check
     """The checkpoint, the model it is of, and its weights as workers are told of them."""
     row = await checkpoint(world, tenant, path)
     model, policy = await world.ledger(world.database.get_model, tenant, row.model)
-    ref = wire.AdapterRef(policy=row.policy, version=row.version, hash=row.hash, rank=policy.rank, alpha=policy.alpha)
-    return row, model, ref
+    return row, model, adapter_ref(policy, row)

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Mapping
 
 from rookery import wire
+from rookery.controller.refs import adapter_ref
 from rookery.controller.world import World
 from rookery.errors import CorruptArtifact, NotFound, UserError
 from rookery.storage.rows import ModelRow, PolicyRow, VersionRow
@@ -60,10 +61,7 @@ class Head:
     def ref(self) -> wire.AdapterRef:
         """As workers are told of it. Raises :class:`UserError` where there is none, :class:`CorruptArtifact` where it
         is damaged."""
-        policy, row = self._policy, self.row
-        return wire.AdapterRef(
-            policy=policy.id, version=row.version, hash=row.hash, rank=policy.rank, alpha=policy.alpha
-        )
+        return adapter_ref(self._policy, self.row)
 
     @property
     def row(self) -> VersionRow:

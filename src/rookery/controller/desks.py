@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -72,11 +72,11 @@ class Desks:
         self._theta = settings.dispatch_ahead
         self._share = settings.chat_share
         self._desks: dict[str, Desk] = {}
-        self._common: dict[str, Board] = {}
-        self._express: dict[str, Board] = {}
-        self._lacks: dict[str, Counter[frozenset[str]]] = {}
+        self._common: defaultdict[str, Board] = defaultdict(Board)
+        self._express: defaultdict[str, Board] = defaultdict(Board)
+        self._lacks: defaultdict[str, Counter[frozenset[str]]] = defaultdict(Counter)
         """By model: what serving workers lack, and how many of them lack just that."""
-        self._plateaus: dict[tuple[str, str, str], Plateau] = {}
+        self._plateaus: defaultdict[tuple[str, str, str], Plateau] = defaultdict(Plateau)
 
     def workers(self) -> list[Worker]:
         return [desk.worker for desk in self._desks.values()]
@@ -219,7 +219,7 @@ class Desks:
         return [needs, *(_lacking(lacks) for lacks in self._lacks.get(live.request.model, ()) if needs not in lacks)]
 
     def _count(self, desk: Desk, lacks: frozenset[str] | None) -> None:
-        counts = self._lacks.setdefault(desk.worker.hello.model, Counter())
+        counts = self._lacks[desk.worker.hello.model]
         if desk.lacks is not None:
             counts[desk.lacks] -= 1
             if not counts[desk.lacks]:
@@ -233,16 +233,15 @@ class Desks:
         worker = desk.worker
         pending, executing, free = desk.load
         here = Instance(worker.name, pending, executing, free, self._plateau(worker).flat)
-        board = self._common.setdefault(worker.hello.model, Board())
-        board.put(here, desk.takes if desk.gate else frozenset())
+        self._common[worker.hello.model].put(here, desk.takes if desk.gate else frozenset())
         if express:
             rows = math.ceil(worker.hello.max_rows * self._share)
-            board = self._express.setdefault(worker.hello.model, Board())
-            board.put(Instance(worker.name, 0, desk.ahead, max(0, rows - desk.ahead)), desk.takes)
+            ahead = Instance(worker.name, 0, desk.ahead, max(0, rows - desk.ahead))
+            self._express[worker.hello.model].put(ahead, desk.takes)
 
     def _plateau(self, worker: Worker) -> Plateau:
         hello = worker.hello
-        return self._plateaus.setdefault((hello.model, hello.device, hello.kind), Plateau())
+        return self._plateaus[hello.model, hello.device, hello.kind]
 
     def _of(self, worker: Worker) -> Desk | None:
         desk = self._desks.get(worker.name)

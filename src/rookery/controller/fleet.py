@@ -248,14 +248,13 @@ class Fleet:
         self._workers[name] = worker
         for told in self._on_joined:
             told(worker)
-        self.post(
-            worker,
+        worker.post(
             wire.Welcome(
                 name=name,
                 epoch=worker.epoch,
                 heartbeat_seconds=self._settings.heartbeat_seconds,
                 flush_seconds=self._settings.flush_seconds,
-            ),
+            )
         )
         if hello.loading:
             log.info("worker %s loads %s", name, hello.model, extra={"worker": name})
@@ -307,11 +306,6 @@ class Fleet:
                 self._tell_lost(worker, "it drains")
             case _:
                 self._handlers[type(message)](worker, message)
-
-    @staticmethod
-    def post(worker: Worker, message: wire.Message) -> None:
-        """As :meth:`Worker.post`."""
-        worker.post(message)
 
     # --- health -----------------------------------------------------------------------------------------------------
 

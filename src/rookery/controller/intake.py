@@ -16,6 +16,7 @@ import msgspec
 from rookery import wire
 from rookery.controller.checkpoints import SCHEME, checkpoint_target
 from rookery.controller.hosts import SERVICE
+from rookery.controller.refs import adapter_ref
 from rookery.controller.views import NUMBER
 from rookery.controller.world import World
 from rookery.errors import NotFound, UserError
@@ -192,8 +193,7 @@ class Intake:
         found = await world.ledger(world.database.version, tenant, policy.id, number)
         if not found.kept:
             raise NotFound(f"version {number} of job {job} is not kept any more")
-        ref = wire.AdapterRef(policy=policy.id, version=number, hash=found.hash, rank=policy.rank, alpha=policy.alpha)
-        return Target(f"{job}@{number}", spec.base_model, ref)
+        return Target(f"{job}@{number}", spec.base_model, adapter_ref(policy, found))
 
     async def upload(self, tenant: str, kind: UploadKind, files: Mapping[str, bytes]) -> str:
         """Keep ``files`` as an artifact of the tenant's; answers its hash."""

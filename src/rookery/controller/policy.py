@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from rookery import wire
+from rookery.controller.refs import adapter_ref
 from rookery.controller.world import World
 from rookery.errors import Conflict, CorruptArtifact, NotFound, UserError
 from rookery.scheduling.retention import Candidate, retire
@@ -63,9 +64,7 @@ class Policy:
         row = self._versions.get(version)
         if row is None or not row.kept:
             raise NotFound(f"version {version} of policy {self.row.name} is not kept any more")
-        return wire.AdapterRef(
-            policy=self.row.id, version=version, hash=row.hash, rank=self.row.rank, alpha=self.row.alpha
-        )
+        return adapter_ref(self.row, row)
 
     def in_use(self) -> list[wire.AdapterRef]:
         """The versions that may be sampled from now, oldest first: the newest, and those that are still run on."""

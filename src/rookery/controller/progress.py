@@ -125,7 +125,6 @@ class Progress:
             return f"environment ({self.phases.environment} episodes)"
         return ""
 
-
     def _shared(self) -> str:
         """With how many operations the job shares a trainer, where others are under way: they take turns."""
         trainers = self._world.fleet.serving("train", self._model)

@@ -161,7 +161,7 @@ class Rollouts:
             if live.worker is not None and not live.done.done():
                 live.had.add(ref.version)
                 adapter = self._fleet.refer(live.worker, ref)
-                self._fleet.post(live.worker, wire.Switch(request=live.name, adapter=adapter, recompute=recompute))
+                live.worker.post(wire.Switch(request=live.name, adapter=adapter, recompute=recompute))
 
     def hand_off(self, worker: Worker, limit: int | None = None) -> int:
         """Take up to ``limit`` of its rollouts from ``worker``; they go on elsewhere first, with the tokens received.
@@ -261,7 +261,7 @@ class Rollouts:
             scores=request.scores,
             top=request.top,
         )
-        self._fleet.post(worker, generate)
+        worker.post(generate)
 
     # --- what workers say ---------------------------------------------------------------------------------------------
 
@@ -351,7 +351,7 @@ class Rollouts:
     def _withdraw(self, live: Live) -> None:
         """Its worker shall not go on with it."""
         assert live.worker is not None
-        self._fleet.post(live.worker, wire.Abort(request=live.name))
+        live.worker.post(wire.Abort(request=live.name))
         live.left.add(live.worker.epoch)
         self._release(live)
 

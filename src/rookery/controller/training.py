@@ -183,16 +183,16 @@ class Training:
         try:
             if worker.state != "serving":
                 raise _TryElsewhere(f"worker {worker.name} is {worker.state}")
-            self._fleet.post(worker, message)
+            worker.post(message)
             with self._works(worker):
                 self._tell(worker, message, None)
                 async with asyncio.timeout(self._settings.silence_seconds):
                     done = await future
         except asyncio.CancelledError:
-            self._fleet.post(worker, wire.Cancel(op=message.op))
+            worker.post(wire.Cancel(op=message.op))
             raise
         except TimeoutError:
-            self._fleet.post(worker, wire.Cancel(op=message.op))
+            worker.post(wire.Cancel(op=message.op))
             what, seconds = type(message).__name__, self._settings.silence_seconds
             raise _TryElsewhere(f"worker {worker.name} did not answer {what} within {seconds:g} s") from None
         finally:
@@ -281,7 +281,7 @@ class Training:
         """The policy's trainer state may go. ``aside``: it may come back, and better to where its state still is."""
         worker = self._leases.pop(policy)
         if worker is not None and worker.state == "serving":
-            self._fleet.post(worker, wire.Forget(policy=policy, aside=aside))
+            worker.post(wire.Forget(policy=policy, aside=aside))
             if aside:
                 self._aside.put(policy, worker)
 
@@ -299,7 +299,7 @@ class Training:
         return self._fleet.refer(worker, ref)
 
     def committed(self, worker: Worker, message: wire.Committed) -> None:
-        self._fleet.post(worker, message)
+        worker.post(message)
 
     def _answered(self, worker: Worker, message: wire.Done) -> None:
         future = self._waiting.get(worker, {}).get(message.op)
