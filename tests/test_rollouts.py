@@ -71,6 +71,17 @@ def check(reply: Reply, seed: int, max_tokens: int = 12) -> None:
     assert reply.versions == [7] * len(tokens)
 
 
+def parts(seed: int, *spans: tuple[int, int]) -> list[wire.Chunk]:
+    """What is sampled for ``room.sample(seed)``, from one token to another each."""
+    tokens, logprobs, _ = text_of(seed, 12)
+    return [
+        wire.Chunk(
+            request=f"job-{seed}", offset=at, tokens=tokens[at:end], logprobs=logprobs[at:end], version=7, policy="p"
+        )
+        for at, end in spans
+    ]
+
+
 async def test_a_reply_is_what_the_worker_sampled(tmp_path: Path) -> None:
     room = Room(tmp_path)
     worker = await room.worker()
@@ -195,11 +206,7 @@ async def test_a_chunk_of_an_earlier_time_with_the_same_worker_is_no_gap(tmp_pat
     worker.generating.clear()
     reply = room.sample(4)
     await eventually(lambda: bool(worker.active))
-    tokens, logprobs, _ = text_of(4, 12)
-    chunks = [
-        wire.Chunk(request="job-4", offset=at, tokens=tokens[at:end], logprobs=logprobs[at:end], version=7, policy="p")
-        for at, end in ((0, 2), (2, 4), (4, 6))
-    ]
+    chunks = parts(4, (0, 2), (2, 4), (4, 6))
     await worker.say(wire.Output(epoch=0, chunks=chunks[:1]))
     await eventually(lambda: room.rollouts.sampled == 2)
     reply.cancel()
@@ -213,7 +220,7 @@ async def test_a_chunk_of_an_earlier_time_with_the_same_worker_is_no_gap(tmp_pat
     assert (room.rollouts.sampled, room.rollouts.late_chunks) == (2, 2)
     worker.generating.set()
     check(await reply, 4)
-    assert worker.generates[-1].given == tokens[:2]
+    assert worker.generates[-1].given == chunks[0].tokens
     await room.close()
 
 
@@ -223,11 +230,7 @@ async def test_tokens_under_way_to_a_caller_that_left_before_the_first_are_no_ga
     worker.generating.clear()
     reply = room.sample(4)
     await eventually(lambda: bool(worker.active))
-    tokens, logprobs, _ = text_of(4, 12)
-    chunks = [
-        wire.Chunk(request="job-4", offset=at, tokens=tokens[at:end], logprobs=logprobs[at:end], version=7, policy="p")
-        for at, end in ((0, 2), (2, 4))
-    ]
+    chunks = parts(4, (0, 2), (2, 4))
     reply.cancel()
     await asyncio.gather(reply, return_exceptions=True)
     await worker.say(wire.Output(epoch=0, chunks=chunks[:1]))  # nobody waits for it
@@ -500,9 +503,7 @@ async def test_older_tokens_are_taken_from_who_had_the_request_before_only(
     room.workers.append(await worker.join(running=[f"job-{seed}"] if claims else []))
     reply = room.sample(seed, adapter=NEWER, in_flight=in_flight)
     await eventually(lambda: bool(worker.active))
-    tokens, logprobs, _ = text_of(seed, 12)
-    chunk = wire.Chunk(request=f"job-{seed}", offset=0, tokens=tokens[:3], logprobs=logprobs[:3], version=7, policy="p")
-    await worker.say(wire.Output(epoch=0, chunks=[chunk]))
+    await worker.say(wire.Output(epoch=0, chunks=parts(seed, (0, 3))))
     worker.active[f"job-{seed}"] = (worker.active[f"job-{seed}"][0], 3)
     await settle()
     worker.generating.set()
