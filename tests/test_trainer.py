@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import peft
@@ -25,7 +26,9 @@ from rookery.worker.model.adapter import PARTS, init_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.weights import fuse
-from rookery.worker.trainer.attention import Chunks
+from rookery.worker.trainer.attention import Chunks, PackedAttention
+from rookery.worker.trainer.fused import FusedAttention
+from rookery.worker.trainer.microbatch import Attention
 from rookery.worker.trainer.policy import Export
 from rookery.worker.trainer.trainer import Finished, Trainer, initial
 
@@ -41,6 +44,12 @@ HF = {
 }
 LLAMA = transformers.LlamaConfig(**HF)
 AIPO = wire.Loss(name="aipo", params={"rho": 4.0})
+ATTENTIONS: dict[str, Attention] = {
+    "whole": partial(PackedAttention, chunks=Chunks()),
+    "chunked": partial(PackedAttention, chunks=Chunks(queries=4, scores=64)),
+    "fused": FusedAttention,
+}
+"""A CPU's, in two sizes, and a GPU's, which computes by plain products here."""
 ADAM = wire.Adam(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.1, clip=1.0)
 
 
@@ -190,8 +199,10 @@ def reference(
     ],
     ids=["llama", "mistral with a window", "qwen3"],
 )
-@pytest.mark.parametrize("chunks", [Chunks(), Chunks(queries=4, scores=64)], ids=["whole", "chunked"])
-def test_gradient_is_that_of_peft(tmp_path: Path, config: transformers.PreTrainedConfig, chunks: Chunks) -> None:
+@pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
+def test_gradient_is_that_of_peft(
+    tmp_path: Path, config: transformers.PreTrainedConfig, attention: Attention
+) -> None:
     """Shared prompts, masks, temperature and loss against a model that computes each sequence by itself."""
     if config is LLAMA:
         folder = adapter_folder(tmp_path / "p", 4, 1)
@@ -203,7 +214,7 @@ def test_gradient_is_that_of_peft(tmp_path: Path, config: transformers.PreTraine
             b.normal_(0, 0.1)
         Export(adapter, {}, 0, "").write(folder)
     wanted, logprobs = reference(folder, units(0), config)
-    ours = trainer(decoder(config), {"p": folder}, chunks=chunks)
+    ours = trainer(decoder(config), {"p": folder}, attention=attention)
     ours.forward_backward(forward_backward(), wire.Batch(units=units(0)))
     metrics = finish(ours)["fb"].metrics
     close(gradient(ours), wanted)

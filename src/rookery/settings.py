@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -76,21 +76,26 @@ class Settings(BaseModel):
     beats, are given up with its name: far above what either takes in a worker's queue."""
 
     # --- a worker ---------------------------------------------------------------------------------------------------
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What a worker computes with; ``auto`` is a GPU where PyTorch sees one. On a machine with several, each worker is
+    shown its own by ``CUDA_VISIBLE_DEVICES``."""
     max_rows: int = Field(64, ge=1)
-    """Sequences that decode together: on two cores throughput is flat from about 64 on."""
-    kv_bytes: int = Field(2 << 30, ge=1 << 20)
-    """Room for attention caches."""
+    """Sequences that decode together: on two cores throughput is flat from about 64 on. A GPU wants more."""
+    kv_bytes: int = Field(0, ge=0)
+    """Room for attention caches; 0 is 2 GiB on a CPU, and half of what is free on a GPU once the model is loaded."""
     max_rank: int = Field(64, ge=1)
     """The largest adapter rank that shares batches with others; higher ranks are refused at submit."""
     slice_tokens: int = Field(1024, ge=16)
-    """Tokens of one training micro-batch: about a second on two cores, which bounds how long decoding waits."""
+    """Tokens of one training micro-batch on a CPU: about a second on two cores, so long does decoding wait at most."""
+    gpu_slice_tokens: int = Field(16384, ge=16)
+    """The same on a GPU, where a pass must outlast the launches of its kernels: some thousands, microseconds each."""
     adapter_cache_bytes: int = Field(4 << 30, ge=1 << 20)
     """Pulled adapter folders kept on disk by a worker."""
     resident_adapters: int = Field(64, ge=1)
     """Adapters kept in memory by a worker when no request needs them: about 10 MB each at rank 16 of a 135M model."""
     pack_weights: bool = True
-    """Keep the base model also in the layout of the CPU's matrix kernels: a decode step of 8 rows then takes two thirds
-    of the time in its projections, one of 64 rows 85%. It costs the model's size once more, in each worker."""
+    """On a CPU, keep the base model also in the layout of its matrix kernels: a decode step of 8 rows then takes two
+    thirds of the time in its projections, one of 64 rows 85%. It costs the model's size once more, in each worker."""
     threads: int = Field(0, ge=0)
     """Cores that a worker computes with; 0 is all of them (local workers of one service share them out)."""
     transfer_seconds: float = Field(30.0, gt=0)

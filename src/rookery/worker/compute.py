@@ -27,6 +27,7 @@ import torch
 from rookery import wire
 from rookery.settings import Settings
 from rookery.text.chat import Chat
+from rookery.worker import device
 from rookery.worker.engine.native import NativeEngine
 from rookery.worker.model.adapter import read_adapter
 from rookery.worker.model.bank import LoraBank
@@ -77,7 +78,8 @@ class Core:
 
     def __init__(self, folder: Path, settings: Settings, model: str) -> None:
         self.model = model
-        self.decoder = Decoder.load(folder, pack=settings.pack_weights)
+        where = device.choose(settings.device)
+        self.decoder = Decoder.load(folder, device=where, pack=settings.pack_weights)
         config = self.decoder.config
         self.bank = LoraBank(config, self.decoder.dtype, self.decoder.device, settings.max_rank)
         self.engine = NativeEngine(
@@ -85,13 +87,13 @@ class Core:
             self.bank,
             Chat.load(folder).decode,
             max_rows=settings.max_rows,
-            kv_budget_bytes=settings.kv_bytes,
+            kv_budget_bytes=device.cache_bytes(settings.kv_bytes, where),
             finished_kept=0,  # the I/O side keeps them, with what it has not sent
         )
         self.trainer = Trainer(
             self.decoder,
             max_rank=settings.max_rank,
-            slice_tokens=settings.slice_tokens,
+            slice_tokens=settings.gpu_slice_tokens if where.type == "cuda" else settings.slice_tokens,
             base_model=model,
             aside_bytes=settings.aside_bytes,
         )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
-from rookery.worker.engine.cache import KvStore
+from rookery.worker.engine.cache import Store
 from rookery.worker.engine.request import Request, Segment
 from rookery.worker.model.bank import LoraBank
 
@@ -35,7 +35,7 @@ class _Parked:
 class Admission:
     """``stats`` counts ``preempted`` and ``reused_tokens``."""
 
-    def __init__(self, store: KvStore, bank: LoraBank, max_rows: int, stats: defaultdict[str, float]) -> None:
+    def __init__(self, store: Store, bank: LoraBank, max_rows: int, stats: defaultdict[str, float]) -> None:
         self.rows: list[Request] = []
         """Admitted requests in order of admission."""
         self.waiting: deque[Request] = deque()

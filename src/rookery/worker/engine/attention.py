@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rookery.worker.engine.cache import Arena, Place
+from rookery.worker.engine.cache import Arena
 from rookery.worker.exact import LANES, least_rows
 from rookery.worker.model.config import DecoderConfig
 
@@ -24,13 +25,14 @@ from rookery.worker.model.config import DecoderConfig
 @dataclass
 class Stream:
     """Consecutive tokens of one sequence: ``tokens`` are written into ``place`` from ``start`` on and attend to the
-    ``prefix_length`` tokens in ``prefix`` and to their own segment up to themselves."""
+    ``prefix_length`` tokens in ``prefix`` and to their own segment up to themselves. Places are the store's (``Place``
+    for ``Batch``)."""
 
     key: str
     tokens: Sequence[int]
     start: int
-    place: Place
-    prefix: Place | None = None
+    place: Any
+    prefix: Any = None
     prefix_length: int = 0
 
 

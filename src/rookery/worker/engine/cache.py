@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,23 @@ Kind = Literal["shared", "tail"]
 
 _FIRST_SLOTS = 4
 """Places of a new arena; it grows by half."""
+
+
+class Store(Protocol):
+    """Where segments lie: ``KvStore`` on a CPU, ``pool.Pool`` on a GPU. Places are opaque to all but the store and the
+    attention that reads it; each has a ``capacity``."""
+
+    @property
+    def budget(self) -> int:
+        """Bytes."""
+        ...
+
+    def fits_alone(self, *lengths: int) -> bool: ...
+    def seat(self, kind: Kind, length: int) -> Any | None: ...
+    def move(self, kind: Kind, place: Any, length: int) -> Any | None: ...
+    def leave(self, place: Any) -> None: ...
+    def park(self, place: Any, length: int, key: Hashable, about: Any) -> None: ...
+    def revive(self, kind: Kind, key: Hashable, length: int) -> tuple[Any, Any] | None: ...
 
 
 class Place:

@@ -24,7 +24,6 @@ import logging
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from math import isfinite, isnan
 
 import torch
@@ -32,9 +31,11 @@ from torch import Tensor
 
 from rookery import wire
 from rookery.worker.engine.admission import Admission
-from rookery.worker.engine.attention import Batch, Stream
-from rookery.worker.engine.cache import KvStore
+from rookery.worker.engine.attention import Stream
+from rookery.worker.engine.device_sampler import sample_on_device
+from rookery.worker.engine.pooled import PooledRunner
 from rookery.worker.engine.request import Request, Segment, StopStrings
+from rookery.worker.engine.runner import DenseRunner, Runner, project
 from rookery.worker.engine.sampler import Draw, sample
 from rookery.worker.model.bank import LoraBank
 from rookery.worker.model.decoder import Decoder
@@ -44,6 +45,9 @@ log = logging.getLogger("rookery.engine")
 PREFILL_TOKENS = 512
 """Prompt tokens of one slice, padding included: from about 512 rows on, matrix products reach full speed on CPU, and
 the slice takes about as long as a few decode steps."""
+
+GPU_PREFILL_TOKENS = 4096
+"""The same on a GPU, where a slice must outlast the launches of its kernels."""
 
 SCORED_ROWS = 128
 """Prompt tokens scored at once: their logits are 50 MB in float32 at 100,000 words."""
@@ -64,9 +68,11 @@ class NativeEngine:
         max_rows: int,
         kv_budget_bytes: int,
         max_context: int | None = None,
-        prefill_tokens: int = PREFILL_TOKENS,
+        prefill_tokens: int | None = None,
         finished_kept: int = FINISHED_KEPT,
+        runner: Runner | None = None,
     ) -> None:
+        """Without them, ``prefill_tokens`` and ``runner`` are those of the decoder's device."""
         self.decoder = decoder
         self.bank = bank
         self.max_context = min(max_context or decoder.config.context, decoder.config.context)
@@ -76,9 +82,11 @@ class NativeEngine:
         """Monotonic: decode_seconds, prefill_seconds, decode_steps, prefill_slices, prefill_tokens, reused_tokens
         (found in the cache instead of computed), preempted, switched."""
         self._decode = decode
-        self._store = KvStore(decoder.config, decoder.dtype, decoder.device, kv_budget_bytes)
+        self._runner = runner or runner_for(decoder, bank, kv_budget_bytes)
+        self._store = self._runner.store
         self._admission = Admission(self._store, bank, max_rows, self.stats)
-        self._prefill_tokens = prefill_tokens
+        default = GPU_PREFILL_TOKENS if decoder.device.type == "cuda" else PREFILL_TOKENS
+        self._prefill_tokens = prefill_tokens or default
         self._finished_kept = finished_kept
         self._requests: dict[str, Request] = {}
         self._finished: OrderedDict[str, Request] = OrderedDict()
@@ -247,19 +255,20 @@ class NativeEngine:
             work.append((target, stream))
         if not work:
             return False
+        self._runner.arrange(stream.key for _, stream in work)
         work.sort(key=lambda item: (self.bank.order(item[1].key), item[1].key))
-        hidden, batch = self._forward([stream for _, stream in work])
+        hidden, last = self._runner.prefill([stream for _, stream in work])
         self.stats["prefill_slices"] += 1
         done: list[tuple[int, Request | Segment]] = []
         for i, (target, stream) in enumerate(work):
             if isinstance(target, Request) and target.order.scores:
-                self._score(target, stream, hidden, int(batch.last[i]) - len(stream.tokens) + 1)
+                self._score(target, stream, hidden, int(last[i]) - len(stream.tokens) + 1)
             target.filled += len(stream.tokens)
             self.stats["prefill_tokens"] += len(stream.tokens)
             if target.filled == (len(target.tokens) if isinstance(target, Segment) else target.tail_length):
                 done.append((i, target))
         if done:
-            logits = self._project(hidden, batch.last[torch.tensor([i for i, _ in done], device=hidden.device)])
+            logits = project(self.decoder, hidden, last[torch.tensor([i for i, _ in done], device=hidden.device)])
             rows = []
             for (_, target), line in zip(done, logits, strict=False):
                 if isinstance(target, Segment):
@@ -276,7 +285,7 @@ class NativeEngine:
         for first in range(0, len(wanted), SCORED_ROWS):
             part = wanted[first : first + SCORED_ROWS]
             rows = torch.tensor([start + at - 1 - stream.start for at in part], device=hidden.device)
-            logp = self._project(hidden, rows).float().log_softmax(-1)
+            logp = project(self.decoder, hidden, rows).float().log_softmax(-1)
             values, tokens = logp.topk(min(request.order.top, logp.shape[1]))
             for at, line, likely, ids in zip(part, logp, values.tolist(), tokens.tolist(), strict=False):
                 logprob = float(line[request.order.prompt[at]])
@@ -285,9 +294,11 @@ class NativeEngine:
     def _decode_step(self) -> bool:
         """One token for every row whose prompt is cached."""
         self._admission.make_room()
-        rows = sorted((row for row in self._admission.rows if self._decoding(row)), key=self._adapter_order)
+        rows = [row for row in self._admission.rows if self._decoding(row)]
         if not rows:
             return False
+        self._runner.arrange(row.key for row in rows)
+        rows.sort(key=self._adapter_order)
         streams = []
         for row in rows:
             assert row.place is not None
@@ -296,31 +307,17 @@ class NativeEngine:
                 stream.prefix, stream.prefix_length = row.segment.place, len(row.segment.tokens)
             streams.append(stream)
             row.filled += 1
-        hidden, batch = self._forward(streams)
         self.stats["decode_steps"] += 1
-        self._take(rows, self._project(hidden, batch.last))
+        self._take(rows, self._runner.decode(streams))
         return True
 
     def _adapter_order(self, row: Request) -> tuple[int, str]:
         return self.bank.order(row.key), row.key
 
-    def _forward(self, streams: Sequence[Stream]) -> tuple[Tensor, Batch]:
-        """Hidden states of streams sorted by adapter."""
-        batch = Batch(self.decoder.config, streams, self.decoder.dtype, self.decoder.device)
-        groups = [(key, sum(len(s.tokens) for s in group)) for key, group in groupby(streams, key=lambda s: s.key)]
-        if len(batch.tokens) > sum(count for _, count in groups):
-            groups = [(key, 2 * count) for key, count in groups]  # one token, doubled
-        lora = self.bank.select([key for key, _ in groups], [count for _, count in groups])
-        return self.decoder.forward(batch.tokens, batch.positions, batch, lora), batch
-
-    def _project(self, hidden: Tensor, index: Tensor) -> Tensor:
-        """Logits of the indexed positions; a lone one comes twice (``worker/exact.py``)."""
-        return self.decoder.project(hidden.index_select(0, index if len(index) > 1 else index.repeat(2)))
-
     def _take(self, rows: Sequence[Request], logits: Tensor) -> None:
         """Samples the next token of each row from the first ``len(rows)`` logits."""
         draws = [Draw(row.order.seed, len(row.tokens), row.order.temperature) for row in rows]
-        sampled = sample(logits, draws)
+        sampled = sample_on_device(logits, draws) if logits.is_cuda else sample(logits, draws)
         for row, token, logprob in zip(rows, sampled.tokens, sampled.logprobs, strict=True):
             if isnan(logprob):
                 row.finish, row.error = "error", "the logits are not numbers: the adapter's weights overflow"
@@ -345,3 +342,9 @@ class NativeEngine:
         self._news[name] = request
         while len(self._finished) > self._finished_kept:
             self._finished.popitem(last=False)
+
+
+def runner_for(decoder: Decoder, bank: LoraBank, kv_budget_bytes: int) -> Runner:
+    """What computes on the decoder's device."""
+    made: type[DenseRunner | PooledRunner] = PooledRunner if decoder.device.type == "cuda" else DenseRunner
+    return made(decoder, bank, kv_budget_bytes)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from torch import Tensor
 
 from rookery import wire
-from rookery.worker.engine.cache import Place
 
 Finish = Literal["", "stop", "length", "abort", "error"]
 
@@ -27,7 +26,7 @@ class Segment:
     after its last token, let every member start without computing anything."""
 
     key: tuple[str, tuple[int, ...]]
-    place: Place
+    place: Any
     filled: int = 0
     logits: Tensor | None = None
     users: int = 0
@@ -58,7 +57,7 @@ class Request:
     sent: int = 0
     """Answer tokens handed out by ``drain``, given ones included."""
     segment: Segment | None = None
-    place: Place | None = None
+    place: Any = None
     filled: int = 0
     made: tuple[str, ...] = ()
     """The adapters that computed what is cached of the tail, oldest first."""

@@ -29,8 +29,8 @@ pseudo-token, whose inside costs a pass over the vocabulary, wins in about one d
 _BLOCK = 128
 """Tokens that are looked at together; vocabularies are padded to multiples of it (where not, blocks are smaller)."""
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-_INSIDE = np.uint64(1) << np.uint64(63)
+STEP = np.uint64(0x9E3779B97F4A7C15)
+INSIDE = np.uint64(1) << np.uint64(63)
 """Separates the draw inside the pseudo-token from the draw that the pseudo-token won."""
 
 
@@ -60,8 +60,8 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     p[at[:, 0], at[:, 1]] = 0.0
     likely, rests = near.double().log().cpu().numpy(), p.sum(-1).double().cpu().numpy()
     bounds = np.searchsorted(rows, np.arange(len(draws) + 1))
-    keys = _row_keys(draws)
-    noise = _gumbel(keys[np.minimum(rows, len(draws) - 1)], tokens)
+    keys = row_keys(draws)
+    noise = gumbel(keys[np.minimum(rows, len(draws) - 1)], tokens)
     chosen, logprobs = [], []
     for i, draw in enumerate(draws):
         begin, end = bounds[i], bounds[i + 1]
@@ -73,7 +73,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
         best = int(candidates.argmax())
         token, logprob = int(tokens[begin + best]), float(likely[begin + best])
         if draw.temperature and rests[i] > 0:
-            pseudo = math.log(rests[i]) + _gumbel(keys[i : i + 1], np.array([-1]))[0]
+            pseudo = math.log(rests[i]) + gumbel(keys[i : i + 1], np.array([-1]))[0]
             if pseudo > candidates[best]:
                 token, logprob = _inside(p[i], keys[i])
         chosen.append(token)
@@ -102,20 +102,20 @@ def _inside(rest: Tensor, key: np.uint64) -> tuple[int, float]:
     p = rest.double().cpu().numpy()
     far = np.nonzero(p)[0]
     likely = np.log(p[far])
-    best = int((likely + _gumbel(np.array([key ^ _INSIDE]), far)).argmax())
+    best = int((likely + gumbel(np.array([key ^ INSIDE]), far)).argmax())
     return int(far[best]), float(likely[best])
 
 
-def _row_keys(draws: Sequence[Draw]) -> np.ndarray:
+def row_keys(draws: Sequence[Draw]) -> np.ndarray:
     seeds = np.array([d.seed & 0xFFFFFFFFFFFFFFFF for d in draws], dtype=np.uint64)
     positions = np.array([d.position for d in draws], dtype=np.uint64)
-    return _mix(_mix(seeds + _STEP) + positions * _STEP)
+    return _mix(_mix(seeds + STEP) + positions * STEP)
 
 
-def _gumbel(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+def gumbel(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Standard Gumbel noise of (key, token): the token-th output of SplitMix64 (Steele et al., OOPSLA 2014) started at
     the key, as a uniform in (0, 1) of 53 bits."""
-    bits = _mix(keys + (tokens.astype(np.uint64) + np.uint64(2)) * _STEP)
+    bits = _mix(keys + (tokens.astype(np.uint64) + np.uint64(2)) * STEP)
     uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     return -np.log(-np.log(uniform))
 

@@ -10,8 +10,9 @@ Promises:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from rookery.worker.exact import least_rows
 from rookery.worker.model.adapter import Adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import SITES
+from rookery.worker.model.grouped import Product, SortedLora
 
 RANK_BUCKET = 16
 """Ranks are padded to 16, 32, 64 …: a narrower product costs as much as one of 16."""
@@ -28,6 +30,9 @@ RANK_BUCKET = 16
 _PRODUCT_ROWS = 15
 """What starting one more product costs, in rows of work: measured on SmolLM2's shapes (about 1.15 ms per adapter
 against 0.08 ms per row over all layers)."""
+
+_FIRST_PLACES = 4
+"""Slots of a new stack, one of them nobody's."""
 
 _IDLE_BATCHES = 64
 """Batches after which an adapter that none of them used gives up its place in the stack: longer than the prefill slices
@@ -114,7 +119,34 @@ class LoraBank:
 
     def order(self, key: str) -> int:
         """Sorting a batch by this spares it a rearrangement: the adapter's place in the stack, the base model last."""
-        return self._stack.keys.index(key) if key in self._stack.keys else len(self._stack.keys)
+        return self._stack.keys.index(key) if key and key in self._stack.keys else len(self._stack.keys)
+
+    @property
+    def state(self) -> int:
+        """Changes whenever the stack's tensors are others than before."""
+        return self._stack.state
+
+    def seat(self, keys: Iterable[str]) -> int:
+        """Gives the adapters ``keys`` their places in the stack, for batches sorted by ``order``, and keeps its tensors
+        where they are if it can. The number of places, of which the last one is zero; 0 when all are the base model."""
+        wanted = {key: self._residents[key] for key in keys if key}
+        if not wanted:
+            return 0
+        self._stack.seat(wanted, still=True)
+        return self._stack.places
+
+    def ends(self, keys: Sequence[str], counts: Sequence[int], rows: int) -> list[int]:
+        """Where each place's rows end in a stream of ``rows`` rows. The first ``counts[0]`` belong to ``keys[0]`` and
+        so on (seated, in the order of ``order``), the others to nobody."""
+        held = [0] * self._stack.places
+        for key, count in zip(keys, counts, strict=True):
+            held[self.order(key) if key else -1] += count
+        held[-1] += rows - sum(counts)
+        return list(accumulate(held))
+
+    def sorted_lora(self, ends: Tensor, product: Product) -> SortedLora:
+        """The ``Lora`` of batches that ``ends`` [places] int32 describes, good until ``state`` changes."""
+        return SortedLora(self._stack.a, self._stack.b, ends, product)
 
     def _drop_if_over(self, key: str, resident: _Resident) -> None:
         if resident.doomed and resident.pins == 0:
@@ -133,7 +165,8 @@ class LoraBank:
 class _Stack:
     """The adapters of recent batches side by side: per site A [layers, slots, parts·rank, in] and B
     [layers, slots, out, parts·rank], so that one batched product serves all. A newcomer takes a slot that no batch used
-    lately, or a new one. Idle slots are computed with, so when they are most of the stack it starts over."""
+    lately, or a new one. Idle slots are computed with, so when they are most of the stack it starts over. The last slot
+    of the tensors is nobody's and zero."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> None:
         self.config = config
@@ -146,19 +179,22 @@ class _Stack:
         self.a: dict[str, Tensor] = {}
         self.b: dict[str, Tensor] = {}
         self.sites: set[str] = set()
+        self.places = 0
+        """Slots of the tensors."""
+        self.state = 0
 
     def forget(self, key: str) -> None:
         if key in self.keys:
             slot = self.keys.index(key)
             self.keys[slot], self.used[slot] = "", -_IDLE_BATCHES
 
-    def seat(self, wanted: dict[str, _Resident]) -> dict[str, int]:
-        """Slots of the wanted adapters."""
+    def seat(self, wanted: dict[str, _Resident], *, still: bool = False) -> dict[str, int]:
+        """Slots of the wanted adapters. With ``still``, starting over does not narrow the stack."""
         self.tick += 1
         fits = all(resident.rank <= self.rank and resident.a.keys() <= self.sites for resident in wanted.values())
         stale = [slot for slot, used in enumerate(self.used) if self.tick - used > _IDLE_BATCHES]
         if not fits or 2 * len(stale) > len(self.keys):
-            self._start(wanted)
+            self._start(wanted, still)
             stale = []
         free = [slot for slot in stale if self.keys[slot] not in wanted]
         for key, resident in wanted.items():
@@ -169,19 +205,24 @@ class _Stack:
             self.used[slot] = self.tick
         return slots
 
-    def _start(self, wanted: dict[str, _Resident]) -> None:
-        self.keys, self.used, self.a, self.b = [], [], {}, {}
-        self.rank = max(resident.rank for resident in wanted.values())
-        self.sites = set().union(*(resident.a for resident in wanted.values()))
+    def _start(self, wanted: dict[str, _Resident], still: bool) -> None:
+        """Over again, with the same tensors where they are of the shape that is wanted."""
+        rank = max(resident.rank for resident in wanted.values())
+        sites = set().union(*(resident.a for resident in wanted.values()))
+        if still:
+            rank, sites = max(rank, self.rank), sites | self.sites
+        self.keys, self.used = [], []
+        if (rank, sites) != (self.rank, self.sites):
+            self.rank, self.sites, self.a, self.b, self.places = rank, sites, {}, {}, 0
 
     def _put(self, slot: int, key: str, resident: _Resident) -> None:
         layers = self.config.layers
+        if slot + 1 >= self.places:
+            self._widen()
         for site in self.sites:
             parts = SITES[site]
             inputs = self.config.site_shape(parts[0])[0]
             outputs = sum(self.config.site_shape(part)[1] for part in parts)
-            if site not in self.a or slot >= self.a[site].shape[1]:
-                self._widen(site, (len(parts) * self.rank, inputs), (outputs, len(parts) * self.rank))
             a = self.a[site][:, slot].view(layers, len(parts), self.rank, inputs)
             b = self.b[site][:, slot].view(layers, outputs, len(parts), self.rank)
             a.zero_()
@@ -195,15 +236,23 @@ class _Stack:
         else:
             self.keys[slot] = key
 
-    def _widen(self, site: str, a_shape: tuple[int, int], b_shape: tuple[int, int]) -> None:
+    def _widen(self) -> None:
         """Room for twice the slots."""
         old = len(self.keys)
-        size = max(4, 2 * old)
-        for kept, shape in ((self.a, a_shape), (self.b, b_shape)):
-            wide = torch.zeros(self.config.layers, size, *shape, dtype=self.dtype, device=self.device)
-            if site in kept:
-                wide[:, :old] = kept[site][:, :old]
-            kept[site] = wide
+        self.places = max(_FIRST_PLACES, 2 * old)
+        self.state += 1
+        for site in self.sites:
+            parts = SITES[site]
+            ranks = len(parts) * self.rank
+            outputs = sum(self.config.site_shape(part)[1] for part in parts)
+            for kept, shape in (
+                (self.a, (ranks, self.config.site_shape(parts[0])[0])),
+                (self.b, (outputs, ranks)),
+            ):
+                wide = torch.zeros(self.config.layers, self.places, *shape, dtype=self.dtype, device=self.device)
+                if site in kept:
+                    wide[:, :old] = kept[site][:, :old]
+                kept[site] = wide
 
 
 class BatchLora:

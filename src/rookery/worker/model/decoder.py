@@ -83,7 +83,7 @@ def _layer(cfg: DecoderConfig, weights: Mapping[str, Tensor], at: str, pack: boo
     )
 
 
-def best_dtype(device: str = "cpu") -> torch.dtype:
+def best_dtype(device: torch.device | str = "cpu") -> torch.dtype:
     """bfloat16 where the device multiplies it natively, else float32 (emulated bfloat16 is slower than float32)."""
     if torch.device(device).type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
@@ -106,17 +106,24 @@ class Decoder:
         self.device = self.embedding.device
         self.layers = [_layer(config, weights, f"layers.{i}.", pack) for i in range(config.layers)]
         self._frequencies = torch.tensor(config.inverse_frequencies, dtype=torch.float32)
-        self._cos, self._sin = self._rotations(min(_FIRST_TABLE, config.context))
+        # A GPU's recorded steps know the table by its address, and asking for the last position would wait for it.
+        first = config.context if self.device.type == "cuda" else min(_FIRST_TABLE, config.context)
+        self._cos, self._sin = self._rotations(first)
 
     @classmethod
     def load(
-        cls, folder: Path, dtype: torch.dtype | None = None, device: str = "cpu", *, pack: bool = False
+        cls,
+        folder: Path,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        pack: bool = False,
     ) -> Decoder:
         """From a prepared model folder. On CPU, in the file's own dtype, the weights stay mapped and are shared between
         processes; packed copies of them are not."""
         config = DecoderConfig.from_hf(json.loads((folder / "config.json").read_text()))
         dtype = dtype or best_dtype(device)
-        with safe_open(folder / WEIGHTS, framework="pt", device=device) as file:
+        with safe_open(folder / WEIGHTS, framework="pt", device=str(device)) as file:
             weights = {name: file.get_tensor(name).to(dtype) for name in file.keys()}  # noqa: SIM118 (no mapping)
         return cls(config, weights, pack=pack)
 
@@ -173,12 +180,13 @@ class Decoder:
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine [tokens, 1, head_dim]; the sine's first half is negated, so that rotating is
         x·cos + roll(x)·sin (RoFormer, arXiv:2104.09864, in the half-split layout of the published checkpoints)."""
-        needed = int(positions.max()) + 1
-        if needed > len(self._cos):
+        if len(self._cos) < self.config.context:
+            needed = int(positions.max()) + 1
             size = len(self._cos)
             while size < needed:
                 size *= 2
-            self._cos, self._sin = self._rotations(size)
+            if size > len(self._cos):
+                self._cos, self._sin = self._rotations(size)
         return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
     def _rotations(self, size: int) -> tuple[Tensor, Tensor]:

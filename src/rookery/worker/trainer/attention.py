@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.trainer.packing import Block
+from rookery.worker.trainer.packing import Block, Stream
 
 
 @dataclass(frozen=True)
@@ -247,10 +247,10 @@ def _product(out: Tensor, left: Tensor, right: Tensor) -> None:
 class PackedAttention:
     """The ``Attend`` of a packed stream."""
 
-    def __init__(self, decoder: Decoder, blocks: Sequence[Block], chunks: Chunks) -> None:
+    def __init__(self, decoder: Decoder, stream: Stream, chunks: Chunks) -> None:
         config = decoder.config
         self._windows = config.windows
-        self._plans = _Plans(blocks, config.kv_heads, config.group, decoder.dtype, chunks)
+        self._plans = _Plans(stream.blocks(), config.kv_heads, config.group, decoder.dtype, chunks)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See ``Attend``. Rows that no block covers do not exist: every token attends at least to itself."""

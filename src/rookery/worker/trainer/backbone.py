@@ -2,7 +2,7 @@
 
 A short stream keeps its layers' activations (about 0.5 MB per token on the 135M model). A long one keeps each layer's
 input only (35 kB per token there) and computes every layer once more, one at a time, on the way back: about a third
-more work.
+more work. Which is short is a question of memory (``kept_tokens``).
 """
 
 from __future__ import annotations
@@ -13,8 +13,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rookery.worker.device import free_bytes
+from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Attend, Decoder, Lora
 from rookery.worker.trainer.packing import Stream
+
+RECOMPUTE_TOKENS = 2048
+"""On a CPU, streams longer than this recompute their layers in the backward pass: a 4,000-token group then needs some
+hundred MB instead of 2 GB on the 135M model, and slices of the usual size keep their speed."""
+
+KEPT_SHARE = 0.5
+"""Of a GPU's memory that is free when the trainer begins, what layers' activations may take; the other half is for
+training states, logits and what a layer needs while it computes."""
+
+
+def kept_tokens(decoder: Decoder) -> int:
+    """The longest stream whose activations are kept."""
+    if decoder.device.type != "cuda":
+        return RECOMPUTE_TOKENS
+    per_token = decoder.dtype.itemsize * kept_numbers(decoder.config)
+    return int(KEPT_SHARE * free_bytes(decoder.device)) // per_token
+
+
+def kept_numbers(config: DecoderConfig) -> int:
+    """Numbers per token that a backward pass keeps: per layer its input, both norms' outputs and the middle of the
+    residual stream; queries and keys before and after they are normalised and rotated, values, attention's output; gate
+    and up and their product."""
+    attention = config.head_dim * (3 * config.heads + 3 * config.kv_heads)
+    return config.layers * (4 * config.hidden + attention + 3 * config.inner)
 
 
 @dataclass

@@ -75,7 +75,8 @@ class PackedLora:
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self._segments = segments
-        self._anchor = torch.zeros((), requires_grad=True)
+        device = segments[0].policy.masters.device if segments else None
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     def __call__(self, layer: int, site: str, x: Tensor, y: Tensor) -> Tensor:
         """See ``Lora``; ``y`` is changed in place. Rows of policies without this projection stay the base's."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,13 +18,15 @@ from torch import Tensor
 
 from rookery import wire
 from rookery.algorithms.losses import LOSSES, kl_penalty
-from rookery.worker.model.decoder import Decoder
-from rookery.worker.trainer.attention import Chunks, PackedAttention
+from rookery.worker.model.decoder import Attend, Decoder
 from rookery.worker.trainer.backbone import forward, infer
 from rookery.worker.trainer.head import score
 from rookery.worker.trainer.lora import PackedLora, Segment
 from rookery.worker.trainer.packing import PackedUnit, Stream, pack
 from rookery.worker.trainer.policy import PolicyState
+
+Attention = Callable[[Decoder, Stream], Attend]
+"""Makes the attention over a packed stream."""
 
 
 class Work:
@@ -72,11 +74,11 @@ class Item:
     units: list[PackedUnit]
 
 
-def run(decoder: Decoder, items: Sequence[Item], chunks: Chunks, recompute_tokens: int) -> int:
+def run(decoder: Decoder, items: Sequence[Item], attention: Attention, recompute_tokens: int) -> int:
     """Runs ``items`` in one pass (all forward-only or none) and books the results; returns the stream's tokens."""
     began = time.perf_counter()
     stream = pack([unit for item in items for unit in item.units], decoder.device)
-    attend = PackedAttention(decoder, stream.blocks, chunks)
+    attend = attention(decoder, stream)
     spans, loss_spans = _spans(items, stream.spans), _spans(items, stream.loss_spans)
     lora = PackedLora([Segment(s.start, s.stop, i.policy) for i, s in zip(items, spans, strict=True)])
     temperatures = torch.empty(len(stream.rows), device=decoder.device)
@@ -92,7 +94,7 @@ def run(decoder: Decoder, items: Sequence[Item], chunks: Chunks, recompute_token
         passed = forward(decoder, stream, attend, lora, recompute=len(stream.tokens) > recompute_tokens)
         scores = score(decoder, passed.hidden[stream.rows], stream.targets, temperatures, derivatives=True)
         assert scores.slopes is not None and scores.entropy is not None
-        base = _base_logprobs(decoder, items, loss_spans, stream, temperatures, chunks)
+        base = _base_logprobs(decoder, items, loss_spans, stream, temperatures, attention)
         d_logp = torch.zeros_like(scores.logp)
         for item, span in zip(items, loss_spans, strict=True):
             d_logp[span] = _loss(item, stream, span, scores.logp[span], base[span])
@@ -172,7 +174,7 @@ def _base_logprobs(
     spans: Sequence[slice],
     stream: Stream,
     temperatures: Tensor,
-    chunks: Chunks,
+    attention: Attention,
 ) -> Tensor:
     """Log-probabilities under the base model where an operation's KL penalty needs them, zeros elsewhere: the decoder
     with every adapter switched off."""
@@ -180,7 +182,7 @@ def _base_logprobs(
     needed = [(item, span) for item, span in zip(items, spans, strict=True) if item.work.op.kl_weight]
     if needed:
         part = pack([unit for item, _ in needed for unit in item.units], decoder.device)
-        hidden = infer(decoder, part, PackedAttention(decoder, part.blocks, chunks), None)[part.rows]
+        hidden = infer(decoder, part, attention(decoder, part), None)[part.rows]
         rows = torch.cat([torch.arange(span.start, span.stop, device=decoder.device) for _, span in needed])
         base[rows] = score(decoder, hidden, part.targets, temperatures[rows], derivatives=False).logp.to(base.dtype)
     return base

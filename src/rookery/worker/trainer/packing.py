@@ -108,11 +108,11 @@ class Block:
 class Stream:
     """Units in one stream. ``spans[i]`` and ``loss_spans[i]`` are (start, stop) of unit i's rows and loss tokens.
     ``rows`` [loss tokens] names the row whose output predicts each of ``targets``; ``members`` numbers trajectories
-    within their unit."""
+    within their unit. ``blocks`` and ``sequences`` are two ways to say who attends to whom."""
 
     tokens: Tensor
     positions: Tensor
-    blocks: list[Block]
+    bundles: list[Bundle]
     spans: list[tuple[int, int]]
     loss_spans: list[tuple[int, int]]
     rows: Tensor
@@ -122,9 +122,29 @@ class Stream:
     weights: Tensor
     members: Tensor
 
+    def blocks(self) -> list[Block]:
+        """Bundles of like shape side by side, padded."""
+        return _blocks(self.bundles, self.tokens.device)
+
+    def sequences(self) -> list[Part]:
+        """Every row in one part, in order of the rows; nothing is padded."""
+        parts = [Part(b.start, b.prefix, start, length) for b in self.bundles for start, length in b.tails]
+        return sorted(parts, key=lambda part: part.start)
+
 
 @dataclass(frozen=True)
-class _Bundle:
+class Part:
+    """Rows ``start`` … ``start + length - 1`` attend, causally, to ``prefix`` rows from ``shared`` on and to
+    themselves."""
+
+    shared: int
+    prefix: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Bundle:
     """Tails (start row, length) that share a prefix (start row, length)."""
 
     start: int
@@ -154,10 +174,10 @@ def pack(units: Sequence[PackedUnit], device: torch.device | str = "cpu") -> Str
             tokens += tail
             positions += range(prompt, prompt + len(tail))
         if len(unit.tails) == 1:
-            bundles.append(_Bundle(start, 0, [(start, len(tokens) - start)]))
+            bundles.append(Bundle(start, 0, [(start, len(tokens) - start)]))
         else:
-            bundles.append(_Bundle(start, 0, [(start, prompt)]))
-            bundles += [_Bundle(start, prompt, part) for part in _alike(tails)]
+            bundles.append(Bundle(start, 0, [(start, prompt)]))
+            bundles += [Bundle(start, prompt, part) for part in _alike(tails)]
         loss_spans.append((len(rows), len(rows) + len(unit.sources)))
         rows += [start + source for source in unit.sources]
         members += unit.members
@@ -169,7 +189,7 @@ def pack(units: Sequence[PackedUnit], device: torch.device | str = "cpu") -> Str
     return Stream(
         tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
-        blocks=_blocks(bundles, device),
+        bundles=bundles,
         spans=spans,
         loss_spans=loss_spans,
         rows=torch.tensor(rows, dtype=torch.int64, device=device),
@@ -193,10 +213,10 @@ def _alike(tails: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     return parts
 
 
-def _blocks(bundles: list[_Bundle], device: torch.device | str) -> list[Block]:
+def _blocks(bundles: list[Bundle], device: torch.device | str) -> list[Block]:
     """Bundles of like shape side by side. Blocks without a prefix come first: they are the ones in which every prompt
     attends to itself."""
-    groups: list[list[_Bundle]] = []
+    groups: list[list[Bundle]] = []
     for bundle in sorted(bundles, key=lambda b: (b.prefix > 0, -len(b.tails), -b.longest - b.prefix, -b.prefix)):
         if groups and _fits(groups[-1], bundle):
             groups[-1].append(bundle)
@@ -205,7 +225,7 @@ def _blocks(bundles: list[_Bundle], device: torch.device | str) -> list[Block]:
     return [_block(group, device) for group in groups]
 
 
-def _fits(group: list[_Bundle], bundle: _Bundle) -> bool:
+def _fits(group: list[Bundle], bundle: Bundle) -> bool:
     """Whether padding ``group`` and ``bundle`` to one shape stays within bounds; a prefix may stand in a block once."""
     first = group[0]
     if (bundle.prefix > 0) != (first.prefix > 0) or len(bundle.tails) != len(first.tails):
@@ -218,7 +238,7 @@ def _fits(group: list[_Bundle], bundle: _Bundle) -> bool:
     return len(together) * (prefix + tail) * tail <= PADDING_SHARE * real
 
 
-def _block(group: list[_Bundle], device: torch.device | str) -> Block:
+def _block(group: list[Bundle], device: torch.device | str) -> Block:
     prefix, tail = max(b.prefix for b in group), max(b.longest for b in group)
     starts = torch.tensor([b.start for b in group]).view(-1, 1, 1)
     prefixes = torch.tensor([b.prefix for b in group])

@@ -130,11 +130,11 @@ class PolicyState:
         return state
 
     def export(self, base_model: str = "") -> Export:
-        """A copy of masters and moments as they are now."""
+        """A copy of masters and moments as they are now, in main memory: each vector comes in one piece."""
         weights: dict[tuple[int, str], list[Tensor]] = {}
-        for key, view in self._named(self.masters):
+        for key, view in self._named(self.masters.to("cpu", copy=True)):
             layer, part, _ = key.split(".")
-            weights.setdefault((int(layer), part), []).append(view.cpu().clone())
+            weights.setdefault((int(layer), part), []).append(view)
         adapter = Adapter(
             rank=self.rank,
             alpha=self.alpha,
@@ -142,10 +142,10 @@ class PolicyState:
             rslora=self.rslora,
         )
         moments = {
-            f"{key}.{name}": view.cpu().clone()
+            f"{key}.{name}": view
             for name in _MOMENTS
-            for key, view in self._named(getattr(self, name))
             if self.step
+            for key, view in self._named(getattr(self, name).to("cpu", copy=True))
         }
         return Export(adapter, moments, self.step, base_model)
 

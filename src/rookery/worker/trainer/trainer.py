@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -32,17 +33,14 @@ from rookery.worker.model.adapter import init_adapter, read_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.trainer.aside import Aside
-from rookery.worker.trainer.attention import Chunks
-from rookery.worker.trainer.microbatch import Item, Work, run
+from rookery.worker.trainer.attention import Chunks, PackedAttention
+from rookery.worker.trainer.backbone import kept_tokens
+from rookery.worker.trainer.fused import FusedAttention
+from rookery.worker.trainer.microbatch import Attention, Item, Work, run
 from rookery.worker.trainer.packing import PackedUnit
 from rookery.worker.trainer.policy import Export, PolicyState
 
 log = logging.getLogger("rookery.worker.trainer")
-
-RECOMPUTE_TOKENS = 2048
-"""Streams longer than this recompute their layers in the backward pass: a 4,000-token group then needs some hundred MB
-instead of 2 GB on the 135M model, and slices of the usual size keep their speed."""
-
 
 @dataclass(frozen=True)
 class Finished:
@@ -78,18 +76,18 @@ class Trainer:
         *,
         max_rank: int,
         slice_tokens: int,
-        recompute_tokens: int = RECOMPUTE_TOKENS,
-        chunks: Chunks | None = None,
+        recompute_tokens: int | None = None,
+        attention: Attention | None = None,
         base_model: str = "",
         aside_bytes: int = 0,
     ) -> None:
-        """``base_model`` is the name that exported adapters give as theirs; ``aside_bytes`` of states that rest stay in
-        main memory."""
+        """Without them, ``recompute_tokens`` and ``attention`` are those of the decoder's device. ``base_model`` is the
+        name that exported adapters give as theirs; ``aside_bytes`` of states that rest stay in main memory."""
         self._decoder = decoder
         self._max_rank = max_rank
         self._slice_tokens = slice_tokens
-        self._recompute_tokens = recompute_tokens
-        self._chunks = chunks or Chunks()
+        self._recompute_tokens = kept_tokens(decoder) if recompute_tokens is None else recompute_tokens
+        self._attention = attention or attention_for(decoder)
         self._base_model = base_model
         self._held: dict[str, _Held] = {}
         self.aside = Aside(aside_bytes)
@@ -233,7 +231,7 @@ class Trainer:
                     taking.remove(work)
         items = [Item(work, self._held[work.op.policy].state, units) for work in ready if (units := chosen[work])]
         if items:
-            self.trained += run(self._decoder, items, self._chunks, self._recompute_tokens)
+            self.trained += run(self._decoder, items, self._attention, self._recompute_tokens)
         for work in ready:
             if not work.left:
                 self._remove(work.op.policy, work)
@@ -315,6 +313,11 @@ class Trainer:
                     del policies[policy]
                 if not policies:
                     del self._queues[tenant]
+
+
+def attention_for(decoder: Decoder) -> Attention:
+    """What computes attention over packed streams on the decoder's device."""
+    return FusedAttention if decoder.device.type == "cuda" else partial(PackedAttention, chunks=Chunks())
 
 
 def _check_loss(loss: wire.Loss) -> None:

@@ -1,0 +1,151 @@
+"""Attention over sequences of unlike length by PyTorch's own fused kernels, and the same by plain products.
+
+Promises:
+
+* Sequences do not meet: what is wrong in one (a NaN) reaches no other, nor does what lies between their keys.
+* The fused and the plain way compute the same function; the fused one runs where its kernels exist (CUDA, bfloat16 or
+  float16), the plain one everywhere else, which is where it is tested.
+* ``spans`` has shapes that depend on its arguments' shapes and on ``most`` alone and never asks the device anything, so
+  that a CUDA graph can hold it.
+
+Fused: FlashAttention-2 (arXiv:2307.08691) behind ``torch.nn.attention.varlen``.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""Fewer key/value heads than query heads: later releases want to be told, earlier ones take it."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Where sequences begin, and the last one ends, in the stream of queries and in that of keys: ``of_queries`` and
+    ``of_keys`` [sequences + 1] int32 on the device, and the same numbers on the host."""
+
+    of_queries: Tensor
+    of_keys: Tensor
+    host_queries: list[int]
+    host_keys: list[int]
+
+    @classmethod
+    def of(cls, queries: list[int], keys: list[int], device: torch.device | str) -> Sequences:
+        """From the numbers of queries and of keys of each sequence."""
+        starts = [list(accumulate(counts, initial=0)) for counts in (queries, keys)]
+        both = torch.tensor(starts, dtype=torch.int32, device=device)
+        return cls(both[0], both[1], *starts)
+
+    @property
+    def most_queries(self) -> int:
+        return _longest(self.host_queries)
+
+    @property
+    def most_keys(self) -> int:
+        return _longest(self.host_keys)
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int) -> Tensor:
+    """Causal attention of each sequence's queries over its keys, the last query at the last key. A query sees
+    ``window`` keys up to its own (0: all). q [queries, heads, head_dim], k and v [keys, kv_heads, head_dim] → like q.
+    Differentiable."""
+    if fuses(q):
+        fused: Tensor = varlen_attn(  # type: ignore[assignment]  # a pair only where more is asked for
+            q,
+            k,
+            v,
+            sequences.of_queries,
+            sequences.of_keys,
+            sequences.most_queries,
+            sequences.most_keys,
+            window_size=(window - 1 if window else -1, 0),
+            **_GROUPED,
+        )
+        return fused
+    outs = []
+    at_q, at_k = sequences.host_queries, sequences.host_keys
+    for i in range(len(at_q) - 1):
+        rows, seen = at_q[i + 1] - at_q[i], at_k[i + 1] - at_k[i]
+        queries = q[at_q[i] : at_q[i + 1]].transpose(0, 1).unsqueeze(0)
+        keys, values = (x[at_k[i] : at_k[i + 1]].transpose(0, 1).unsqueeze(0) for x in (k, v))
+        ahead = torch.arange(seen, device=q.device) - torch.arange(seen - rows, seen, device=q.device)[:, None]
+        mask = (ahead <= 0) & (ahead > -window) if window else ahead <= 0
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """One range of keys per row: ``lengths`` [rows] from ``starts`` [rows] on, int64. None is longer than ``most``; one
+    of length 0 is empty."""
+
+    starts: Tensor
+    lengths: Tensor
+    most: int
+
+
+def spans(q: Tensor, k: Tensor, v: Tensor, seen: Spans) -> tuple[Tensor, Tensor]:
+    """Attention of one query per row over that row's own range of keys. q [rows, heads, head_dim], k and v [tokens,
+    kv_heads, head_dim] → (like q, the logarithms of the sums of exponentials [rows, heads] float32). Of an empty range
+    these are 0 and −inf. Not differentiable."""
+    rows, heads, size = q.shape
+    kv_heads = k.shape[1]
+    group = heads // kv_heads
+    if fuses(q):
+        # The query heads of one key/value head go as that many queries: each key is read once for all of them.
+        grouped = q.view(rows, kv_heads, group, size).transpose(1, 2).reshape(rows * group, kv_heads, size)
+        begins = torch.arange(0, rows * group + 1, group, dtype=torch.int32, device=q.device)
+        found = torch.ops.aten._flash_attention_forward(
+            grouped,
+            k,
+            v,
+            begins,
+            F.pad(seen.starts, (0, 1)).int(),  # where ranges begin, in any order; ``seqused_k`` tells how long they are
+            group,
+            seen.most,
+            0.0,
+            False,
+            False,
+            seqused_k=seen.lengths.int(),
+        )
+        assert found[1].shape == (kv_heads, rows * group), f"log-sums come as {tuple(found[1].shape)}"
+        out = found[0].view(rows, group, kv_heads, size).transpose(1, 2)
+        lse = found[1].view(kv_heads, rows, group).transpose(0, 1)
+    else:
+        inside = torch.arange(seen.most, device=q.device)
+        last = (seen.lengths - 1).clamp(min=0)[:, None]
+        at = seen.starts[:, None] + torch.minimum(inside, last)  # padding repeats the range's own last key
+        keys, values = k[at].transpose(1, 2), v[at].transpose(1, 2)
+        scores = (q.view(rows, kv_heads, group, size) @ keys.transpose(2, 3)).float() * size**-0.5
+        scores = scores.masked_fill((inside >= seen.lengths[:, None])[:, None, None], -torch.inf)
+        lse = scores.logsumexp(-1)
+        out = scores.softmax(-1).to(q.dtype) @ values
+    empty = (seen.lengths == 0)[:, None, None]
+    lse = lse.masked_fill(empty, -torch.inf).reshape(rows, heads)
+    return out.masked_fill(empty[..., None], 0.0).reshape(rows, heads, size), lse
+
+
+def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
+    """Attention over two sets of keys from the attention over each (``spans``): [rows, heads, head_dim]. At least one
+    of them is not empty."""
+    both = torch.logaddexp(first[1], second[1])
+    shares = [(lse - both).exp().unsqueeze(-1) for _, lse in (first, second)]
+    return (first[0] * shares[0] + second[0] * shares[1]).to(first[0].dtype)
+
+
+def fuses(q: Tensor) -> bool:
+    """Whether the fused kernels take it."""
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+
+
+def _longest(starts: list[int]) -> int:
+    return max((stop - start for start, stop in pairwise(starts)), default=0)
