@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo test test-sdks install lint types chaos chaos-at-scale controller-scaling bench bench-peers bench-preemption bench-tinker cookbook clean
+.PHONY: demo test test-sdks install lint types chaos chaos-at-scale controller-scaling bench bench-full bench-peers bench-preemption bench-tinker cookbook clean
 
 demo: install
 	@$(BIN)/python demo/run.py
@@ -48,6 +48,14 @@ bench: $(VENV)/.tests
 	$(BIN)/python benchmarks/training.py
 	$(BIN)/python benchmarks/grpo_step.py
 	$(BIN)/python benchmarks/service_floor.py
+	$(BIN)/python benchmarks/report.py
+
+# The curve of tenants, asynchrony, the lag study: hours on a quiet machine. What is measured is kept: stopped and made
+# again, it goes on with what is missing; each script can also measure a part (--help).
+bench-full: $(VENV)/.tests .bench/trl/.installed
+	$(BIN)/python benchmarks/curve.py
+	$(BIN)/python benchmarks/asynchrony.py
+	$(BIN)/python benchmarks/lag_study.py
 	$(BIN)/python benchmarks/report.py
 
 # Losing workers, seeding: about half an hour.

@@ -31,16 +31,26 @@ class Engine:
             self.bank.add(str(i), read_adapter(path, self.decoder.config))
         self.decode = Chat.load(folder).decode
 
-    def run(self, prompts: list[list[int]], adapters: int, tokens: int, given: int = 0) -> dict[str, Any]:
-        """``given``: so many tokens of each text are there already, as from another worker."""
-        engine = NativeEngine(self.decoder, self.bank, self.decode, max_rows=len(prompts), kv_budget_bytes=4 << 30)
+    def run(
+        self,
+        prompts: list[list[int]],
+        adapters: int,
+        tokens: int,
+        given: int = 0,
+        rows: int | None = None,
+        shared: bool = False,
+    ) -> dict[str, Any]:
+        """``given``: so many tokens of each text are there already, as from another worker. ``rows``: so many texts at
+        a time, else all. ``shared``: equal prompts are computed once, as those of a group."""
+        most = rows or len(prompts)
+        engine = NativeEngine(self.decoder, self.bank, self.decode, max_rows=most, kv_budget_bytes=4 << 30)
         for i, text in enumerate(prompts):
             name = str(i % adapters) if adapters else ""
             ref = wire.AdapterRef(policy=name, version=1, hash=name, rank=RANK, alpha=ALPHA) if adapters else None
             engine.submit(
                 wire.Generate(
-                    request=str(i), adapter=ref, prompt=text, shared=0, max_tokens=tokens, temperature=1.0, seed=i,
-                    given=text[:1] * given,
+                    request=str(i), adapter=ref, prompt=text, shared=shared * len(text), max_tokens=tokens,
+                    temperature=1.0, seed=i, given=text[:1] * given,
                     stop_tokens=[], stop=[NEVER],
                 )
             )  # fmt: skip
@@ -54,7 +64,15 @@ class Engine:
             "seconds": seconds,
             "step_seconds": engine.stats["decode_seconds"] / steps,
             "prefill_seconds": engine.stats["prefill_seconds"],
+            "bytes": self._cache_bytes(prompts[:most], tokens, shared),
         }
+
+    def _cache_bytes(self, prompts: list[list[int]], tokens: int, shared: bool) -> int:
+        """Of the attention cache with these texts at a time, each at its end; alignment not counted."""
+        config = self.decoder.config
+        each = 2 * config.layers * config.kv_heads * config.head_dim * self.decoder.dtype.itemsize
+        kept = {tuple(prompt) for prompt in prompts} if shared else prompts
+        return each * (sum(map(len, kept)) + tokens * len(prompts))
 
     def floor(self, rows: int) -> float:
         """Seconds of one decode step's linear layers alone, the output projection not counted: best of many."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import tempfile
 import time
 from pathlib import Path
@@ -20,6 +21,9 @@ from rookery.worker.model.decoder import Decoder
 from rookery.worker.trainer.head import PROJECTED_ROWS
 from rookery.worker.trainer.trainer import Trainer, initial
 
+KIBIBYTE = 1024
+"""In which Linux counts the most memory that a process ever had."""
+
 
 class Training:
     def __init__(self) -> None:
@@ -28,17 +32,34 @@ class Training:
 
     def run(self, shapes: list[list[int]]) -> dict[str, Any]:
         """``shapes[i]`` are the lengths of tenant i's sequences; loss on every token but the first of each."""
-        trainer = Trainer(self.decoder, max_rank=RANK, slice_tokens=Settings.load().slice_tokens)
-        with tempfile.TemporaryDirectory() as folder:
-            for i in range(len(shapes)):
-                self._load(trainer, i, Path(folder) / str(i))
         longest = max(max(lengths) for lengths in shapes)
         rows = iter(random_ids(sum(map(len, shapes)), longest, self.decoder.config.vocab))
         batches = [wire.Batch(units=[_unit(next(rows)[:length]) for length in lengths]) for lengths in shapes]
+        seconds = self._step(batches, wire.Loss(name="cross_entropy"), Settings.load().slice_tokens)
+        return {"tokens": sum(map(sum, shapes)), "seconds": seconds}
+
+    def groups(self, groups: int, prompt: int, members: int, reply: int, units: int) -> dict[str, Any]:
+        """One tenant's step on so many groups of replies of one length, ``units`` of them in a pass. ``bytes``: the
+        most memory that this process ever had."""
+        ids = random_ids(groups * (members + 1), max(prompt, reply), self.decoder.config.vocab)
+        made = [
+            wire.Unit(prompt=texts[0][:prompt], members=[_member(text[:reply]) for text in texts[1:]])
+            for texts in (ids[start : start + members + 1] for start in range(0, len(ids), members + 1))
+        ]
+        tokens = prompt + members * (reply - 1)
+        loss = wire.Loss(name="aipo", params={"rho": 4.0})
+        seconds = self._step([wire.Batch(units=made)], loss, units * tokens)
+        return {"seconds": seconds, "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIBIBYTE}
+
+    def _step(self, batches: list[wire.Batch], loss: wire.Loss, slice_tokens: int) -> float:
+        """Seconds of one optimizer step for each tenant's batch, packed into passes of so many tokens."""
+        trainer = Trainer(self.decoder, max_rank=RANK, slice_tokens=slice_tokens)
+        with tempfile.TemporaryDirectory() as folder:
+            for i in range(len(batches)):
+                self._load(trainer, i, Path(folder) / str(i))
         began = time.perf_counter()
         for i, batch in enumerate(batches):
             where = {"policy": str(i), "lease": 1, "parent": _ref(i), "steps": 0, "tenant": str(i)}
-            loss = wire.Loss(name="cross_entropy")
             forward = wire.ForwardBackward(op=f"f{i}", batch_ticket="", loss=loss, temperature=1.0, fresh=True, **where)
             trainer.forward_backward(forward, batch)
             trainer.optim_step(wire.OptimStep(op=f"o{i}", adam=wire.Adam(lr=1e-4, clip=1.0), **where))
@@ -48,7 +69,7 @@ class Training:
         problems = [finished.error for finished in trainer.drain() if finished.error]
         if problems:
             raise RuntimeError(problems[0])
-        return {"tokens": sum(map(sum, shapes)), "seconds": seconds}
+        return seconds
 
     def floor(self, tokens: int) -> float:
         """Seconds of the linear layers and the output projection, forward and input gradient, for ``tokens`` rows: best
@@ -92,15 +113,20 @@ def _ref(i: int) -> wire.AdapterRef:
 
 
 def _unit(tokens: list[int]) -> wire.Unit:
-    own = len(tokens) - 1
-    member = wire.Member(tokens=tokens[1:], logprobs=[0.0] * own, advantages=[1.0] * own, weights=[1.0 / own] * own)
-    return wire.Unit(prompt=tokens[:1], members=[member])
+    return wire.Unit(prompt=tokens[:1], members=[_member(tokens[1:])])
+
+
+def _member(tokens: list[int]) -> wire.Member:
+    own = len(tokens)
+    return wire.Member(tokens=tokens, logprobs=[0.0] * own, advantages=[1.0] * own, weights=[1.0 / own] * own)
 
 
 if __name__ == "__main__":
     training = Training()
 
     def run(what: str = "train", **task: Any) -> dict[str, Any]:
-        return {"seconds": training.floor(**task)} if what == "floor" else training.run(**task)
+        if what == "floor":
+            return {"seconds": training.floor(**task)}
+        return {"train": training.run, "groups": training.groups}[what](**task)
 
     serve({"torch": torch.__version__, "threads": torch.get_num_threads()}, run)

@@ -76,12 +76,14 @@ class Result:
         print(f"  {target}: {measured} ({word}) {why}", flush=True)
 
     def save(self) -> None:
-        """Write it, with the machine and the versions."""
+        """Write it, with the machine and the versions. A process that ends meanwhile leaves the file as it was."""
         self.machine = machine()
         self.versions = {**versions("torch", "rookery"), **self.versions}
         RESULTS.mkdir(exist_ok=True)
         path = RESULTS / f"{self.name}.json"
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        aside = path.with_suffix(".new")
+        aside.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        aside.replace(path)
         print(f"wrote {path.relative_to(ROOT)}")
 
 

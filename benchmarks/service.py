@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class Bench:
     client: rookery.Client
     url: str
     key: str
+    data: Path
 
     def workers(self) -> list[psutil.Process]:
         """The service's worker processes."""
@@ -39,29 +41,32 @@ class Bench:
 
 
 @contextmanager
-def service(**settings: Any) -> Iterator[Bench]:
-    """With one worker that serves, unless ``settings`` say otherwise."""
-    with tempfile.TemporaryDirectory() as folder:
+def service(data: Path | None = None, **settings: Any) -> Iterator[Bench]:
+    """With one worker that serves, unless ``settings`` say otherwise. ``data`` is a folder that stays; without it, one
+    that goes."""
+    with ExitStack() as stack:
+        folder = data or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         given = {"port": 0, "models": MODEL, "log_level": "WARNING"} | settings
-        with Embedded(Settings.load(data=Path(folder), **given)) as embedded:
-            client = rookery.Client(embedded.url, embedded.key)
-            if given.get("workers", 1):
-                _until_served(client)
-                client.sample(MODEL, "Hello", max_tokens=1)
-            yield Bench(client, embedded.url, embedded.key)
-            client.close()
+        embedded = stack.enter_context(Embedded(Settings.load(data=folder, **given)))
+        client = rookery.Client(embedded.url, embedded.key)
+        stack.callback(client.close)
+        if given.get("workers", 1):
+            until_served(client)
+            client.sample(MODEL, "Hello", max_tokens=1)
+        yield Bench(client, embedded.url, embedded.key, folder)
 
 
-def _until_served(client: rookery.Client) -> None:
+def until_served(client: rookery.Client, count: int = 1) -> None:
+    """Waits for so many workers. Raises ``TimeoutError``."""
     deadline = time.monotonic() + START_SECONDS
-    while not any(worker.state == "serving" for worker in client.workers()):
+    while sum(worker.state == "serving" for worker in client.workers()) < count:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no worker served within {START_SECONDS:g} s: {client.workers()}")
+            raise TimeoutError(f"no {count} workers served within {START_SECONDS:g} s: {client.workers()}")
         time.sleep(LOOK_SECONDS)
 
 
 class Liked(rookery.Environment):
-    """The questions and the reward that every contender gets."""
+    """The questions and the reward that every contender gets; each verdict takes the world some ``seconds``."""
 
     def __init__(self, questions: list[str], seconds: float = 0.0) -> None:
         self.questions = questions
@@ -73,7 +78,8 @@ class Liked(rookery.Environment):
     def reset(self, prompt: dict[str, str], seed: int) -> list[dict[str, str]]:
         return [{"role": "user", "content": prompt["question"]}]
 
-    def step(self, reply: Any) -> rookery.Step:
+    async def step(self, reply: Any) -> rookery.Step:
+        await asyncio.sleep(self.seconds)
         return rookery.Step(reward=reward(reply.tokens), done=True)
 
 

@@ -28,6 +28,19 @@ def questions(count: int) -> list[str]:
     ]
 
 
+def stories(count: int) -> list[str]:
+    """Different requests of like length whose replies no model of this size ends within ``REPLY_TOKENS`` tokens: every
+    reply is as long as every other, so that all steps are the same work."""
+    source = random.Random(2)
+    kinds = "brave quiet clever lazy tiny giant happy lonely golden silver curious stubborn".split()
+    heroes = "fox owl bear whale horse rabbit robot baker sailor painter gardener wizard".split()
+    places = "forest desert village castle harbour island mountain library market garden".split()
+    return [
+        f"Tell me a long story about a {source.choice(kinds)} {source.choice(heroes)} in a {source.choice(places)}."
+        for _ in range(count)
+    ]
+
+
 def reward(tokens: Sequence[int]) -> float:
     """The share of liked tokens: it differs within nearly every group, so that every group has a gradient."""
     return sum(token % LIKED == 0 for token in tokens) / max(1, len(tokens))

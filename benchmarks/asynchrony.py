@@ -1,0 +1,158 @@
+"""LlamaRL's theory of asynchrony, against this engine and trainer: costs by micro-batch, predicted and measured steps.
+
+``python benchmarks/asynchrony.py [--repeats N] [--anew]``; resumable. First the costs: seconds per sample of generation
+and of training by micro-batch, with both cores and with one, and the memory of each. From them follow the
+micro-batches of each memory budget, and the predictions (``asynchrony_theory.py``). Then jobs of a real service with
+those micro-batches: on one worker that has both cores for both phases (*shared*), and on two workers with a core each,
+of which one generates and one trains (*apart*); staleness 0 and 2; with an environment that answers at once, and with
+one that takes its time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from typing import Any
+
+from asynchrony_figures import (
+    CORES,
+    PLACES,
+    ROWS,
+    STALENESS,
+    STEPS,
+    UNITS,
+    Place,
+    choices,
+    costs_key,
+    figures,
+    job_key,
+)
+from cells import Cell, Cells
+from child import Contender
+from harness import HERE, MODEL
+from model import chat_ids
+from service import Bench, Liked, job, service, until_served
+from workload import COMPLETIONS, PROMPTS, REPLY_TOKENS, stories
+
+from rookery.settings import TOKEN_VARIABLE
+
+STOP_SECONDS = 30.0
+"""A worker told to end has ended by then."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--repeats", type=int, default=3, help="runs of every cost and of every job (default: 3)")
+    parser.add_argument("--anew", action="store_true", help="drop the cells that are there")
+    given = parser.parse_args()
+    plan = {"model": MODEL, "job": [PROMPTS, COMPLETIONS, REPLY_TOKENS, STEPS], "repeats": given.repeats}
+    cells = Cells(figures, plan, anew=given.anew)
+    prompts = chat_ids(stories(PROMPTS))
+    for cores in CORES:
+        for repeat in range(given.repeats):
+            cells.measure(costs_key(cores, repeat), lambda cores=cores: costs(prompts, cores))
+    for place in PLACES:
+        keys = [(lag, repeat) for repeat in range(given.repeats) for lag in STALENESS]
+        missing = [(lag, repeat) for lag, repeat in keys if job_key(place, lag, repeat) not in cells.cells]
+        if missing:
+            chosen = choices(cells.cells, place)
+            with workers(place, chosen.generation, chosen.training, prompts) as bench:
+                for lag, repeat in missing:
+                    run = {"rows": chosen.generation, "units": chosen.training // COMPLETIONS}
+                    cells.measure(
+                        job_key(place, lag, repeat),
+                        lambda place=place, lag=lag, repeat=repeat, run=run: run | steps(bench, place, lag, repeat),
+                    )
+    cells.tell()
+
+
+def costs(prompts: list[list[int]], cores: int) -> Cell:
+    """Seconds of a step's generation by rows, and of its training by units in a pass, with so many cores; the bytes of
+    the rows' cache, and the most memory that the trainer's process had had by then."""
+    threads = {"OMP_NUM_THREADS": str(cores)}
+    engine = Contender("engine", [sys.executable, str(HERE / "contender_engine.py")], threads)
+    texts = [prompt for prompt in prompts for _ in range(COMPLETIONS)]
+    engine.run(prompts=texts, adapters=1, tokens=REPLY_TOKENS, shared=True)
+    generation = {
+        rows: engine.run(prompts=texts, adapters=1, tokens=REPLY_TOKENS, shared=True, rows=rows) for rows in ROWS
+    }
+    engine.close()
+    trainer = Contender("trainer", [sys.executable, str(HERE / "contender_trainer.py")], threads)
+    unit = {"groups": PROMPTS, "prompt": max(map(len, prompts)), "members": COMPLETIONS, "reply": REPLY_TOKENS}
+    training = {units: trainer.run(what="groups", units=units, **unit) for units in UNITS}  # ascending: peaks grow
+    for units in UNITS:
+        training[units]["seconds"] = trainer.run(what="groups", units=units, **unit)["seconds"]  # now that all is warm
+    trainer.close()
+    return {
+        "cores": cores,
+        "generation": {str(n): {"seconds": run["seconds"], "bytes": run["bytes"]} for n, run in generation.items()},
+        "training": {str(n): {"seconds": run["seconds"], "peak": run["bytes"]} for n, run in training.items()},
+    }
+
+
+@contextmanager
+def workers(place: Place, rows: int, samples: int, prompts: list[list[int]]) -> Iterator[Bench]:
+    """A service with one worker for both phases, or with one for each on a core of its own."""
+    units = samples // COMPLETIONS
+    longest = max(map(len, prompts)) + COMPLETIONS * (REPLY_TOKENS - 1)
+    settings = {"max_rows": rows, "slice_tokens": units * longest}
+    if place.layout == "shared":
+        with service(**settings) as bench:
+            yield bench
+        return
+    with service(workers=0) as bench, ExitStack() as stack:
+        token = (bench.data / "worker.token").read_text().strip()
+        environment = {f"ROOKERY_{name.upper()}": str(value) for name, value in settings.items()}
+        environment |= {TOKEN_VARIABLE: token, "ROOKERY_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        for role in ("rollout", "train"):
+            command = [sys.executable, "-m", "rookery.cli", "worker", "--connect", bench.url, "--model", MODEL]
+            log = stack.enter_context((bench.data / f"{role}.log").open("wb"))
+            process = subprocess.Popen(
+                [*command, "--name", role, "--roles", role], env=os.environ | environment, stdout=log, stderr=log
+            )
+            stack.callback(_end, process)
+        until_served(bench.client, 2)
+        yield bench
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def steps(bench: Bench, place: Place, lag: int, repeat: int) -> Cell:
+    """A job's steady steps: those between the ``lag + 1``-th commit and the one from which on nothing more is begun."""
+    spec: dict[str, Any] = job(f"{place.key}-{lag}-{repeat}".replace("/", "-"), STEPS, staleness=lag, seed=repeat)
+    spec["checkpoints"] = {"keep_last": 1, "keep_best": False}
+    one = bench.client.train(environment=Liked(stories(PROMPTS * STEPS), place.latency), **spec)
+    ended = one.wait()
+    if ended.state != "completed":
+        raise RuntimeError(f"{ended.name} {ended.state}: {ended.reason}")
+    rows = list(one.metrics(follow=False))
+    steady = rows[lag : STEPS - lag]
+    return {
+        "place": place.key,
+        "staleness": lag,
+        "step": (steady[-1].time - steady[0].time) / (len(steady) - 1),
+        "intervals": [b.time - a.time for a, b in pairwise(rows)],
+        **{
+            stage: statistics.fmean(row[f"seconds/{stage}"] for row in steady)
+            for stage in ("queue", "generation", "environment", "waiting", "train", "commit")
+        },
+        "length_mean": statistics.fmean(row.length_mean for row in steady),
+        "staleness_mean": statistics.fmean(row.staleness_mean for row in steady),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""What the asynchrony cells say: costs, the micro-batches of each budget, predicted against measured steps. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from asynchrony_theory import Choice, Phase, apart, jointly, separately, shared, tight_budget
+from cells import Cell, table
+from harness import Result, Verdict
+from workload import COMPLETIONS, PROMPTS, REPLY_TOKENS
+
+CORES = (2, 1)
+"""A worker that has the machine, and one of two that share it."""
+ROWS = (4, 8, 16, 32, 64)
+UNITS = (1, 2, 4, 8)
+"""Groups in one pass of the trainer: it does not divide a group."""
+STALENESS = (0, 2)
+STEPS = 10
+SAMPLES = PROMPTS * COMPLETIONS
+SLOW_SECONDS = 2.0
+"""Latency of the slow environment: of the order of a step's compute, so that it is a bubble worth filling."""
+TOLERANCE = 0.1
+"""Between a predicted gain and a measured one: about what two runs of one thing differ by on such a machine."""
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True)
+class Place:
+    """Under which memory budget, on which workers, with which environment jobs were run."""
+
+    budget: Literal["free", "tight"]
+    layout: Literal["shared", "apart"]
+    latency: float = 0.0
+
+    @property
+    def key(self) -> str:
+        return f"{self.budget}/{self.layout}/{self.latency:g}"
+
+    @property
+    def words(self) -> str:
+        where = "one worker, both cores" if self.layout == "shared" else "two workers, a core each"
+        slow = f", environment of {self.latency:g} s" if self.latency else ""
+        return f"{self.budget} memory, {where}{slow}"
+
+    @property
+    def cores(self) -> int:
+        """Of each phase."""
+        return 2 if self.layout == "shared" else 1
+
+
+PLACES = (
+    Place("free", "shared"), Place("free", "shared", SLOW_SECONDS), Place("tight", "shared"),
+    Place("free", "apart"), Place("tight", "apart"),
+)  # fmt: skip
+
+
+def costs_key(cores: int, repeat: int) -> str:
+    return f"costs/{cores}/{repeat}"
+
+
+def job_key(place: Place, lag: int, repeat: int) -> str:
+    return f"job/{place.key}/{lag}/{repeat}"
+
+
+# --- costs and choices ------------------------------------------------------------------------------------------------
+
+
+def phases(cells: Mapping[str, Cell], cores: int) -> tuple[Phase, Phase] | None:
+    """Generation and training with so many cores: medians of the costs, in seconds per sample and bytes, by samples at
+    a time. A pass's bytes are the slope of the trainer's peak memory over its size, times the size: what is there
+    whatever the size is not the pass's. None before anything was measured."""
+    found = [cell for key, cell in cells.items() if key.startswith(f"costs/{cores}/")]
+    if not found:
+        return None
+
+    def median(phase: str, size: int, what: str) -> float:
+        return statistics.median(cell[phase][str(size)][what] for cell in found)
+
+    peaks = [median("training", units, "peak") for units in UNITS]
+    slope = statistics.linear_regression([units * COMPLETIONS for units in UNITS], peaks).slope
+    generation = Phase(
+        {rows: median("generation", rows, "seconds") / SAMPLES for rows in ROWS},
+        {rows: median("generation", rows, "bytes") for rows in ROWS},
+    )
+    batches = {units: units * COMPLETIONS for units in UNITS}
+    training = Phase(
+        {samples: median("training", units, "seconds") / SAMPLES for units, samples in batches.items()},
+        {samples: slope * samples for samples in batches.values()},
+    )
+    return generation, training
+
+
+def budget(cells: Mapping[str, Cell], name: str) -> float:
+    """Bytes of caches and activations per device. Raises ``ValueError`` before costs were measured."""
+    if name == "free":
+        return math.inf
+    both = phases(cells, CORES[0])
+    if both is None:
+        raise ValueError("no costs have been measured")
+    return tight_budget(*both)
+
+
+def choices(cells: Mapping[str, Cell], place: Place) -> Choice:
+    """The best micro-batches there. Raises ``ValueError`` before costs were measured."""
+    both = phases(cells, place.cores)
+    if both is None:
+        raise ValueError("no costs have been measured")
+    choose = jointly if place.layout == "shared" else separately
+    return choose(*both, budget(cells, place.budget))
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """Of jobs at one place with one staleness: seconds per step, predicted and measured (median and all runs)."""
+
+    place: Place
+    staleness: int
+    rows: int
+    samples: int
+    generation: float
+    training: float
+    bubbles: float
+    predicted: float
+    runs: list[float]
+
+    @property
+    def measured(self) -> float:
+        return statistics.median(self.runs)
+
+
+def steps(cells: Mapping[str, Cell]) -> list[Step]:
+    """Those whose costs and whose synchronous job are measured too: its commits are the bubbles."""
+    found = []
+    for place in PLACES:
+        both = phases(cells, place.cores)
+        plain = [cell for key, cell in cells.items() if key.startswith(f"job/{place.key}/0/")]
+        if both is None or not plain:
+            continue
+        bubbles = statistics.median(cell["commit"] for cell in plain) + place.latency
+        for lag in STALENESS:
+            runs = [cell for key, cell in cells.items() if key.startswith(f"job/{place.key}/{lag}/")]
+            if runs:
+                rows, samples = runs[0]["rows"], runs[0]["units"] * COMPLETIONS
+                generation = SAMPLES * both[0].seconds[rows]
+                training = SAMPLES * both[1].seconds[samples]
+                predict = shared if place.layout == "shared" else apart
+                predicted = predict(generation, training, bubbles, lag)
+                times = [run["step"] for run in runs]
+                found.append(Step(place, lag, rows, samples, generation, training, bubbles, predicted, times))
+    return found
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Of an asynchronous arrangement over a synchronous one, as the formulas have it and as it was measured."""
+
+    what: str
+    predicted: float
+    measured: float
+
+
+def gains(found: list[Step]) -> list[Gain]:
+    """Lag at each place; and a core for each phase with lag, over both cores for both by turns without."""
+    at = {(step.place, step.staleness): step for step in found}
+    pairs = [(f"{place.words}: lag 2 over lag 0", (place, 0), (place, 2)) for place in PLACES]
+    pairs += [
+        (f"{name} memory: a core for each phase, lag 2, over both cores by turns, lag 0",
+         (Place(name, "shared"), 0), (Place(name, "apart"), 2))
+        for name in ("free", "tight")
+    ]  # fmt: skip
+    return [
+        Gain(what, at[before].predicted / at[after].predicted, at[before].measured / at[after].measured)
+        for what, before, after in pairs
+        if before in at and after in at
+    ]
+
+
+def theory(cells: Mapping[str, Cell]) -> list[tuple[str, float, float]]:
+    """(budget, synchronous seconds, asynchronous seconds) of a step by LlamaRL's formulas with G = 2 devices, the
+    machine's cores. Synchronous is both phases with both cores, as they were measured together, not half of one."""
+    together, one = phases(cells, CORES[0]), phases(cells, CORES[1])
+    if together is None or one is None:
+        return []
+    found = []
+    for name in ("free", "tight"):
+        least = budget(cells, name)
+        sync, later = jointly(*together, least), separately(*one, least)
+        found.append((name, SAMPLES * sync.seconds, SAMPLES * later.seconds / CORES[0]))
+    return found
+
+
+def figures(cells: Mapping[str, Cell]) -> Result:
+    result = Result("asynchrony", "Asynchrony: theory against measured steps", "python benchmarks/asynchrony.py")
+    found = steps(cells)
+    made = gains(found)
+    result.data["tables"] = [_costs_table(cells), _steps_table(found), _gains_table(cells, made)]
+    result.data["steps"] = [
+        {"place": s.place.words, "staleness": s.staleness, "predicted": s.predicted, "measured": s.measured,
+         "generation": s.generation, "training": s.training, "bubbles": s.bubbles}
+        for s in found
+    ]  # fmt: skip
+    result.data["costs"] = [
+        {"phase": name, "cores": cores, "samples": list(phase.seconds), "seconds": list(phase.seconds.values())}
+        for cores in CORES
+        if (both := phases(cells, cores)) is not None
+        for name, phase in zip(("generation", "training"), both, strict=True)
+    ]
+    for gain in made:
+        target = f"gain as predicted, within {TOLERANCE:.0%}: {gain.what}"
+        shown = f"{gain.measured:.2f} x, predicted {gain.predicted:.2f} x"
+        result.verdicts.append(Verdict(target, shown, abs(gain.measured / gain.predicted - 1) <= TOLERANCE))
+    lengths = [cell["length_mean"] for key, cell in cells.items() if key.startswith("job/")]
+    if lengths:
+        told = f"Tokens per reply in the jobs: {min(lengths):.1f} to {max(lengths):.1f}"
+        result.notes.append(f"{told}; the costs are for {REPLY_TOKENS}.")
+    return result
+
+
+def _costs_table(cells: Mapping[str, Cell]) -> dict[str, Any]:
+    head = ["phase", "samples at a time", *(f"ms per sample, {c} core{'s' * (c > 1)}" for c in CORES), "MiB"]
+    measured = {cores: phases(cells, cores) for cores in CORES}
+    rows: list[list[Any]] = []
+    for number, name in enumerate(("generation", "training")):
+        known = {cores: both[number] for cores, both in measured.items() if both is not None}
+        for size in ROWS if name == "generation" else [units * COMPLETIONS for units in UNITS]:
+            times = [1000 * known[cores].seconds[size] if cores in known else None for cores in CORES]
+            if known:
+                rows.append([name, size, *times, next(iter(known.values())).size[size] / MEBIBYTE])
+    return table("Costs by micro-batch; memory of caches and activations", head, rows)
+
+
+def _steps_table(found: list[Step]) -> dict[str, Any]:
+    head = ["where", "lag", "rows", "samples in a pass", "generation, s", "training, s", "bubbles, s",
+            "predicted step, s", "measured step, s", "measured / predicted", "runs"]  # fmt: skip
+    rows = [
+        [s.place.words, s.staleness, s.rows, s.samples, s.generation, s.training, s.bubbles, s.predicted, s.measured,
+         s.measured / s.predicted, len(s.runs)]
+        for s in found
+    ]  # fmt: skip
+    return table("A step, predicted from the costs and measured", head, rows)
+
+
+def _gains_table(cells: Mapping[str, Cell], made: list[Gain]) -> dict[str, Any]:
+    rows: list[list[Any]] = [
+        [f"{name} memory, by LlamaRL's formulas: devices divided in any proportion", sync / later, None]
+        for name, sync, later in theory(cells)
+    ]
+    rows += [[gain.what, gain.predicted, gain.measured] for gain in made]
+    return table("Gains of asynchrony", ["gain", "predicted", "measured"], rows)

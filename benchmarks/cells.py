@@ -1,0 +1,80 @@
+"""Measures of hours, in pieces: every finished piece (a *cell*) is written at once, and a second start goes on with
+what is missing.
+
+The cells lie in the result's own file, so rows, verdicts and tables are always those of the cells that are there. Cells
+of another machine or of another plan are never mixed with new ones: the start is refused, unless it is to begin anew.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import harness
+from harness import Result, machine
+
+Cell = dict[str, Any]
+"""What one piece measured: JSON."""
+
+
+class Cells:
+    """``figures(cells)`` makes the result from whatever cells there are, also from none."""
+
+    def __init__(
+        self, figures: Callable[[Mapping[str, Cell]], Result], plan: Mapping[str, Any], *, anew: bool = False
+    ) -> None:
+        """``plan`` holds what all cells share, as JSON. Raises ``SystemExit`` where the file's cells are of another
+        machine or plan and ``anew`` is not given."""
+        self._figures = figures
+        self._plan = dict(plan)
+        self._path = harness.RESULTS / f"{figures({}).name}.json"
+        self.cells: dict[str, Cell] = {}
+        if self._path.exists() and not anew:
+            stored = json.loads(self._path.read_text())
+            for what, there, here in (
+                ("machine", stored["machine"], machine()),
+                ("plan", stored["data"]["plan"], json.loads(json.dumps(self._plan))),
+            ):
+                if there != here:
+                    told = f"{self._path.name} has cells of another {what}: {there}, not {here}"
+                    raise SystemExit(f"{told}; --anew drops them")
+            self.cells = stored["data"]["cells"]
+
+    def measure(self, key: str, run: Callable[[], Cell]) -> Cell:
+        """The cell ``key``: as it is stored, or measured now and stored."""
+        if key not in self.cells:
+            print(f"{key} …", flush=True)
+            began = time.perf_counter()
+            cell = run()
+            self.put(key, {**cell, "took": time.perf_counter() - began})
+        return self.cells[key]
+
+    def put(self, key: str, cell: Cell) -> None:
+        """Store a cell; ``took``, if it is there, is how many seconds it took."""
+        self.cells[key] = cell
+        self.result().save()
+        print(f"{key}: {cell['took']:.0f} s" if "took" in cell else key, flush=True)
+
+    def result(self) -> Result:
+        """Of the cells so far."""
+        result = self._figures(self.cells)
+        result.data |= {"plan": self._plan, "cells": self.cells}
+        return result
+
+    def tell(self) -> None:
+        """Print what the cells say."""
+        result = self.result()
+        for row in result.rows:
+            print(f"  {row.what}: {row.median:.4g} {row.unit}  {row.note}")
+        for verdict in result.verdicts:
+            word = {True: "met", False: "NOT met", None: "not measured"}[verdict.met]
+            print(f"  {verdict.target}: {verdict.measured} ({word}) {verdict.why}")
+        for note in result.notes:
+            print(f"  {note}")
+
+
+def table(title: str, head: list[str], rows: list[list[Any]]) -> dict[str, Any]:
+    """A table for :attr:`Result.data` ``["tables"]``: cells are numbers, texts, or None for what was not measured."""
+    return {"title": title, "head": head, "rows": rows}

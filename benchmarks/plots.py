@@ -1,0 +1,179 @@
+"""Pictures of the measures, from what their results hold and nothing else. Needs matplotlib (the extra ``plots``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from curve_figures import LATENCIES, PAPER_GAIN, TENANTS
+from harness import HERE
+from lag_figures import LAGS, LOSSES, collapsed, curve, final, of_arm
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FOLDER = HERE / "plots"
+WIDTH = 10.0
+"""Inches."""
+DPI = 130
+
+LATENCY_COLOURS = dict(zip(LATENCIES, ("#1f6fb4", "#3a9e5b", "#c46a1b", "#7e57c2"), strict=True))
+LOSS_COLOURS = dict(zip(LOSSES, ("#555555", "#1f6fb4", "#3a9e5b", "#c46a1b"), strict=True))
+GREY = "#999999"
+
+
+def draw(results: Mapping[str, dict[str, Any]], folder: Path = FOLDER) -> dict[str, Path]:
+    """The picture of every result that has one and enough data for it: its path, by the result's name."""
+    makers: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
+        "curve": _curve, "lag_study": _lag_study, "asynchrony": _asynchrony,
+    }  # fmt: skip
+    made = {}
+    for name, make in makers.items():
+        figure = make(results[name]["data"]) if name in results else None
+        if figure is not None:
+            folder.mkdir(exist_ok=True)
+            made[name] = folder / f"{name}.png"
+            # no date and no version inside: the same figures are the same file
+            figure.savefig(made[name], dpi=DPI, metadata={"Software": None})
+    return made
+
+
+def _new(height: float, columns: int, rows: int = 1, **more: Any) -> tuple[Figure, Any]:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(rows, columns, figsize=(WIDTH, height), layout="constrained", **more)
+    pyplot.close(figure)  # it is saved, not shown
+    return figure, axes
+
+
+def _plain(*axes: Axes) -> None:
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
+        each.grid(alpha=0.3)
+        each.set_axisbelow(True)
+
+
+# --- the curve --------------------------------------------------------------------------------------------------------
+
+
+def _curve(data: dict[str, Any]) -> Figure | None:
+    """Makespan per tenant with its bound, gain over one after another, and the worker's busy share."""
+    points = data["points"]
+    if not points:
+        return None
+    figure, (times, gains, busy) = _new(4.2, 3)
+    for name, colour in LATENCY_COLOURS.items():
+        of = [point for point in points if point["latency"] == name]
+        if not of:
+            continue
+        tenants = [point["tenants"] for point in of]
+        label = f"latency {name}" + ("" if name == "mixed" else " s")
+        each, least = ([point[what] / point["tenants"] for point in of] for what in ("makespan", "bound"))
+        times.plot(tenants, each, "o-", color=colour, markersize=4, label=label)
+        times.plot(tenants, least, ":", color=colour, linewidth=1.2)
+        gains.plot(tenants, [point["gains"]["sync"] for point in of], "o-", color=colour, markersize=4, label=label)
+        later = [(point["tenants"], point["gains"]["async"]) for point in of if point["gains"]["async"] is not None]
+        gains.plot(*zip(*later, strict=True), "--", color=colour, linewidth=1) if later else None
+        busy.plot(tenants, [100 * point["busy"] for point in of], "o-", color=colour, markersize=4, label=label)
+    times.plot([], [], ":", color=GREY, label="bound")
+    gains.plot([], [], "o-", color=GREY, markersize=4, label="over staleness 0")
+    gains.plot([], [], "--", color=GREY, linewidth=1, label="over staleness 2")
+    times.set_ylabel("makespan / tenants, s")
+    times.set_ylim(bottom=0)
+    gains.set_ylabel("gain over one after another")
+    gains.axhline(PAPER_GAIN, color=GREY, linewidth=1)
+    gains.text(1, PAPER_GAIN, f"{PAPER_GAIN:.1f} x", fontsize=8, color="#555555", va="bottom")
+    gains.axhline(1, color=GREY, linewidth=1)
+    gains.set_ylim(bottom=0)
+    busy.set_ylabel("worker busy, % of the makespan")
+    busy.set_ylim(0, 105)
+    for axes in (times, gains, busy):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(TENANTS, [str(count) for count in TENANTS])
+        axes.set_xlabel("tenants")
+    times.legend(fontsize=7)
+    gains.legend(fontsize=7, handles=gains.get_lines()[-4:-2], loc="center left")
+    _plain(times, gains, busy)
+    return figure
+
+
+# --- the lag study ----------------------------------------------------------------------------------------------------
+
+
+def _lag_study(data: dict[str, Any]) -> Figure | None:
+    """Held-out reward over the steps, a panel per lag; and the last one of every run."""
+    cells = data["cells"]
+    if not any(run["evaluations"] for run in cells.values()):
+        return None
+    figure, axes = _new(3.8, len(LAGS) + 1, sharey=True)
+    for lag, panel in zip(LAGS, axes, strict=False):
+        for loss, correction in LOSSES.items():
+            whole = [run for run in of_arm(cells, loss, lag) if run["evaluations"]]
+            of = curve(whole)
+            if of:
+                steps, means, errors = zip(*of, strict=True)
+                panel.errorbar(steps, means, errors, fmt="o-", color=LOSS_COLOURS[loss], markersize=3, linewidth=1.3,
+                               capsize=2, label=correction.name)  # fmt: skip
+        panel.set_title(f"staleness {lag}", fontsize=9)
+        panel.set_xlabel("optimizer steps")
+    axes[0].set_ylabel("held-out reward (mean of the seeds, ± s.e.)", fontsize=8)
+    axes[0].legend(fontsize=7)
+    last = axes[-1]
+    for place, lag in enumerate(LAGS):
+        for number, loss in enumerate(LOSSES):
+            at = place + (number - (len(LOSSES) - 1) / 2) * 0.18
+            for run in of_arm(cells, loss, lag):
+                value = final(run)
+                if value is not None:
+                    mark = "x" if collapsed(run) else "o"
+                    last.plot(at, value, mark, color=LOSS_COLOURS[loss], markersize=4, fillstyle="none")
+    last.set_xticks(range(len(LAGS)), [str(lag) for lag in LAGS])
+    last.set_title("last, every run (x: collapsed)", fontsize=9)
+    last.set_xlabel("staleness")
+    last.set_ylim(bottom=0)
+    _plain(*axes)
+    return figure
+
+
+# --- asynchrony -------------------------------------------------------------------------------------------------------
+
+
+def _asynchrony(data: dict[str, Any]) -> Figure | None:
+    """Costs by micro-batch; predicted against measured steps."""
+    if not data["costs"]:
+        return None
+    figure, (left, right) = _new(4.6, 2, width_ratios=[1, 1.5])
+    for cost in data["costs"]:
+        colour = {"generation": "#1f6fb4", "training": "#c46a1b"}[cost["phase"]]
+        cores = f"{cost['cores']} core{'s' * (cost['cores'] > 1)}"
+        line = "o-" if cost["cores"] > 1 else "s--"
+        times = [1000 * seconds for seconds in cost["seconds"]]
+        left.plot(cost["samples"], times, line, color=colour, markersize=4, label=f"{cost['phase']}, {cores}")
+    left.set_xscale("log", base=2)
+    left.set_xticks([4, 8, 16, 32, 64], ["4", "8", "16", "32", "64"])
+    left.set_xlabel("samples at a time")
+    left.set_ylabel("ms per sample")
+    left.set_ylim(bottom=0)
+    left.legend(fontsize=7)
+    steps = data["steps"]
+    for place, step in enumerate(steps):
+        right.barh(place - 0.2, step["predicted"], 0.36, color="#bbbbbb", label="predicted" if not place else None)
+        colour = "#1f6fb4" if step["staleness"] else "#c46a1b"
+        first = [one["staleness"] for one in steps].index(step["staleness"]) == place
+        label = f"measured, lag {step['staleness']}" if first else None
+        right.barh(place + 0.2, step["measured"], 0.36, color=colour, label=label)
+        right.text(step["measured"], place + 0.2, f" {step['measured']:.2f}", va="center", fontsize=7)
+    names = [f"{step['place'].replace(', ', chr(10), 1)}, lag {step['staleness']}" for step in steps]
+    right.set_yticks(range(len(steps)), names, fontsize=7)
+    right.invert_yaxis()
+    right.set_xlabel("seconds per step")
+    right.margins(x=0.1)  # for the figures behind the bars
+    if steps:
+        right.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    _plain(left, right)
+    return figure
