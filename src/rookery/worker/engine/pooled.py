@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +44,8 @@ class PooledRunner:
         self._windows = sorted(set(decoder.config.windows))
         self._places, self._state = 0, bank.state
         self._steps: Kept[Step] = Kept()
+        self._memory = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
+        """Recorded steps share what they compute in: one runs at a time."""
 
     def arrange(self, keys: Iterable[str]) -> None:
         self._places = self._bank.seat(dict.fromkeys(keys))
@@ -74,8 +77,13 @@ class PooledRunner:
         )
         ends = self._bank.ends([s.key for s in streams], [1] * len(streams), of.rows) if of.adapters else []
         filled = plan(of, self._windows, streams, ends)
-        step = self._steps.get(of, lambda: Step(self._decoder, self._bank, self.store, of, self._product, filled))
+        step = self._steps.get(of, lambda: self._step(of, filled))
         return self._decoder.project(step(filled))
+
+    def _step(self, of: Bucket, first: np.ndarray) -> Step:
+        step = Step(self._decoder, self._bank, self.store, of, self._product)
+        step.record(first, self._memory)
+        return step
 
 
 class PrefillAttention:
@@ -143,16 +151,14 @@ def plan(of: Bucket, windows: Sequence[int], streams: Sequence[Stream], ends: Se
 class Step:
     """A decode step of one bucket on buffers of its own."""
 
-    def __init__(
-        self, decoder: Decoder, bank: LoraBank, pool: Pool, of: Bucket, product: Product, first: np.ndarray
-    ) -> None:
-        """``first`` is a plan that may be computed while the step is recorded."""
-        device, config = decoder.device, decoder.config
-        self._host = torch.empty(len(first), dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._sent = torch.empty(len(first), dtype=torch.int64, device=device)
+    def __init__(self, decoder: Decoder, bank: LoraBank, pool: Pool, of: Bucket, product: Product) -> None:
+        self._device, config = decoder.device, decoder.config
         windows = sorted(set(config.windows))
         kinds = [of.keys, of.prefix] if of.prefix else [of.keys]
-        base, *ranges, ends = self._sent.split([3 * of.rows, *[len(windows) * 2 * of.rows] * len(kinds), of.adapters])
+        sizes = [3 * of.rows, *[len(windows) * 2 * of.rows] * len(kinds), of.adapters]
+        self._host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self._sent = torch.empty(sum(sizes), dtype=torch.int64, device=self._device)
+        base, *ranges, ends = self._sent.split(sizes)
         tokens, positions, write = base.view(3, of.rows)
         seen = {
             window: [
@@ -168,8 +174,14 @@ class Step:
             lora = bank.sorted_lora(ends.int(), product) if of.adapters else None
             return decoder.forward(tokens, positions, attend, lora)
 
-        self._load(first)
-        self._run = recorded(compute, device)
+        self._run: Callable[[], Tensor] = compute
+
+    def record(self, first: np.ndarray, memory: Any) -> None:
+        """As a CUDA graph, on a device that has them. ``first`` is a plan that may be computed meanwhile, ``memory``
+        where the graph may compute."""
+        if self._device.type == "cuda":
+            self._load(first)
+            self._run = recorded(self._run, self._device, memory)
 
     def __call__(self, filled: np.ndarray) -> Tensor:
         """Hidden states [rows, hidden], good until the next call."""
@@ -197,10 +209,8 @@ class DecodeAttention:
         return merge(tail, prefix[0]) if prefix else tail[0]
 
 
-def recorded(compute: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """``compute`` as a CUDA graph that gives the same tensor each time; elsewhere ``compute`` itself."""
-    if device.type != "cuda":
-        return compute
+def recorded(compute: Callable[[], Tensor], device: torch.device, memory: Any) -> Callable[[], Tensor]:
+    """``compute`` as a CUDA graph that gives the same tensor each time."""
     aside = torch.cuda.Stream(device)
     aside.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(aside):
@@ -208,7 +218,7 @@ def recorded(compute: Callable[[], Tensor], device: torch.device) -> Callable[[]
             compute()
     torch.cuda.current_stream(device).wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads of a worker may do as they like
+    with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):  # other threads do as they like
         result = compute()
 
     def replay() -> Tensor:
