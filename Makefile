@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo test test-sdks install lint types chaos chaos-at-scale controller-scaling bench bench-full bench-peers bench-preemption bench-tinker cookbook clean
+.PHONY: demo test test-sdks install lint types chaos chaos-at-scale controller-scaling bench bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/python demo/run.py
@@ -68,6 +68,11 @@ bench-preemption: $(VENV)/.tests
 bench-tinker: $(VENV)/.tests .bench/skyrl/.installed .bench/tinker-0.24.1
 	$(BIN)/python benchmarks/tinker_latency.py
 	$(BIN)/python benchmarks/logprob_agreement.py
+	$(BIN)/python benchmarks/report.py
+
+# Where a GPU is at hand: at most ten minutes. Elsewhere it says so and measures nothing.
+bench-gpu: $(VENV)/.tests
+	$(BIN)/python benchmarks/gpu.py
 	$(BIN)/python benchmarks/report.py
 
 # The Tinker cookbook's math_rl env=arithmetic on the real model, sync and async: about ten minutes.

@@ -15,7 +15,7 @@ from plots import draw
 
 ORDER = (
     "generation", "training", "grpo_step", "curve", "asynchrony", "lag_study", "memory", "service_floor",
-    "tinker_latency", "preemption",
+    "tinker_latency", "preemption", "gpu",
 )  # fmt: skip
 """What comes first; the others follow by name, simulated ones last."""
 
@@ -23,6 +23,13 @@ HEAD = """# Results
 
 Made by `python benchmarks/report.py` from `benchmarks/results/*.json`. Every figure is the median of the stated
 repeats, with their range; ratios are within one run. Simulated figures stand apart and say so.
+"""
+
+UNMEASURED_GPU = """
+## GPU
+
+Not measured yet: no machine with a GPU was at hand. `python benchmarks/gpu.py` on one checks Rookery there against
+float32 on the CPU, measures it beside transformers and PEFT, and this section is made from what it writes.
 """
 
 
@@ -34,6 +41,8 @@ def main() -> None:
     parts = [HEAD, "## Targets\n", *markdown(["measure", "target", "measured", ""], _verdicts(found))]
     for result in found:
         parts += _section(result, plots.get(result["name"]))
+    if "gpu" not in by_name:
+        parts.append(UNMEASURED_GPU)
     (HERE / "RESULTS.md").write_text("\n".join(parts) + "\n")
     for page in pages.PAGES:
         pages.fill(ROOT / page, by_name, plots)

@@ -1,0 +1,293 @@
+"""A GPU: is it right, and how fast? Rookery on the shapes of Qwen3 0.6B, 1.7B and 8B, against the device's roofline and
+against transformers and PEFT.
+
+First small models are checked against float32 on the CPU; a check that fails is the script's exit code 1. Then
+generation (groups that share a prompt of 256 tokens, 128 new ones each) and training (16 x 1,024 tokens, loss on every
+one, rank 16 on every linear layer), with random weights made on the device in bfloat16. The roofline is the larger of
+operations over the device's peak and bytes over its bandwidth. Meant for ten minutes on one H200: what does not fit is
+left out, and named. Without a GPU nothing is measured and nothing is written."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_models import SHAPES, Roof, decode_work, probe, random_weights, roof, training_work
+from harness import Result, command, versions
+from workload import random_ids
+
+from rookery import wire
+from rookery.settings import Settings
+from rookery.worker.device import cache_bytes
+from rookery.worker.engine.native import NativeEngine
+from rookery.worker.model.adapter import PARTS, init_adapter
+from rookery.worker.model.bank import LoraBank
+from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.decoder import Decoder, best_dtype
+from rookery.worker.trainer.trainer import Trainer, initial
+
+PART_NAMES = ("check", "generation", "training", "transformers", "peft")
+RANK = 16
+ADAPTERS = 4
+ROWS = (8, 64, 256)
+PROMPTS, PROMPT, NEW_TOKENS = 8, 256, 128
+PEER_ROWS = 64
+SEQUENCES, LENGTH = 16, 1024
+REPEATS = 3
+PATIENCE_SECONDS = 20.0
+"""A measurement is not repeated any more once its runs have taken this long."""
+
+
+class Budget:
+    """What is left of the minutes that the whole run may take."""
+
+    def __init__(self, result: Result, minutes: float) -> None:
+        self._result = result
+        self._end = time.perf_counter() + 60 * minutes
+
+    def measure(self, what: str, make: Callable[[], Callable[[], tuple[int, float]]]) -> list[tuple[int, float]]:
+        """Runs of what ``make`` makes ready, after one that warms up: tokens and seconds. Empty, with a note, where it
+        does not run or there is no time left."""
+        runs: list[tuple[int, float]] = []
+        try:
+            if time.perf_counter() > self._end:
+                raise TimeoutError("no time was left for it")
+            runs = _repeated(make())
+        except Exception as error:  # a peer that is missing, or whatever does not fit, must not end the rest
+            said = " ".join(str(error).split())[:200]
+            self._result.notes.append(f"{what} did not run: {type(error).__name__}: {said}")
+            print(f"  {self._result.notes[-1]}", flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        return runs
+
+
+def _repeated(run: Callable[[], tuple[int, float]]) -> list[tuple[int, float]]:
+    """After one that warms up."""
+    run()
+    runs: list[tuple[int, float]] = []
+    began = time.perf_counter()
+    while not runs or (len(runs) < REPEATS and time.perf_counter() - began < PATIENCE_SECONDS):
+        runs.append(run())
+    return runs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--only", default=",".join(PART_NAMES), help=f"of {', '.join(PART_NAMES)} (default: all)")
+    parser.add_argument("--models", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)} (default: all)")
+    parser.add_argument("--minutes", type=float, default=9.5, help="what does not fit is left out (default: 9.5)")
+    given = parser.parse_args()
+    parts, models = given.only.split(","), given.models.split(",")
+    if not (set(parts) <= set(PART_NAMES) and set(models) <= set(SHAPES)):
+        parser.error("--only and --models take names from their lists")
+    if not torch.cuda.is_available():
+        print("GPU: not measured here, PyTorch sees no CUDA device")
+        return 0
+    device = torch.device("cuda", torch.cuda.current_device())
+    name = torch.cuda.get_device_name(device)
+    result = Result("gpu", f"GPU: {name}, random weights in bf16, rank {RANK}", command())
+    result.versions = {"GPU": name, "CUDA": str(torch.version.cuda), **versions("transformers", "peft")}
+    right = _check(result, device) if "check" in parts else True
+    best = roof(name, lambda: probe(device))
+    result.notes.append(
+        f"Roofline: {best.flops / 1e12:.0f} TFLOP/s, {best.bytes / 1e9:.0f} GB/s ({best.source})."
+        f" Generation: {PROMPTS} prompts of {PROMPT} tokens, shared by their groups, {NEW_TOKENS} new tokens."
+        f" Training: {SEQUENCES} x {LENGTH} tokens, loss on every token."
+    )
+    budget = Budget(result, given.minutes)
+    for model in models:
+        _ours(result, budget, best, model, parts, device)
+        _peers(result, budget, model, parts, device)
+    result.save()
+    return 0 if right else 1
+
+
+def _check(result: Result, device: torch.device) -> bool:
+    from gpu_check import checks
+
+    found = checks(device, best_dtype(device))
+    for check in found:
+        held = f"{check.value:.2g}, may be {check.most:g}"
+        result.judge(f"as float32 on the CPU: {check.what}", held, check.holds)
+    return all(check.holds for check in found)
+
+
+# --- Rookery --------------------------------------------------------------------------------------------------------
+
+
+def _ours(result: Result, budget: Budget, best: Roof, model: str, parts: list[str], device: torch.device) -> None:
+    if not {"generation", "training"} & set(parts):
+        return
+    config = DecoderConfig.from_hf(SHAPES[model])
+    decoder = Decoder(config, random_weights(config, device, torch.bfloat16))
+    if "generation" in parts:
+        generation = Generation(decoder)
+        for rows in ROWS:
+            for adapters in (0, ADAPTERS):
+                _generation(result, budget, best, model, generation, rows, adapters)
+        del generation
+    if "training" in parts:
+        for tenants in (1, ADAPTERS):
+            runs = budget.measure(f"{model}, training, {tenants} adapters", partial(trained, decoder, tenants))
+            if runs:
+                flops = training_work(config, SEQUENCES * LENGTH, LENGTH, RANK)
+                reached = [flops / seconds for _, seconds in runs]
+                result.add(
+                    f"{model}, training, {tenants} adapters, Rookery", [n / s for n, s in runs], "tokens/s",
+                    f"{max(reached) / 1e12:.0f} TFLOP/s, {max(reached) / best.flops:.0%} of the roofline",
+                )  # fmt: skip
+
+
+def _generation(
+    result: Result, budget: Budget, best: Roof, model: str, generation: Generation, rows: int, adapters: int
+) -> None:
+    what = f"{model}, generation, {rows} rows, {adapters} adapters"
+    runs = budget.measure(what, lambda: lambda: generation.run(rows, adapters))
+    if not runs:
+        return
+    flops, moved = decode_work(generation.decoder.config, rows, PROMPT + NEW_TOKENS / 2, RANK, adapters)
+    step = generation.step_seconds
+    result.add(f"{what}, Rookery", [n / s for n, s in runs], "tokens/s")
+    result.add(
+        f"{what}, Rookery's decode step", [1000 * step], "ms",
+        f"{flops / step / 1e12:.1f} TFLOP/s, {moved / step / 1e9:.0f} GB/s,"
+        f" {best.seconds(flops, moved) / step:.0%} of the roofline",
+    )  # fmt: skip
+
+
+class Generation:
+    """An engine that is kept, as a worker's is: its decode steps are recorded once."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+        self.step_seconds = 0.0
+        """Of a decode step in the last run, sampling and bookkeeping included."""
+        self._runs = 0
+        self._bank = LoraBank(decoder.config, decoder.dtype, decoder.device, RANK)
+        for seed in range(ADAPTERS):
+            adapter = init_adapter(decoder.config, RANK, 2.0 * RANK, list(PARTS), seed)
+            for _, b in adapter.weights.values():
+                b.normal_(0.0, 0.01)
+            self._bank.add(str(seed), adapter)
+        self._engine = NativeEngine(
+            decoder,
+            self._bank,
+            lambda tokens: "",
+            max_rows=max(ROWS),
+            kv_budget_bytes=cache_bytes(0, decoder.device),
+        )
+
+    def run(self, rows: int, adapters: int) -> tuple[int, float]:
+        """Tokens and seconds from the first prompt to the last token."""
+        self._runs += 1
+        engine, prompts = self._engine, random_ids(PROMPTS, PROMPT, self.decoder.config.vocab)
+        prompts = [[self._runs, *prompt[1:]] for prompt in prompts]  # another than the last run's, which is cached
+        before, generated = dict(engine.stats), engine.generated
+        began = time.perf_counter()
+        for i in range(rows):
+            group = i % PROMPTS
+            engine.submit(
+                wire.Generate(
+                    request=f"{self._runs}-{i}", adapter=_ref(group % adapters) if adapters else None,
+                    prompt=prompts[group], shared=PROMPT, max_tokens=NEW_TOKENS, temperature=1.0, seed=i,
+                    stop_tokens=[],
+                )
+            )  # fmt: skip
+        while engine.step():
+            engine.drain()
+        seconds = time.perf_counter() - began
+        steps = engine.stats["decode_steps"] - before.get("decode_steps", 0)
+        self.step_seconds = (engine.stats["decode_seconds"] - before.get("decode_seconds", 0)) / steps
+        return engine.generated - generated, seconds
+
+
+def trained(decoder: Decoder, tenants: int) -> Callable[[], tuple[int, float]]:
+    """A step of each of the tenants, packed, the batch shared out among them: tokens and seconds."""
+    trainer = Trainer(decoder, max_rank=RANK, slice_tokens=Settings().gpu_slice_tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(tenants):
+            where = Path(folder) / str(i)
+            where.mkdir()
+            op = wire.InitAdapter(
+                op="", policy=str(i), rank=RANK, alpha=2.0 * RANK, targets=list(PARTS), seed=i, commit=""
+            )
+            initial(decoder.config, op, None).write(where)
+            trainer.load(str(i), 1, _ref(i), where)
+    units = [_unit(row) for row in random_ids(SEQUENCES, LENGTH, decoder.config.vocab)]
+    taken = 0
+
+    def run() -> tuple[int, float]:
+        nonlocal taken
+        began = time.perf_counter()
+        for i in range(tenants):
+            where: dict[str, Any] = {
+                "policy": str(i), "lease": 1, "parent": _ref(i), "steps": taken, "tenant": str(i)
+            }  # fmt: skip
+            trainer.forward_backward(
+                wire.ForwardBackward(
+                    op="f", batch_ticket="", loss=wire.Loss(name="cross_entropy"), temperature=1.0, fresh=True, **where
+                ),
+                wire.Batch(units=units[i::tenants]),
+            )
+            trainer.optim_step(wire.OptimStep(op="o", adam=wire.Adam(lr=1e-4, clip=1.0), **where))
+        while trainer.step():
+            pass
+        torch.cuda.synchronize()
+        taken += 1
+        problems = [finished.error for finished in trainer.drain() if finished.error]
+        if problems:
+            raise RuntimeError(problems[0])
+        return SEQUENCES * LENGTH, time.perf_counter() - began
+
+    return run
+
+
+def _unit(tokens: list[int]) -> wire.Unit:
+    own = len(tokens) - 1
+    member = wire.Member(tokens=tokens[1:], logprobs=[0.0] * own, advantages=[1.0] * own, weights=[1.0 / own] * own)
+    return wire.Unit(prompt=tokens[:1], members=[member])
+
+
+def _ref(i: int) -> wire.AdapterRef:
+    return wire.AdapterRef(policy=str(i), version=0, hash=str(i), rank=RANK, alpha=2.0 * RANK)
+
+
+# --- peers ----------------------------------------------------------------------------------------------------------
+
+
+def _peers(result: Result, budget: Budget, model: str, parts: list[str], device: torch.device) -> None:
+    import gpu_peers
+
+    raw, vocabulary = SHAPES[model], SHAPES[model]["vocab_size"]
+    prompts = random_ids(PROMPTS, PROMPT, vocabulary) * (PEER_ROWS // PROMPTS)
+    ways: dict[str, Callable[[], Callable[[], tuple[int, float]]]] = {}
+    if "transformers" in parts:
+        ways |= {
+            f"generation, {PEER_ROWS} rows, 0 adapters, transformers generate": lambda: gpu_peers.generator(
+                gpu_peers.base(raw, device), prompts, NEW_TOKENS
+            ),
+            f"generation, {PEER_ROWS} rows, 0 adapters, transformers generate_batch": lambda: gpu_peers.batcher(
+                gpu_peers.base(raw, device), prompts, NEW_TOKENS
+            ),
+        }
+    if "peft" in parts:
+        ways["training, 1 adapters, PEFT"] = lambda: gpu_peers.tuner(
+            gpu_peers.base(raw, device), random_ids(SEQUENCES, LENGTH, vocabulary), RANK
+        )
+    for what, make in ways.items():
+        runs = budget.measure(f"{model}, {what}", make)
+        if runs:
+            result.add(f"{model}, {what}", [n / s for n, s in runs], "tokens/s")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
