@@ -25,7 +25,7 @@ from rookery.worker.model.decoder import SITES
 from rookery.worker.model.fused import Sequences, Spans, merge, spans, varlen
 from rookery.worker.model.grouped import Product, batched, grouped, product_for
 from rookery.worker.trainer.attention import Chunks, PackedAttention
-from rookery.worker.trainer.backbone import forward, kept_numbers
+from rookery.worker.trainer.backbone import forward, layer_numbers, lengths
 from rookery.worker.trainer.fused import FusedAttention
 from rookery.worker.trainer.lora import PackedLora, Segment
 from rookery.worker.trainer.packing import PackedUnit, pack
@@ -218,7 +218,14 @@ def test_what_a_backward_pass_keeps_is_about_what_is_counted_on(family: str) -> 
         # keeps what the fused kernels keep: queries, keys and values; their stand-in on a CPU keeps scores as well
         forward(base, stream, PackedAttention(base, stream, Chunks()), lora, recompute=False)
     per_token = sum(kept.values()) / 4 / len(stream.tokens)
-    assert 0.8 * per_token < kept_numbers(base.config) < 1.25 * per_token, per_token
+    assert 0.8 * per_token < base.config.layers * layer_numbers(base.config) < 1.25 * per_token, per_token
+
+
+def test_what_does_not_fit_is_computed_twice_and_what_does_not_fit_then_is_cut() -> None:
+    config = small("llama").config
+    few, many = lengths(config, 2, 1e6), lengths(config, 2, 1e8)
+    assert 0 < few.kept < few.most and many.kept == pytest.approx(100 * few.kept, rel=0.05)
+    assert lengths(config, 4, 1e8).kept == pytest.approx(many.kept / 2, abs=1)
 
 
 def _weights(base: object) -> list[Tensor]:

@@ -2,11 +2,12 @@
 
 A short stream keeps its layers' activations (about 0.5 MB per token on the 135M model). A long one keeps each layer's
 input only (35 kB per token there) and computes every layer once more, one at a time, on the way back: about a third
-more work. Which is short is a question of memory (``kept_tokens``).
+more work. Which is short is a question of memory (``lengths``).
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -22,25 +23,43 @@ RECOMPUTE_TOKENS = 2048
 """On a CPU, streams longer than this recompute their layers in the backward pass: a 4,000-token group then needs some
 hundred MB instead of 2 GB on the 135M model, and slices of the usual size keep their speed."""
 
-KEPT_SHARE = 0.5
-"""Of a GPU's memory that is free when the trainer begins, what layers' activations may take; the other half is for
-training states, logits and what a layer needs while it computes."""
+PASS_SHARE = 0.5
+"""Of a GPU's memory that is free when the trainer begins, what the layers of a pass may take; the other half is for
+training states and logits."""
+
+_LAYER_AT_WORK = 3
+"""How often a layer's numbers are there while it computes back: themselves, their gradients, float32 copies of some."""
 
 
-def kept_tokens(decoder: Decoder) -> int:
-    """The longest stream whose activations are kept."""
+@dataclass(frozen=True)
+class Lengths:
+    """``kept``: the longest stream whose activations are kept. ``most``: the longest that is computed at all if it can
+    be cut."""
+
+    kept: int
+    most: int
+
+
+def lengths(config: DecoderConfig, number_bytes: int, room: float) -> Lengths:
+    """What fits into ``room`` bytes when numbers have ``number_bytes``."""
+    recomputed = config.layers * config.hidden + _LAYER_AT_WORK * layer_numbers(config)
+    kept = (config.layers + _LAYER_AT_WORK) * layer_numbers(config)
+    return Lengths(*(int(room / (number_bytes * numbers)) for numbers in (kept, recomputed)))
+
+
+def lengths_for(decoder: Decoder) -> Lengths:
+    """On the decoder's device, as it is now. A CPU computes streams of any length."""
     if decoder.device.type != "cuda":
-        return RECOMPUTE_TOKENS
-    per_token = decoder.dtype.itemsize * kept_numbers(decoder.config)
-    return int(KEPT_SHARE * free_bytes(decoder.device)) // per_token
+        return Lengths(RECOMPUTE_TOKENS, sys.maxsize)
+    return lengths(decoder.config, decoder.dtype.itemsize, PASS_SHARE * free_bytes(decoder.device))
 
 
-def kept_numbers(config: DecoderConfig) -> int:
-    """Numbers per token that a backward pass keeps: per layer its input, both norms' outputs and the middle of the
+def layer_numbers(config: DecoderConfig) -> int:
+    """Numbers per token that a layer's backward pass wants: its input, both norms' outputs and the middle of the
     residual stream; queries and keys before and after they are normalised and rotated, values, attention's output; gate
     and up and their product."""
     attention = config.head_dim * (3 * config.heads + 3 * config.kv_heads)
-    return config.layers * (4 * config.hidden + attention + 3 * config.inner)
+    return 4 * config.hidden + attention + 3 * config.inner
 
 
 @dataclass

@@ -34,7 +34,7 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.trainer.aside import Aside
 from rookery.worker.trainer.attention import Chunks, PackedAttention
-from rookery.worker.trainer.backbone import kept_tokens
+from rookery.worker.trainer.backbone import lengths_for
 from rookery.worker.trainer.fused import FusedAttention
 from rookery.worker.trainer.microbatch import Attention, Item, Work, run
 from rookery.worker.trainer.packing import PackedUnit
@@ -85,8 +85,9 @@ class Trainer:
         name that exported adapters give as theirs; ``aside_bytes`` of states that rest stay in main memory."""
         self._decoder = decoder
         self._max_rank = max_rank
-        self._slice_tokens = slice_tokens
-        self._recompute_tokens = kept_tokens(decoder) if recompute_tokens is None else recompute_tokens
+        fits = lengths_for(decoder)
+        self._slice_tokens = min(slice_tokens, fits.most)
+        self._recompute_tokens = fits.kept if recompute_tokens is None else recompute_tokens
         self._attention = attention or attention_for(decoder)
         self._base_model = base_model
         self._held: dict[str, _Held] = {}
