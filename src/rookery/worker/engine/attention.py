@@ -38,13 +38,17 @@ class Stream:
 
 @dataclass
 class _Own:
-    """The streams whose own segments lie in one arena: ``streams[j]`` reads ``slots[j]``; both None when stream j is
-    slot j for all of them."""
+    """The streams whose own segments lie in one arena: those from ``begin`` to ``end``, in the order of their slots.
+    ``slots`` is None when they are all of its taken slots."""
 
     arena: Arena
-    count: int
-    streams: Tensor | None
+    begin: int
+    end: int
     slots: Tensor | None
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.begin, self.end)
 
 
 @dataclass
@@ -63,7 +67,9 @@ class _Prefix:
 class Batch:
     """``Attend`` for a list of streams, and the flat ``tokens`` and ``positions`` that go with it.
 
-    ``last[i]`` is the flat index of stream i's last token. A batch of one token is doubled (``worker/exact.py``)."""
+    ``last[i]`` is the flat index of stream i's last token. A batch of one token is doubled (``worker/exact.py``).
+    Inside, streams stand in the order in which their own segments lie in memory: cell ``cells[j]`` of the grid
+    [streams · width] is token j, and cell i of it reads token ``grid[i]`` (padding any)."""
 
     def __init__(
         self, config: DecoderConfig, streams: Sequence[Stream], dtype: torch.dtype, device: torch.device | str
@@ -78,9 +84,16 @@ class Batch:
         within = np.arange(counts.sum()) - starts[owner]
         least = least_rows((config.head_dim, LANES), (LANES, config.head_dim))
         self.width = max(int(counts.max()), -(-least // config.group))
+        arenas = list({id(s.place.arena): s.place.arena for s in streams}.values())
+        number = {id(arena): i for i, arena in enumerate(arenas)}
+        arena_of = np.array([number[id(s.place.arena)] for s in streams])
+        slot_of = np.array([s.place.slot for s in streams])
+        order = np.lexsort((slot_of, arena_of))
+        standing = np.empty_like(order)
+        standing[order] = np.arange(self.count)
         grid = np.zeros((self.count, self.width), dtype=np.int64)
-        grid[owner, within] = np.arange(len(owner))
-        cells = owner * self.width + within
+        grid[standing[owner], within] = np.arange(len(owner))
+        cells = standing[owner] * self.width + within
         tokens = np.concatenate([np.asarray(s.tokens, dtype=np.int64) for s in streams])
         start = np.array([s.start for s in streams])
         prefix = np.array([s.prefix_length for s in streams])
@@ -88,35 +101,34 @@ class Batch:
         if len(tokens) == 1:
             owner, within, cells, tokens, position = (x.repeat(2) for x in (owner, within, cells, tokens, position))
         self.dense = self.width == 1 and len(tokens) == self.count
+        self.in_order = self.dense and bool((order == np.arange(self.count)).all())
         self.tokens, self.positions = self._tensor(tokens), self._tensor(position)
         self.grid, self.cells = self._tensor(grid.reshape(-1)), self._tensor(cells)
         self.last = self._tensor(starts + counts - 1)
-        self._plan_own(streams, owner, start[owner] + within)
-        self._plan_prefixes(streams)
-        self._plan_masks(prefix, start)
+        self._plan_own(arenas, arena_of[order], slot_of[order])
+        self._plan_writes(arenas, arena_of[owner], slot_of[owner], start[owner] + within)
+        self._plan_prefixes([streams[i] for i in order])
+        self._plan_masks(prefix[order], start[order])
 
     def _tensor(self, x: np.ndarray | list[int]) -> Tensor:
         return torch.as_tensor(np.asarray(x, dtype=np.int64), device=self.device)
 
-    def _plan_own(self, streams: Sequence[Stream], owner: np.ndarray, at: np.ndarray) -> None:
+    def _plan_own(self, arenas: Sequence[Arena], arena_of: np.ndarray, slot_of: np.ndarray) -> None:
         self.own: list[_Own] = []
+        for i, arena in enumerate(arenas):
+            begin, end = (int(x) for x in np.searchsorted(arena_of, (i, i + 1)))
+            whole = end - begin == len(arena.places)  # then they are read in place
+            self.own.append(_Own(arena, begin, end, None if whole else self._tensor(slot_of[begin:end])))
+
+    def _plan_writes(self, arenas: Sequence[Arena], arena_of: np.ndarray, slot_of: np.ndarray, at: np.ndarray) -> None:
+        """All are by token."""
         self.writes: list[tuple[Arena, Tensor | None, Tensor]] = []
-        arenas = list({id(s.place.arena): s.place.arena for s in streams}.values())
-        slot_of = np.array([s.place.slot for s in streams])
-        for arena in arenas:
-            mine = np.array([i for i, s in enumerate(streams) if s.place.arena is arena])
-            slots = slot_of[mine]
-            if len(mine) == len(arena.places):  # every taken slot: read in place, in the arena's order
-                mine = mine[np.argsort(slots)]
-                plain = len(arenas) == 1 and bool((mine == np.arange(self.count)).all())
-                self.own.append(_Own(arena, len(mine), None if plain else self._tensor(mine), None))
-            else:
-                self.own.append(_Own(arena, len(mine), self._tensor(mine), self._tensor(slots)))
-            flat = np.nonzero(np.isin(owner, mine))[0]
-            heads = np.arange(self.config.kv_heads)
-            row = (slot_of[owner[flat]][:, None] * self.config.kv_heads + heads) * arena.capacity + at[flat][:, None]
-            everything = len(flat) == len(owner)
-            self.writes.append((arena, None if everything else self._tensor(flat), self._tensor(row.reshape(-1))))
+        heads = np.arange(self.config.kv_heads)
+        for i, arena in enumerate(arenas):
+            flat = np.nonzero(arena_of == i)[0]
+            row = (slot_of[flat][:, None] * self.config.kv_heads + heads) * arena.capacity + at[flat][:, None]
+            chosen = None if len(arenas) == 1 else self._tensor(flat)
+            self.writes.append((arena, chosen, self._tensor(row.reshape(-1))))
 
     def _plan_prefixes(self, streams: Sequence[Stream]) -> None:
         self.prefixes: list[_Prefix] = []
@@ -139,9 +151,11 @@ class Batch:
             )
 
     def _plan_masks(self, prefix: np.ndarray, start: np.ndarray) -> None:
-        """Additive masks [streams, 1, width · group, keys], one per sliding window in use, and the score buffer."""
+        """Additive masks, one per sliding window in use: [streams · kv_heads, width · group, keys] where one product
+        answers all scores, else [streams, 1, width · group, keys] and the score buffer."""
         self.before = max((p.arena.capacity for p in self.prefixes), default=0)
         after = max(o.arena.capacity for o in self.own)
+        self.alone = len(self.own) == 1 and not self.prefixes
         # query and key positions, counted from the sequence's first token
         query = self._tensor(prefix + start)[:, None] + torch.arange(self.width, device=self.device)
         key = torch.arange(after, device=self.device) + self._tensor(prefix)[:, None]
@@ -156,16 +170,14 @@ class Batch:
             mask = torch.zeros(gap.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
             if self.config.group > 1:
                 mask = mask.repeat_interleave(self.config.group, 1)
-            self.masks[window] = mask.unsqueeze(1)
-        # Gaps between a segment's capacity and the widest are never written: zero here, so that no NaN meets the mask.
-        self.scores = torch.zeros(
-            self.count,
-            self.config.kv_heads,
-            self.width * self.config.group,
-            self.before + after,
-            dtype=self.dtype,
-            device=self.device,
-        )
+            if self.alone:
+                self.masks[window] = mask.repeat_interleave(self.config.kv_heads, 0)
+            else:
+                self.masks[window] = mask.unsqueeze(1)
+        if not self.alone:
+            # Gaps between a segment's capacity and the widest are never written: zero, so that no NaN meets the mask.
+            shape = (self.count, self.config.kv_heads, self.width * self.config.group, self.before + after)
+            self.scores = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See ``decoder.Attend``."""
@@ -173,48 +185,43 @@ class Batch:
         self._write(layer, k, v)
         q = q * (1.0 / math.sqrt(cfg.head_dim))
         rows, size = self.width * cfg.group, cfg.head_dim
-        if self.dense:
-            q = q.reshape(self.count, cfg.kv_heads, rows, size)
-        else:
-            q = q.index_select(0, self.grid).view(self.count, self.width, cfg.kv_heads, cfg.group, size)
-            q = q.transpose(1, 2).contiguous().view(self.count, cfg.kv_heads, rows, size)
+        if not self.in_order:
+            q = q.index_select(0, self.grid)
+        if not self.dense:
+            q = q.view(self.count, self.width, cfg.kv_heads, cfg.group, size).transpose(1, 2)
+        q = q.reshape(self.count, cfg.kv_heads, rows, size).contiguous()
+        p = torch.softmax(self._scored(layer, q), -1)
+        out = q.new_empty(q.shape)
         for own in self.own:
-            mine = q if own.streams is None else q.index_select(0, own.streams)
-            keys = _read(own, own.arena.k[layer])
-            scores = torch.bmm(mine.view(-1, rows, size), keys.flatten(0, 1).transpose(1, 2))
-            scores = scores.view(own.count, cfg.kv_heads, rows, -1)
-            region = self.scores[..., self.before : self.before + own.arena.capacity]
-            if own.streams is None:
-                region.copy_(scores)
-            else:
-                region.index_copy_(0, own.streams, scores)
-        for prefix in self.prefixes:
-            keys = prefix.arena.k[layer, : prefix.used].flatten(0, 1)
-            scores = torch.bmm(self._gather(prefix, q), keys.transpose(1, 2))
-            region = self.scores[..., : prefix.arena.capacity]
-            region.index_copy_(0, prefix.streams, self._scatter(prefix, scores))
-        p = torch.softmax(self.scores + self.masks[cfg.windows[layer]], -1)
-        out: Tensor | None = None
-        for own in self.own:
-            part = p[..., self.before : self.before + own.arena.capacity]
-            mine = part if own.streams is None else part.index_select(0, own.streams)
-            values = _read(own, own.arena.v[layer])
-            summed = torch.bmm(mine.contiguous().view(-1, rows, own.arena.capacity), values.flatten(0, 1))
-            summed = summed.view(own.count, cfg.kv_heads, rows, size)
-            if own.streams is None:
-                out = summed
-            else:
-                out = torch.empty_like(q) if out is None else out
-                out.index_copy_(0, own.streams, summed)
-        assert out is not None
+            part = p[own.rows, ..., self.before : self.before + own.arena.capacity]
+            values = _read(own, own.arena.v[layer]).flatten(0, 1)
+            torch.bmm(part.reshape(len(values), rows, -1), values, out=out[own.rows].view(len(values), rows, size))
         for prefix in self.prefixes:
             values = prefix.arena.v[layer, : prefix.used].flatten(0, 1)
             summed = torch.bmm(self._gather(prefix, p[..., : prefix.arena.capacity]), values)
             out.index_add_(0, prefix.streams, self._scatter(prefix, summed))
-        if self.dense:
-            return out.view(self.count, cfg.heads, size)
-        out = out.view(self.count, cfg.kv_heads, self.width, cfg.group, size).transpose(1, 2)
-        return out.reshape(self.count * self.width, cfg.heads, size).index_select(0, self.cells)
+        if not self.dense:
+            out = out.view(self.count, cfg.kv_heads, self.width, cfg.group, size).transpose(1, 2)
+        out = out.reshape(self.count * self.width, cfg.heads, size)
+        return out if self.in_order else out.index_select(0, self.cells)
+
+    def _scored(self, layer: int, q: Tensor) -> Tensor:
+        """Scores of q [streams, kv_heads, rows, head_dim] with what is hidden at -inf: [streams, kv_heads, rows,
+        keys]."""
+        rows, size = q.shape[2:]
+        mask = self.masks[self.config.windows[layer]]
+        for own in self.own:
+            keys = _read(own, own.arena.k[layer]).flatten(0, 1).transpose(1, 2)
+            mine = q[own.rows].view(len(keys), rows, size)
+            if self.alone:
+                return torch.baddbmm(mask, mine, keys).view(*q.shape[:3], -1)
+            scores = torch.bmm(mine, keys).view(own.end - own.begin, -1, rows, own.arena.capacity)
+            self.scores[own.rows, ..., self.before : self.before + own.arena.capacity] = scores
+        for prefix in self.prefixes:
+            keys = prefix.arena.k[layer, : prefix.used].flatten(0, 1).transpose(1, 2)
+            scores = torch.bmm(self._gather(prefix, q), keys)
+            self.scores[..., : prefix.arena.capacity].index_copy_(0, prefix.streams, self._scatter(prefix, scores))
+        return self.scores + mask
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> None:
         size = self.config.head_dim
@@ -237,5 +244,5 @@ class Batch:
 
 
 def _read(own: _Own, cache: Tensor) -> Tensor:
-    """[streams, kv_heads, capacity, head_dim] in the order of ``own.streams``."""
-    return cache[: own.count] if own.slots is None else cache.index_select(0, own.slots)
+    """[streams, kv_heads, capacity, head_dim] of the streams from ``own.begin`` on."""
+    return cache[: own.end - own.begin] if own.slots is None else cache.index_select(0, own.slots)

@@ -83,7 +83,7 @@ class Arena:
         taken = len(self.places)
         for name in ("k", "v"):
             old: Tensor = getattr(self, name)
-            new = old.new_zeros(old.shape[0], slots, *old.shape[2:])
+            new = old.new_empty(old.shape[0], slots, *old.shape[2:])  # a place is zeroed when it is taken
             new[:, :taken] = old[:, :taken]
             setattr(self, name, new)
 
@@ -141,13 +141,14 @@ class KvStore:
         """Whether segments of these lengths would fit if nothing else were there."""
         return sum(capacity(length) for length in lengths if length) * self.token_bytes <= self.budget
 
-    def seat(self, kind: Kind, length: int) -> Place | None:
-        """A place for ``length`` tokens, at the cost of parked segments if need be; None when the budget is full."""
+    def seat(self, kind: Kind, length: int, others: int = 0) -> Place | None:
+        """A place for ``length`` tokens, at the cost of parked segments if need be; None when the budget is full. So
+        many ``others`` are likely to want one soon."""
         size = capacity(length)
         arena = self.arenas[kind].get(size)
         if arena is None:
             arena = self.arenas[kind][size] = Arena(self.config, size, self.dtype, self.device)
-        if len(arena.places) == arena.slots and not self._widen(arena):
+        if len(arena.places) == arena.slots and not self._widen(arena, others):
             return None
         return arena.take()
 
@@ -155,7 +156,7 @@ class KvStore:
         """The same segment with room for ``length`` tokens; None (and nothing changed) when the budget is full."""
         if length <= place.capacity:
             return place
-        new = self.seat(kind, length)
+        new = self.seat(kind, length, len(place.arena.places))
         if new is not None:
             for source, target in ((place.arena.k, new.arena.k), (place.arena.v, new.arena.v)):
                 target[:, new.slot, :, : place.capacity] = source[:, place.slot]
@@ -189,9 +190,9 @@ class KvStore:
         place.arena.v[:, place.slot, :, :size] = parked.v
         return place, parked.about
 
-    def _widen(self, arena: Arena) -> bool:
+    def _widen(self, arena: Arena, others: int) -> bool:
         taken = len(arena.places)
-        for slots in (max(_FIRST_SLOTS, taken * 3 // 2), taken + 1):
+        for slots in (taken + max(_FIRST_SLOTS, taken // 2, others), taken + 1):
             # while it is copied the old one is there too
             if self._reclaim(slots * arena.slot_bytes, keep=arena):
                 arena.resize(slots)

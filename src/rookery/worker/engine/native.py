@@ -49,6 +49,9 @@ the slice takes about as long as a few decode steps."""
 GPU_PREFILL_TOKENS = 4096
 """The same on a GPU, where a slice must outlast the launches of its kernels."""
 
+PREFILLS_IN_A_ROW = 4
+"""Slices for which running rows may wait: about a second on the 135M model with two cores."""
+
 SCORED_ROWS = 128
 """Prompt tokens scored at once: their logits are 50 MB in float32 at 100,000 words."""
 
@@ -92,7 +95,8 @@ class NativeEngine:
         self._finished: OrderedDict[str, Request] = OrderedDict()
         self._news: dict[str, Request] = {}
         """Requests with something to hand out."""
-        self._prefilled_last = False
+        self._prefilled = 0
+        """Slices of prefill since the last decode step."""
 
     # --- what the worker calls --------------------------------------------------------------------------------------
 
@@ -173,12 +177,10 @@ class NativeEngine:
         with torch.no_grad():
             self._admission.admit()
             self._start_from_segments()
-            # Prefill and decoding take turns, so that neither a stream of long prompts nor running rows starve.
-            if not (self._prefilled_last and any(self._decoding(row) for row in self._admission.rows)):
-                self._prefilled_last = self._timed("prefill_seconds", self._prefill)
-                if self._prefilled_last:
-                    return True
-            self._prefilled_last = False
+            if not self._owes_decoding() and self._timed("prefill_seconds", self._prefill):
+                self._prefilled += 1
+                return True
+            self._prefilled = 0
             return self._timed("decode_seconds", self._decode_step)
 
     def _check(self, order: wire.Generate) -> None:
@@ -216,9 +218,21 @@ class NativeEngine:
         self.stats[what] += time.perf_counter() - began
         return did
 
+    def _owes_decoding(self) -> bool:
+        """Prefill and decoding take turns, so that neither a stream of long prompts nor running rows starve; a few
+        slices follow each other while a decode step would leave most rows out."""
+        rows = self._admission.rows
+        decoding = sum(self._decoding(row) for row in rows)
+        few = 2 * decoding < len(rows)
+        return bool(decoding) and self._prefilled >= (PREFILLS_IN_A_ROW if few else 1)
+
     def _decoding(self, row: Request) -> bool:
         """Everything but the last token is cached."""
         return bool(row.tokens) and row.filled == row.tail_length - 1 and row.ready
+
+    def _cached(self, row: Request) -> bool:
+        """Nothing of it is left to prefill."""
+        return row.ready and row.tail_length - row.filled <= (1 if row.tokens else 0)
 
     def _start_from_segments(self) -> None:
         """Samples the first token of rows whose whole prompt is a complete segment: its logits are there."""
@@ -228,10 +242,12 @@ class NativeEngine:
             self._take(ready, torch.stack([logits for logits in kept if logits is not None]))
 
     def _prefill(self) -> bool:
-        """One slice of prompt tokens, segments and tails of several requests together, oldest first."""
+        """One slice of prompt tokens, segments and tails of several requests together: the oldest, then others of its
+        adapter, since every adapter in a slice costs products of its own, then who is left."""
         work: list[tuple[Request | Segment, Stream]] = []
         widest, begun = 0, set()
-        for row in self._admission.rows:
+        rows = [row for row in self._admission.rows if not self._cached(row)]
+        for row in sorted(rows, key=lambda row: row.key != rows[0].key):
             target: Request | Segment
             tokens: Sequence[int]
             if row.segment is not None and not row.segment.complete:
@@ -240,11 +256,9 @@ class NativeEngine:
                 begun.add(id(row.segment))
                 target, tokens, begin, place = row.segment, row.segment.tokens, row.segment.filled, row.segment.place
                 prefix = None
-            elif row.tail_length - row.filled > (1 if row.tokens else 0):
+            else:
                 assert row.place is not None
                 target, tokens, begin, place, prefix = row, row.tail, row.filled, row.place, row.segment
-            else:
-                continue
             count = min(len(tokens) - begin, self._prefill_tokens)
             if work and max(widest, count) * (len(work) + 1) > self._prefill_tokens:
                 break

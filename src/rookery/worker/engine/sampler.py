@@ -53,8 +53,10 @@ class Sampled:
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> Sampled:
     """One token for each draw from ``logits`` [rows, vocab]; rows beyond the draws are padding."""
-    warmth = torch.tensor([d.temperature or 1.0 for d in draws] + [1.0] * (len(logits) - len(draws)))
-    p = torch.softmax(logits / warmth.to(logits.device).unsqueeze(1), -1)  # float32
+    warmth = [d.temperature or 1.0 for d in draws] + [1.0] * (len(logits) - len(draws))
+    if any(t != 1.0 for t in warmth):
+        logits = logits / torch.tensor(warmth, device=logits.device).unsqueeze(1)  # float32
+    p = torch.softmax(logits, -1, dtype=torch.float32)
     at, near = _near(p)
     rows, tokens = at.cpu().numpy().T
     p[at[:, 0], at[:, 1]] = 0.0

@@ -182,6 +182,21 @@ class _Stack:
         self.places = 0
         """Slots of the tensors."""
         self.state = 0
+        self._views: dict[int, dict[str, list[tuple[Tensor, Tensor]]]] = {}
+
+    def views(self, width: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        """By site and layer, (A [slots, in, parts·rank], B [slots, parts·rank, out]) of the first ``width`` slots: made
+        once, since making a view costs a good part of a small product."""
+        found = self._views.get(width)
+        if found is None:
+            found = self._views[width] = {
+                site: [
+                    (a.transpose(1, 2), b.transpose(1, 2))
+                    for a, b in zip(self.a[site][:, :width], self.b[site][:, :width], strict=True)
+                ]
+                for site in self.sites
+            }
+        return found
 
     def forget(self, key: str) -> None:
         if key in self.keys:
@@ -214,6 +229,7 @@ class _Stack:
         self.keys, self.used = [], []
         if (rank, sites) != (self.rank, self.sites):
             self.rank, self.sites, self.a, self.b, self.places = rank, sites, {}, {}, 0
+            self._views.clear()
 
     def _put(self, slot: int, key: str, resident: _Resident) -> None:
         layers = self.config.layers
@@ -241,6 +257,7 @@ class _Stack:
         old = len(self.keys)
         self.places = max(_FIRST_PLACES, 2 * old)
         self.state += 1
+        self._views.clear()
         for site in self.sites:
             parts = SITES[site]
             ranks = len(parts) * self.rank
@@ -273,6 +290,7 @@ class BatchLora:
         self.alone = [(slot, start, start + count) for count, slot, start in groups[:alone]]
         shared = groups[alone:]
         self.width = width
+        self.views = stack.views(width)
         # oneDNN's threshold depends on the site; the worst is the narrowest
         cfg, rank = stack.config, stack.rank
         self.least = least_rows((min(cfg.hidden, cfg.heads * cfg.head_dim), rank), (rank, cfg.hidden))
@@ -298,12 +316,11 @@ class BatchLora:
             self.whole = target == list(range(total))
 
     def __call__(self, layer: int, site: str, x: Tensor, y: Tensor) -> Tensor:
-        if site not in self.stack.sites:
+        if site not in self.views:
             return y
-        a, b = self.stack.a[site][layer], self.stack.b[site][layer]
+        wide_a, wide_b = self.views[site][layer]
         out = y
         if self.rows:
-            wide_a, wide_b = a[: self.width].transpose(1, 2), b[: self.width].transpose(1, 2)
             if self.even:
                 shape = (self.width, self.rows, -1)
                 out.view(shape).baddbmm_(torch.bmm(x.view(shape), wide_a), wide_b)
@@ -321,9 +338,9 @@ class BatchLora:
             if short > 0:
                 rows = torch.cat((rows, rows.new_zeros(short, rows.shape[1])))
                 wide = torch.cat((sums, sums.new_zeros(short, sums.shape[1])))
-                sums.copy_(torch.addmm(wide, rows @ a[slot].t(), b[slot].t())[: len(sums)])
+                sums.copy_(torch.addmm(wide, rows @ wide_a[slot], wide_b[slot])[: len(sums)])
             else:
-                sums.addmm_(rows @ a[slot].t(), b[slot].t())
+                sums.addmm_(rows @ wide_a[slot], wide_b[slot])
         return out
 
 
