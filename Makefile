@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo test test-sdks install lint types chaos chaos-at-scale controller-scaling bench bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo test test-sdks install lint types chaos chaos-at-scale controller-scaling bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/python demo/run.py
@@ -57,6 +57,10 @@ bench-full: $(VENV)/.tests .bench/trl/.installed
 	$(BIN)/python benchmarks/asynchrony.py
 	$(BIN)/python benchmarks/lag_study.py
 	$(BIN)/python benchmarks/report.py
+
+# Ratios that hold on any machine, with generous bounds: part of the tests.
+bench-smoke: $(VENV)/.tests
+	@$(BIN)/python -m pytest tests/test_bench_smoke.py
 
 # Losing workers, seeding: about half an hour.
 bench-preemption: $(VENV)/.tests

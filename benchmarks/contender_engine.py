@@ -30,6 +30,16 @@ class Engine:
         for i, path in enumerate(adapters(4)):
             self.bank.add(str(i), read_adapter(path, self.decoder.config))
         self.decode = Chat.load(folder).decode
+        self._engines: dict[int, NativeEngine] = {}
+
+    def _engine(self, rows: int, shared: bool) -> NativeEngine:
+        """That of the runs before, with the room that it has made by then, as a worker's: but a group's prompt shall be
+        computed, not be found in the cache of the run before."""
+        if shared or rows not in self._engines:
+            self._engines[rows] = NativeEngine(
+                self.decoder, self.bank, self.decode, max_rows=rows, kv_budget_bytes=4 << 30
+            )
+        return self._engines[rows]
 
     def run(
         self,
@@ -43,7 +53,8 @@ class Engine:
         """``given``: so many tokens of each text are there already, as from another worker. ``rows``: so many texts at
         a time, else all. ``shared``: equal prompts are computed once, as those of a group."""
         most = rows or len(prompts)
-        engine = NativeEngine(self.decoder, self.bank, self.decode, max_rows=most, kv_budget_bytes=4 << 30)
+        engine = self._engine(most, shared)
+        before, generated = dict(engine.stats), engine.generated
         for i, text in enumerate(prompts):
             name = str(i % adapters) if adapters else ""
             ref = wire.AdapterRef(policy=name, version=1, hash=name, rank=RANK, alpha=ALPHA) if adapters else None
@@ -58,12 +69,12 @@ class Engine:
         while engine.step():
             engine.drain()
         seconds = time.perf_counter() - began
-        steps = engine.stats["decode_steps"]
+        spent = {name: value - before.get(name, 0.0) for name, value in engine.stats.items()}
         return {
-            "tokens": engine.generated,
+            "tokens": engine.generated - generated,
             "seconds": seconds,
-            "step_seconds": engine.stats["decode_seconds"] / steps,
-            "prefill_seconds": engine.stats["prefill_seconds"],
+            "step_seconds": spent["decode_seconds"] / spent["decode_steps"],
+            "prefill_seconds": spent["prefill_seconds"],
             "bytes": self._cache_bytes(prompts[:most], tokens, shared),
         }
 

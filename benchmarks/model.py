@@ -81,6 +81,6 @@ def adapters(count: int) -> list[Path]:
             generator = torch.Generator().manual_seed(seed)
             for _, b in adapter.weights.values():
                 b.normal_(0.0, B_DEVIATION, generator=generator)
-            write_adapter(folder, adapter, str(published()))
+            write_adapter(folder, adapter, MODEL)
         folders.append(folder)
     return folders

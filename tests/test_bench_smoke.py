@@ -1,0 +1,84 @@
+"""Ratios that depend on the code more than on the machine, on the real model (``make bench-smoke``).
+
+Bounds are generous, and every ratio is of the best of a few turns: they notice a path that has fallen back to something
+slow, not a percentage. The percentages are in ``benchmarks/RESULTS.md``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from child import Contender
+from workload import random_ids
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+TURNS = 2
+VOCABULARY = 49152
+
+
+@pytest.fixture(scope="module", params=["engine", "trainer"])
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Contender]:
+    folder = tmp_path_factory.mktemp("bench")
+    script = BENCHMARKS / f"contender_{request.param}.py"
+    contender = Contender(request.param, [sys.executable, str(script)], {"ROOKERY_BENCH": str(folder)})
+    yield contender
+    contender.close()
+
+
+engine = pytest.mark.parametrize("made", ["engine"], indirect=True)
+trainer = pytest.mark.parametrize("made", ["trainer"], indirect=True)
+
+
+def best(*runs: Callable[[], float]) -> list[float]:
+    """The least seconds of each, in turns, after one that warms up."""
+    seconds = [[run() for run in runs] for _ in range(TURNS + 1)][1:]
+    return [min(column) for column in zip(*seconds, strict=True)]
+
+
+def seconds(contender: Contender, **task: Any) -> float:
+    return float(contender.run(**task)["seconds"])
+
+
+@engine
+def test_a_decode_step_is_mostly_its_linear_layers(made: Contender) -> None:
+    """16 texts over 4 adapters; about 2.5 times the layers alone on two quiet cores."""
+    prompts = random_ids(16, 24, VOCABULARY)
+    step, floor = best(
+        lambda: float(made.run(prompts=prompts, adapters=4, tokens=12)["step_seconds"]),
+        lambda: seconds(made, what="floor", rows=16),
+    )
+    assert step < 8 * floor
+
+
+@engine
+def test_a_groups_prompt_is_computed_once(made: Contender) -> None:
+    """8 replies to one prompt: about 6 times as fast as to 8 prompts."""
+    prompt = random_ids(1, 256, VOCABULARY) * 8
+    shared, repeated = best(
+        lambda: seconds(made, prompts=prompt, adapters=1, tokens=2, shared=True),
+        lambda: seconds(made, prompts=prompt, adapters=1, tokens=2),
+    )
+    assert repeated > 2 * shared
+
+
+@trainer
+def test_tenants_packed_train_like_one(made: Contender) -> None:
+    """Four with two sequences each beside one with eight: about as fast."""
+    packed, alone = best(
+        lambda: seconds(made, shapes=[[64, 64]] * 4),
+        lambda: seconds(made, shapes=[[64] * 8]),
+    )
+    assert packed < 1.7 * alone
+
+
+@trainer
+def test_training_is_mostly_its_linear_layers(made: Contender) -> None:
+    """Loss on every token; about twice the layers and the output projection alone."""
+    step, floor = best(
+        lambda: seconds(made, shapes=[[128] * 4]),
+        lambda: seconds(made, what="floor", tokens=512),
+    )
+    assert step < 6 * floor
