@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import MODEL, ROOT, Result, command
-from service import Liked, job, service
+from service import Bench, Liked, job, service
 from workload import PROMPTS, questions
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -47,19 +47,20 @@ T95 = {9: 2.262, 10: 2.228, 11: 2.201, 14: 2.145, 19: 2.093}
 
 
 def alone(result: Result, repeats: int) -> None:
-    """The same service, with the seeding of its controller and with its ears stopped; which is first changes."""
+    """Jobs of one service, with the seeding of its controller and with its ears stopped; which is first changes."""
     seconds: dict[bool, list[float]] = {True: [], False: []}
     shipped = Seeding.join
-    for turn in range(repeats + 1):
-        for seeding in (True, False) if turn % 2 else (False, True):
-            try:
-                if not seeding:
-                    Seeding.join = lambda self, policy, *, overlaps: shipped(self, policy, overlaps=False)  # type: ignore[method-assign]
-                values = _steps(STEPS + 1)
-            finally:
-                Seeding.join = shipped  # type: ignore[method-assign]
-            if turn:
-                seconds[seeding].append(statistics.fmean(values[1:]))
+    with service() as bench:
+        for turn in range(repeats + 1):
+            for seeding in (True, False) if turn % 2 else (False, True):
+                try:
+                    if not seeding:
+                        Seeding.join = lambda self, policy, *, overlaps: shipped(self, policy, overlaps=False)  # type: ignore[method-assign]
+                    values = _steps(bench, f"alone-{turn}-{seeding}", STEPS + 1)
+                finally:
+                    Seeding.join = shipped  # type: ignore[method-assign]
+                if turn:
+                    seconds[seeding].append(statistics.fmean(values[1:]))
     with_it = result.add("co-located step, seeding there", seconds[True], "s", f"means of {STEPS} steps")
     without = result.add("co-located step, no seeding", seconds[False], "s", f"means of {STEPS} steps")
     ratios = [one / other - 1 for one, other in zip(seconds[True], seconds[False], strict=True)]
@@ -71,16 +72,11 @@ def alone(result: Result, repeats: int) -> None:
     )  # fmt: skip
 
 
-def _steps(steps: int) -> list[float]:
+def _steps(bench: Bench, name: str, steps: int) -> list[float]:
     """Seconds between the commits of an on-policy job that trains in portions."""
-    with service() as bench:
-        environment = Liked(questions(PROMPTS * steps))
-        times = [
-            row.time
-            for row in bench.client.train(
-                environment=environment, **job("alone", steps + 1, micro_batch=MICRO_BATCH)
-            ).metrics()
-        ]
+    environment = Liked(questions(PROMPTS * steps))
+    spec = job(name, steps + 1, micro_batch=MICRO_BATCH)
+    times = [row.time for row in bench.client.train(environment=environment, **spec).metrics()]
     return [b - a for a, b in pairwise(times)]
 
 
