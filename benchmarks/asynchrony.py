@@ -37,7 +37,7 @@ from cells import Cell, Cells
 from child import Contender
 from harness import HERE, MODEL
 from model import chat_ids
-from service import Bench, Liked, job, service, until_served
+from service import BEAT_SECONDS, Bench, Liked, busy, completed, job, service, until_served
 from workload import COMPLETIONS, PROMPTS, REPLY_TOKENS, stories
 
 from rookery.settings import TOKEN_VARIABLE
@@ -102,11 +102,12 @@ def workers(place: Place, rows: int, samples: int, prompts: list[list[int]]) -> 
     units = samples // COMPLETIONS
     longest = max(map(len, prompts)) + COMPLETIONS * (REPLY_TOKENS - 1)
     settings = {"max_rows": rows, "slice_tokens": units * longest}
+    beats = {"heartbeat_seconds": BEAT_SECONDS}
     if place.layout == "shared":
-        with service(**settings) as bench:
+        with service(**settings, **beats) as bench:
             yield bench
         return
-    with service(workers=0) as bench, ExitStack() as stack:
+    with service(workers=0, **beats) as bench, ExitStack() as stack:
         token = (bench.data / "worker.token").read_text().strip()
         environment = {f"ROOKERY_{name.upper()}": str(value) for name, value in settings.items()}
         environment |= {TOKEN_VARIABLE: token, "ROOKERY_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -131,22 +132,25 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def steps(bench: Bench, place: Place, lag: int, repeat: int) -> Cell:
-    """A job's steady steps: those between the ``lag + 1``-th commit and the one from which on nothing more is begun."""
+    """A job's steady steps: those between the ``lag + 1``-th commit and the one from which on nothing more is begun.
+    ``decode`` and ``train``: seconds per step in which a worker did either, over the whole job."""
     spec: dict[str, Any] = job(f"{place.key}-{lag}-{repeat}".replace("/", "-"), STEPS, staleness=lag, seed=repeat)
     spec["checkpoints"] = {"keep_last": 1, "keep_best": False}
+    before = busy(bench)
     one = bench.client.train(environment=Liked(stories(PROMPTS * STEPS), place.latency), **spec)
-    ended = one.wait()
-    if ended.state != "completed":
-        raise RuntimeError(f"{ended.name} {ended.state}: {ended.reason}")
+    completed(one)
+    after = busy(bench)
     rows = list(one.metrics(follow=False))
     steady = rows[lag : STEPS - lag]
     return {
         "place": place.key,
         "staleness": lag,
         "step": (steady[-1].time - steady[0].time) / (len(steady) - 1),
+        "decode": (after[0] - before[0]) / STEPS,
+        "train": (after[1] - before[1]) / STEPS,
         "intervals": [b.time - a.time for a, b in pairwise(rows)],
         **{
-            stage: statistics.fmean(row[f"seconds/{stage}"] for row in steady)
+            f"seconds/{stage}": statistics.fmean(row[f"seconds/{stage}"] for row in steady)
             for stage in ("queue", "generation", "environment", "waiting", "train", "commit")
         },
         "length_mean": statistics.fmean(row.length_mean for row in steady),

@@ -72,13 +72,16 @@ def job_key(place: Place, lag: int, repeat: int) -> str:
 def phases(cells: Mapping[str, Cell], cores: int) -> tuple[Phase, Phase] | None:
     """Generation and training with so many cores: medians of the costs, in seconds per sample and bytes, by samples at
     a time. A pass's bytes are the slope of the trainer's peak memory over its size, times the size: what is there
-    whatever the size is not the pass's. None before anything was measured."""
-    found = [cell for key, cell in cells.items() if key.startswith(f"costs/{cores}/")]
+    whatever the size is not the pass's. Bytes do not depend on the cores, and are those of all. None before anything
+    was measured."""
+    every = [cell for key, cell in cells.items() if key.startswith("costs/")]
+    found = [cell for cell in every if cell["cores"] == cores]
     if not found:
         return None
 
     def median(phase: str, size: int, what: str) -> float:
-        return statistics.median(cell[phase][str(size)][what] for cell in found)
+        among = found if what == "seconds" else every
+        return statistics.median(cell[phase][str(size)][what] for cell in among)
 
     peaks = [median("training", units, "peak") for units in UNITS]
     slope = statistics.linear_regression([units * COMPLETIONS for units in UNITS], peaks).slope
@@ -128,6 +131,8 @@ class Step:
     training: float
     bubbles: float
     predicted: float
+    busy: float
+    """Measured: seconds per step in which workers computed, together."""
     runs: list[float]
 
     @property
@@ -136,14 +141,15 @@ class Step:
 
 
 def steps(cells: Mapping[str, Cell]) -> list[Step]:
-    """Those whose costs and whose synchronous job are measured too: its commits are the bubbles."""
+    """Those whose costs and whose synchronous job are measured too: the time per step in which no worker computed for
+    that are the bubbles."""
     found = []
     for place in PLACES:
         both = phases(cells, place.cores)
         plain = [cell for key, cell in cells.items() if key.startswith(f"job/{place.key}/0/")]
         if both is None or not plain:
             continue
-        bubbles = statistics.median(cell["commit"] for cell in plain) + place.latency
+        bubbles = statistics.median(max(0.0, cell["step"] - cell["decode"] - cell["train"]) for cell in plain)
         for lag in STALENESS:
             runs = [cell for key, cell in cells.items() if key.startswith(f"job/{place.key}/{lag}/")]
             if runs:
@@ -153,7 +159,8 @@ def steps(cells: Mapping[str, Cell]) -> list[Step]:
                 predict = shared if place.layout == "shared" else apart
                 predicted = predict(generation, training, bubbles, lag)
                 times = [run["step"] for run in runs]
-                found.append(Step(place, lag, rows, samples, generation, training, bubbles, predicted, times))
+                busy = statistics.median(run["decode"] + run["train"] for run in runs)
+                found.append(Step(place, lag, rows, samples, generation, training, bubbles, predicted, busy, times))
     return found
 
 
@@ -238,10 +245,10 @@ def _costs_table(cells: Mapping[str, Cell]) -> dict[str, Any]:
 
 def _steps_table(found: list[Step]) -> dict[str, Any]:
     head = ["where", "lag", "rows", "samples in a pass", "generation, s", "training, s", "bubbles, s",
-            "predicted step, s", "measured step, s", "measured / predicted", "runs"]  # fmt: skip
+            "predicted step, s", "measured step, s", "measured / predicted", "measured compute, s", "runs"]  # fmt: skip
     rows = [
         [s.place.words, s.staleness, s.rows, s.samples, s.generation, s.training, s.bubbles, s.predicted, s.measured,
-         s.measured / s.predicted, len(s.runs)]
+         s.measured / s.predicted, s.busy, len(s.runs)]
         for s in found
     ]  # fmt: skip
     return table("A step, predicted from the costs and measured", head, rows)

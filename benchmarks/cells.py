@@ -25,8 +25,8 @@ class Cells:
     def __init__(
         self, figures: Callable[[Mapping[str, Cell]], Result], plan: Mapping[str, Any], *, anew: bool = False
     ) -> None:
-        """``plan`` holds what all cells share, as JSON. Raises ``SystemExit`` where the file's cells are of another
-        machine or plan and ``anew`` is not given."""
+        """``plan`` holds what all cells share, as JSON. ``anew`` drops the cells that are there. Raises ``SystemExit``
+        where they are kept and of another machine or plan."""
         self._figures = figures
         self._plan = dict(plan)
         self._path = harness.RESULTS / f"{figures({}).name}.json"
@@ -41,6 +41,8 @@ class Cells:
                     told = f"{self._path.name} has cells of another {what}: {there}, not {here}"
                     raise SystemExit(f"{told}; --anew drops them")
             self.cells = stored["data"]["cells"]
+        else:
+            self.result().save()  # whoever goes on from here is held to this plan
 
     def measure(self, key: str, run: Callable[[], Cell]) -> Cell:
         """The cell ``key``: as it is stored, or measured now and stored."""

@@ -24,7 +24,7 @@ from child import Contender, ContenderFailed
 from curve_figures import LATENCIES, SOLO_JOBS, STALENESS, STEPS, TENANTS, TRL_JOBS, figures
 from harness import HERE, MODEL, peer_python
 from model import published
-from service import Bench, Liked, job, service
+from service import BEAT_SECONDS, Bench, Liked, busy, completed, job, service
 from workload import COMPLETIONS, PROMPTS, REPLY_TOKENS, stories
 
 import rookery
@@ -36,11 +36,6 @@ SEED_STRIDE = 100
 """Tenant i of run s has seed 100·s + i, at every N and latency: it is always the same job."""
 MICRO_BATCHES = (64, 32, 16, 8)
 """TRL's; the quickest one's times count."""
-
-BEAT_SECONDS = 0.5
-"""A worker tells of its busy time with its beats."""
-SETTLED_BEATS = 4
-"""After so many, what it told includes all that it did before."""
 
 STAGES = ("queue", "generation", "environment", "waiting", "train", "commit")
 """Of a metrics row's ``seconds/…``: the first three of a mean episode, the others of the step."""
@@ -126,11 +121,8 @@ def together(bench: Bench, tenants: Sequence[Tenant], name: str, steps: int = ST
             spec = job(name, steps, staleness=tenant.staleness, seed=tenant.seed)
             spec["checkpoints"] = {"keep_last": 1, "keep_best": False}  # dozens of tenants share a disk
             jobs.append(client.train(environment=Liked(stories(PROMPTS * steps), tenant.latency), **spec))
-        ended = [one.wait() for one in jobs]
+        ended = [completed(one) for one in jobs]
         after = busy(bench)
-        for view in ended:
-            if view.state != "completed":
-                raise RuntimeError(f"{view.name} of {view.tenant} {view.state}: {view.reason}")
         return {
             "makespan": max(view.finished for view in ended) - began,
             "decode": after[0] - before[0],
@@ -149,13 +141,6 @@ def record(one: rookery.Job) -> Cell:
     found |= {stage: statistics.fmean(row[f"seconds/{stage}"] for row in rows) for stage in STAGES}
     found |= {name: statistics.fmean(row[name] for row in rows) for name in ("length_mean", "staleness_mean")}
     return found
-
-
-def busy(bench: Bench) -> tuple[float, float]:
-    """Seconds that the worker has decoded and trained so far."""
-    time.sleep(SETTLED_BEATS * BEAT_SECONDS)
-    beat = next(worker.beat for worker in bench.client.workers() if worker.state == "serving")
-    return beat.decode_seconds, beat.train_seconds
 
 
 def trl(cells: Cells) -> None:

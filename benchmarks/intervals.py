@@ -72,11 +72,12 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Interval:
     if min(len(first), len(second)) < 2:
         return Interval(difference, -math.inf, math.inf)
     parts = [statistics.variance(values) / len(values) for values in (first, second)]
-    error = math.sqrt(sum(parts))
-    if error == 0:
+    whole = sum(parts)
+    if whole == 0:
         return Interval(difference, difference, difference)
-    freedom = sum(parts) ** 2 / sum(p * p / (len(v) - 1) for p, v in zip(parts, (first, second), strict=True))
-    return _around(difference, error, freedom)
+    shares = [part / whole for part in parts]  # squares of the parts themselves may be too small to be told from 0
+    freedom = 1 / sum(s * s / (len(v) - 1) for s, v in zip(shares, (first, second), strict=True))
+    return _around(difference, math.sqrt(whole), freedom)
 
 
 def paired(differences: Sequence[float]) -> Interval:

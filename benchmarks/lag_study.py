@@ -2,7 +2,8 @@
 
 ``python benchmarks/lag_study.py [--steps N] [--staleness …] [--losses …] [--seeds …] [--anew]``; resumable. All runs
 are jobs of one service and train side by side. Its data lies in ``runs/lag-study``: a second start goes on with every
-job where its last commit left it, and submits those that are new. Figures are written as each job ends.
+job where its last commit left it, and submits those that are new. Figures are written as each job ends. The folder
+stays, in case runs are added; it may be removed when none is under way.
 
 The task is the demo's shopping list, which the model learns in some eight steps on-policy; the learning rate is twice
 the demo's, so that lag can do harm.
@@ -14,6 +15,7 @@ import argparse
 import shutil
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,11 @@ GROUPS, GROUP_SIZE = 6, 8
 LEARNING_RATE = 1e-3
 RANK = 8
 FOLDER = ROOT / "runs" / "lag-study"
-HOST_PATIENCE = "10m"
-"""A resumed job waits so long for its environment: the service loads its model first."""
+PATIENCE = "10m"
+"""For an environment that is away or late: a service that starts again loads its model first, and thousands of episodes
+begin at the same moment."""
+MOST_PAUSES = 3
+"""A job that has paused so often by itself has a reason that resuming does not mend."""
 LOOK_SECONDS = 5.0
 
 
@@ -62,7 +67,7 @@ def main() -> None:
 
 
 def study(cells: Cells, arms: list[Arm], steps: int, folder: Path) -> None:
-    """Run them all, side by side; each is stored when it ends."""
+    """Run them all, side by side; each is stored when it ends. Raises ``RuntimeError`` for one that keeps pausing."""
     began = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     with service(folder) as bench:
@@ -73,19 +78,20 @@ def study(cells: Cells, arms: list[Arm], steps: int, folder: Path) -> None:
             # one key per run: a start after a break finds its job and goes on with it
             job = bench.client.submit(spec(arm, steps), key=f"{arm.key}/{steps}")
             running[job.id] = (arm, job)
-            if job.show().state == "paused":
-                job.resume()
         print(f"{len(running)} jobs side by side", flush=True)
+        pauses: Counter[str] = Counter()
         while running:
-            time.sleep(LOOK_SECONDS)
             for view in bench.client.views():
                 if view.id in running and view.state == "paused":
-                    raise RuntimeError(f"{view.name} is paused: {view.reason}")
-                if view.id in running and view.state in ("completed", "failed", "cancelled"):
+                    pauses[view.name] += 1
+                    print(f"{view.name} paused, and goes on: {view.reason}", flush=True)
+                    if pauses[view.name] > MOST_PAUSES:
+                        raise RuntimeError(f"{view.name} paused {MOST_PAUSES} times and more: {view.reason}")
+                    running[view.id][1].resume()
+                elif view.id in running and view.state in ("completed", "failed", "cancelled"):
                     arm, job = running.pop(view.id)
                     cells.put(arm.key, {**record(arm, job), "took": time.monotonic() - began})
-    if not running:
-        shutil.rmtree(folder)
+            time.sleep(LOOK_SECONDS)
 
 
 def host_of(seed: int) -> str:
@@ -97,7 +103,7 @@ def spec(arm: Arm, steps: int) -> dict[str, Any]:
     return {
         "name": arm.key.replace("/", "-"),
         "base_model": MODEL,
-        "environment": {"hosted": host_of(arm.seed), "return_timeout": HOST_PATIENCE},
+        "environment": {"hosted": host_of(arm.seed), "return_timeout": PATIENCE, "step_timeout": PATIENCE},
         "policies": {"main": {"rank": RANK, "seed": arm.seed, "optimizer": {"lr": LEARNING_RATE}}},
         "algorithm": {
             "name": "grpo",

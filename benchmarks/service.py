@@ -22,6 +22,12 @@ from rookery.settings import Settings
 START_SECONDS = 120.0
 """A worker that does not serve by then never will."""
 LOOK_SECONDS = 0.2
+BEAT_SECONDS = 0.5
+"""The heartbeat where :func:`busy` is asked: a worker tells of its busy time with its beats."""
+SETTLED_BEATS = 4
+"""After so many, what it told includes all that it did before."""
+JOB_SECONDS = 3600.0
+"""A job that has not ended by then, at whatever it waits or pauses, makes its measure fail."""
 
 
 @dataclass
@@ -63,6 +69,21 @@ def until_served(client: rookery.Client, count: int = 1) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"no {count} workers served within {START_SECONDS:g} s: {client.workers()}")
         time.sleep(LOOK_SECONDS)
+
+
+def busy(bench: Bench) -> tuple[float, float]:
+    """Seconds in which the workers have decoded and trained so far, together."""
+    time.sleep(SETTLED_BEATS * BEAT_SECONDS)
+    beats = [worker.beat for worker in bench.client.workers() if worker.state == "serving"]
+    return sum(beat.decode_seconds for beat in beats), sum(beat.train_seconds for beat in beats)
+
+
+def completed(job: rookery.Job) -> Any:
+    """The job when it has ended. Raises ``RuntimeError`` where it did not complete, ``WaitedTooLong``."""
+    ended = job.wait(JOB_SECONDS)
+    if ended.state != "completed":
+        raise RuntimeError(f"{ended.name} of {ended.tenant} {ended.state}: {ended.reason}")
+    return ended
 
 
 class Liked(rookery.Environment):

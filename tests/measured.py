@@ -88,7 +88,7 @@ def asynchrony_cells() -> dict[str, Any]:
             for repeat in range(3):
                 cells[job_key(place, lag, repeat)] = {
                     "place": place.key, "staleness": lag, "rows": chosen.generation, "units": chosen.training // 8,
-                    "commit": 0.25, "length_mean": 20.0,
-                    "step": predict(generation, training, 0.25 + place.latency, lag) * (1 + 0.01 * repeat),
+                    "length_mean": 20.0, "decode": generation, "train": training,
+                    "step": predict(generation, training, 0.25 + place.latency, lag) * (1 + 0.001 * repeat),
                 }  # fmt: skip
     return cells

@@ -162,8 +162,11 @@ def test_a_second_start_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch
             cells.measure(str(value), lambda value=value: run(value))
         return cells
 
-    with pytest.raises(KeyboardInterrupt):
+    Cells(counted, {"steps": 4})
+    with pytest.raises(SystemExit):  # that plan is kept, though nothing has been measured
         start()
+    with pytest.raises(KeyboardInterrupt):
+        start(anew=True)
     assert json.loads((tmp_path / "counted.json").read_text())["rows"][0]["values"] == [1]
     ran.append(0)  # it is not interrupted again
     cells = start()
