@@ -196,7 +196,7 @@ async def test_steps_since_the_commit_are_replayed(room: Room) -> None:
 
 
 @pytest.mark.parametrize("category", ["lost", "stale"])
-async def test_who_never_manages_fails_the_step(room: Room, category: Any) -> None:
+async def test_who_never_manages_is_no_failure_of_the_job(room: Room, category: Any) -> None:
     worker = await room.worker()
     trainee = room.trainee()
     ref = await room.begin(trainee)
@@ -205,7 +205,7 @@ async def test_who_never_manages_fails_the_step(room: Room, category: Any) -> No
         return wire.Done(epoch=0, op=op.op, error="no luck", category=category)
 
     worker.answer = refuse
-    with pytest.raises(TrainingFailed, match="training failed 4 times, the last: worker worker: no luck"):
+    with pytest.raises(Unavailable, match="training failed 4 times, the last: worker worker: no luck"):
         await step(trainee, ref, 1, commit=True)
 
 
@@ -215,7 +215,7 @@ async def test_a_worker_that_does_not_answer_is_named(tmp_path: Path) -> None:
     trainee = room.trainee()
     ref = await room.begin(trainee)
     worker.training.clear()
-    with pytest.raises(TrainingFailed, match=r"the last: worker worker did not answer ForwardBackward within 0\.2 s"):
+    with pytest.raises(Unavailable, match=r"the last: worker worker did not answer ForwardBackward within 0\.2 s"):
         await step(trainee, ref, 1, commit=True)
     attempts = room.settings.retry_limit + 1
     await eventually(lambda: sum(isinstance(message, wire.Cancel) for message in worker.other) == attempts)
@@ -256,7 +256,7 @@ async def test_a_commit_must_be_what_was_uploaded(room: Room, lie: str) -> None:
         return done
 
     liar.answer = answer
-    with pytest.raises(TrainingFailed, match="worker a uploaded"):
+    with pytest.raises(Unavailable, match="worker a uploaded"):
         await step(trainee, ref, 1, commit=True)
     assert sum(room.training.unnamed.values()) == 1, "version 0 alone, which this test names nowhere else"
 

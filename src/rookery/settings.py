@@ -155,7 +155,8 @@ class Settings(BaseModel):
     answer_tokens: int = Field(1024, ge=1)
     """An answer's tokens where the OpenAI request sets no limit: a small model may never end by itself."""
     retry_limit: int = Field(3, ge=0)
-    """Attempts of a training step on other workers before the job fails."""
+    """Attempts of a training step on other workers before the job pauses: a step that kills whoever takes it should not
+    go round for ever."""
     failing_share: float = Field(0.5, gt=0, le=1)
     """A job pauses when more than this share of its recent episodes failed …"""
     failing_window: int = Field(32, ge=2)

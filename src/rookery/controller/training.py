@@ -225,7 +225,8 @@ class Training:
             told(worker, message, done)
 
     async def retrying(self, policy: str, model: str, attempt: Callable[[Worker], Awaitable[T]]) -> T:
-        """``attempt`` on the policy's worker, and on another one when that one is lost, a few times."""
+        """``attempt`` on the policy's worker, and on another one when that one is lost, a few times. Raises
+        :class:`Unavailable` then: that workers vanish is no fault of the job's."""
         for _ in range(self._settings.retry_limit + 1):
             worker = await self.worker_for(policy, model)
             try:
@@ -236,7 +237,7 @@ class Training:
                 self.release(policy)
                 extra = {"policy": policy, "worker": worker.name}
                 log.warning("training of %s goes on elsewhere: %s", policy, reason, extra=extra)
-        raise TrainingFailed(f"training failed {self._settings.retry_limit + 1} times, the last: {reason}")
+        raise Unavailable(f"training failed {self._settings.retry_limit + 1} times, the last: {reason}")
 
     async def uploading(self, worker: Worker, make: Callable[[str], wire.OptimStep | wire.InitAdapter]) -> wire.Done:
         """Call an operation that uploads an artifact; it is durable, and what the worker said it is, on return. Raises
@@ -471,7 +472,7 @@ class Trainee:
 
         try:
             done = await self._training.retrying(self._policy, self._model, attempt)
-        except TrainingFailed:
+        except (TrainingFailed, Unavailable):
             del self._log[known:]
             raise
         return done[-len(entries) :]
