@@ -38,7 +38,9 @@ SHARES = (0.25, 0.5, 0.75)
 KILLS = 50
 KILL_SECONDS = (0.5, 4.0)
 """Between two random kills: from less than a worker takes to return, to long enough for steps to be taken."""
+MEGABYTE = 1e6
 THREE = ("one", "two", "three")
+SEEDS = (0, 1, 2, 3)
 
 Replies = list[Future[Any]]
 
@@ -158,41 +160,43 @@ def overhead(result: Result) -> None:
 
 
 def training(result: Result) -> None:
+    """One job at a time: packed with others, a step's gradient is summed in another order each time, and the weights
+    after it differ in their last bits, with and without kills."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = save_small_model(folder / "small")
         prepare(str(model), folder / "cache")
-        with town(folder / "run", str(model), folder / "cache", retry_limit="20") as place:
+        with town(folder / "run", str(model), folder / "cache", retry_limit=str(KILLS)) as place:
             for worker in THREE:
                 place.join(worker, "--preemptible")
                 place.serving(worker)
             place.host()
-            seeds = range(4)
-            calm = end_of(place, [submit(place, "steady", seed=seed) for seed in seeds])
-            chance, deaths, rounds = random.Random(0), 0, 0
+            calm = [end_of(place, [submit(place, "steady", seed=seed)])[0] for seed in SEEDS]
+            chance, deaths, jobs = random.Random(0), 0, 0
             equal, compared = 0, 0
             while deaths < KILLS:
-                jobs = [submit(place, "steady", seed=seed) for seed in seeds]
-                rounds += 1
-                while deaths < KILLS and any(job.show().state in ("queued", "running") for job in jobs):
+                seed = SEEDS[jobs % len(SEEDS)]
+                job = submit(place, "steady", seed=seed)
+                jobs += 1
+                while deaths < KILLS and job.show().state in ("queued", "running"):
                     time.sleep(chance.uniform(*KILL_SECONDS))
                     place.kill(chance.choice(THREE))
                     deaths += 1
-                for before, after in zip(calm, end_of(place, jobs), strict=True):
-                    after.holds()
-                    equal += after.tells_the_same(before)
-                    compared += len(after.outcomes)
+                (after,) = end_of(place, [job])
+                after.holds()
+                equal += after.tells_the_same(calm[seed])
+                compared += len(after.outcomes)
             migrated, losses = place.total("requests_migrated"), place.total("worker_losses")
-        note = f"{rounds} x {len(seeds)} jobs of {STEPS} steps on {len(THREE)} workers, all of which train"
+            tried = place.total("training_retries")
+        note = f"{jobs} jobs of {STEPS} steps, one after another, on {len(THREE)} workers, all of which train"
         result.add("random kills of workers", [deaths], "kills", note)
         result.add("of them noticed while they worked", [losses], "losses")
         result.add("requests that went on elsewhere", [migrated], "requests")
-        result.add("episodes equal to the undisturbed run's, of those from equal weights", [equal], "episodes")
-        result.add("episodes in all", [compared], "episodes")
+        result.add("training steps that went on elsewhere", [tried], "operations")
+        result.add("episodes", [compared], "episodes")
         result.judge(
-            f"{KILLS} random kills: same number of steps, no group twice, texts equal", f"{equal} of {compared} equal",
-            equal == compared,
-            "" if equal == compared else "the others were sampled from weights that differ in their last bits",
+            f"{KILLS} random kills: every job takes its {STEPS} steps, no group twice, every text equal",
+            f"{jobs} jobs, {equal} of {compared} texts equal", equal == compared,
         )  # fmt: skip
 
 
@@ -202,8 +206,8 @@ def training(result: Result) -> None:
 def joining(result: Result) -> None:
     """From the start of the process to its first token of a running job's policy; the model's file is cached."""
     cache = Settings.load().cache
-    first, loaded = [], []
-    for turn in range(3):
+    first, loaded, pulled, lent = [], [], [], []
+    for _ in range(3):
         with tempfile.TemporaryDirectory() as folder, town(Path(folder) / "t", MODEL, cache) as place:
             place.join("one")
             place.serving("one")
@@ -226,12 +230,13 @@ def joining(result: Result) -> None:
             loaded.append(time.perf_counter() - began)
             until(lambda place=place: place.worker("two").beat["generated"] > 0, "its first tokens")
             first.append(time.perf_counter() - began)
-            if not turn:
-                lines = [line for line in place.said("two").splitlines() if "pulled" in line]
-                said = lines[0].split(" ", 3)[-1] if lines else "pulled nothing"
-                result.notes.append(f"A joining worker's log: {said}")
+            beat = place.worker("two").beat
+            lent.append(beat["pulled_from_peers"] / MEGABYTE)
+            pulled.append(lent[-1] + beat["pulled_from_service"] / MEGABYTE)
     result.add("a worker that joins in the middle of a step serves after", loaded, "s", "Python, torch, model, adapter")
     result.add("its first tokens were told after", first, "s", "beats come every half second")
+    result.add("bytes pulled by then", pulled, "MB", "the versions in use, rank 16 in float32")
+    result.add("of them from the worker that had them", lent, "MB")
 
 
 # --- the service is killed while three workers generate ---------------------------------------------------------------
@@ -268,22 +273,24 @@ def restart(result: Result) -> None:
     )  # fmt: skip
 
 
-PARTS: dict[str, Callable[[Result], None]] = {
-    "kills": kills, "overhead": overhead, "training": training, "joining": joining, "restart": restart,
-}  # fmt: skip
+PARTS: dict[str, tuple[str, Callable[[Result], None]]] = {
+    "kills": ("kill -9 in the middle of long generations", kills),
+    "overhead": ("A generation is interrupted: going on, computing again", overhead),
+    "training": ("Random kills of workers over training runs", training),
+    "joining": ("A worker joins in the middle of a step", joining),
+    "restart": ("The service is killed while three workers generate", restart),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What losing workers costs, with real processes.")
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
-    chosen = parser.parse_args().only
-    result = Result("preemption", "Losing workers, with real processes", command())
-    for name in chosen:
+    for name in parser.parse_args().only:
+        title, measure = PARTS[name]
         print(f"{name}:", flush=True)
-        began = time.perf_counter()
-        PARTS[name](result)
-        print(f"  ({time.perf_counter() - began:.0f} s)", flush=True)
-    result.save()
+        result = Result(f"preemption_{name}", f"{title}, with real processes", command())
+        measure(result)
+        result.save()
 
 
 if __name__ == "__main__":
