@@ -283,14 +283,14 @@ class NativeEngine:
                 done.append((i, target))
         if done:
             logits = project(self.decoder, hidden, last[torch.tensor([i for i, _ in done], device=hidden.device)])
-            rows = []
+            first_tokens = []
             for (_, target), line in zip(done, logits, strict=False):
                 if isinstance(target, Segment):
                     target.logits = line.clone()
                 else:
-                    rows.append((target, line))
-            if rows:
-                self._take([row for row, _ in rows], torch.stack([line for _, line in rows]))
+                    first_tokens.append((target, line))
+            if first_tokens:
+                self._take([row for row, _ in first_tokens], torch.stack([line for _, line in first_tokens]))
         return True
 
     def _score(self, request: Request, stream: Stream, hidden: Tensor, start: int) -> None:
