@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from curve_figures import LATENCIES, PAPER_GAIN, TENANTS
@@ -25,13 +26,14 @@ GREY = "#999999"
 
 
 def draw(results: Mapping[str, dict[str, Any]], folder: Path = FOLDER) -> dict[str, Path]:
-    """The picture of every result that has one and enough data for it: its path, by the result's name."""
+    """The picture of every result that has one and enough data for it: its path, by the result's name. ``speed`` is
+    of several."""
     makers: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
         "curve": _curve, "lag_study": _lag_study, "asynchrony": _asynchrony,
     }  # fmt: skip
+    figures = {name: make(results[name]["data"]) for name, make in makers.items() if name in results}
     made = {}
-    for name, make in makers.items():
-        figure = make(results[name]["data"]) if name in results else None
+    for name, figure in {**figures, "speed": _speed(results)}.items():
         if figure is not None:
             folder.mkdir(exist_ok=True)
             made[name] = folder / f"{name}.png"
@@ -56,6 +58,40 @@ def _plain(*axes: Axes) -> None:
         each.spines[["top", "right"]].set_visible(False)
         each.grid(alpha=0.3)
         each.set_axisbelow(True)
+
+
+# --- beside what people use today -------------------------------------------------------------------------------------
+
+
+def _speed(results: Mapping[str, dict[str, Any]]) -> Figure | None:
+    """Medians, with their range, of generation, training, a GRPO step and Tinker calls, beside the peers of each."""
+    panels = [
+        ("generation", "64 sequences, ", "generation, 64 sequences: tokens/s"),
+        ("training", "8 x 128, ", "training, 8 x 128: tokens/s"),
+        ("training", "8 x 512, ", "training, 8 x 512: tokens/s"),
+        ("grpo_step", "", "a GRPO step: seconds"),
+    ]
+    shown = [(results[name]["rows"], prefix, title) for name, prefix, title in panels if name in results]
+    if not shown:
+        return None
+    figure, axes = _new(3.2, len(shown), squeeze=False)
+    for panel, (rows, prefix, title) in zip(axes[0], shown, strict=True):
+        bars = [row for row in rows if row["what"].startswith(prefix) and row["unit"] in ("tokens/s", "s")]
+        bars = [row for row in bars if "paired" not in row["what"]]
+        for place, row in enumerate(bars):
+            middle = median(row["values"])
+            ours = row["what"].removeprefix(prefix).startswith("Rookery")
+            colour = "#1f6fb4" if ours else GREY if "floor" in row["what"] else "#c46a1b"
+            reach = [[middle - min(row["values"])], [max(row["values"]) - middle]]
+            panel.bar(place, middle, color=colour, yerr=reach, capsize=2, error_kw={"linewidth": 0.8})
+            figures = f"{middle:.3g}" if middle < 100 else f"{middle:.0f}"
+            panel.text(place, middle, figures, ha="center", va="bottom", fontsize=7)
+        names = [row["what"].removeprefix(prefix).replace(", ", "\n").replace(" GRPOTrainer", "") for row in bars]
+        panel.set_xticks(range(len(bars)), names, fontsize=6, rotation=90 if len(bars) > 4 else 0)
+        panel.set_title(title, fontsize=8)
+        panel.margins(y=0.12)
+    _plain(*axes[0])
+    return figure
 
 
 # --- the curve --------------------------------------------------------------------------------------------------------

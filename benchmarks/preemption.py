@@ -188,6 +188,8 @@ def training(result: Result) -> None:
                 compared += len(after.outcomes)
             migrated, losses = place.total("requests_migrated"), place.total("worker_losses")
             tried = place.total("training_retries")
+            for worker in THREE:
+                place.serving(worker)  # the last one killed is back: what is just starting cannot leave in order
         note = f"{jobs} jobs of {STEPS} steps, one after another, on {len(THREE)} workers, all of which train"
         result.add("random kills of workers", [deaths], "kills", note)
         result.add("of them noticed while they worked", [losses], "losses")
