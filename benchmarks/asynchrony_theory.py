@@ -79,7 +79,6 @@ def shared(generation: float, training: float, bubbles: float, staleness: int) -
 
 
 def apart(generation: float, training: float, bubbles: float, staleness: int) -> float:
-    """Seconds of a step with a device for each phase: with lag the slower phase alone, without it one after the
-    other."""
-    whole = generation + training + bubbles
-    return max(generation, training, whole / (staleness + 1)) if staleness else whole
+    """Seconds of a step with a device for each phase: without lag one after the other, with enough of it the slower
+    phase alone."""
+    return max(generation, training, (generation + training + bubbles) / (staleness + 1))
