@@ -206,7 +206,8 @@ def training(result: Result) -> None:
 
 
 def joining(result: Result) -> None:
-    """From the start of the process to its first token of a running job's policy; the model's file is cached."""
+    """From the start of the process to its first token of a running job's policy. Its cache has the base model, as a
+    node's image would, and no adapter."""
     cache = Settings.load().cache
     first, loaded, pulled, lent = [], [], [], []
     for _ in range(3):
@@ -225,8 +226,11 @@ def joining(result: Result) -> None:
                 }
             )
             until(lambda place=place: place.total("sampled_tokens") > 2000, "the job is in the middle of a step")
+            elsewhere = Path(folder) / "elsewhere"
+            (elsewhere / "models").mkdir(parents=True)
+            (elsewhere / "models" / MODEL).symlink_to(prepare(MODEL, cache))
             began = time.perf_counter()
-            place.join("two", "--preemptible", "--roles", "rollout")
+            place.join("two", "--preemptible", "--roles", "rollout", "--cache", str(elsewhere))
             until(lambda place=place: place.worker("two") is not None, "it dialled in")
             place.serving("two")
             loaded.append(time.perf_counter() - began)

@@ -132,12 +132,17 @@ def far_off(result: Result, repeats: int) -> None:
             result.add("T_seed at first", [start], "s", f"{OFF:g} x that")
             result.add("gap of the waits over the step, first", gaps[:1], "")
             result.add("gap of the waits over the step, after", gaps[SETTLED:], "")
-            steps = next((n + 1 for n, gap in enumerate(gaps) if gap < NEAR), None)
+            steps = settling(gaps)
             result.judge(
-                f"T_seed {OFF:g} x off: the gap falls under {NEAR:.0%} of the step", f"after {steps} steps",
-                steps is not None, "gaps: " + ", ".join(f"{gap:.0%}" for gap in gaps),
+                f"T_seed {OFF:g} x off: the gap falls under {NEAR:.0%} of the step", f"for good after {steps} steps",
+                steps < len(gaps), "gaps: " + ", ".join(f"{gap:.0%}" for gap in gaps),
             )  # fmt: skip
     result.data["far_off"] = curves
+
+
+def settling(gaps: list[float]) -> int:
+    """Steps until all that follow have a gap below ``NEAR``."""
+    return max((n + 1 for n, gap in enumerate(gaps) if gap >= NEAR), default=0)
 
 
 def away_and_back(result: Result, repeats: int) -> None:
