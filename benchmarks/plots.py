@@ -85,11 +85,10 @@ def _speed(results: Mapping[str, dict[str, Any]]) -> Figure | None:
             reach = [[middle - min(row["values"])], [max(row["values"]) - middle]]
             panel.bar(place, middle, color=colour, yerr=reach, capsize=2, error_kw={"linewidth": 0.8})
             figures = f"{middle:.3g}" if middle < 100 else f"{middle:.0f}"
-            panel.text(place, middle, figures, ha="center", va="bottom", fontsize=7)
+            panel.text(place, middle / 2, figures, ha="center", va="center", fontsize=7, color="white")
         names = [row["what"].removeprefix(prefix).replace(", ", "\n").replace(" GRPOTrainer", "") for row in bars]
         panel.set_xticks(range(len(bars)), names, fontsize=6, rotation=90 if len(bars) > 4 else 0)
         panel.set_title(title, fontsize=8)
-        panel.margins(y=0.12)
     _plain(*axes[0])
     return figure
 

@@ -40,6 +40,7 @@ def score(decoder: Decoder, hidden: Tensor, targets: Tensor, temperatures: Tenso
     """hidden [n, hidden] (what ``Decoder.project`` reads), targets [n] int64, temperatures [n] float32."""
     logp = torch.empty(len(hidden), dtype=_wide(hidden), device=hidden.device)
     slopes = torch.empty(hidden.shape, dtype=logp.dtype, device=hidden.device) if derivatives else None
+    plain = bool((temperatures == 1.0).all())
     projected, normalised = (GPU_ROWS, GPU_ROWS) if hidden.is_cuda else (PROJECTED_ROWS, NORMALISED_ROWS)
     for start in range(0, len(hidden), projected):
         rows = slice(start, min(start + projected, len(hidden)))
@@ -47,7 +48,8 @@ def score(decoder: Decoder, hidden: Tensor, targets: Tensor, temperatures: Tenso
         for first in range(0, len(logits), normalised):
             part = slice(first, min(first + normalised, len(logits)))
             whole = slice(start + part.start, start + part.stop)
-            _normalise(logits[part], targets[whole], temperatures[whole], logp[whole], derivatives=derivatives)
+            warmth = None if plain else temperatures[whole]
+            _normalise(logits[part], targets[whole], warmth, logp[whole], derivatives=derivatives)
         if slopes is not None:
             torch.div(logits @ decoder.head, -temperatures[rows, None], out=slopes[rows])
     if slopes is None:
@@ -55,12 +57,14 @@ def score(decoder: Decoder, hidden: Tensor, targets: Tensor, temperatures: Tenso
     return Scores(logp, slopes, torch.linalg.vecdot(hidden.to(logp.dtype), slopes).sub_(logp))
 
 
-def _normalise(logits: Tensor, targets: Tensor, temperatures: Tensor, logp: Tensor, *, derivatives: bool) -> None:
-    """Fills ``logp`` and, with derivatives, turns ``logits`` into softmax − onehot, in place."""
-    z = logits.to(_wide(logits)).div_(temperatures[:, None])
-    p = torch.softmax(z, -1)
+def _normalise(logits: Tensor, targets: Tensor, warmth: Tensor | None, logp: Tensor, *, derivatives: bool) -> None:
+    """Fills ``logp`` and, with derivatives, turns ``logits`` into softmax − onehot, in place. ``warmth`` [n] are
+    temperatures other than 1."""
+    wide = _wide(logits)
+    z = logits if warmth is None else logits.to(wide).div_(warmth[:, None])
+    p = torch.softmax(z, -1, dtype=wide)
     # log Σ exp(z) = max z − log max p: the likeliest token's probability cannot underflow
-    logp.copy_(z.gather(1, targets[:, None]).squeeze(1) - z.amax(-1) + p.amax(-1).log())
+    logp.copy_(z.gather(1, targets[:, None]).squeeze(1).to(wide) - z.amax(-1).to(wide) + p.amax(-1).log())
     if derivatives:
         p.scatter_add_(1, targets[:, None], p.new_full((len(p), 1), -1.0))
         logits.copy_(p)
