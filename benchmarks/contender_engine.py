@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -69,11 +70,11 @@ class Engine:
         while engine.step():
             engine.drain()
         seconds = time.perf_counter() - began
-        spent = {name: value - before.get(name, 0.0) for name, value in engine.stats.items()}
+        spent = Counter({name: value - before.get(name, 0.0) for name, value in engine.stats.items()})
         return {
             "tokens": engine.generated - generated,
             "seconds": seconds,
-            "step_seconds": spent["decode_seconds"] / spent["decode_steps"],
+            "step_seconds": spent["decode_seconds"] / max(1.0, spent["decode_steps"]),  # one token needs none
             "prefill_seconds": spent["prefill_seconds"],
             "bytes": self._cache_bytes(prompts[:most], tokens, shared),
         }
