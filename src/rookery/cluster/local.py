@@ -25,6 +25,7 @@ from typing import Literal
 
 from rookery.errors import EXIT_REFUSED
 from rookery.settings import TOKEN_VARIABLE, Settings
+from rookery.waiting import happens
 
 log = logging.getLogger("rookery.cluster")
 
@@ -103,8 +104,7 @@ class LocalProcesses:
             child.state = "waiting"
             child.restarts += 1
             log.warning("%s %s (%s); it is started again in %.1f s", child.name, child.reason, path, pause)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), pause)
+            await happens(self._stopping, pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         child.state = "stopped"
 

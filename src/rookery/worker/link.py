@@ -31,6 +31,7 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from rookery import wire
 from rookery.settings import Settings
+from rookery.waiting import happens
 from rookery.worker.adapter_cache import ADAPTERS
 from rookery.worker.ahead import Ahead
 from rookery.worker.compute import Compute, Core
@@ -291,8 +292,7 @@ class Link:
         """Send tokens no later than the flush interval after they were sampled, and at once when a request ended."""
         while True:
             await self._output.wait()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._urgent.wait(), session.welcome.flush_seconds)
+            await happens(self._urgent, session.welcome.flush_seconds)
             await self._flush()
 
     async def _flush(self) -> None:
