@@ -253,9 +253,9 @@ class _Stack:
             self.keys[slot] = key
 
     def _widen(self) -> None:
-        """Room for twice the slots."""
+        """Room for half as many again: a slot costs as much memory as an adapter."""
         old = len(self.keys)
-        self.places = max(_FIRST_PLACES, 2 * old)
+        self.places = max(_FIRST_PLACES, old + old // 2 + 1)
         self.state += 1
         self._views.clear()
         for site in self.sites:
