@@ -46,14 +46,19 @@ def up(folder: Path, name: str, times: int = 1) -> bool:
     return path.exists() and path.read_text().count("up") >= times
 
 
+def running(*children: Child) -> bool:
+    """A child may speak before its start is noted; until then it has no number, and 0 is this process and its kin."""
+    return all(one.state == "running" and one.pid for one in children)
+
+
 async def test_a_killed_child_is_started_again_and_stop_ends_all(tmp_path: Path) -> None:
     processes = LocalProcesses([child(tmp_path, "faithful", FAITHFUL)], tmp_path / "logs", stop_seconds=30)
     await processes.start()
-    await until(lambda: up(tmp_path, "faithful"))
     one = processes.children[0]
+    await until(lambda: up(tmp_path, "faithful") and running(one))
     first = one.pid
     os.kill(first, signal.SIGKILL)
-    await until(lambda: up(tmp_path, "faithful", 2))
+    await until(lambda: up(tmp_path, "faithful", 2) and running(one))
     assert one.pid != first
     assert one.restarts == 1
     assert one.reason.startswith("ended with signal 9")
@@ -84,7 +89,7 @@ async def test_stop_kills_what_ignores_it_or_is_stopped(tmp_path: Path) -> None:
     children = [child(tmp_path, "stubborn", STUBBORN), child(tmp_path, "halted", FAITHFUL)]
     processes = LocalProcesses(children, tmp_path / "logs", stop_seconds=0.5)
     await processes.start()
-    await until(lambda: up(tmp_path, "stubborn") and up(tmp_path, "halted"))
+    await until(lambda: up(tmp_path, "stubborn") and up(tmp_path, "halted") and running(*children))
     pids = [one.pid for one in children]
     os.kill(pids[1], signal.SIGSTOP)
     await processes.stop()
