@@ -87,7 +87,7 @@ def _speed(results: Mapping[str, dict[str, Any]]) -> Figure | None:
             figures = f"{middle:.3g}" if middle < 100 else f"{middle:.0f}"
             panel.text(place, middle / 2, figures, ha="center", va="center", fontsize=7, color="white")
         names = [row["what"].removeprefix(prefix).replace(", ", "\n").replace(" GRPOTrainer", "") for row in bars]
-        panel.set_xticks(range(len(bars)), names, fontsize=6, rotation=90 if len(bars) > 4 else 0)
+        panel.set_xticks(range(len(bars)), names, fontsize=6, rotation=90)
         panel.set_title(title, fontsize=8)
     _plain(*axes[0])
     return figure
