@@ -17,7 +17,8 @@ import torch
 from contender_engine import Engine
 from contender_trainer import Training
 from harness import MODEL, machine
-from model import RANK, adapters
+from model import adapters
+from orders import RANK
 from workload import random_ids
 
 from rookery.settings import Settings

@@ -68,13 +68,8 @@ class Cells:
     def tell(self) -> None:
         """Print what the cells say."""
         result = self.result()
-        for row in result.rows:
-            print(f"  {row.what}: {row.median:.4g} {row.unit}  {row.note}")
-        for verdict in result.verdicts:
-            word = {True: "met", False: "NOT met", None: "not measured"}[verdict.met]
-            print(f"  {verdict.target}: {verdict.measured} ({word}) {verdict.why}")
-        for note in result.notes:
-            print(f"  {note}")
+        for line in (*result.rows, *result.verdicts, *result.notes):
+            print(f"  {line}")
 
 
 def table(title: str, head: list[str], rows: list[list[Any]]) -> dict[str, Any]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import rookery.worker  # sets how torch's threads wait, before torch is there  # noqa: F401
+
+# isort: split
+
 import time
-from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from child import serve
-from model import ALPHA, RANK, adapters, ours
+from model import adapters, ours
+from orders import RANK, generate, ref
 
-import rookery.worker  # sets how torch's threads wait, before torch is there  # noqa: F401
 from rookery import wire
 from rookery.settings import Settings
 from rookery.text.chat import Chat
@@ -55,29 +59,15 @@ class Engine:
         a time, else all. ``shared``: equal prompts are computed once, as those of a group."""
         most = rows or len(prompts)
         engine = self._engine(most, shared)
-        before, generated = dict(engine.stats), engine.generated
-        for i, text in enumerate(prompts):
-            name = str(i % adapters) if adapters else ""
-            ref = wire.AdapterRef(policy=name, version=1, hash=name, rank=RANK, alpha=ALPHA) if adapters else None
-            engine.submit(
-                wire.Generate(
-                    request=str(i), adapter=ref, prompt=text, shared=shared * len(text), max_tokens=tokens,
-                    temperature=1.0, seed=i, given=text[:1] * given,
-                    stop_tokens=[], stop=[NEVER],
-                )
-            )  # fmt: skip
-        began = time.perf_counter()
-        while engine.step():
-            engine.drain()
-        seconds = time.perf_counter() - began
-        spent = Counter({name: value - before.get(name, 0.0) for name, value in engine.stats.items()})
-        return {
-            "tokens": engine.generated - generated,
-            "seconds": seconds,
-            "step_seconds": spent["decode_seconds"] / max(1.0, spent["decode_steps"]),  # one token needs none
-            "prefill_seconds": spent["prefill_seconds"],
-            "bytes": self._cache_bytes(prompts[:most], tokens, shared),
-        }
+        requests = [
+            wire.Generate(
+                request=str(i), adapter=ref(i % adapters) if adapters else None, prompt=text,
+                shared=shared * len(text), max_tokens=tokens, temperature=1.0, seed=i, given=text[:1] * given,
+                stop_tokens=[], stop=[NEVER],
+            )
+            for i, text in enumerate(prompts)
+        ]  # fmt: skip
+        return {**asdict(generate(engine, requests)), "bytes": self._cache_bytes(prompts[:most], tokens, shared)}
 
     def _cache_bytes(self, prompts: list[list[int]], tokens: int, shared: bool) -> int:
         """Of the attention cache with these texts at a time, each at its end; alignment not counted."""

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import rookery.worker  # sets how torch's threads wait, before torch is there  # noqa: F401
+
+# isort: split
+
 import resource
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from child import serve
-from model import ALPHA, RANK, ours
+from model import ours
+from orders import member, optimizer_steps, trainer_of, unit
 from workload import random_ids
 
-import rookery.worker  # sets how torch's threads wait, before torch is there  # noqa: F401
 from rookery import wire
 from rookery.settings import Settings
-from rookery.worker.model.adapter import PARTS
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.trainer.head import PROJECTED_ROWS
-from rookery.worker.trainer.trainer import Trainer, initial
 
 KIBIBYTE = 1024
 """In which Linux counts the most memory that a process ever had."""
@@ -34,7 +34,7 @@ class Training:
         """``shapes[i]`` are the lengths of tenant i's sequences; loss on every token but the first of each."""
         longest = max(max(lengths) for lengths in shapes)
         rows = iter(random_ids(sum(map(len, shapes)), longest, self.decoder.config.vocab))
-        batches = [wire.Batch(units=[_unit(next(rows)[:length]) for length in lengths]) for lengths in shapes]
+        batches = [wire.Batch(units=[unit(next(rows)[:length]) for length in lengths]) for lengths in shapes]
         seconds = self._step(batches, wire.Loss(name="cross_entropy"), Settings.load().slice_tokens)
         return {"tokens": sum(map(sum, shapes)), "seconds": seconds}
 
@@ -43,7 +43,7 @@ class Training:
         most memory that this process ever had."""
         ids = random_ids(groups * (members + 1), max(prompt, reply), self.decoder.config.vocab)
         made = [
-            wire.Unit(prompt=texts[0][:prompt], members=[_member(text[:reply]) for text in texts[1:]])
+            wire.Unit(prompt=texts[0][:prompt], members=[member(text[:reply]) for text in texts[1:]])
             for texts in (ids[start : start + members + 1] for start in range(0, len(ids), members + 1))
         ]
         tokens = prompt + members * (reply - 1)
@@ -53,23 +53,7 @@ class Training:
 
     def _step(self, batches: list[wire.Batch], loss: wire.Loss, slice_tokens: int) -> float:
         """Seconds of one optimizer step for each tenant's batch, packed into passes of so many tokens."""
-        trainer = Trainer(self.decoder, max_rank=RANK, slice_tokens=slice_tokens)
-        with tempfile.TemporaryDirectory() as folder:
-            for i in range(len(batches)):
-                self._load(trainer, i, Path(folder) / str(i))
-        began = time.perf_counter()
-        for i, batch in enumerate(batches):
-            where = {"policy": str(i), "lease": 1, "parent": _ref(i), "steps": 0, "tenant": str(i)}
-            forward = wire.ForwardBackward(op=f"f{i}", batch_ticket="", loss=loss, temperature=1.0, fresh=True, **where)
-            trainer.forward_backward(forward, batch)
-            trainer.optim_step(wire.OptimStep(op=f"o{i}", adam=wire.Adam(lr=1e-4, clip=1.0), **where))
-        while trainer.step():
-            pass
-        seconds = time.perf_counter() - began
-        problems = [finished.error for finished in trainer.drain() if finished.error]
-        if problems:
-            raise RuntimeError(problems[0])
-        return seconds
+        return optimizer_steps(trainer_of(self.decoder, len(batches), slice_tokens), batches, loss)
 
     def floor(self, tokens: int) -> float:
         """Seconds of the linear layers and the output projection, forward and input gradient, for ``tokens`` rows: best
@@ -100,25 +84,6 @@ class Training:
                         torch.mm(rows(part, head.shape[0]), head)
                 best = min(best, time.perf_counter() - began)
         return best
-
-    def _load(self, trainer: Trainer, i: int, folder: Path) -> None:
-        folder.mkdir()
-        op = wire.InitAdapter(op="", policy=str(i), rank=RANK, alpha=ALPHA, targets=list(PARTS), seed=i, commit="")
-        initial(self.decoder.config, op, None).write(folder)
-        trainer.load(str(i), 1, _ref(i), folder)
-
-
-def _ref(i: int) -> wire.AdapterRef:
-    return wire.AdapterRef(policy=str(i), version=0, hash=str(i), rank=RANK, alpha=ALPHA)
-
-
-def _unit(tokens: list[int]) -> wire.Unit:
-    return wire.Unit(prompt=tokens[:1], members=[_member(tokens[1:])])
-
-
-def _member(tokens: list[int]) -> wire.Member:
-    own = len(tokens)
-    return wire.Member(tokens=tokens, logprobs=[0.0] * own, advantages=[1.0] * own, weights=[1.0 / own] * own)
 
 
 if __name__ == "__main__":

@@ -12,30 +12,26 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
+from itertools import count
 
 import torch
 from gpu_models import SHAPES, Roof, decode_work, probe, random_weights, roof, training_work
 from harness import Result, command, versions
+from orders import RANK, generate, optimizer_steps, ref, trained_adapter, trainer_of, unit
 from workload import random_ids
 
 from rookery import wire
 from rookery.settings import Settings
 from rookery.worker.device import cache_bytes
 from rookery.worker.engine.native import NativeEngine
-from rookery.worker.model.adapter import PARTS, init_adapter
 from rookery.worker.model.bank import LoraBank
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder, best_dtype
-from rookery.worker.trainer.trainer import Trainer, initial
 
 PART_NAMES = ("check", "generation", "training", "transformers", "peft")
-RANK = 16
 ADAPTERS = 4
 ROWS = (8, 64, 256)
 PROMPTS, PROMPT, NEW_TOKENS = 8, 256, 128
@@ -174,10 +170,7 @@ class Generation:
         self._runs = 0
         self._bank = LoraBank(decoder.config, decoder.dtype, decoder.device, RANK)
         for seed in range(ADAPTERS):
-            adapter = init_adapter(decoder.config, RANK, 2.0 * RANK, list(PARTS), seed)
-            for _, b in adapter.weights.values():
-                b.normal_(0.0, 0.01)
-            self._bank.add(str(seed), adapter)
+            self._bank.add(str(seed), trained_adapter(decoder.config, seed))
         self._engine = NativeEngine(
             decoder,
             self._bank,
@@ -189,76 +182,34 @@ class Generation:
     def run(self, rows: int, adapters: int) -> tuple[int, float]:
         """Tokens and seconds from the first prompt to the last token."""
         self._runs += 1
-        engine, prompts = self._engine, random_ids(PROMPTS, PROMPT, self.decoder.config.vocab)
+        prompts = random_ids(PROMPTS, PROMPT, self.decoder.config.vocab)
         prompts = [[self._runs, *prompt[1:]] for prompt in prompts]  # another than the last run's, which is cached
-        before, generated = dict(engine.stats), engine.generated
-        began = time.perf_counter()
-        for i in range(rows):
-            group = i % PROMPTS
-            engine.submit(
+        done = generate(
+            self._engine,
+            (
                 wire.Generate(
-                    request=f"{self._runs}-{i}", adapter=_ref(group % adapters) if adapters else None,
-                    prompt=prompts[group], shared=PROMPT, max_tokens=NEW_TOKENS, temperature=1.0, seed=i,
+                    request=f"{self._runs}-{i}", adapter=ref(i % PROMPTS % adapters) if adapters else None,
+                    prompt=prompts[i % PROMPTS], shared=PROMPT, max_tokens=NEW_TOKENS, temperature=1.0, seed=i,
                     stop_tokens=[],
                 )
-            )  # fmt: skip
-        while engine.step():
-            engine.drain()
-        seconds = time.perf_counter() - began
-        steps = engine.stats["decode_steps"] - before.get("decode_steps", 0)
-        self.step_seconds = (engine.stats["decode_seconds"] - before.get("decode_seconds", 0)) / steps
-        return engine.generated - generated, seconds
+                for i in range(rows)
+            ),
+        )  # fmt: skip
+        self.step_seconds = done.step_seconds
+        return done.tokens, done.seconds
 
 
 def trained(decoder: Decoder, tenants: int) -> Callable[[], tuple[int, float]]:
     """A step of each of the tenants, packed, the batch shared out among them: tokens and seconds."""
-    trainer = Trainer(decoder, max_rank=RANK, slice_tokens=Settings().gpu_slice_tokens)
-    with tempfile.TemporaryDirectory() as folder:
-        for i in range(tenants):
-            where = Path(folder) / str(i)
-            where.mkdir()
-            op = wire.InitAdapter(
-                op="", policy=str(i), rank=RANK, alpha=2.0 * RANK, targets=list(PARTS), seed=i, commit=""
-            )
-            initial(decoder.config, op, None).write(where)
-            trainer.load(str(i), 1, _ref(i), where)
-    units = [_unit(row) for row in random_ids(SEQUENCES, LENGTH, decoder.config.vocab)]
-    taken = 0
+    trainer = trainer_of(decoder, tenants, Settings().gpu_slice_tokens)
+    units = [unit(row) for row in random_ids(SEQUENCES, LENGTH, decoder.config.vocab)]
+    batches = [wire.Batch(units=units[i::tenants]) for i in range(tenants)]
+    taken = count()
 
     def run() -> tuple[int, float]:
-        nonlocal taken
-        began = time.perf_counter()
-        for i in range(tenants):
-            where: dict[str, Any] = {
-                "policy": str(i), "lease": 1, "parent": _ref(i), "steps": taken, "tenant": str(i)
-            }  # fmt: skip
-            trainer.forward_backward(
-                wire.ForwardBackward(
-                    op="f", batch_ticket="", loss=wire.Loss(name="cross_entropy"), temperature=1.0, fresh=True, **where
-                ),
-                wire.Batch(units=units[i::tenants]),
-            )
-            trainer.optim_step(wire.OptimStep(op="o", adam=wire.Adam(lr=1e-4, clip=1.0), **where))
-        while trainer.step():
-            pass
-        torch.cuda.synchronize()
-        taken += 1
-        problems = [finished.error for finished in trainer.drain() if finished.error]
-        if problems:
-            raise RuntimeError(problems[0])
-        return SEQUENCES * LENGTH, time.perf_counter() - began
+        return SEQUENCES * LENGTH, optimizer_steps(trainer, batches, wire.Loss(name="cross_entropy"), next(taken))
 
     return run
-
-
-def _unit(tokens: list[int]) -> wire.Unit:
-    own = len(tokens) - 1
-    member = wire.Member(tokens=tokens[1:], logprobs=[0.0] * own, advantages=[1.0] * own, weights=[1.0 / own] * own)
-    return wire.Unit(prompt=tokens[:1], members=[member])
-
-
-def _ref(i: int) -> wire.AdapterRef:
-    return wire.AdapterRef(policy=str(i), version=0, hash=str(i), rank=RANK, alpha=2.0 * RANK)
 
 
 # --- peers ----------------------------------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ from functools import partial
 
 import torch
 from gpu_models import random_weights
+from orders import RANK, ref, trained_adapter
 from torch import Tensor
 
 from rookery import wire
 from rookery.worker.engine.native import NativeEngine
 from rookery.worker.engine.pooled import PooledRunner
 from rookery.worker.engine.runner import DenseRunner
-from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.bank import LoraBank
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
@@ -48,7 +48,8 @@ MODELS = {
 DEVIATION = 0.06
 """Of the weights: with it attention is neither uniform nor on one key."""
 
-RANK = 16
+B_DEVIATION = 0.02
+"""Of the adapters' second factors."""
 REQUESTS, TOKENS = 12, 40
 
 
@@ -134,7 +135,7 @@ def _model(here: Decoder, there: Decoder) -> list[Check]:
     units = _units(here.config)
     results = []
     for decoder, attention in ((here, _packed), (there, FusedAttention)):
-        state = PolicyState(_adapter(here.config, 0), here.config, decoder.dtype, decoder.device)
+        state = PolicyState(trained_adapter(here.config, 0, B_DEVIATION), here.config, decoder.dtype, decoder.device)
         logp = []
         for forward_only in (True, False):
             work = Work(_operation(forward_only), units)
@@ -161,14 +162,6 @@ _packed: Attention = partial(PackedAttention, chunks=Chunks())
 """The CPU's."""
 
 
-def _adapter(config: DecoderConfig, seed: int) -> Adapter:
-    adapter = init_adapter(config, RANK, 2.0 * RANK, list(PARTS), seed)
-    generator = torch.Generator().manual_seed(seed)
-    for _, b in adapter.weights.values():
-        b.normal_(0.0, 0.02, generator=generator)
-    return adapter
-
-
 def _units(config: DecoderConfig) -> list[PackedUnit]:
     """A group that shares a prompt, and texts of their own."""
     generator = torch.Generator().manual_seed(0)
@@ -190,13 +183,9 @@ def _member(tokens: list[int]) -> wire.Member:
 
 def _operation(forward_only: bool) -> wire.ForwardBackward:
     return wire.ForwardBackward(
-        op="", policy="", lease=1, parent=_ref(0), steps=0, batch_ticket="", temperature=1.0,
+        op="", policy="", lease=1, parent=ref(0), steps=0, batch_ticket="", temperature=1.0,
         loss=wire.Loss(name="cross_entropy"), forward_only=forward_only, logprobs=True,
     )  # fmt: skip
-
-
-def _ref(seed: int) -> wire.AdapterRef:
-    return wire.AdapterRef(policy=str(seed), version=1, hash=str(seed), rank=RANK, alpha=2.0 * RANK)
 
 
 def _texts(decoder: Decoder, *, pooled: bool) -> dict[int, tuple[list[int], list[float]]]:
@@ -204,7 +193,7 @@ def _texts(decoder: Decoder, *, pooled: bool) -> dict[int, tuple[list[int], list
     and none."""
     bank = LoraBank(decoder.config, decoder.dtype, decoder.device, RANK)
     for seed in range(2):
-        bank.add(str(seed), _adapter(decoder.config, seed))
+        bank.add(str(seed), trained_adapter(decoder.config, seed, B_DEVIATION))
     made = PooledRunner if pooled else DenseRunner
     engine = NativeEngine(
         decoder, bank, lambda tokens: "", max_rows=REQUESTS, kv_budget_bytes=1 << 28,
@@ -214,7 +203,7 @@ def _texts(decoder: Decoder, *, pooled: bool) -> dict[int, tuple[list[int], list
         prompt = _prompt(request)
         engine.submit(
             wire.Generate(
-                request=str(request), adapter=_ref(request % 3) if request % 3 < 2 else None, prompt=prompt,
+                request=str(request), adapter=ref(request % 3) if request % 3 < 2 else None, prompt=prompt,
                 shared=len(prompt) if request < 6 else 0, max_tokens=TOKENS, temperature=1.0, seed=request,
                 stop_tokens=[],
             )
@@ -236,7 +225,7 @@ def _rescored(decoder: Decoder, texts: dict[int, tuple[list[int], list[float]]])
     """The log-probabilities of sampled texts by one pass over each."""
     found = []
     for request, (tokens, _) in texts.items():
-        adapter = _adapter(decoder.config, request % 3)
+        adapter = trained_adapter(decoder.config, request % 3, B_DEVIATION)
         if request % 3 == 2:
             for _, b in adapter.weights.values():
                 b.zero_()

@@ -39,6 +39,13 @@ class Row:
     def median(self) -> float:
         return statistics.median(self.values)
 
+    def __str__(self) -> str:
+        return f"{self.what}: {self.median:.4g} {self.unit}  {self.note}".rstrip()
+
+
+MET = {True: "met", False: "not met", None: "not measured"}
+"""In words."""
+
 
 @dataclass
 class Verdict:
@@ -48,6 +55,9 @@ class Verdict:
     measured: str
     met: bool | None
     why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.target}: {self.measured} ({MET[self.met]}) {self.why}".rstrip()
 
 
 @dataclass
@@ -67,13 +77,13 @@ class Result:
     def add(self, what: str, values: Sequence[float], unit: str, note: str = "") -> Row:
         row = Row(what, [float(value) for value in values], unit, note)
         self.rows.append(row)
-        print(f"  {what}: {row.median:.4g} {unit}  {note}", flush=True)
+        print(f"  {row}", flush=True)
         return row
 
     def judge(self, target: str, measured: str, met: bool | None, why: str = "") -> None:
-        self.verdicts.append(Verdict(target, measured, met, why))
-        word = {True: "met", False: "NOT met", None: "not measured"}[met]
-        print(f"  {target}: {measured} ({word}) {why}", flush=True)
+        verdict = Verdict(target, measured, met, why)
+        self.verdicts.append(verdict)
+        print(f"  {verdict}", flush=True)
 
     def save(self) -> None:
         """Write it, with the machine and the versions. A process that ends meanwhile leaves the file as it was."""

@@ -11,7 +11,8 @@ import threading
 from typing import Self
 
 from harness import Result, command
-from model import RANK, ours
+from model import ours
+from orders import RANK
 from service import Bench, Liked, job, service
 from workload import PROMPTS, questions
 

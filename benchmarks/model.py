@@ -6,14 +6,14 @@ import json
 import shutil
 from pathlib import Path
 
-import torch
 from harness import MODEL, WORK
+from orders import trained_adapter
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rookery.settings import Settings
 from rookery.text.chat import Chat
-from rookery.worker.model.adapter import PARTS, init_adapter, write_adapter
+from rookery.worker.model.adapter import write_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import SITES
 from rookery.worker.model.prepare import prepare
@@ -21,9 +21,6 @@ from rookery.worker.model.prepare import prepare
 FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
 )  # fmt: skip
-RANK, ALPHA = 16, 32.0
-B_DEVIATION = 0.01
-"""Of the adapters' second factor, so that they change the output: version 0, which is zero, could be skipped."""
 
 
 def ours() -> Path:
@@ -77,10 +74,6 @@ def adapters(count: int) -> list[Path]:
         folder = WORK / f"adapter-{seed}"
         if not (folder / "adapter_model.safetensors").exists():
             folder.mkdir(parents=True, exist_ok=True)
-            adapter = init_adapter(config, RANK, ALPHA, list(PARTS), seed)
-            generator = torch.Generator().manual_seed(seed)
-            for _, b in adapter.weights.values():
-                b.normal_(0.0, B_DEVIATION, generator=generator)
-            write_adapter(folder, adapter, MODEL)
+            write_adapter(folder, trained_adapter(config, seed), MODEL)
         folders.append(folder)
     return folders

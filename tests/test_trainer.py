@@ -200,9 +200,7 @@ def reference(
     ids=["llama", "mistral with a window", "qwen3"],
 )
 @pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
-def test_gradient_is_that_of_peft(
-    tmp_path: Path, config: transformers.PreTrainedConfig, attention: Attention
-) -> None:
+def test_gradient_is_that_of_peft(tmp_path: Path, config: transformers.PreTrainedConfig, attention: Attention) -> None:
     """Shared prompts, masks, temperature and loss against a model that computes each sequence by itself."""
     if config is LLAMA:
         folder = adapter_folder(tmp_path / "p", 4, 1)

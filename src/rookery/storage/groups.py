@@ -173,9 +173,7 @@ class Groups(Store):
                 episodes.setdefault(row.group_id, []).append(EpisodeRow(**row._mapping))
         return [GroupRow(**row._mapping, episodes=tuple(episodes.get(row.id, ()))) for row in groups]
 
-    def _change_open_episode(
-        self, episode: str, values: Mapping[str, Any], counters: Mapping[str, Any] | None
-    ) -> bool:
+    def _change_open_episode(self, episode: str, values: Mapping[str, Any], counters: Mapping[str, Any] | None) -> bool:
         is_open: ColumnElement[bool] = (_episodes.c.id == episode) & (_episodes.c.state == "open")
         with self._writing() as connection:
             _save_counters(connection, select(_episodes.c.job).where(_episodes.c.id == episode), counters)

@@ -147,9 +147,7 @@ class Core:
 class Compute:
     """The thread. Methods are for other threads."""
 
-    def __init__(
-        self, prepare: Callable[[], Path], settings: Settings, model: str, wake: Callable[[], object]
-    ) -> None:
+    def __init__(self, prepare: Callable[[], Path], settings: Settings, model: str, wake: Callable[[], object]) -> None:
         """``prepare`` answers the base model's folder, made if need be; it runs in the thread, and what it raises ends
         the thread as :attr:`failure`."""
         self._prepare = prepare

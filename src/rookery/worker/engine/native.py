@@ -221,17 +221,19 @@ class NativeEngine:
     def _owes_decoding(self) -> bool:
         """Prefill and decoding take turns, so that neither a stream of long prompts nor running rows starve; a few
         slices follow each other while a decode step would leave most rows out."""
+        if not self._prefilled:
+            return False
         rows = self._admission.rows
         decoding = sum(self._decoding(row) for row in rows)
         few = 2 * decoding < len(rows)
         return bool(decoding) and self._prefilled >= (PREFILLS_IN_A_ROW if few else 1)
 
     def _decoding(self, row: Request) -> bool:
-        """Everything but the last token is cached."""
-        return bool(row.tokens) and row.filled == row.tail_length - 1 and row.ready
+        """Its next token takes a decode step."""
+        return bool(row.tokens) and self._cached(row)
 
     def _cached(self, row: Request) -> bool:
-        """Nothing of it is left to prefill."""
+        """Nothing of it is left to prefill: all but a last token of its own is cached."""
         return row.ready and row.tail_length - row.filled <= (1 if row.tokens else 0)
 
     def _start_from_segments(self) -> None:

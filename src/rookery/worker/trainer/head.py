@@ -36,11 +36,12 @@ class Scores:
 
 
 @torch.no_grad()
-def score(decoder: Decoder, hidden: Tensor, targets: Tensor, temperatures: Tensor, *, derivatives: bool) -> Scores:
-    """hidden [n, hidden] (what ``Decoder.project`` reads), targets [n] int64, temperatures [n] float32."""
+def score(
+    decoder: Decoder, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, *, derivatives: bool
+) -> Scores:
+    """hidden [n, hidden] (what ``Decoder.project`` reads), targets [n] int64, temperatures [n] float32; None: all 1."""
     logp = torch.empty(len(hidden), dtype=_wide(hidden), device=hidden.device)
     slopes = torch.empty(hidden.shape, dtype=logp.dtype, device=hidden.device) if derivatives else None
-    plain = bool((temperatures == 1.0).all())
     projected, normalised = (GPU_ROWS, GPU_ROWS) if hidden.is_cuda else (PROJECTED_ROWS, NORMALISED_ROWS)
     for start in range(0, len(hidden), projected):
         rows = slice(start, min(start + projected, len(hidden)))
@@ -48,18 +49,19 @@ def score(decoder: Decoder, hidden: Tensor, targets: Tensor, temperatures: Tenso
         for first in range(0, len(logits), normalised):
             part = slice(first, min(first + normalised, len(logits)))
             whole = slice(start + part.start, start + part.stop)
-            warmth = None if plain else temperatures[whole]
+            warmth = None if temperatures is None else temperatures[whole]
             _normalise(logits[part], targets[whole], warmth, logp[whole], derivatives=derivatives)
         if slopes is not None:
-            torch.div(logits @ decoder.head, -temperatures[rows, None], out=slopes[rows])
+            slopes[rows] = logits @ decoder.head
     if slopes is None:
         return Scores(logp, None, None)
+    slopes.div_(-1.0 if temperatures is None else -temperatures[:, None])
     return Scores(logp, slopes, torch.linalg.vecdot(hidden.to(logp.dtype), slopes).sub_(logp))
 
 
 def _normalise(logits: Tensor, targets: Tensor, warmth: Tensor | None, logp: Tensor, *, derivatives: bool) -> None:
-    """Fills ``logp`` and, with derivatives, turns ``logits`` into softmax − onehot, in place. ``warmth`` [n] are
-    temperatures other than 1."""
+    """Fills ``logp`` and, with derivatives, turns ``logits`` into softmax − onehot, in place. ``warmth`` [n] are the
+    temperatures."""
     wide = _wide(logits)
     z = logits if warmth is None else logits.to(wide).div_(warmth[:, None])
     p = torch.softmax(z, -1, dtype=wide)

@@ -81,9 +81,7 @@ def run(decoder: Decoder, items: Sequence[Item], attention: Attention, recompute
     attend = attention(decoder, stream)
     spans, loss_spans = _spans(items, stream.spans), _spans(items, stream.loss_spans)
     lora = PackedLora([Segment(s.start, s.stop, i.policy) for i, s in zip(items, spans, strict=True)])
-    temperatures = torch.empty(len(stream.rows), device=decoder.device)
-    for item, span in zip(items, loss_spans, strict=True):
-        temperatures[span] = item.work.op.temperature
+    temperatures = _temperatures(items, loss_spans, len(stream.rows), decoder.device)
     if items[0].work.op.forward_only:
         hidden = infer(decoder, stream, attend, lora)[stream.rows]
         logp = score(decoder, hidden, stream.targets, temperatures, derivatives=False).logp
@@ -94,7 +92,7 @@ def run(decoder: Decoder, items: Sequence[Item], attention: Attention, recompute
         passed = forward(decoder, stream, attend, lora, recompute=len(stream.tokens) > recompute_tokens)
         scores = score(decoder, passed.hidden[stream.rows], stream.targets, temperatures, derivatives=True)
         assert scores.slopes is not None and scores.entropy is not None
-        base = _base_logprobs(decoder, items, loss_spans, stream, temperatures, attention)
+        base = _base_logprobs(decoder, items, loss_spans, scores.logp, temperatures, attention)
         d_logp = torch.zeros_like(scores.logp)
         for item, span in zip(items, loss_spans, strict=True):
             d_logp[span] = _loss(item, stream, span, scores.logp[span], base[span])
@@ -118,6 +116,16 @@ def _spans(items: Sequence[Item], of_units: Sequence[tuple[int, int]]) -> list[s
         spans.append(slice(own[0][0], own[-1][1]))
         at += len(item.units)
     return spans
+
+
+def _temperatures(items: Sequence[Item], loss_spans: Sequence[slice], rows: int, device: torch.device) -> Tensor | None:
+    """Those of the loss tokens, [rows]; None where all are 1, which saves dividing their logits."""
+    if all(item.work.op.temperature == 1.0 for item in items):
+        return None
+    temperatures = torch.empty(rows, device=device)
+    for item, span in zip(items, loss_spans, strict=True):
+        temperatures[span] = item.work.op.temperature
+    return temperatures
 
 
 def _loss(item: Item, stream: Stream, span: slice, logp: Tensor, base: Tensor) -> Tensor:
@@ -172,17 +180,18 @@ def _base_logprobs(
     decoder: Decoder,
     items: Sequence[Item],
     spans: Sequence[slice],
-    stream: Stream,
-    temperatures: Tensor,
+    logp: Tensor,
+    temperatures: Tensor | None,
     attention: Attention,
 ) -> Tensor:
-    """Log-probabilities under the base model where an operation's KL penalty needs them, zeros elsewhere: the decoder
-    with every adapter switched off."""
-    base = torch.zeros_like(temperatures)
+    """Like ``logp``, under the base model, where an operation's KL penalty needs it, zeros elsewhere: the decoder with
+    every adapter switched off."""
+    base = torch.zeros_like(logp)
     needed = [(item, span) for item, span in zip(items, spans, strict=True) if item.work.op.kl_weight]
     if needed:
         part = pack([unit for item, _ in needed for unit in item.units], decoder.device)
         hidden = infer(decoder, part, attention(decoder, part), None)[part.rows]
         rows = torch.cat([torch.arange(span.start, span.stop, device=decoder.device) for _, span in needed])
-        base[rows] = score(decoder, hidden, part.targets, temperatures[rows], derivatives=False).logp.to(base.dtype)
+        warmth = None if temperatures is None else temperatures[rows]
+        base[rows] = score(decoder, hidden, part.targets, warmth, derivatives=False).logp
     return base

@@ -74,7 +74,6 @@ class PackedUnit:
             start += loss[-1]
         return packed
 
-
     @classmethod
     def from_datum(cls, datum: wire.Datum) -> PackedUnit:
         """Every target is a loss token, also one of weight 0: its log-probability is asked for. Tokens behind the last

@@ -42,6 +42,7 @@ from rookery.worker.trainer.policy import Export, PolicyState
 
 log = logging.getLogger("rookery.worker.trainer")
 
+
 @dataclass(frozen=True)
 class Finished:
     """An operation's answer, as ``wire.Done`` carries it; ``export`` is what a commit has to write and upload."""

@@ -1,0 +1,107 @@
+"""What a controller orders of an engine and a trainer, without a controller: adapters, requests, optimizer steps."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rookery import wire
+from rookery.worker.engine.native import NativeEngine
+from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
+from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.decoder import Decoder
+from rookery.worker.trainer.trainer import Trainer, initial
+
+RANK, ALPHA = 16, 32.0
+B_DEVIATION = 0.01
+"""Of an adapter's second factor, so that it changes the output: a fresh one's is zero, and could be skipped."""
+
+
+def ref(i: int, version: int = 0) -> wire.AdapterRef:
+    """Policy ``i``'s."""
+    return wire.AdapterRef(policy=str(i), version=version, hash=str(i), rank=RANK, alpha=ALPHA)
+
+
+def trained_adapter(config: DecoderConfig, seed: int, deviation: float = B_DEVIATION) -> Adapter:
+    """On every linear layer, and not without effect."""
+    adapter = init_adapter(config, RANK, ALPHA, list(PARTS), seed)
+    generator = torch.Generator().manual_seed(seed)
+    for _, b in adapter.weights.values():
+        b.normal_(0.0, deviation, generator=generator)
+    return adapter
+
+
+def unit(tokens: Sequence[int]) -> wire.Unit:
+    """A sequence with loss on every token but the first."""
+    return wire.Unit(prompt=list(tokens[:1]), members=[member(tokens[1:])])
+
+
+def member(tokens: Sequence[int]) -> wire.Member:
+    """A reply, each token of which counts alike."""
+    own = len(tokens)
+    return wire.Member(tokens=list(tokens), logprobs=[0.0] * own, advantages=[1.0] * own, weights=[1.0 / own] * own)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """``seconds`` from the first step to the last token; ``step_seconds`` of a mean decode step, sampling and
+    bookkeeping included."""
+
+    tokens: int
+    seconds: float
+    step_seconds: float
+    prefill_seconds: float
+
+
+def generate(engine: NativeEngine, requests: Iterable[wire.Generate]) -> Generated:
+    """All of them to their ends."""
+    before, generated = dict(engine.stats), engine.generated
+    for request in requests:
+        engine.submit(request)
+    began = time.perf_counter()
+    while engine.step():
+        engine.drain()
+    seconds = time.perf_counter() - began
+    spent = Counter({name: value - before.get(name, 0.0) for name, value in engine.stats.items()})
+    steps = max(1.0, spent["decode_steps"])  # one token needs none
+    return Generated(engine.generated - generated, seconds, spent["decode_seconds"] / steps, spent["prefill_seconds"])
+
+
+def trainer_of(decoder: Decoder, policies: int, slice_tokens: int) -> Trainer:
+    """With so many fresh policies resident."""
+    trainer = Trainer(decoder, max_rank=RANK, slice_tokens=slice_tokens)
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(policies):
+            where = Path(folder) / str(i)
+            where.mkdir()
+            op = wire.InitAdapter(op="", policy=str(i), rank=RANK, alpha=ALPHA, targets=list(PARTS), seed=i, commit="")
+            initial(decoder.config, op, None).write(where)
+            trainer.load(str(i), 1, ref(i), where)
+    return trainer
+
+
+def optimizer_steps(trainer: Trainer, batches: Sequence[wire.Batch], loss: wire.Loss, taken: int = 0) -> float:
+    """One step of each policy on its batch, packed, after so many ``taken`` before: seconds, a GPU's work included.
+    Raises ``RuntimeError`` for an operation that fails."""
+    began = time.perf_counter()
+    for i, batch in enumerate(batches):
+        where: dict[str, Any] = {"policy": str(i), "lease": 1, "parent": ref(i), "steps": taken, "tenant": str(i)}
+        forward = wire.ForwardBackward(op=f"f{i}", batch_ticket="", loss=loss, temperature=1.0, fresh=True, **where)
+        trainer.forward_backward(forward, batch)
+        trainer.optim_step(wire.OptimStep(op=f"o{i}", adam=wire.Adam(lr=1e-4, clip=1.0), **where))
+    while trainer.step():
+        pass
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    problems = [finished.error for finished in trainer.drain() if finished.error]
+    if problems:
+        raise RuntimeError(problems[0])
+    return seconds
