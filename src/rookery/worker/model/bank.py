@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -46,10 +46,16 @@ def bucket(rank: int) -> int:
     return size
 
 
+def _outputs(config: DecoderConfig, site: str) -> dict[str, slice]:
+    """Which rows of a fused projection's output are which part's."""
+    edges = accumulate((config.site_shape(part)[1] for part in SITES[site]), initial=0)
+    return {part: slice(*both) for part, both in zip(SITES[site], pairwise(edges), strict=True)}
+
+
 @dataclass
 class _Resident:
-    """One adapter, fused and in the base's dtype: ``a[site]`` [layers, parts, rank, in], ``b[site]``
-    [layers, out, parts, rank], block by block for the fused parts, the scale folded into B."""
+    """One adapter, fused and in the base's dtype: ``a[site]`` [layers, parts, rank, in] and ``b[site]``
+    [layers, out, rank], every output with its own part's ranks, the scale folded into B."""
 
     rank: int
     a: dict[str, Tensor]
@@ -90,13 +96,11 @@ class LoraBank:
         for site, parts in SITES.items():
             shapes = [self.config.site_shape(part) for part in parts]
             down = torch.zeros(self.config.layers, len(parts), rank, shapes[0][0])
-            up = torch.zeros(self.config.layers, sum(out for _, out in shapes), len(parts), rank)
+            up = torch.zeros(self.config.layers, sum(out for _, out in shapes), rank)
             for (layer, part), (given_a, given_b) in adapter.weights.items():
                 if part in parts:
-                    at = parts.index(part)
-                    begin = sum(out for _, out in shapes[:at])
-                    down[layer, at, : adapter.rank] = given_a
-                    up[layer, begin : begin + shapes[at][1], at, : adapter.rank] = given_b * adapter.scale
+                    down[layer, parts.index(part), : adapter.rank] = given_a
+                    up[layer, _outputs(self.config, site)[part], : adapter.rank] = given_b * adapter.scale
             if any(part in parts for _, part in adapter.weights):
                 a[site], b[site] = down.to(self.device, self.dtype), up.to(self.device, self.dtype)
         self._residents[key] = _Resident(rank, a, b)
@@ -245,7 +249,8 @@ class _Stack:
             b.zero_()
             if site in resident.a:
                 a[:, :, : resident.rank] = resident.a[site]
-                b[..., : resident.rank] = resident.b[site]
+                for place, outputs in enumerate(_outputs(self.config, site).values()):
+                    b[:, outputs, place, : resident.rank] = resident.b[site][:, outputs]
         if slot == len(self.keys):
             self.keys.append(key)
             self.used.append(self.tick)
@@ -253,9 +258,9 @@ class _Stack:
             self.keys[slot] = key
 
     def _widen(self) -> None:
-        """Room for half as many again: a slot costs as much memory as an adapter."""
+        """Room for a quarter as many again: a slot costs more memory than an adapter."""
         old = len(self.keys)
-        self.places = max(_FIRST_PLACES, old + old // 2 + 1)
+        self.places = max(_FIRST_PLACES, old + old // 4 + 2)
         self.state += 1
         self._views.clear()
         for site in self.sites:

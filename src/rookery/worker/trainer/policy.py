@@ -191,7 +191,7 @@ class PolicyState:
     def _refresh(self) -> None:
         """Compute copies from the masters."""
         self._compute[: self._split] = self.masters[: self._split]
-        self._compute[self._split :] = self.masters[self._split :] * self.scale
+        torch.mul(self.masters[self._split :], self.scale, out=self._compute[self._split :])
 
     def _named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """``layer.part.A`` and ``layer.part.B`` with their views of a flat vector."""
