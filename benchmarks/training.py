@@ -1,9 +1,9 @@
 """Training: Rookery's trainer against PEFT + transformers and against the floor, and four tenants packed against one.
 
 A step is forward, backward and AdamW on rank 16, bf16, loss on every token. Contenders take turns within one run, each
-with an uncounted step of 8 x 128 first: training goes on step after step, and does not find caches and threads as another
-process left them. PEFT gets the micro-batch that is fastest for it among the whole batch, 4 and 1, as the turn that warms
-up finds."""
+with an uncounted step of 8 x 128 first: training goes on step after step, and does not find caches and threads as
+another process left them. PEFT gets the micro-batch that is fastest for it among the whole batch, 4 and 1, as the turn
+that warms up finds."""
 
 from __future__ import annotations
 
