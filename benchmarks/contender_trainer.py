@@ -8,6 +8,7 @@ import rookery.worker  # sets how torch's threads wait, before torch is there  #
 
 import resource
 import time
+from itertools import count
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from rookery import wire
 from rookery.settings import Settings
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.trainer.head import PROJECTED_ROWS
+from rookery.worker.trainer.trainer import Trainer
 
 KIBIBYTE = 1024
 """In which Linux counts the most memory that a process ever had."""
@@ -28,7 +30,7 @@ KIBIBYTE = 1024
 class Training:
     def __init__(self) -> None:
         self.decoder = Decoder.load(ours(), pack=Settings().pack_weights)
-        self._steps = 0
+        self._trainers: dict[tuple[int, int], tuple[Trainer, count[int]]] = {}
 
     def run(self, shapes: list[list[int]]) -> dict[str, Any]:
         """``shapes[i]`` are the lengths of tenant i's sequences; loss on every token but the first of each."""
@@ -53,7 +55,11 @@ class Training:
 
     def _step(self, batches: list[wire.Batch], loss: wire.Loss, slice_tokens: int) -> float:
         """Seconds of one optimizer step for each tenant's batch, packed into passes of so many tokens."""
-        return optimizer_steps(trainer_of(self.decoder, len(batches), slice_tokens), batches, loss)
+        kind = len(batches), slice_tokens
+        if kind not in self._trainers:  # it stays, with its policies, as a worker's: making one costs page faults
+            self._trainers[kind] = trainer_of(self.decoder, *kind), count()
+        trainer, taken = self._trainers[kind]
+        return optimizer_steps(trainer, batches, loss, next(taken))
 
     def floor(self, tokens: int) -> float:
         """Seconds of the linear layers and the output projection, forward and input gradient, for ``tokens`` rows: best

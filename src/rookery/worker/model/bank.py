@@ -249,8 +249,8 @@ class _Stack:
             b.zero_()
             if site in resident.a:
                 a[:, :, : resident.rank] = resident.a[site]
-                for place, outputs in enumerate(_outputs(self.config, site).values()):
-                    b[:, outputs, place, : resident.rank] = resident.b[site][:, outputs]
+                for place, rows in enumerate(_outputs(self.config, site).values()):
+                    b[:, rows, place, : resident.rank] = resident.b[site][:, rows]
         if slot == len(self.keys):
             self.keys.append(key)
             self.used.append(self.tick)
