@@ -168,7 +168,8 @@ def _arm_row(name: str, lag: int, runs: Sequence[Cell]) -> list[Any]:
         statistics.fmean(gains) if gains else None,
         sum(map(collapsed, runs)),
         len(runs),
-        *(_over_steps(runs, what) for what in ("staleness_mean", "logp_diff_mean", "clipped_share")),
+        *(_over_steps(runs, what) for what in ("staleness_mean", "logp_diff_mean")),
+        None if name == LOSSES["none"].name else _over_steps(runs, "clipped_share"),  # its weight is 1 by clamping
     ]
 
 

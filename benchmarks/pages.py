@@ -9,13 +9,14 @@ A test compares what stands there with the results' files, so a page cannot say 
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from harness import ROOT
 
-PAGES = ("docs/asynchrony.md",)
+PAGES = ("docs/asynchrony.md", "docs/speed.md")
 MARKED = re.compile(r"(<!-- results: (\w+) -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
 NOTHING = "Not measured yet."
 VERDICT = {True: "met", False: "**not met**", None: "not measured"}
@@ -44,11 +45,23 @@ def section(page: Path, result: dict[str, Any] | None, plot: Path | None) -> str
     if plot is not None:
         up = "../" * len(page.resolve().relative_to(ROOT).parent.parts)
         parts.append(f"![{result['title']}]({up}{plot.resolve().relative_to(ROOT).as_posix()})")
+    parts += ["\n".join(medians(result))] if result["rows"] else []
     parts += tables(result)
     if result["verdicts"]:
-        rows = [[v["target"], v["measured"], VERDICT[v["met"]], v["why"]] for v in result["verdicts"]]
-        parts.append("\n".join(markdown(["expected", "measured", "", ""], rows)))
+        told = [[v["target"], v["measured"], VERDICT[v["met"]], v["why"]] for v in result["verdicts"]]
+        parts.append("\n".join(markdown(["expected", "measured", "", ""], told)))
     return "\n\n".join([*parts, *result["notes"]])
+
+
+def medians(result: dict[str, Any]) -> list[str]:
+    """The lines of the table of its rows: medians, ranges, runs."""
+    cells = []
+    for row in result["rows"]:
+        values = row["values"]
+        spread = f"{number(min(values))} to {number(max(values))}" if len(values) > 1 else ""
+        median = f"{number(statistics.median(values))} {row['unit']}"
+        cells.append([row["what"], median, spread, str(len(values)), row["note"]])
+    return markdown(["what", "median", "range", "runs", ""], cells)
 
 
 def tables(result: dict[str, Any]) -> list[str]:

@@ -4,13 +4,12 @@ of pages elsewhere. No figure is typed."""
 from __future__ import annotations
 
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
 import pages
 from harness import HERE, RESULTS, ROOT
-from pages import VERDICT, markdown, number
+from pages import VERDICT, markdown
 from plots import draw
 
 ORDER = (
@@ -62,17 +61,10 @@ def _section(result: dict[str, Any], plot: Path | None) -> list[str]:
     label = "Simulated: " if result["simulated"] else ""
     versions = ", ".join(f"{name} {release}" for name, release in sorted(result["versions"].items()))
     parts = [f"\n## {label}{result['title']}\n", f"`{result['command']}` on {result['machine']}; {versions}.\n"]
-    rows = []
-    for row in result["rows"]:
-        values = row["values"]
-        spread = f"{number(min(values))} to {number(max(values))}" if len(values) > 1 else ""
-        rows.append(
-            [row["what"], f"{number(statistics.median(values))} {row['unit']}", spread, str(len(values)), row["note"]]
-        )
     if plot is not None:
         parts.append(f"![{result['title']}]({plot.relative_to(HERE).as_posix()})\n")
-    if rows:
-        parts += markdown(["what", "median", "range", "runs", ""], rows)
+    if result["rows"]:
+        parts += pages.medians(result)
     parts += [f"\n{lines}" for lines in [*pages.tables(result), *result["notes"]]]
     return parts
 

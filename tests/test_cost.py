@@ -18,7 +18,7 @@ from rookery import wire
 from rookery.cli.jobs import cost_lines
 from rookery.controller.recipe import first_adapter
 from rookery.controller.rollouts import Request
-from rookery.controller.training import Forward, Trainee
+from rookery.controller.trainee import Forward, Trainee
 from rookery.controller.views import JobView
 from rookery.errors import Unavailable
 from rookery.scheduling.cost import HOUR, LINGER, SECOND, UNIT, Meter, Settled, Used, Work, reserved_alone, split

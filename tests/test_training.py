@@ -15,7 +15,8 @@ from rookery import wire
 from rookery.controller.fleet import Fleet
 from rookery.controller.ports import RandomIds, ThreadLedger
 from rookery.controller.tickets import Tickets
-from rookery.controller.training import Forward, Trainee, Training, TrainingFailed
+from rookery.controller.trainee import Forward, Trainee
+from rookery.controller.training import Training, TrainingFailed
 from rookery.errors import Unavailable
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts

@@ -21,7 +21,8 @@ from rookery.controller.checkpoints import checkpoint
 from rookery.controller.client_head import Head
 from rookery.controller.futures import Future, Futures, Waiting
 from rookery.controller.places import Guest, Places
-from rookery.controller.training import Forward, Optimise, Trainee, TrainingFailed
+from rookery.controller.trainee import Forward, Optimise, Trainee
+from rookery.controller.training import TrainingFailed
 from rookery.controller.world import World
 from rookery.errors import RookeryError, UserError
 from rookery.scheduling.sequence import Sequence

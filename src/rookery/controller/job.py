@@ -26,7 +26,7 @@ from rookery.controller.progress import EARLIER, Progress, per_token
 from rookery.controller.pulse import Pulse
 from rookery.controller.recipe import adam, first_adapter, forward_backward
 from rookery.controller.tasks import TaskGroup
-from rookery.controller.training import Trainee
+from rookery.controller.trainee import Trainee
 from rookery.controller.world import World
 from rookery.scheduling.staleness import admissible
 from rookery.spec import JobSpec

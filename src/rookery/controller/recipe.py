@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rookery import wire
 from rookery.algorithms.schedules import rate
 from rookery.controller.batch import CompleteGroup, build
-from rookery.controller.training import Forward
+from rookery.controller.trainee import Forward
 from rookery.spec import JobSpec
 
 
