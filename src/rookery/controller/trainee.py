@@ -1,7 +1,7 @@
 """A policy in training: its optimizer steps on whichever training worker holds its lease.
 
-* A policy trains under a lease number that only grows; an answer under an older one is ignored, its commit refused by the
-  database.
+* A policy trains under a lease number that only grows; an answer under an older one is ignored, and its commit refused
+  by the database.
 * Every operation names its parent version and the steps since: a worker that holds something else says so and reloads.
 * What was taken since the last commit is kept here until the commit, so that a lost worker costs its computation and
   nothing else: the next worker loads the parent and replays it.
