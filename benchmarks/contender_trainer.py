@@ -8,7 +8,6 @@ import rookery.worker  # sets how torch's threads wait, before torch is there  #
 
 import resource
 import time
-from itertools import count
 from typing import Any
 
 import torch
@@ -23,6 +22,8 @@ from rookery.worker.model.decoder import Decoder
 from rookery.worker.trainer.head import PROJECTED_ROWS
 from rookery.worker.trainer.trainer import Trainer
 
+FLOOR_TIMES = 2
+"""The best counts."""
 KIBIBYTE = 1024
 """In which Linux counts the most memory that a process ever had."""
 
@@ -30,7 +31,10 @@ KIBIBYTE = 1024
 class Training:
     def __init__(self) -> None:
         self.decoder = Decoder.load(ours(), pack=Settings().pack_weights)
-        self._trainers: dict[tuple[int, int], tuple[Trainer, count[int]]] = {}
+        self._kind: tuple[int, int] | None = None
+        """Policies, and tokens of a slice."""
+        self._trainer: Trainer | None = None
+        self._taken = 0
 
     def run(self, shapes: list[list[int]]) -> dict[str, Any]:
         """``shapes[i]`` are the lengths of tenant i's sequences; loss on every token but the first of each."""
@@ -54,16 +58,18 @@ class Training:
         return {"seconds": seconds, "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIBIBYTE}
 
     def _step(self, batches: list[wire.Batch], loss: wire.Loss, slice_tokens: int) -> float:
-        """Seconds of one optimizer step for each tenant's batch, packed into passes of so many tokens."""
+        """Seconds of one optimizer step for each tenant's batch, packed into passes of so many tokens. A trainer stays
+        for the next step, as a worker's does."""
         kind = len(batches), slice_tokens
-        if kind not in self._trainers:  # it stays, with its policies, as a worker's: making one costs page faults
-            self._trainers[kind] = trainer_of(self.decoder, *kind), count()
-        trainer, taken = self._trainers[kind]
-        return optimizer_steps(trainer, batches, loss, next(taken))
+        if self._trainer is None or kind != self._kind:
+            self._trainer = None  # before there is another: the most memory is that of one
+            self._trainer, self._kind, self._taken = trainer_of(self.decoder, *kind), kind, 0
+        self._taken += 1
+        return optimizer_steps(self._trainer, batches, loss, self._taken - 1)
 
     def floor(self, tokens: int) -> float:
-        """Seconds of the linear layers and the output projection, forward and input gradient, for ``tokens`` rows: best
-        of a few. Rows go in slices and chunks as large as the trainer's own."""
+        """Seconds of the linear layers and the output projection, forward and input gradient, for ``tokens`` rows.
+        Rows go in slices and chunks as large as the trainer's own."""
         best = float("inf")
         most = Settings.load().slice_tokens
         with torch.inference_mode():
@@ -74,7 +80,7 @@ class Training:
                     made[count, width] = torch.randn(count, width).to(self.decoder.dtype)
                 return made[count, width]
 
-            for _ in range(4):
+            for _ in range(FLOOR_TIMES):
                 began = time.perf_counter()
                 for start in range(0, tokens, most):
                     count = min(most, tokens - start)

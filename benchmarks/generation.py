@@ -1,6 +1,7 @@
 """Generation: Rookery's engine against vLLM's CPU build, with the same adapters and without any, and against the floor.
 
-All contenders are loaded at once and take turns, so that every ratio is within one run. Time is from the first prompt's
+All contenders are loaded at once and take turns, so that every ratio is within one run; a turn begins with a few tokens
+that do not count, since the others have had caches and memory to themselves meanwhile. Time is from the first prompt's
 submission to the last token. Every text has its full length. vLLM runs with its engine in the caller's process: with
 one of its own, as by default, it was slower on two cores at 64 sequences (524 tokens/s where this way gave 803 without
 adapters, 66 where it gave 92 with them)."""
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from child import Contender, ContenderFailed
@@ -21,22 +23,21 @@ COUNTS = (8, 64)
 PEERS = {"vLLM, 4 adapters": 4, "vLLM, no adapters": 0}
 WITHIN = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 WARM_UP_TOKENS = 4
-"""Of the first turn, which is not counted."""
+"""Of what is not counted: the first turn, and the begin of every other."""
 
 
 def main() -> None:
     times = repeats(__doc__)
     result = Result("generation", "Generation, rank 16 on every linear layer, bf16", command())
     ours = Contender("engine", [sys.executable, str(HERE / "contender_engine.py")])
-    peers: dict[str, Contender] = {}
     result.versions.update({"engine threads": str(ours.about["threads"])})
-    for name, folders in PEERS.items():
-        python = peer_python("vllm")
+    peers: dict[str, Contender] = {}
+    commands = {name: [str(published()), *map(str, adapters(folders))] for name, folders in PEERS.items()}
+    with ThreadPoolExecutor() as pool:  # they take half a minute to load
+        starting = {name: pool.submit(_vllm, name, given) for name, given in commands.items()}
+    for name, started in starting.items():
         try:
-            if python is None:
-                raise ContenderFailed("its environment is missing: make bench-peers")
-            script = str(HERE / "peers" / "vllm_generation.py")
-            peers[name] = Contender(name, [str(python), script, str(published()), *map(str, adapters(folders))], WITHIN)
+            peers[name] = started.result()
             result.versions.update(vllm=peers[name].about["vllm"], **{"vllm's torch": peers[name].about["torch"]})
         except ContenderFailed as error:
             result.notes.append(f"{name} did not run: {error}")
@@ -48,7 +49,9 @@ def main() -> None:
         prompts = chat_ids(questions(count))
         for turn in range(times + 1):
             task = {"prompts": prompts, "tokens": NEW_TOKENS if turn else WARM_UP_TOKENS}
+            warm = task | {"tokens": WARM_UP_TOKENS}
             for name, extra in (("Rookery, 4 adapters", {"adapters": 4}), ("Rookery, no adapters", {"adapters": 0})):
+                ours.run(**warm, **extra)
                 answer = ours.run(**task, **extra)
                 if turn:
                     speeds.setdefault(name, []).append(answer["tokens"] / answer["seconds"])
@@ -56,7 +59,7 @@ def main() -> None:
                         steps.append(1000 * answer["step_seconds"])
                         floors.append(1000 * ours.run(what="floor", rows=count)["seconds"])
             for name, peer in list(peers.items()):
-                answer = _try(result, peers, name, peer, task)
+                answer = _try(result, peers, name, peer, warm) and _try(result, peers, name, peer, task)
                 if turn and answer is not None:
                     speeds.setdefault(name, []).append(answer["tokens"] / answer["seconds"])
         for name, values in speeds.items():
@@ -80,6 +83,14 @@ def main() -> None:
     for contender in (ours, *peers.values()):
         contender.close()
     result.save()
+
+
+def _vllm(name: str, given: list[str]) -> Contender:
+    """Loaded. Raises :class:`ContenderFailed`."""
+    python = peer_python("vllm")
+    if python is None:
+        raise ContenderFailed("its environment is missing: make bench-peers")
+    return Contender(name, [str(python), str(HERE / "peers" / "vllm_generation.py"), *given], WITHIN)
 
 
 def _try(

@@ -37,12 +37,11 @@ def main() -> None:
     for name, (count, length) in SHAPES.items():
         _shape(result, ours, peer, name, count, length, times)
     alone, packed = [], []
-    for turn in range(times + 1):
-        one = ours.run(shapes=[[128] * 8])
-        four = ours.run(shapes=[[128] * 2] * TENANTS)
-        if turn:
-            alone.append(one["tokens"] / one["seconds"])
-            packed.append(four["tokens"] / four["seconds"])
+    for _ in range(times):
+        for speeds, shapes in ((alone, [[128] * 8]), (packed, [[128] * 2] * TENANTS)):
+            ours.run(shapes=shapes)
+            answer = ours.run(shapes=shapes)
+            speeds.append(answer["tokens"] / answer["seconds"])
     solo = result.add("8 x 128, one tenant (paired with the next)", alone, "tokens/s")
     together = result.add(f"{TENANTS} tenants with 2 x 128 each, packed", packed, "tokens/s")
     share = ratio(together, solo)
