@@ -444,6 +444,13 @@ async def until_running(client: AsyncOpenAI, count: int) -> None:
                 return
 
 
+async def until_asked(worker: Endless, count: int) -> None:
+    """Waits for the worker to have read so many requests: they run from when they were sent."""
+    async with asyncio.timeout(30):
+        while len(worker.generates) < count:
+            await asyncio.sleep(0.01)
+
+
 async def test_who_hangs_up_ends_the_generation(tmp_path: Path) -> None:
     with served(tmp_path) as service, Endless(tmp_path, service) as worker:
         async with AsyncOpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0) as client:
@@ -460,6 +467,7 @@ async def test_who_hangs_up_ends_the_generation(tmp_path: Path) -> None:
             await until_running(client, 3)
             whole.cancel()
             await until_running(client, 0)
+            await until_asked(worker, 6)
             assert len(worker.generates) == 6
 
 
@@ -478,7 +486,7 @@ async def test_answers_go_first_where_the_setting_says_so_and_end_with_the_servi
         await until_served(client)
         stream = await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
         whole = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HELLO))
-        await until_running(client, 2)
+        await until_asked(worker, 2)
         assert [generate.first for generate in worker.generates] == [chat_first] * 2
         stopping = asyncio.create_task(asyncio.to_thread(service.__exit__, None, None, None))
         with pytest.raises(openai.APIError, match="the service stops"):
