@@ -17,6 +17,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from faces import MODEL, ScriptedWorker, job, served, tokenizer
+from peers import eventually
 from rookery import wire
 from rookery.service.embedded import Embedded
 from rookery.text.catalogue import model_folder
@@ -444,13 +445,6 @@ async def until_running(client: AsyncOpenAI, count: int) -> None:
                 return
 
 
-async def until_asked(worker: Endless, count: int) -> None:
-    """Waits for the worker to have read so many requests: they run from when they were sent."""
-    async with asyncio.timeout(30):
-        while len(worker.generates) < count:
-            await asyncio.sleep(0.01)
-
-
 async def test_who_hangs_up_ends_the_generation(tmp_path: Path) -> None:
     with served(tmp_path) as service, Endless(tmp_path, service) as worker:
         async with AsyncOpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0) as client:
@@ -467,8 +461,7 @@ async def test_who_hangs_up_ends_the_generation(tmp_path: Path) -> None:
             await until_running(client, 3)
             whole.cancel()
             await until_running(client, 0)
-            await until_asked(worker, 6)
-            assert len(worker.generates) == 6
+            await eventually(lambda: len(worker.generates) == 6)
 
 
 async def until_served(client: AsyncOpenAI) -> None:
@@ -486,7 +479,7 @@ async def test_answers_go_first_where_the_setting_says_so_and_end_with_the_servi
         await until_served(client)
         stream = await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
         whole = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HELLO))
-        await until_asked(worker, 2)
+        await eventually(lambda: len(worker.generates) == 2)  # a request runs from when it was sent
         assert [generate.first for generate in worker.generates] == [chat_first] * 2
         stopping = asyncio.create_task(asyncio.to_thread(service.__exit__, None, None, None))
         with pytest.raises(openai.APIError, match="the service stops"):
