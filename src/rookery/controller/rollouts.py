@@ -4,8 +4,9 @@
 * Tokens that arrived are never generated again: when a worker is lost or gives a request up, or another one can go on
   with it sooner, it moves there with the tokens received so far, ahead of those that never ran. A cancelled request of
   an episode parks its tokens, and takes them up when it returns.
-* Tenants take turns; a worker holds at most its rows and a few more, everything else waits here, where it can be seen.
-  Requests that somebody waits for go ahead of the others, on a bounded share of each worker's rows.
+* Tenants take turns of several requests; a worker holds at most its rows and a few more, everything else waits here,
+  where it can be seen. Requests that somebody waits for go ahead of the others, on a bounded share of each worker's
+  rows.
 * A chunk counts only from the worker that the request is with, under that worker's present epoch. A request that
   returns to a worker from which it was taken has another name there, so that nothing of before can be taken for it.
 * What a frame costs does not grow with the number of workers, jobs or requests.
@@ -45,7 +46,7 @@ class Rollouts:
         self._settings = settings
         self._clock = clock
         self._desks = Desks(settings, clock)
-        self._queues: defaultdict[str, Lanes[Live]] = defaultdict(Lanes)
+        self._queues: defaultdict[str, Lanes[Live]] = defaultdict(lambda: Lanes(settings.turn_requests))
         """By base model."""
         self._live: dict[str, Live] = {}
         self._named: dict[str, Live] = {}

@@ -1,12 +1,14 @@
-"""Equal shares by round-robin: tenants take turns, within a tenant its jobs take turns, within a job first come first.
+"""Equal shares by deficit round-robin (Shreedhar & Varghese, SIGCOMM 1995): tenants take turns of so many items, within
+a tenant its jobs take turns, within a job first come first.
 
-What somebody waits for goes ahead of the rest, within a bound. Every item put in comes out exactly once, or is removed
-exactly once. Putting, removing and taking what is ready first cost the same however many wait.
+Of two tenants for whom something always waits, none is ahead by more than a turn. What somebody waits for goes ahead of
+the rest, within a bound. Every item put in comes out exactly once, or is removed exactly once. Putting, removing and
+taking what is ready first cost the same however many wait.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
@@ -14,10 +16,14 @@ T = TypeVar("T", bound=Hashable)
 
 
 class RoundRobin(Generic[T]):
-    """Queues nested as tenant → job → items, which are distinct. ``take`` rotates both levels."""
+    """Queues nested as tenant → job → items, which are distinct. ``take`` stays with a tenant and its job for a turn and
+    then rotates both levels; a job that is through before leaves the rest of the turn to the tenant's next one."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn: int = 1) -> None:
+        self._turn = turn
         self._tenants: OrderedDict[str, OrderedDict[str, OrderedDict[T, None]]] = OrderedDict()
+        self._left: dict[str, int] = {}
+        """Of a tenant's turn that has begun: the items that it may still take."""
         self._size = 0
 
     def __len__(self) -> int:
@@ -45,8 +51,11 @@ class RoundRobin(Generic[T]):
                     continue
                 del items[item]
                 self._size -= 1
-                jobs.move_to_end(job)
-                self._tenants.move_to_end(tenant)
+                self._left[tenant] = self._left.get(tenant, self._turn) - 1
+                if not self._left[tenant]:
+                    del self._left[tenant]
+                    jobs.move_to_end(job)
+                    self._tenants.move_to_end(tenant)
                 self._prune(tenant, job)
                 return item
         return None
@@ -55,13 +64,29 @@ class RoundRobin(Generic[T]):
         """How many items will be taken before the job's first one, if all are ready; None when it has none."""
         if job not in self._tenants.get(tenant, ()):
             return None
-        own = list(self._tenants[tenant]).index(job)  # turns that the tenant's other jobs have first
+        count, turns = self._ahead(tenant, job)
         place = list(self._tenants).index(tenant)
-        return own + sum(
-            min(sum(map(len, jobs.values())), own + (number < place))
-            for number, (name, jobs) in enumerate(self._tenants.items())
-            if name != tenant
-        )
+        for number, (name, jobs) in enumerate(self._tenants.items()):
+            if name != tenant and (theirs := turns + (number < place)):
+                most = self._left.get(name, self._turn) + (theirs - 1) * self._turn
+                count += min(sum(map(len, jobs.values())), most)
+        return count
+
+    def _ahead(self, tenant: str, job: str) -> tuple[int, int]:
+        """How many of a tenant's items come before the first one of its ``job``, and how many of its turns end
+        before."""
+        waiting = deque((name, len(items)) for name, items in self._tenants[tenant].items())
+        left = self._left.get(tenant, self._turn)
+        count = turns = 0
+        while waiting[0][0] != job:
+            name, length = waiting.popleft()
+            taken = min(length, left)
+            count, left = count + taken, left - taken
+            if not left:
+                turns, left = turns + 1, self._turn
+                if length > taken:
+                    waiting.append((name, length - taken))
+        return count, turns
 
     def remove(self, tenant: str, job: str, item: T) -> bool:
         """Take ``item`` out, wherever it stands; False when it is not there."""
@@ -79,15 +104,17 @@ class RoundRobin(Generic[T]):
             del jobs[job]
         if not jobs:
             del self._tenants[tenant]
+            self._left.pop(tenant, None)
 
 
 class Lanes(Generic[T]):
-    """Two round-robins. The express lane goes first where it has room of its own; then the common lane; what room that
-    leaves is the express lane's too. So neither lane can keep the other waiting for ever."""
+    """Two round-robins, the common one with turns of so many items. The express lane goes first where it has room of
+    its own; then the common lane; what room that leaves is the express lane's too. So neither lane can keep the other
+    waiting for ever."""
 
-    def __init__(self) -> None:
+    def __init__(self, turn: int = 1) -> None:
         self.express: RoundRobin[T] = RoundRobin()
-        self.common: RoundRobin[T] = RoundRobin()
+        self.common: RoundRobin[T] = RoundRobin(turn)
 
     def __len__(self) -> int:
         return len(self.express) + len(self.common)

@@ -91,14 +91,19 @@ class PolicyState:
             for part in parts
             if (layer, part) in adapter.weights
         ]
-        self._shapes = [(adapter.weights[key][0].shape, adapter.weights[key][1].shape) for key in self._order]
+        self._layout = [
+            (f"{layer}.{part}.{'AB'[side]}", adapter.weights[layer, part][side].shape)
+            for side in (0, 1)
+            for layer, part in self._order
+        ]
+        self._sizes = [shape.numel() for _, shape in self._layout]
         tensors = [adapter.weights[key][side] for side in (0, 1) for key in self._order]
         self.masters = torch.cat([t.flatten().float() for t in tensors]).to(device)
         self.gradient, self.exp_avg, self.exp_avg_sq = (torch.zeros_like(self.masters) for _ in range(3))
         self.step = 0
         self.broken = False
         """A loss of the present step was not finite."""
-        self._split = sum(a.numel() for a, _ in self._shapes)
+        self._split = sum(self._sizes[: len(self._order)])
         self._compute = torch.empty_like(self.masters, dtype=dtype)
         self.sites = self._views(config)
         self._refresh()
@@ -195,12 +200,8 @@ class PolicyState:
 
     def _named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """``layer.part.A`` and ``layer.part.B`` with their views of a flat vector."""
-        at = 0
-        for side in (0, 1):
-            for (layer, part), shapes in zip(self._order, self._shapes, strict=True):
-                size = shapes[side].numel()
-                yield f"{layer}.{part}.{'AB'[side]}", flat[at : at + size].view(shapes[side])
-                at += size
+        for (name, shape), piece in zip(self._layout, flat.split(self._sizes), strict=True):
+            yield name, piece.view(shape)
 
     def _views(self, config: DecoderConfig) -> dict[tuple[int, str], Site]:
         copies, gradients = dict(self._named(self._compute)), dict(self._named(self.gradient))
