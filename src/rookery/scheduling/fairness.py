@@ -16,7 +16,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class RoundRobin(Generic[T]):
-    """Queues nested as tenant → job → items, which are distinct. ``take`` stays with a tenant and its job for a turn and
+    """Queues nested as tenant → job → items, which are distinct. ``take`` stays with a tenant and its job for a turn,
     then rotates both levels; a job that is through before leaves the rest of the turn to the tenant's next one."""
 
     def __init__(self, turn: int = 1) -> None:
