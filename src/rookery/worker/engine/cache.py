@@ -130,12 +130,14 @@ class KvStore:
         self.budget = budget_bytes
         self.arenas: dict[Kind, dict[int, Arena]] = {"shared": {}, "tail": {}}
         self.parked: OrderedDict[Hashable, Parked] = OrderedDict()
+        self._parked_bytes = 0
+        """Counted along: thousands may be parked, and the budget is asked for every new segment."""
         self.token_bytes = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
 
     @property
     def bytes(self) -> int:
         arenas = sum(arena.bytes for kind in self.arenas.values() for arena in kind.values())
-        return arenas + sum(parked.bytes for parked in self.parked.values())
+        return arenas + self._parked_bytes
 
     def fits_alone(self, *lengths: int) -> bool:
         """Whether segments of these lengths would fit if nothing else were there."""
@@ -170,25 +172,35 @@ class KvStore:
         """Copies ``length`` tokens out under ``key`` and frees the place. Forgotten if there is no room for it."""
         k, v = (x[:, place.slot, :, :length].clone() for x in (place.arena.k, place.arena.v))
         self.leave(place)
-        self.parked.pop(key, None)
+        self._unpark(key)
         parked = Parked(k, v, about)
         if self._reclaim(parked.bytes):
-            self.parked[key] = parked
+            self._keep(key, parked)
 
     def revive(self, kind: Kind, key: Hashable, length: int) -> tuple[Place, Any] | None:
         """A parked segment with room for ``length`` tokens, and what was kept about it; None when it is not there, or
         (still parked) when there is no room."""
-        parked = self.parked.pop(key, None)
+        parked = self._unpark(key)
         if parked is None:
             return None
         size = parked.k.shape[2]
         place = self.seat(kind, max(length, size))
         if place is None:
-            self.parked[key] = parked
+            self._keep(key, parked)
             return None
         place.arena.k[:, place.slot, :, :size] = parked.k
         place.arena.v[:, place.slot, :, :size] = parked.v
         return place, parked.about
+
+    def _keep(self, key: Hashable, parked: Parked) -> None:
+        self.parked[key] = parked
+        self._parked_bytes += parked.bytes
+
+    def _unpark(self, key: Hashable) -> Parked | None:
+        parked = self.parked.pop(key, None)
+        if parked is not None:
+            self._parked_bytes -= parked.bytes
+        return parked
 
     def _widen(self, arena: Arena, others: int) -> bool:
         taken = len(arena.places)
@@ -211,5 +223,5 @@ class KvStore:
                     else:
                         del kind[size]
         while self.bytes + wanted > self.budget and self.parked:
-            self.parked.popitem(last=False)
+            self._unpark(next(iter(self.parked)))
         return self.bytes + wanted <= self.budget

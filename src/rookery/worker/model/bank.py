@@ -34,9 +34,13 @@ against 0.08 ms per row over all layers)."""
 _FIRST_PLACES = 4
 """Slots of a new stack, one of them nobody's."""
 
-_IDLE_BATCHES = 64
+_IDLE_BATCHES = 16
 """Batches after which an adapter that none of them used gives up its place in the stack: longer than the prefill slices
-of one adapter that alternate with decoding of many."""
+of others that come between two decode steps."""
+
+_SCATTERED_BATCHES = 4
+"""So many batches of adapters that do not stand side by side are put up with before these are seated anew: seating one
+costs about as much as this saves in two decode steps."""
 
 
 def bucket(rank: int) -> int:
@@ -186,17 +190,19 @@ class _Stack:
         self.places = 0
         """Slots of the tensors."""
         self.state = 0
-        self._views: dict[int, dict[str, list[tuple[Tensor, Tensor]]]] = {}
+        self._scattered = 0
+        """Batches in a row whose adapters did not stand side by side."""
+        self._views: dict[tuple[int, int], dict[str, list[tuple[Tensor, Tensor]]]] = {}
 
-    def views(self, width: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """By site and layer, (A [slots, in, parts·rank], B [slots, parts·rank, out]) of the first ``width`` slots: made
-        once, since making a view costs a good part of a small product."""
-        found = self._views.get(width)
+    def views(self, first: int, end: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
+        """By site and layer, (A [slots, in, parts·rank], B [slots, parts·rank, out]) of the slots from ``first`` to
+        before ``end``: made once, since making a view costs a good part of a small product."""
+        found = self._views.get((first, end))
         if found is None:
-            found = self._views[width] = {
+            found = self._views[first, end] = {
                 site: [
                     (a.transpose(1, 2), b.transpose(1, 2))
-                    for a, b in zip(self.a[site][:, :width], self.b[site][:, :width], strict=True)
+                    for a, b in zip(self.a[site][:, first:end], self.b[site][:, first:end], strict=True)
                 ]
                 for site in self.sites
             }
@@ -218,14 +224,21 @@ class _Stack:
         free = [slot for slot in stale if self.keys[slot] not in wanted]
         for key, resident in wanted.items():
             if key not in self.keys:
-                self._put(free.pop() if free else len(self.keys), key, resident)
+                self._put(free.pop(0) if free else len(self.keys), key, resident)
         slots = {key: slot for slot, key in enumerate(self.keys) if key in wanted}
+        self._scattered = self._scattered + 1 if len(slots) <= max(slots.values()) - min(slots.values()) else 0
+        if self._scattered >= _SCATTERED_BATCHES and not still:
+            self._start(wanted, still)
+            for slot, (key, resident) in enumerate(wanted.items()):
+                self._put(slot, key, resident)
+            slots = {key: slot for slot, key in enumerate(self.keys)}
         for slot in slots.values():
             self.used[slot] = self.tick
         return slots
 
     def _start(self, wanted: dict[str, _Resident], still: bool) -> None:
         """Over again, with the same tensors where they are of the shape that is wanted."""
+        self._scattered = 0
         rank = max(resident.rank for resident in wanted.values())
         sites = set().union(*(resident.a for resident in wanted.values()))
         if still:
@@ -280,8 +293,8 @@ class _Stack:
 class BatchLora:
     """``Lora`` for one stream sorted by adapter. It works in place on ``y`` and is not differentiable.
 
-    Groups of about equal size share one batched product, padded to the largest; a group far larger than the rest is
-    multiplied alone. Both give the same bits."""
+    Groups of about equal size share one batched product over the slots from the first to the last of theirs, padded to
+    the largest; a group far larger than the rest is multiplied alone. Both give the same bits."""
 
     def __init__(self, stack: _Stack, slots: Sequence[int], counts: Sequence[int]) -> None:
         self.stack = stack
@@ -290,12 +303,14 @@ class BatchLora:
             ((count, slot, start) for slot, count, start in zip(slots, counts, starts, strict=True) if slot >= 0),
             reverse=True,
         )
-        width = len(stack.keys)
+        seated = [slot for _, slot, _ in groups]
+        self.first = min(seated)
+        width = max(seated) + 1 - self.first
         alone = min(range(len(groups) + 1), key=lambda k: _cost(groups, k, width))
-        self.alone = [(slot, start, start + count) for count, slot, start in groups[:alone]]
-        shared = groups[alone:]
+        self.alone = [(slot - self.first, start, start + count) for count, slot, start in groups[:alone]]
+        shared = [(count, slot - self.first, start) for count, slot, start in groups[alone:]]
         self.width = width
-        self.views = stack.views(width)
+        self.views = stack.views(self.first, self.first + width)
         # oneDNN's threshold depends on the site; the worst is the narrowest
         cfg, rank = stack.config, stack.rank
         self.least = least_rows((min(cfg.hidden, cfg.heads * cfg.head_dim), rank), (rank, cfg.hidden))
