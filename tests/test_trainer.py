@@ -539,7 +539,7 @@ def test_units_without_loss_are_counted_as_nothing(tmp_path: Path) -> None:
 
 
 def test_tenants_take_turns(tmp_path: Path) -> None:
-    """A tenant with much queued does not delay one with little: units alternate in a pass, passes go round."""
+    """A tenant with much queued does not delay one with little: passes go round."""
     folders = {p: adapter_folder(tmp_path / p, 2, i) for i, p in enumerate("xy")}
     at = trainer(decoder(), folders, slice_tokens=64)
     rng = random.Random(0)

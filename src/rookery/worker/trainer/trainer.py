@@ -217,20 +217,15 @@ class Trainer:
         self._queues[tenant] = policies
 
     def _pass(self, works: list[Work]) -> None:
-        """One packed pass, begun by the first of ``works``; others of its kind join unit by unit while they fit."""
+        """One packed pass, begun by the first of ``works``; others of its kind join while they fit. Every policy in a
+        pass costs products of its own, so one after another gives what it has: turns are whole passes."""
         ready = [work for work in works if work.op.forward_only == works[0].op.forward_only and self._begin(work)]
         chosen: dict[Work, list[PackedUnit]] = {work: [] for work in ready}
-        room, taking = self._slice_tokens, [work for work in ready if work.left]
-        while taking:
-            for work in list(taking):
-                unit = work.left[0]
-                if unit.tokens > room and room < self._slice_tokens:
-                    taking.remove(work)
-                    continue
+        room = self._slice_tokens
+        for work in ready:
+            while work.left and (work.left[0].tokens <= room or room == self._slice_tokens):
                 chosen[work].append(work.left.popleft())
-                room -= unit.tokens
-                if not work.left:
-                    taking.remove(work)
+                room -= chosen[work][-1].tokens
         items = [Item(work, self._held[work.op.policy].state, units) for work in ready if (units := chosen[work])]
         if items:
             self.trained += run(self._decoder, items, self._attention, self._recompute_tokens)
