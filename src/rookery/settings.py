@@ -139,10 +139,10 @@ class Settings(BaseModel):
     """Θ of RLBoost's Algorithm 2: a worker is given no request while this many wait in it for a row (or for their
     adapter). Enough that rows freed within one flush are filled without a round trip; more would wait where it is seen
     less and shared less fairly. So it holds at most its rows and this many."""
-    turn_requests: int = Field(32, ge=1)
-    """So many requests of a tenant are given out before it is the next tenant's turn: half of a worker's rows, so that
-    neighbours in a batch share adapters and prompts. A decode step of 64 rows on the 135M model takes 61 ms with one
-    adapter, 65 with 4, 68 with 8, 77 with 16 and 100 with 32; who has one request waits for as many of every other
+    turn_share: float = Field(0.5, ge=0, le=1)
+    """Of a worker's rows: so many requests of a tenant (at least one) are given out before it is the next one's turn.
+    Neighbours in a batch then share adapters and prompts. A decode step of 64 rows on the 135M model takes 61 ms with
+    one adapter, 65 with 4, 68 with 8, 77 with 16 and 100 with 32; who has one request waits for as many of every other
     tenant."""
     seed_initial_seconds: float = Field(10.0, ge=0)
     """T_init of RLBoost's Algorithm 1: for how long a training worker that has remote workers generates before it

@@ -46,7 +46,7 @@ class Rollouts:
         self._settings = settings
         self._clock = clock
         self._desks = Desks(settings, clock)
-        self._queues: defaultdict[str, Lanes[Live]] = defaultdict(lambda: Lanes(settings.turn_requests))
+        self._queues: defaultdict[str, Lanes[Live]] = defaultdict(Lanes)
         """By base model."""
         self._live: dict[str, Live] = {}
         self._named: dict[str, Live] = {}
@@ -281,6 +281,8 @@ class Rollouts:
                 self._lane(live.request).remove(live.request.tenant, live.request.job, live)
                 self._hand(live, worker, live.request.first)
         worker.held.clear()
+        rows = min(one.hello.max_rows for one in self._fleet.serving("rollout", worker.hello.model))
+        self._queues[worker.hello.model].common.turn = max(1, int(rows * self._settings.turn_share))
         self._dispatch(worker.hello.model)
 
     def _beat(self, worker: Worker, beat: wire.Beat) -> None:

@@ -20,7 +20,8 @@ class RoundRobin(Generic[T]):
     then rotates both levels; a job that is through before leaves the rest of the turn to the tenant's next one."""
 
     def __init__(self, turn: int = 1) -> None:
-        self._turn = turn
+        self.turn = turn
+        """Items. What is changed holds from the next turns on."""
         self._tenants: OrderedDict[str, OrderedDict[str, OrderedDict[T, None]]] = OrderedDict()
         self._left: dict[str, int] = {}
         """Of a tenant's turn that has begun: the items that it may still take."""
@@ -51,7 +52,7 @@ class RoundRobin(Generic[T]):
                     continue
                 del items[item]
                 self._size -= 1
-                self._left[tenant] = self._left.get(tenant, self._turn) - 1
+                self._left[tenant] = self._left.get(tenant, self.turn) - 1
                 if not self._left[tenant]:
                     del self._left[tenant]
                     jobs.move_to_end(job)
@@ -68,7 +69,7 @@ class RoundRobin(Generic[T]):
         place = list(self._tenants).index(tenant)
         for number, (name, jobs) in enumerate(self._tenants.items()):
             if name != tenant and (theirs := turns + (number < place)):
-                most = self._left.get(name, self._turn) + (theirs - 1) * self._turn
+                most = self._left.get(name, self.turn) + (theirs - 1) * self.turn
                 count += min(sum(map(len, jobs.values())), most)
         return count
 
@@ -76,14 +77,14 @@ class RoundRobin(Generic[T]):
         """How many of a tenant's items come before the first one of its ``job``, and how many of its turns end
         before."""
         waiting = deque((name, len(items)) for name, items in self._tenants[tenant].items())
-        left = self._left.get(tenant, self._turn)
+        left = self._left.get(tenant, self.turn)
         count = turns = 0
         while waiting[0][0] != job:
             name, length = waiting.popleft()
             taken = min(length, left)
             count, left = count + taken, left - taken
             if not left:
-                turns, left = turns + 1, self._turn
+                turns, left = turns + 1, self.turn
                 if length > taken:
                     waiting.append((name, length - taken))
         return count, turns
@@ -108,13 +109,12 @@ class RoundRobin(Generic[T]):
 
 
 class Lanes(Generic[T]):
-    """Two round-robins, the common one with turns of so many items. The express lane goes first where it has room of
-    its own; then the common lane; what room that leaves is the express lane's too. So neither lane can keep the other
-    waiting for ever."""
+    """Two round-robins. The express lane goes first where it has room of its own; then the common lane; what room that
+    leaves is the express lane's too. So neither lane can keep the other waiting for ever."""
 
-    def __init__(self, turn: int = 1) -> None:
+    def __init__(self) -> None:
         self.express: RoundRobin[T] = RoundRobin()
-        self.common: RoundRobin[T] = RoundRobin(turn)
+        self.common: RoundRobin[T] = RoundRobin()
 
     def __len__(self) -> int:
         return len(self.express) + len(self.common)
