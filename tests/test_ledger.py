@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import event
 
 from rookery.controller.ports import ThreadLedger
-from rookery.errors import Conflict, NotFound, StorageFull
+from rookery.errors import Conflict, NotFound, StorageFull, Unavailable
 from rookery.storage.database import Database
 from storing import everything, make_ready, new_group, submit
 
@@ -25,13 +25,15 @@ class Store:
         self.gate = threading.Event()
         self.pending: list[int] = []
         self.groups: list[list[int]] = []
-        self.fails_at_the_end = False
+        self.end: Exception | None = None
+        """What goes wrong at the end of a group."""
 
     @contextmanager
     def together(self) -> Iterator[None]:
         yield
-        if self.fails_at_the_end:
-            raise StorageFull("full")
+        if self.end is not None:
+            self.pending = []
+            raise self.end
         self.groups.append(self.pending)
         self.pending = []
 
@@ -79,10 +81,21 @@ async def test_calls_that_wait_share_a_transaction_in_order(ledger: ThreadLedger
 
 async def test_a_failing_end_is_everybodys(ledger: ThreadLedger) -> None:
     store = Store()
-    store.fails_at_the_end = True
+    store.end = Unavailable("gone")
     tasks = await waiting(ledger, store, [1, 2, 3])
     results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [type(result) for result in results] == [StorageFull] * 3
+    assert [type(result) for result in results] == [Unavailable] * 3
+    assert not store.pending
+
+
+async def test_where_the_disk_is_full_each_is_carried_out_alone(ledger: ThreadLedger) -> None:
+    """A call that only looks must not fail for want of room that another one needs."""
+    store = Store()
+    store.end = StorageFull("full")
+    tasks = await waiting(ledger, store, [1, -2, 3])
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [str(result) for result in results] == ["2", "-2", "6"]
+    assert store.pending == [1, -2, 3]
 
 
 async def test_other_calls_stand_between_groups(ledger: ThreadLedger) -> None:

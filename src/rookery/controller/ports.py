@@ -15,6 +15,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from rookery.errors import StorageFull
+
 T = TypeVar("T")
 
 
@@ -101,7 +103,8 @@ class _Call:
 
 class ThreadLedger:
     """One writer thread: calls keep their order, and a transaction never waits for another of this process. Database
-    calls that wait at the same time share one transaction; each is answered when it is durable."""
+    calls that wait at the same time share one transaction; each is answered when it is durable. Where the disk has no
+    room for all of them, each has a transaction of its own."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[_Call | None] = SimpleQueue()
@@ -156,7 +159,11 @@ class ThreadLedger:
             with store.together():
                 for call in calls:
                     call.carry_out()
-        except Exception as error:  # nothing of it is durable
+        except StorageFull:  # nothing of it is durable: those that need no room shall not suffer from one that does
+            for call in calls:
+                call.result = call.error = None
+                call.carry_out()
+        except Exception as error:  # nor of this, as far as is known
             for call in calls:
                 call.error = error
 
