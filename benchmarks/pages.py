@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT
+from harness import MET, ROOT
 
 PAGES = ("docs/asynchrony.md", "docs/speed.md")
 MARKED = re.compile(r"(<!-- results: (\w+) -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
 NOTHING = "Not measured yet."
-VERDICT = {True: "met", False: "**not met**", None: "not measured"}
+VERDICT = MET | {False: f"**{MET[False]}**"}
 
 
 def fill(page: Path, results: Mapping[str, dict[str, Any]], plots: Mapping[str, Path]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from rookery.errors import UserError
 from rookery.worker.exact import least_rows
 from rookery.worker.model.adapter import Adapter
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.decoder import SITES
+from rookery.worker.model.decoder import SITES, outputs_of
 from rookery.worker.model.grouped import Product, SortedLora
 
 RANK_BUCKET = 16
@@ -48,12 +48,6 @@ def bucket(rank: int) -> int:
     while size < rank:
         size *= 2
     return size
-
-
-def _outputs(config: DecoderConfig, site: str) -> dict[str, slice]:
-    """Which rows of a fused projection's output are which part's."""
-    edges = accumulate((config.site_shape(part)[1] for part in SITES[site]), initial=0)
-    return {part: slice(*both) for part, both in zip(SITES[site], pairwise(edges), strict=True)}
 
 
 @dataclass
@@ -98,13 +92,13 @@ class LoraBank:
             return
         a, b, rank = {}, {}, bucket(adapter.rank)
         for site, parts in SITES.items():
-            shapes = [self.config.site_shape(part) for part in parts]
-            down = torch.zeros(self.config.layers, len(parts), rank, shapes[0][0])
-            up = torch.zeros(self.config.layers, sum(out for _, out in shapes), rank)
+            outputs = outputs_of(self.config, site)
+            down = torch.zeros(self.config.layers, len(parts), rank, self.config.site_shape(parts[0])[0])
+            up = torch.zeros(self.config.layers, outputs[parts[-1]].stop, rank)
             for (layer, part), (given_a, given_b) in adapter.weights.items():
                 if part in parts:
                     down[layer, parts.index(part), : adapter.rank] = given_a
-                    up[layer, _outputs(self.config, site)[part], : adapter.rank] = given_b * adapter.scale
+                    up[layer, outputs[part], : adapter.rank] = given_b * adapter.scale
             if any(part in parts for _, part in adapter.weights):
                 a[site], b[site] = down.to(self.device, self.dtype), up.to(self.device, self.dtype)
         self._residents[key] = _Resident(rank, a, b)
@@ -218,7 +212,8 @@ class _Stack:
         self.tick += 1
         fits = all(resident.rank <= self.rank and resident.a.keys() <= self.sites for resident in wanted.values())
         stale = [slot for slot, used in enumerate(self.used) if self.tick - used > _IDLE_BATCHES]
-        if not fits or 2 * len(stale) > len(self.keys):
+        scattered = self._scattered >= _SCATTERED_BATCHES and len(wanted) > 1 and not still
+        if not fits or scattered or 2 * len(stale) > len(self.keys):
             self._start(wanted, still)
             stale = []
         free = [slot for slot in stale if self.keys[slot] not in wanted]
@@ -226,19 +221,14 @@ class _Stack:
             if key not in self.keys:
                 self._put(free.pop(0) if free else len(self.keys), key, resident)
         slots = {key: slot for slot, key in enumerate(self.keys) if key in wanted}
-        self._scattered = self._scattered + 1 if len(slots) <= max(slots.values()) - min(slots.values()) else 0
-        if self._scattered >= _SCATTERED_BATCHES and not still:
-            self._start(wanted, still)
-            for slot, (key, resident) in enumerate(wanted.items()):
-                self._put(slot, key, resident)
-            slots = {key: slot for slot, key in enumerate(self.keys)}
+        beside = max(slots.values()) - min(slots.values()) < len(slots)
+        self._scattered = 0 if beside else self._scattered + 1
         for slot in slots.values():
             self.used[slot] = self.tick
         return slots
 
     def _start(self, wanted: dict[str, _Resident], still: bool) -> None:
         """Over again, with the same tensors where they are of the shape that is wanted."""
-        self._scattered = 0
         rank = max(resident.rank for resident in wanted.values())
         sites = set().union(*(resident.a for resident in wanted.values()))
         if still:
@@ -262,7 +252,7 @@ class _Stack:
             b.zero_()
             if site in resident.a:
                 a[:, :, : resident.rank] = resident.a[site]
-                for place, rows in enumerate(_outputs(self.config, site).values()):
+                for place, rows in enumerate(outputs_of(self.config, site).values()):
                     b[:, rows, place, : resident.rank] = resident.b[site][:, rows]
         if slot == len(self.keys):
             self.keys.append(key)
@@ -304,13 +294,13 @@ class BatchLora:
             reverse=True,
         )
         seated = [slot for _, slot, _ in groups]
-        self.first = min(seated)
-        width = max(seated) + 1 - self.first
+        first = min(seated)
+        width = max(seated) + 1 - first
         alone = min(range(len(groups) + 1), key=lambda k: _cost(groups, k, width))
-        self.alone = [(slot - self.first, start, start + count) for count, slot, start in groups[:alone]]
-        shared = [(count, slot - self.first, start) for count, slot, start in groups[alone:]]
+        self.alone = [(slot - first, start, start + count) for count, slot, start in groups[:alone]]
+        shared = [(count, slot - first, start) for count, slot, start in groups[alone:]]
         self.width = width
-        self.views = stack.views(self.first, self.first + width)
+        self.views = stack.views(first, first + width)
         # oneDNN's threshold depends on the site; the worst is the narrowest
         cfg, rank = stack.config, stack.rank
         self.least = least_rows((min(cfg.hidden, cfg.heads * cfg.head_dim), rank), (rank, cfg.hidden))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -30,6 +31,13 @@ from rookery.worker.model.projection import Projection
 WEIGHTS = "model.safetensors"
 SITES = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 """The fused projections and the parts each is made of, in order of their output rows."""
+
+
+def outputs_of(config: DecoderConfig, site: str) -> dict[str, slice]:
+    """Which rows of a fused projection's output are which part's, in order."""
+    edges = accumulate((config.site_shape(part)[1] for part in SITES[site]), initial=0)
+    return {part: slice(*both) for part, both in zip(SITES[site], pairwise(edges), strict=True)}
+
 
 _FIRST_TABLE = 1024
 """Positions in the first RoPE table; it doubles when a sequence grows past it, so that a long context costs memory

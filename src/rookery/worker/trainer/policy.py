@@ -25,7 +25,7 @@ from rookery import wire
 from rookery.errors import UserError
 from rookery.worker.model.adapter import Adapter, read_adapter, write_adapter
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.decoder import SITES
+from rookery.worker.model.decoder import SITES, outputs_of
 
 STATE_FILE = "trainer_state.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -214,10 +214,8 @@ class PolicyState:
                     continue
                 inputs = config.site_shape(present[0])[0]
                 size = self.rank * len(present) * inputs
-                parts, first = [], 0
-                for name in names:
-                    outputs = slice(first, first + config.site_shape(name)[1])
-                    first = outputs.stop
+                parts = []
+                for name, outputs in outputs_of(config, site).items():
                     if name in present:
                         place = present.index(name)
                         ranks = slice(place * self.rank, (place + 1) * self.rank)
