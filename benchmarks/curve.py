@@ -4,7 +4,8 @@
 prompts x 8 completions x 20 tokens, 5 steps, staleness 0. Three kinds of cells:
 
 * *solo*: jobs alone on the service, one after another, staleness 0 and 2: what baselines and the bound are made of;
-* *crowd*: N tenants with keys and environments of their own submit at the same moment;
+* *crowd*: N tenants with keys and environments of their own submit at the same moment; before and after them the same
+  service does a job alone, since machines are not equally quick at all times;
 * *trl*: the same job in TRL's GRPOTrainer, at latency 0.
 
 Every cell has a service of its own with one worker process, and begins with an uncounted job of one step.
@@ -90,11 +91,15 @@ def solo(latency: float, staleness: int, seed: int) -> Cell:
 
 
 def crowd(name: str, count: int, seed: int) -> Cell:
-    """So many tenants at once; their latencies go round those of ``name``."""
+    """So many tenants at once; their latencies go round those of ``name``. ``beside``: the worker's seconds for a job
+    alone, before and after."""
     latencies = LATENCIES[name]
     tenants = [Tenant(latencies[i % len(latencies)], SEED_STRIDE * seed + i) for i in range(count)]
+    one = [Tenant(0.0, SEED_STRIDE * seed)]
     with warm_service() as bench:
-        return {"latency": name, "tenants": count, "seed": seed, **together(bench, tenants, "crowd")}
+        before, found, after = (together(bench, *who) for who in ((one, "before"), (tenants, "crowd"), (one, "after")))
+    beside = [alone["decode"] + alone["train"] for alone in (before, after)]
+    return {"latency": name, "tenants": count, "seed": seed, "beside": beside, **found}
 
 
 @contextmanager

@@ -2,8 +2,9 @@
 
 With T the seconds of a job alone (staleness 0, its own latency) and C the worker's seconds in slices for it:
 
-* *bound* of N tenants: max(sum of C, max of T). C is the smaller of two measurements, a job alone and the crowd's own
-  (its worker's busy seconds over N), so that neither a costly crowd nor a costly solo run flatters the comparison.
+* *bound* of N tenants: max(sum of C, max of T). C is the smaller of two measurements, a job alone (before and after
+  the crowd, on the same service) and the crowd's own (its worker's busy seconds over N), so that neither a costly crowd
+  nor a costly solo run flatters the comparison.
 * *busy share*: the worker's seconds in decode and training slices, over the makespan. It is the compute thread's; what
   the service and the environments use of the same cores lies beside it, not in it.
 * *one after another*: for each tenant the mean time of the solo jobs at its latency, added up.
@@ -131,7 +132,7 @@ def _runs(cells: Mapping[str, Cell], name: str, count: int) -> list[dict[str, fl
         solos = [c for c in cells.values() if (c.get("latency"), c.get("staleness")) == (latency, 0)]
         return [
             _run(cells, solo["seed"], {"makespan": job["seconds"], "decode": job["decode"], "train": job["train"],
-                                       "jobs": [job]})
+                                       "jobs": [job], "beside": [job["decode"] + job["train"]]})
             for solo in solos
             for job in solo["jobs"]
         ]  # fmt: skip
@@ -150,11 +151,12 @@ def _run(cells: Mapping[str, Cell], seed: int, cell: Cell) -> dict[str, float | 
     if any(solo is None for solo in sync.values()):
         return None
     compute = (cell["decode"] + cell["train"]) / len(jobs)
+    beside = statistics.fmean(cell["beside"])
     mine = [solo for job in jobs if (solo := sync[job["latency"]]) is not None]
     stale = [solo.seconds for job in jobs if (solo := later[job["latency"]]) is not None]
     return {
         "makespan": makespan,
-        "bound": bound([min(solo.compute, compute) for solo in mine], [solo.seconds for solo in mine]),
+        "bound": bound([min(beside, compute)] * len(jobs), [solo.seconds for solo in mine]),
         "busy": (cell["decode"] + cell["train"]) / makespan,
         "decode": cell["decode"] / makespan,
         "compute": compute,

@@ -43,6 +43,7 @@ def curve_cells(seeds: tuple[int, ...] = (0, 1, 2), idle: float = 0.1) -> dict[s
                 cells[f"crowd/{name}/{count}/{seed}"] = {
                     "latency": name, "tenants": count, "seed": seed,
                     "makespan": max(count * SOLO_COMPUTE, longest) / (1 - idle),
+                    "beside": [SOLO_COMPUTE - 1, SOLO_COMPUTE + 1],
                     "decode": count * CROWD_COMPUTE / 3, "train": 2 * count * CROWD_COMPUTE / 3,
                     "jobs": [solo_job(latency, 0, 100 * seed + i) for i, latency in enumerate(mine)],
                 }  # fmt: skip

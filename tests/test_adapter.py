@@ -4,6 +4,7 @@ the bank serves many at once."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import peft
@@ -153,3 +154,28 @@ def test_the_stack_follows_a_changing_set_of_adapters() -> None:
         if turn == 150:
             keeper.evict("k0")
             keeper.add("k0", made["k0"])
+
+
+@pytest.mark.parametrize("counts", [[58, 6], [20, 12, 32], [20, 9, 32, 3], [16, 16, 16, 16], [300, 5, 2], [7, 2]])
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_rows_get_the_same_bits_whoever_else_is_in_the_batch(counts: list[int], spoilt: bool) -> None:
+    decoder = small("llama")
+    made = {f"k{i}": filled(decoder, 8 + 8 * (i % 2), i, list(PARTS)) for i in range(len(counts))}
+    alone = bank(decoder, **made)
+    if spoilt:
+        made["k1"].weights[0, "o"][1][0, 0] = math.inf
+    together = bank(decoder, **made)
+    x, y = torch.randn(sum(counts), 64).bfloat16(), torch.randn(sum(counts), 64).bfloat16()
+    for rest in (0, 3):  # the last rows may be the base model's
+        keys, given = [*made, ""], [*counts[:-1], counts[-1] - min(rest, counts[-1] - 1), min(rest, counts[-1] - 1)]
+        lora = together.select(keys, given)
+        assert lora is not None and (not lora.foreign or not spoilt)
+        got = lora(0, "o", x, y.clone())
+        for i, (key, rows) in enumerate(zip(keys, torch.arange(len(x)).split(given), strict=True)):
+            one = alone.select([key], [max(len(rows), 2)])
+            padded = [torch.cat((part[rows], part[:2]))[: max(len(rows), 2)] for part in (x, y)]
+            expected = padded[1] if one is None else one(0, "o", *padded)
+            if i != 1 or not spoilt:
+                assert torch.equal(got[rows], expected[: len(rows)]), key
+            else:
+                assert not got[rows].isfinite().all()

@@ -12,6 +12,7 @@ from rookery import wire
 from rookery.text.chat import Chat
 from rookery.worker.engine.native import NativeEngine
 from rookery.worker.engine.request import StopStrings
+from rookery.worker.exact import LANES
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.bank import LoraBank
 from tiny import small, smollm2, smollm2_folder
@@ -168,6 +169,41 @@ def test_abort_while_waiting_and_while_running() -> None:
         arena.bytes for kind in engine._store.arenas.values() for arena in kind.values()
     )
     assert all(not arena.places for kind in engine._store.arenas.values() for arena in kind.values())
+
+
+def test_the_prompts_of_those_who_wait_are_computed_along() -> None:
+    prompts = [[10 * i + j for j in range(1, 9)] for i in range(6)]
+    orders = [
+        order(f"{i}.{member}", prompt=prompt, shared=8, max_tokens=3 + member, seed=2 * i + member)
+        for i, prompt in enumerate(prompts)
+        for member in range(2)
+    ]
+    texts = []
+    for rows in (2, len(orders)):
+        engine = make(max_rows=rows)
+        for one in orders:
+            engine.submit(one)
+        texts.append({name: tokens for name, (tokens, _) in finish(engine).items()})
+        assert engine.stats["prefill_slices"] == 1
+        assert engine.stats["prefill_tokens"] == 48
+    assert texts[0] == texts[1]
+
+
+def test_a_prompt_computed_along_gives_way_to_the_rows() -> None:
+    prompts = [list(range(i, i + 20)) for i in range(0, 80, 20)]
+    orders = [order(str(i), prompt=prompt, shared=20, max_tokens=40, seed=i) for i, prompt in enumerate(prompts)]
+
+    def texts(engine: NativeEngine) -> dict[str, list[int]]:
+        for one in orders:
+            engine.submit(one)
+        found = {name: tokens for name, (tokens, _) in finish(engine).items()}
+        assert engine._store.bytes <= engine._store.budget
+        return found
+
+    roomy = make()
+    expected = texts(roomy)
+    for places in range(4, 9):
+        assert texts(make(max_rows=1, kv_budget_bytes=places * LANES * roomy._store.token_bytes)) == expected
 
 
 def test_a_controller_that_comes_back_takes_up_a_stream() -> None:

@@ -193,7 +193,9 @@ class Service:
             log_config=None,
             access_log=False,
             lifespan="off",
+            http="httptools",
             ws_max_size=MAX_FRAME,
+            ws_per_message_deflate=False,  # frames are small and frequent
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=max(1, round(self.settings.stop_seconds)),
         )

@@ -4,7 +4,7 @@
   the budget, the youngest goes back to the head of the queue.
 * Requests marked ``first`` stand before the others in the queue and take their rows, the youngest's first.
 * A group's prompt is cached once for all its members, and kept after them while there is room; so is an episode's tail,
-  for its next turn.
+  for its next turn. A prompt that is computed while its group waits is kept the same way: who waits holds nothing.
 * A cache is taken up by the adapter that computed it alone; by a newer version of its policy only for a request that
   keeps its cache when it changes over (``Request.keeps``), and then with the shared prompt that it was computed upon.
 """
@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rookery.worker.engine.cache import Store
@@ -110,6 +111,24 @@ class Admission:
         elif request in self.waiting:
             self.waiting.remove(request)
         self._vacate(request)
+
+    def ahead(self, fits: Callable[[int], bool]) -> Iterator[Segment]:
+        """The shared prompts that those who wait will want first, each with a place of its own: for who computes one
+        whole, to :meth:`keep`. Ends at one whose length does not fit, or for which there is no room."""
+        known = set(self._segments)
+        for request in self.waiting:
+            key = (request.key, self._shared_tokens(request))
+            if not request.shared or key in known or self._store.keeps(key):
+                continue
+            place = self._store.seat("shared", request.shared) if fits(request.shared) else None
+            if place is None:
+                return
+            known.add(key)
+            yield Segment(key, place)
+
+    def keep(self, segment: Segment) -> None:
+        """One that :meth:`ahead` gave is complete."""
+        self._store.park(segment.place, len(segment.tokens), segment.key, segment.logits)
 
     # --- places -----------------------------------------------------------------------------------------------------
 

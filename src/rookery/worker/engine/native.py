@@ -245,9 +245,15 @@ class NativeEngine:
 
     def _prefill(self) -> bool:
         """One slice of prompt tokens, segments and tails of several requests together: the oldest, then others of its
-        adapter, since every adapter in a slice costs products of its own, then who is left."""
+        adapter, since every adapter in a slice costs products of its own, then who is left. Then the prompts of those
+        who wait: rows become free one by one, and a slice for each one's prompt costs twice as much as its share of
+        one slice for several."""
         work: list[tuple[Request | Segment, Stream]] = []
         widest, begun = 0, set()
+
+        def fits(count: int) -> bool:
+            return max(widest, count) * (len(work) + 1) <= self._prefill_tokens
+
         rows = [row for row in self._admission.rows if not self._cached(row)]
         for row in sorted(rows, key=lambda row: row.key != rows[0].key):
             target: Request | Segment
@@ -262,7 +268,7 @@ class NativeEngine:
                 assert row.place is not None
                 target, tokens, begin, place, prefix = row, row.tail, row.filled, row.place, row.segment
             count = min(len(tokens) - begin, self._prefill_tokens)
-            if work and max(widest, count) * (len(work) + 1) > self._prefill_tokens:
+            if work and not fits(count):
                 break
             widest = max(widest, count)
             stream = Stream(row.key, tokens[begin : begin + count], begin, place)
@@ -271,6 +277,9 @@ class NativeEngine:
             work.append((target, stream))
         if not work:
             return False
+        for segment in self._admission.ahead(fits):
+            widest = max(widest, len(segment.tokens))
+            work.append((segment, Stream(segment.key[0], segment.tokens, 0, segment.place)))
         self._runner.arrange(stream.key for _, stream in work)
         work.sort(key=lambda item: (self.bank.order(item[1].key), item[1].key))
         hidden, last = self._runner.prefill([stream for _, stream in work])
@@ -289,6 +298,8 @@ class NativeEngine:
             for (_, target), line in zip(done, logits, strict=False):
                 if isinstance(target, Segment):
                     target.logits = line.clone()
+                    if not target.users:
+                        self._admission.keep(target)
                 else:
                     first_tokens.append((target, line))
             if first_tokens:

@@ -104,6 +104,10 @@ class Pool:
             at -= 1
         self._free.insert(at, (start, stop))
 
+    def keeps(self, key: Hashable) -> bool:
+        """Whether a segment is parked under ``key``."""
+        return key in self.parked
+
     def park(self, place: Range, length: int, key: Hashable, about: Any) -> None:
         """Keeps the segment under ``key`` while nobody needs its room."""
         before = self.parked.pop(key, None)

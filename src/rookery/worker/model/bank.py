@@ -27,9 +27,16 @@ from rookery.worker.model.grouped import Product, SortedLora
 RANK_BUCKET = 16
 """Ranks are padded to 16, 32, 64 …: a narrower product costs as much as one of 16."""
 
-_ADAPTER_ROWS, _PRODUCT_ROWS = 15, 45
-"""What one more adapter in a product costs, and one more product, in rows of work: measured on SmolLM2's shapes, over
-all layers about 0.08 ms a row, 1.2 ms an adapter, 3 to 4 ms a product."""
+_ADAPTER_ROWS, _PRODUCT_ROWS, _GATHER_ROWS = 15, 45, 45
+"""What one more adapter in a product costs, one more product, and bringing rows into groups and back, in rows of work:
+measured on SmolLM2's shapes, over all layers about 0.08 ms a row, 1.2 ms an adapter, 3 to 4 ms a product."""
+
+_FOREIGN_ROW = 0.4
+"""What a row costs with an adapter that is not its own, where all rows are multiplied by all adapters, in rows of
+work: one large product is quicker than many small ones."""
+
+_VIEWS_KEPT = 64
+"""Ranges of slots whose views are kept: some hundred small objects each."""
 
 _FIRST_PLACES = 4
 """Slots of a new stack, one of them nobody's."""
@@ -58,6 +65,8 @@ class _Resident:
     rank: int
     a: dict[str, Tensor]
     b: dict[str, Tensor]
+    finite: bool
+    """Whether nothing comes of it where it is multiplied by zero."""
     pins: int = 0
     doomed: bool = False
 
@@ -101,7 +110,8 @@ class LoraBank:
                     up[layer, outputs[part], : adapter.rank] = given_b * adapter.scale
             if any(part in parts for _, part in adapter.weights):
                 a[site], b[site] = down.to(self.device, self.dtype), up.to(self.device, self.dtype)
-        self._residents[key] = _Resident(rank, a, b)
+        finite = all(bool(factor.isfinite().all()) for factor in (*a.values(), *b.values()))
+        self._residents[key] = _Resident(rank, a, b, finite)
 
     def evict(self, key: str) -> None:
         """Drops an adapter, at once or when its last request ends. Unknown keys are fine."""
@@ -166,7 +176,7 @@ class LoraBank:
 
 class _Stack:
     """The adapters of recent batches side by side: per site A [layers, slots, parts·rank, in] and B
-    [layers, slots, out, parts·rank], so that one batched product serves all. A newcomer takes a slot that no batch used
+    [layers, slots, parts·rank, out], so that one product serves all. A newcomer takes a slot that no batch used
     lately, or a new one. Idle slots are computed with, so when they are most of the stack it starts over. The last slot
     of the tensors is nobody's and zero."""
 
@@ -177,6 +187,7 @@ class _Stack:
         self.rank = 0
         self.keys: list[str] = []
         self.used: list[int] = []
+        self.finite: list[bool] = []
         self.tick = 0
         self.a: dict[str, Tensor] = {}
         self.b: dict[str, Tensor] = {}
@@ -186,16 +197,18 @@ class _Stack:
         self.state = 0
         self._scattered = 0
         """Batches in a row whose adapters did not stand side by side."""
-        self._views: dict[tuple[int, int], dict[str, list[tuple[Tensor, Tensor]]]] = {}
+        self._views: dict[tuple[int, int], dict[str, list[_Views]]] = {}
 
-    def views(self, first: int, end: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
-        """By site and layer, (A [slots, in, parts·rank], B [slots, parts·rank, out]) of the slots from ``first`` to
-        before ``end``: made once, since making a view costs a good part of a small product."""
+    def views(self, first: int, end: int) -> dict[str, list[_Views]]:
+        """By site and layer, of the slots from ``first`` to before ``end``: made once, since making a view costs a
+        good part of a small product."""
         found = self._views.get((first, end))
         if found is None:
+            if len(self._views) == _VIEWS_KEPT:
+                self._views.clear()
             found = self._views[first, end] = {
                 site: [
-                    (a.transpose(1, 2), b.transpose(1, 2))
+                    _Views(a.transpose(1, 2), b, a.flatten(0, 1).t(), b.flatten(0, 1))
                     for a, b in zip(self.a[site][:, first:end], self.b[site][:, first:end], strict=True)
                 ]
                 for site in self.sites
@@ -233,7 +246,7 @@ class _Stack:
         sites = set().union(*(resident.a for resident in wanted.values()))
         if still:
             rank, sites = max(rank, self.rank), sites | self.sites
-        self.keys, self.used = [], []
+        self.keys, self.used, self.finite = [], [], []
         if (rank, sites) != (self.rank, self.sites):
             self.rank, self.sites, self.a, self.b, self.places = rank, sites, {}, {}, 0
             self._views.clear()
@@ -247,18 +260,19 @@ class _Stack:
             inputs = self.config.site_shape(parts[0])[0]
             outputs = sum(self.config.site_shape(part)[1] for part in parts)
             a = self.a[site][:, slot].view(layers, len(parts), self.rank, inputs)
-            b = self.b[site][:, slot].view(layers, outputs, len(parts), self.rank)
+            b = self.b[site][:, slot].view(layers, len(parts), self.rank, outputs)
             a.zero_()
             b.zero_()
             if site in resident.a:
                 a[:, :, : resident.rank] = resident.a[site]
                 for place, rows in enumerate(outputs_of(self.config, site).values()):
-                    b[:, rows, place, : resident.rank] = resident.b[site][:, rows]
+                    b[:, place, : resident.rank, rows] = resident.b[site][:, rows].transpose(1, 2)
         if slot == len(self.keys):
             self.keys.append(key)
             self.used.append(self.tick)
+            self.finite.append(resident.finite)
         else:
-            self.keys[slot] = key
+            self.keys[slot], self.finite[slot] = key, resident.finite
 
     def _widen(self) -> None:
         """Room for a quarter as many again: a slot costs more memory than an adapter."""
@@ -272,7 +286,7 @@ class _Stack:
             outputs = sum(self.config.site_shape(part)[1] for part in parts)
             for kept, shape in (
                 (self.a, (ranks, self.config.site_shape(parts[0])[0])),
-                (self.b, (outputs, ranks)),
+                (self.b, (ranks, outputs)),
             ):
                 wide = torch.zeros(self.config.layers, self.places, *shape, dtype=self.dtype, device=self.device)
                 if site in kept:
@@ -280,11 +294,27 @@ class _Stack:
                 kept[site] = wide
 
 
+@dataclass(frozen=True)
+class _Views:
+    """Of a range of slots, in one layer and site: each slot's matrices, and all of them as one."""
+
+    a: Tensor
+    """[slots, in, parts·rank]"""
+    b: Tensor
+    """[slots, parts·rank, out]"""
+    whole_a: Tensor
+    """[in, slots·parts·rank]"""
+    whole_b: Tensor
+    """[slots·parts·rank, out]"""
+
+
 class BatchLora:
     """``Lora`` for one stream sorted by adapter. It works in place on ``y`` and is not differentiable.
 
-    Groups of about equal size share one batched product over the slots from the first to the last of theirs, padded to
-    the largest; a group far larger than the rest is multiplied alone. Both give the same bits."""
+    Three ways, by what they cost, all with the same bits. Groups of about equal size share one batched product over the
+    slots from the first to the last of theirs, padded to the largest. A group far larger than the rest is multiplied
+    alone. Or every row is multiplied by all of these slots, and what is not its own adapter's is zeroed between the two
+    factors: not where an adapter is not finite, since zero times that is not zero."""
 
     def __init__(self, stack: _Stack, slots: Sequence[int], counts: Sequence[int]) -> None:
         self.stack = stack
@@ -296,23 +326,26 @@ class BatchLora:
         seated = [slot for _, slot, _ in groups]
         first = min(seated)
         width = max(seated) + 1 - first
-        alone = min(range(len(groups) + 1), key=lambda k: _cost(groups, k, width))
-        self.alone = [(slot - first, start, start + count) for count, slot, start in groups[:alone]]
-        shared = [(count, slot - first, start) for count, slot, start in groups[alone:]]
-        self.width = width
-        self.views = stack.views(first, first + width)
+        total = sum(counts)
         # oneDNN's threshold depends on the site; the worst is the narrowest
         cfg, rank = stack.config, stack.rank
         self.least = least_rows((min(cfg.hidden, cfg.heads * cfg.head_dim), rank), (rank, cfg.hidden))
+        self.width = width
+        self.views = stack.views(first, first + width)
+        self.foreign: dict[int, Tensor] = {}
+        """By columns of the wide product's middle: which of them are not the row's own [rows, columns]."""
+        costs = [_cost(groups, alone, width, total) for alone in range(len(groups) + 1)]
+        if total >= self.least and all(stack.finite[first : first + width]) and _wide_cost(total, width) < min(costs):
+            own = torch.tensor(slots).sub(first).repeat_interleave(torch.tensor(counts))
+            for ranks in {len(SITES[site]) * rank for site in stack.sites}:
+                of = torch.arange(width).repeat_interleave(ranks)
+                self.foreign[width * ranks] = (of != own[:, None]).to(stack.device)
+            return
+        alone = costs.index(min(costs))
+        self.alone = [(slot - first, start, start + count) for count, slot, start in groups[:alone]]
+        shared = [(count, slot - first, start) for count, slot, start in groups[alone:]]
         self.rows = max([self.least, *(count for count, _, _ in shared)]) if shared else 0
-        total = sum(counts)
-        in_order = sorted(shared, key=lambda group: group[1])
-        self.even = (
-            len(shared) == width
-            and all(count == self.rows for count, _, _ in shared)
-            and [start for _, _, start in in_order] == [i * self.rows for i in range(width)]
-            and total == width * self.rows
-        )
+        self.even = _even(shared, width, self.rows, total)
         if shared and not self.even:
             take = torch.zeros(width, self.rows, dtype=torch.int64)
             source: list[int] = []
@@ -328,16 +361,19 @@ class BatchLora:
     def __call__(self, layer: int, site: str, x: Tensor, y: Tensor) -> Tensor:
         if site not in self.views:
             return y
-        wide_a, wide_b = self.views[site][layer]
+        of = self.views[site][layer]
         out = y
+        if self.foreign:
+            inner = x @ of.whole_a
+            inner.masked_fill_(self.foreign[inner.shape[1]], 0.0)
+            return out.addmm_(inner, of.whole_b)
         if self.rows:
-            if self.even:
-                shape = (self.width, self.rows, -1)
-                out.view(shape).baddbmm_(torch.bmm(x.view(shape), wide_a), wide_b)
-                return out
             shape = (self.width, self.rows, -1)
-            inner = torch.bmm(x.index_select(0, self.take).view(shape), wide_a)
-            sums = torch.baddbmm(y.index_select(0, self.take).view(shape), inner, wide_b).flatten(0, 1)
+            if self.even:
+                out.view(shape).baddbmm_(torch.bmm(x.view(shape), of.a), of.b)
+                return out
+            inner = torch.bmm(x.index_select(0, self.take).view(shape), of.a)
+            sums = torch.baddbmm(y.index_select(0, self.take).view(shape), inner, of.b).flatten(0, 1)
             picked = sums.index_select(0, self.source)
             if self.whole:
                 return picked
@@ -348,14 +384,33 @@ class BatchLora:
             if short > 0:
                 rows = torch.cat((rows, rows.new_zeros(short, rows.shape[1])))
                 wide = torch.cat((sums, sums.new_zeros(short, sums.shape[1])))
-                sums.copy_(torch.addmm(wide, rows @ wide_a[slot], wide_b[slot])[: len(sums)])
+                sums.copy_(torch.addmm(wide, rows @ of.a[slot], of.b[slot])[: len(sums)])
             else:
-                sums.addmm_(rows @ wide_a[slot], wide_b[slot])
+                sums.addmm_(rows @ of.a[slot], of.b[slot])
         return out
 
 
-def _cost(groups: list[tuple[int, int, int]], alone: int, width: int) -> int:
+def _even(groups: Sequence[tuple[int, int, int]], width: int, rows: int, total: int) -> bool:
+    """Whether the stream is these groups one after another in the order of their slots, each of so many ``rows``."""
+    in_order = sorted(groups, key=lambda group: group[1])
+    return (
+        len(groups) == width
+        and all(count == rows for count, _, _ in groups)
+        and [start for _, _, start in in_order] == [i * rows for i in range(width)]
+        and total == width * rows
+    )
+
+
+def _cost(groups: list[tuple[int, int, int]], alone: int, width: int, total: int) -> float:
     """Rows of work when the ``alone`` largest groups are multiplied by themselves, the rest together."""
     solo = sum(count + _ADAPTER_ROWS + _PRODUCT_ROWS for count, _, _ in groups[:alone])
     rest = groups[alone:]
-    return solo + (_PRODUCT_ROWS + width * (rest[0][0] + _ADAPTER_ROWS) if rest else 0)
+    if not rest:
+        return solo
+    gather = 0 if _even(rest, width, rest[0][0], total) else _GATHER_ROWS
+    return solo + _PRODUCT_ROWS + gather + width * (rest[0][0] + _ADAPTER_ROWS)
+
+
+def _wide_cost(total: int, width: int) -> float:
+    """Rows of work when all rows are multiplied by all slots."""
+    return _PRODUCT_ROWS + total + _FOREIGN_ROW * total * width

@@ -48,7 +48,7 @@ def product_for(device: torch.device, dtype: torch.dtype) -> Product:
 
 
 class SortedLora:
-    """``Lora`` of a sorted stream. ``a[site]`` [layers, places, ranks, in] and ``b[site]`` [layers, places, out, ranks]
+    """``Lora`` of a sorted stream. ``a[site]`` [layers, places, ranks, in] and ``b[site]`` [layers, places, ranks, out]
     as the bank's stack holds them. Works in place on ``y``; not differentiable."""
 
     def __init__(self, a: Mapping[str, Tensor], b: Mapping[str, Tensor], ends: Tensor, product: Product) -> None:
@@ -60,4 +60,4 @@ class SortedLora:
         if site not in self._a:
             return y
         inner = self._product(x, self._a[site][layer].transpose(1, 2), self._ends)
-        return y.add_(self._product(inner, self._b[site][layer].transpose(1, 2), self._ends))
+        return y.add_(self._product(inner, self._b[site][layer], self._ends))
