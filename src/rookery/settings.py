@@ -96,6 +96,9 @@ class Settings(BaseModel):
     pack_weights: bool = True
     """On a CPU, keep the base model also in the layout of its matrix kernels: a decode step of 8 rows then takes two
     thirds of the time in its projections, one of 64 rows 85%. It costs the model's size once more, in each worker."""
+    allocator: str = "tcmalloc_minimal"
+    """The memory allocator that worker processes are started with, a library's name without ``lib`` and ``.so``; where
+    the machine does not have it, or with an empty name, it is the C library's (:mod:`rookery.cluster.allocator`)."""
     threads: int = Field(0, ge=0)
     """Cores that a worker computes with; 0 is all of them (local workers of one service share them out)."""
     transfer_seconds: float = Field(30.0, gt=0)

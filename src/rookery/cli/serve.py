@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from rookery.cli.common import Data, settings_of
+from rookery.cluster.allocator import preloaded
 from rookery.settings import TOKEN_VARIABLE
 
 
@@ -66,4 +67,5 @@ def worker(
     if name is not None:
         arguments += ["--name", name]
     environment = {**os.environ, TOKEN_VARIABLE: token}  # not an argument: everybody on the machine could read it
+    environment = preloaded(environment, settings.allocator)
     os.execve(sys.executable, [sys.executable, "-m", "rookery.worker.process", *arguments], environment)

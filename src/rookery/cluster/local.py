@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rookery.cluster.allocator import preloaded
 from rookery.errors import EXIT_REFUSED
 from rookery.settings import TOKEN_VARIABLE, Settings
 from rookery.waiting import happens
@@ -144,6 +145,7 @@ class LocalWorkers(LocalProcesses):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         threads = settings.threads or max(1, cores // max(1, everybody))
         environment = _environment(settings.model_copy(update={"threads": threads}), token)
+        environment = preloaded(environment, settings.allocator)
         super().__init__(
             (
                 Child(

@@ -217,7 +217,10 @@ class KvStore:
         return False
 
     def _reclaim(self, wanted: int, keep: Arena | None = None) -> bool:
-        """Makes ``wanted`` bytes of room: first unused arenas, then slack, then parked segments."""
+        """Makes ``wanted`` bytes of room: first what was parked longest ago, which costs nothing, then unused arenas,
+        then slack, which is copied and soon wanted again."""
+        while self.bytes + wanted > self.budget and self.parked:
+            self._unpark(next(iter(self.parked)))
         if self.bytes + wanted <= self.budget:
             return True
         for kind in self.arenas.values():
@@ -227,6 +230,4 @@ class KvStore:
                         arena.resize(len(arena.places))
                     else:
                         del kind[size]
-        while self.bytes + wanted > self.budget and self.parked:
-            self._unpark(next(iter(self.parked)))
         return self.bytes + wanted <= self.budget
