@@ -34,7 +34,7 @@ from asynchrony_figures import (
     job_key,
 )
 from cells import Cell, Cells
-from child import Contender
+from contender import Contender
 from harness import HERE, MODEL
 from model import chat_ids
 from service import BEAT_SECONDS, Bench, Liked, busy, completed, job, service, until_served

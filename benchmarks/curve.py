@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from cells import Cell, Cells
-from child import Contender, ContenderFailed
+from contender import Contender, ContenderFailed
 from curve_figures import LATENCIES, SOLO_JOBS, STALENESS, STEPS, TENANTS, TRL_JOBS, figures
 from harness import HERE, MODEL, peer_python
 from model import published

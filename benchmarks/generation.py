@@ -13,7 +13,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from child import Contender, ContenderFailed
+from contender import Contender, ContenderFailed
 from harness import HERE, Result, Row, command, peer_python, ratio, repeats
 from model import adapters, chat_ids, published
 from workload import questions

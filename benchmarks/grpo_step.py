@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from itertools import pairwise
 
-from child import Contender, ContenderFailed
+from contender import Contender, ContenderFailed
 from harness import HERE, Result, command, peer_python, ratio
 from model import published
 from service import Liked, job, service

@@ -18,6 +18,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from rookery.cluster.allocator import preloaded
+from rookery.settings import Settings
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
@@ -98,14 +101,17 @@ class Result:
 
 
 def machine() -> str:
-    """Cores, processor, memory."""
+    """Cores, processor, memory, Python, and the allocator of compute processes if it is not the C library's."""
     name = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
         lines = info.read_text().splitlines()
         name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{len(os.sched_getaffinity(0))} cores of {name}, {memory:.0f} GiB, Python {platform.python_version()}"
+    cores = len(os.sched_getaffinity(0))
+    allocator = Settings().allocator
+    given = f", {allocator}" if preloaded({}, allocator) else ""
+    return f"{cores} cores of {name}, {memory:.0f} GiB, Python {platform.python_version()}{given}"
 
 
 def versions(*packages: str) -> dict[str, str]:

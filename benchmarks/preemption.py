@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from child import Contender
+from contender import Contender
 from harness import HERE, MODEL, ROOT, Result, command
 from model import chat_ids
 from workload import questions

@@ -10,7 +10,7 @@ import sys
 import time
 
 import httpx
-from child import Contender
+from contender import Contender
 from harness import HERE, MODEL, Result, command, repeats
 from model import chat_ids
 from service import service

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-from child import Contender, ContenderFailed
+from contender import Contender, ContenderFailed
 from harness import HERE, ROOT, WORK, Result, command, peer_python
 from tinkering import tinkering
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from child import Contender, ContenderFailed
+from contender import Contender, ContenderFailed
 from harness import HERE, Result, Row, command, peer_python, ratio, repeats
 from model import published
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from child import Contender
+from contender import Contender
 from workload import random_ids
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
