@@ -199,49 +199,30 @@ async def test_a_lost_workers_frames_are_ignored_after_it_came_back(tmp_path: Pa
     await room.close()
 
 
-async def test_a_chunk_of_an_earlier_time_with_the_same_worker_is_no_gap(tmp_path: Path) -> None:
-    """Its caller gives up and returns while tokens are under way: the worker had gone further than was received."""
+@pytest.mark.parametrize("heard", [0, 2])
+async def test_tokens_under_way_to_a_caller_that_left_are_no_gap(tmp_path: Path, heard: int) -> None:
+    """It gives up and returns meanwhile: the worker had gone further than was received."""
     room = Room(tmp_path)
     worker = await room.worker()
     worker.generating.clear()
     reply = room.sample(4)
     await eventually(lambda: bool(worker.active))
-    chunks = parts(4, (0, 2), (2, 4), (4, 6))
-    await worker.say(wire.Output(epoch=0, chunks=chunks[:1]))
-    await eventually(lambda: room.rollouts.sampled == 2)
+    if heard:
+        await worker.say(wire.Output(epoch=0, chunks=parts(4, (0, heard))))
+        await eventually(lambda: room.rollouts.sampled == heard)
     reply.cancel()
     await asyncio.gather(reply, return_exceptions=True)
-    await worker.say(wire.Output(epoch=0, chunks=chunks[1:2]))  # nobody waits for it
+    await worker.say(wire.Output(epoch=0, chunks=parts(4, (heard, heard + 2))))  # nobody waits for it
     await settle()
     reply = room.sample(4)
-    await worker.say(wire.Output(epoch=0, chunks=chunks[2:]))  # said before the worker heard of either
+    # said before the worker heard of either
+    await worker.say(wire.Output(epoch=0, chunks=parts(4, (heard + 2, heard + 4))))
     await settle()
     assert not reply.done()
-    assert (room.rollouts.sampled, room.rollouts.late_chunks) == (2, 2)
+    assert (room.rollouts.sampled, room.rollouts.late_chunks) == (heard, 2)
     worker.generating.set()
     check(await reply, 4)
-    assert worker.generates[-1].given == chunks[0].tokens
-    await room.close()
-
-
-async def test_tokens_under_way_to_a_caller_that_left_before_the_first_are_no_gap(tmp_path: Path) -> None:
-    room = Room(tmp_path)
-    worker = await room.worker()
-    worker.generating.clear()
-    reply = room.sample(4)
-    await eventually(lambda: bool(worker.active))
-    chunks = parts(4, (0, 2), (2, 4))
-    reply.cancel()
-    await asyncio.gather(reply, return_exceptions=True)
-    await worker.say(wire.Output(epoch=0, chunks=chunks[:1]))  # nobody waits for it
-    await settle()
-    reply = room.sample(4)
-    await worker.say(wire.Output(epoch=0, chunks=chunks[1:]))  # said before the worker heard of either
-    await settle()
-    assert not reply.done()
-    assert (room.rollouts.sampled, room.rollouts.late_chunks) == (0, 2)
-    worker.generating.set()
-    check(await reply, 4)
+    assert len(worker.generates[-1].given) == heard
     await room.close()
 
 
