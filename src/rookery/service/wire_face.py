@@ -27,6 +27,9 @@ from rookery.service.parts import Service
 MAX_FRAME = 64 << 20
 """Bytes of one frame. Frames are small; the largest are a slice of long prompts from an environment host."""
 
+HOP_BYTES = 1 << 20
+"""Handed to another thread at once: a hop costs more than writing what a socket gives at a time."""
+
 _NORMAL, _GOING_AWAY = 1000, 1001
 
 
@@ -126,17 +129,21 @@ class BrokenUpload(RookeryError):
 
 
 def pieces(request: Request) -> Iterator[bytes]:
-    """The request's body for a consumer in another thread, piece by piece as the socket gives it. Call it on the event
+    """The request's body for a consumer in another thread, in pieces as the socket gives them. Call it on the event
     loop; raises :class:`ClientDisconnect` there where the sender goes away."""
     loop = asyncio.get_running_loop()
     stream = request.stream()
 
-    async def following() -> bytes | None:
-        return await anext(stream, None)
+    async def following() -> list[bytes]:
+        """None are left when it is empty."""
+        found: list[bytes] = []
+        while sum(map(len, found)) < HOP_BYTES and (piece := await anext(stream, None)) is not None:
+            if piece:
+                found.append(piece)
+        return found
 
     def consumed() -> Iterator[bytes]:
-        while (piece := asyncio.run_coroutine_threadsafe(following(), loop).result()) is not None:
-            if piece:
-                yield piece
+        while found := asyncio.run_coroutine_threadsafe(following(), loop).result():
+            yield from found
 
     return consumed()

@@ -217,12 +217,15 @@ class Trainer:
         self._queues[tenant] = policies
 
     def _pass(self, works: list[Work]) -> None:
-        """One packed pass, begun by the first of ``works``; others of its kind join while they fit. Every policy in a
-        pass costs products of its own, so one after another gives what it has: turns are whole passes."""
+        """One packed pass, begun by the first of ``works``; others of its kind join while it is not half full. Every
+        policy in a pass costs products of its own, so one after another gives what it has, and a pass of half a slice
+        is as quick per token without company: turns are whole passes."""
         ready = [work for work in works if work.op.forward_only == works[0].op.forward_only and self._begin(work)]
         chosen: dict[Work, list[PackedUnit]] = {work: [] for work in ready}
         room = self._slice_tokens
         for work in ready:
+            if 2 * room <= self._slice_tokens:
+                break
             while work.left and (work.left[0].tokens <= room or room == self._slice_tokens):
                 chosen[work].append(work.left.popleft())
                 room -= chosen[work][-1].tokens
