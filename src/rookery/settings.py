@@ -138,12 +138,11 @@ class Settings(BaseModel):
     """Weights of a sampler without a name that nobody used for this long are let go."""
 
     # --- jobs -------------------------------------------------------------------------------------------------------
-    dispatch_ahead: int = Field(32, ge=0)
+    dispatch_ahead: int = Field(16, ge=0)
     """Θ of RLBoost's Algorithm 2: a worker is given no request while this many wait in it for a row (or for their
-    adapter). Enough that rows freed within one flush are filled without a round trip, and that the prompts of the
-    next few groups are computed together; more would wait where it is seen less and shared less fairly. So it holds
-    at most its rows and this many."""
-    turn_share: float = Field(1.0, ge=0, le=1)
+    adapter). Enough that rows freed within one flush are filled without a round trip; more would wait where it is seen
+    less and shared less fairly. So it holds at most its rows and this many."""
+    turn_share: float = Field(0.5, ge=0, le=1)
     """Of a worker's rows: so many requests of a tenant (at least one) are given out before it is the next one's turn.
     Neighbours in a batch then share adapters and prompts. A decode step of 64 rows on the 135M model takes 61 ms with
     one adapter, 65 with 4, 68 with 8, 77 with 16 and 100 with 32; who has one request waits for as many of every other
