@@ -6,6 +6,7 @@ another tenant's ids without anybody having to remember it, or has to be added t
 
 from __future__ import annotations
 
+import gc
 import io
 import re
 import tarfile
@@ -106,12 +107,12 @@ class Town:
         return (self.root / "data" / "worker.token").read_text().strip()
 
     def adas(self) -> list[str]:
-        """Everything that Ada has, as she sees it."""
+        """Everything that Ada has, as she sees it; but for her bills, which a worker's next beats still settle."""
         paths = ["/api/v1/jobs"]
         for id in (self.done["id"], self.paused):
             parts = ("", "/metrics", "/events", "/trajectories", "/evaluations", "/policies/main/versions")
             paths += [f"/api/v1/jobs/{id}{part}" for part in parts]
-        return [self.ada.get(path).text for path in paths]
+        return [re.sub(r'"cost":{[^}]*}', "", self.ada.get(path).text) for path in paths]
 
 
 def ended(client: httpx.Client, id: str) -> dict[str, Any]:
@@ -189,6 +190,7 @@ def routes() -> list[tuple[str, str]]:
 
 def test_every_route_is_tried() -> None:
     found = routes()
+    gc.collect()  # what tests before this one left is not this one's warning
     with warnings.catch_warnings(action="error"):  # such as two operations of one name
         documented = build(None).openapi()["paths"]  # type: ignore[arg-type]
     assert {path for _, path in found} >= documented.keys() - NOT_OURS
