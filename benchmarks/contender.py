@@ -37,7 +37,7 @@ class Contender:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=preloaded({**os.environ, **(environment or {})}, Settings().allocator),
+                env=preloaded({**os.environ, **(environment or {})}, Settings.load().allocator),
             )
         self.about: dict[str, Any] = self._answer()
 

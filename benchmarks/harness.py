@@ -109,7 +109,7 @@ def machine() -> str:
         name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = len(os.sched_getaffinity(0))
-    allocator = Settings().allocator
+    allocator = Settings.load().allocator
     given = f", {allocator}" if preloaded({}, allocator) else ""
     return f"{cores} cores of {name}, {memory:.0f} GiB, Python {platform.python_version()}{given}"
 

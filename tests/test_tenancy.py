@@ -107,12 +107,12 @@ class Town:
         return (self.root / "data" / "worker.token").read_text().strip()
 
     def adas(self) -> list[str]:
-        """Everything that Ada has, as she sees it; but for her bills, which a worker's next beats still settle."""
+        """Everything that Ada has, as she sees it."""
         paths = ["/api/v1/jobs"]
         for id in (self.done["id"], self.paused):
             parts = ("", "/metrics", "/events", "/trajectories", "/evaluations", "/policies/main/versions")
             paths += [f"/api/v1/jobs/{id}{part}" for part in parts]
-        return [re.sub(r'"cost":{[^}]*}', "", self.ada.get(path).text) for path in paths]
+        return [self.ada.get(path).text for path in paths]
 
 
 def ended(client: httpx.Client, id: str) -> dict[str, Any]:
