@@ -53,6 +53,9 @@ _INDEX = "model.safetensors.index.json"
 _HUB_PATTERNS = ["config.json", *_BESIDE, "model*.safetensors", _INDEX]
 """What is fetched of a hub repository; it may hold the same weights in several other formats."""
 
+_GGUF_READERS = ("gguf", "accelerate")
+"""What transformers wants before it reads a GGUF file: the extra ``gguf``."""
+
 _HUB_SECONDS = 10.0
 """How long the hub may take to answer at all before the next source is tried."""
 
@@ -144,8 +147,9 @@ def _read_gguf(source: catalogue.Source, aside: Path) -> tuple[dict[str, Any], d
     if spec is None or not spec.submodule_search_locations:
         raise _SourceMissing(f"the package {source.where.replace('_', '-')} is not installed")
     package = Path(spec.submodule_search_locations[0])
-    if importlib.util.find_spec("gguf") is None:
-        raise _SourceMissing("the package gguf is not installed: pip install 'rookery[gguf]'")
+    missing = [name for name in _GGUF_READERS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise _SourceMissing(f"{' and '.join(missing)} not installed: pip install 'rookery[gguf]'")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(package, gguf_file=source.file, dtype=torch.float32)
