@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -34,12 +35,12 @@ NEEDED_DISK = 4 * GIGABYTE
 ALLOCATOR_PACKAGE = "apt install libtcmalloc-minimal4 (Debian, Ubuntu), or gperftools-libs, or gperftools"
 
 EXTRAS = {
-    "gguf": ("gguf", "reads the packaged SmolLM2 where no hub can be reached"),
-    "math": ("math-verify", "the math verifier"),
-    "reasoning-gym": ("reasoning-gym", "the reasoning-gym environments"),
-    "postgres": ("psycopg", "PostgreSQL"),
-    "tensorboard": ("tensorboard", "metrics in TensorBoard"),
-    "wandb": ("wandb", "metrics in Weights & Biases"),
+    "gguf": (("gguf", "accelerate"), "read the packaged SmolLM2 where no hub can be reached"),
+    "math": (("math-verify",), "the math verifier"),
+    "reasoning-gym": (("reasoning-gym",), "the reasoning-gym environments"),
+    "postgres": (("psycopg",), "PostgreSQL"),
+    "tensorboard": (("tensorboard",), "metrics in TensorBoard"),
+    "wandb": (("wandb",), "metrics in Weights & Biases"),
 }
 
 
@@ -81,7 +82,7 @@ def examine(settings: Settings) -> list[Finding]:
     found += [_disk("data folder", settings.data), _disk("cache folder", settings.cache)]
     models = [name.strip() for name in settings.models.split(",") if name.strip()]
     found += [_model(settings.cache, name) for name in models]
-    found += [_extra(extra, package, use) for extra, (package, use) in EXTRAS.items()]
+    found += [_extra(extra, packages, use) for extra, (packages, use) in EXTRAS.items()]
     return [*found, _service(settings)]
 
 
@@ -174,9 +175,10 @@ def _model(cache: Path, name: str) -> Finding:
     return Finding(f"model {name}", "optional", "fetched when first used", f"rookery models --get {name}")
 
 
-def _extra(extra: str, package: str, use: str) -> Finding:
+def _extra(extra: str, packages: Sequence[str], use: str) -> Finding:
     try:
-        return Finding(f"extra {extra}", "good", f"{package} {importlib.metadata.version(package)}")
+        found = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
+        return Finding(f"extra {extra}", "good", found)
     except importlib.metadata.PackageNotFoundError:
         return Finding(f"extra {extra}", "optional", f"not installed: {use}", f"pip install 'rookery[{extra}]'")
 
