@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from inspect import signature
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from rookery.worker.engine.device_sampler import sample_on_device
 from rookery.worker.engine.sampler import Draw, sample
 from rookery.worker.model.bank import LoraBank
 from rookery.worker.model.decoder import SITES
-from rookery.worker.model.fused import Sequences, Spans, merge, spans, varlen
+from rookery.worker.model.fused import Sequences, Spans, flash, merge, spans, varlen
 from rookery.worker.model.grouped import Product, batched, grouped, product_for
 from rookery.worker.trainer.attention import Chunks, PackedAttention
 from rookery.worker.trainer.backbone import forward, layer_numbers, lengths
@@ -60,6 +61,15 @@ def test_sequences_of_unlike_length(window: int) -> None:
         expected = attention(q[at_q : at_q + count], k[part], v[part], window)
         torch.testing.assert_close(out[at_q : at_q + count].double(), expected, atol=1e-5, rtol=0)
         at_q, at_k = at_q + count, at_k + seen
+
+
+def test_the_fused_way_takes_what_it_is_given() -> None:
+    """It cannot run here; that it is there, and what it calls its arguments, can be told."""
+    q = k = v = heads(3)
+    several = Sequences.of([3], [3], "cpu")
+    given = signature(flash()).bind(q, k, v, several.of_queries, several.of_keys, 3, 3, window_size=(-1, 0)).arguments
+    assert {"query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "window_size"} <= set(given)
+    assert given["cu_seq_q"] is several.of_queries and given["max_k"] == 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

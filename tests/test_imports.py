@@ -66,6 +66,12 @@ def test_no_room_but_the_worker_imports_torch(room: str) -> None:
     assert not loaded_by(f"import {room}") & set(HEAVY)
 
 
+def test_a_worker_starts_without_the_compiler() -> None:
+    """It would be a third of a worker's start, and no processor's path runs it."""
+    compiler = {"torch._dynamo", "torch._inductor", "sympy"}
+    assert not loaded_by("import rookery.worker.process") & {*compiler, "transformers"}
+
+
 def test_the_command_line_starts_without_the_server() -> None:
     loaded = loaded_by("from rookery.cli.app import main\ntry: main(['--help'])\nexcept SystemExit: pass")
     assert not loaded & {*HEAVY, "fastapi", "uvicorn", "sqlalchemy"}

@@ -13,18 +13,16 @@ Fused: FlashAttention-2 (arXiv:2307.08691) behind ``torch.nn.attention.varlen``.
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
+from inspect import signature
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
-
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-"""Fewer key/value heads than query heads: later releases want to be told, earlier ones take it."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int) -
     ``window`` keys up to its own (0: all). q [queries, heads, head_dim], k and v [keys, kv_heads, head_dim] → like q.
     Differentiable."""
     if fuses(q):
-        fused: Tensor = varlen_attn(  # type: ignore[assignment]  # a pair only where more is asked for
+        fused: Tensor = flash()(
             q,
             k,
             v,
@@ -67,7 +65,6 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int) -
             sequences.most_queries,
             sequences.most_keys,
             window_size=(window - 1 if window else -1, 0),
-            **_GROUPED,
         )
         return fused
     outs = []
@@ -140,6 +137,16 @@ def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor
     both = torch.logaddexp(first[1], second[1])
     shares = [(lse - both).exp().unsqueeze(-1) for _, lse in (first, second)]
     return (first[0] * shares[0] + second[0] * shares[1]).to(first[0].dtype)
+
+
+@cache
+def flash() -> Callable[..., Any]:
+    """PyTorch's own attention over sequences of unlike length. Imported by who runs it: it brings the compiler along,
+    which is a third of a worker's start. Fewer key/value heads than query heads: later releases want to be told,
+    earlier ones take it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return partial(varlen_attn, enable_gqa=True) if "enable_gqa" in signature(varlen_attn).parameters else varlen_attn
 
 
 def fuses(q: Tensor) -> bool:
