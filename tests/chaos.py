@@ -144,10 +144,10 @@ class Town:
             process = self.joined.pop(name)
             process.terminate()
             code = process.wait(PATIENCE_SECONDS)
-            assert code == 0, f"{name} ended with {code}:\n{self.said(name)}"
+            assert code == 0, f"{name} ended with {code}:\n{self.last_words(name)}"
         assert self.service is not None
         self.service.terminate()
-        assert self.service.wait(PATIENCE_SECONDS) == 0, self.said("service")
+        assert self.service.wait(PATIENCE_SECONDS) == 0, self.last_words("service")
 
     def serve(self) -> None:
         """``rookery serve``; on return it answers, and what a crash left half-written is gone."""
@@ -278,10 +278,15 @@ class Town:
         return set(os.listdir(folder)) if folder.exists() else set()
 
     def said(self, name: str) -> str:
-        return (self.logs / f"{name}.log").read_text(errors="replace")[-4000:]
+        """All that it logged."""
+        return (self.logs / f"{name}.log").read_text(errors="replace")
+
+    def last_words(self, name: str) -> str:
+        """For a failure's message."""
+        return self.said(name)[-4000:]
 
     def _answers(self) -> bool:
-        assert self.service is not None and self.service.poll() is None, self.said("service")
+        assert self.service is not None and self.service.poll() is None, self.last_words("service")
         try:
             return httpx.get(f"{self.url}/healthz", timeout=PATIENCE_SECONDS).status_code == 200
         except httpx.TransportError:

@@ -308,7 +308,7 @@ def test_a_worker_that_stops_or_drains_is_gone_on_for(home: tuple[Path, Path], t
         until(lambda: town.total("sampled_tokens") >= 2 * tokens + FIRST_TOKENS, "tokens of every kind came")
         process = town.joined.pop("two")
         process.terminate()
-        assert process.wait(PATIENCE_SECONDS) == 0, town.said("two")
+        assert process.wait(PATIENCE_SECONDS) == 0, town.last_words("two")
         assert told(replies) == calm
         assert town.total("sampled_tokens") == 3 * tokens
         assert town.total("worker_losses") == losses
