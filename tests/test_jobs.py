@@ -26,6 +26,7 @@ from rookery import wire
 from rookery.errors import Conflict, NotFound, RookeryError, Unavailable, UserError
 from rookery.spec import SpecError
 from rookery.storage import schema
+from rookery.storage.rows import JobRow, JobState
 
 
 async def run(service: Service, tenant: str = "alice", **changes: Any) -> str:
@@ -226,6 +227,37 @@ async def test_what_a_job_did_not_use_is_closed_with_it(service: Service) -> Non
     with pytest.raises(Conflict, match="is cancelled already"):
         await service.controller.pause("alice", job)
     await service.controller.cancel("alice", job)
+
+
+async def test_who_sees_the_end_of_a_job_sees_all_of_it(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    await service.worker().join()
+    await service.host(turns=3).join()
+    stored, seen = service.database.set_job_state, []
+
+    def stored_now(job: str) -> list[Any]:
+        database = service.database
+        shown = [database.get_job("alice", job), database.events("alice", job, 100)]
+        return [
+            *shown,
+            database.recent_episodes("alice", job, 1000),
+            database.open_groups(job),
+            database.ready_groups(job),
+        ]
+
+    def call(job: str, state: JobState, *others: Any) -> JobRow:
+        row = stored(job, state, *others)
+        if state == "completed":
+            seen.append(stored_now(job))
+        return row
+
+    monkeypatch.setattr(service.database, "set_job_state", call)
+    job = await run(service, stop__steps=6, algorithm__max_staleness=3)
+    await service.ends(job)
+    await eventually(lambda: job not in service.controller._running)
+    assert seen == [stored_now(job)]
+    row, events, _, *left = seen[0]
+    assert events[-1].text == "completed: 6 steps" and left == [[], []]
+    assert row.counters["episodes"] == (await service.controller.show("alice", job)).counters["episodes"] > 0
 
 
 # --- pause and resume -------------------------------------------------------------------------------------------------

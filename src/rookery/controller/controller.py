@@ -247,16 +247,9 @@ class Controller(Looking):
             new = await self._ledger(self._database.set_job_state, row.id, state, reason, self._clock.time(), error)
         self._states[row.state] -= 1
         self._states[state] += 1
-        await self._ledger(
-            self._database.add_event, row.tenant, row.id, self._clock.time(), "state", f"{state}: {reason}".rstrip(": ")
-        )
         if state in ENDED:
             self._rollouts.forget(row.id)
             self._hosts.close_job(row.id)
-            left = [*await self._ledger(self._database.open_groups, row.id),
-                    *await self._ledger(self._database.ready_groups, row.id)]  # fmt: skip
-            names = [group.id for group in left]
-            await self._ledger(self._database.drop_groups, names, f"its job is {state}", self._clock.time())
         log.info("job %s is %s %s", row.name, state, reason, extra={"tenant": row.tenant, "job": row.id})
         self._beat(row.id)
         return new

@@ -180,7 +180,7 @@ class Looking:
 
     async def _view(self, row: JobRow, tenant: TenantRow, policies: Sequence[PolicyRow], bill: Bill) -> JobView:
         running = self._running.get(row.id)
-        job = running.job if running is not None else None
+        job = running.job if running is not None and row.state not in ENDED else None
         if job is not None:
             rewards, step, counters = list(job.progress.rewards), job.step, dict(job.progress.counters)
         else:

@@ -53,7 +53,7 @@ class Running:
 
     async def carry_out(self, begun: Callable[[], Awaitable[object]]) -> tuple[JobState, str]:
         """Run the job, which has ``begun`` when it is assembled; how it ended, and why. Only a cancellation comes out
-        as an exception."""
+        as an exception. What it counted is stored then: who sees that it has ended sees all of it."""
         try:
             self.job = await self._assemble()
             await begun()
@@ -68,6 +68,8 @@ class Running:
                 return "failed", str(cause)
             log.exception("job %s failed", self.row.id, extra={"tenant": self.row.tenant, "job": self.row.id})
             return "failed", f"{type(cause).__name__}: {cause}"
+        finally:
+            await self._store_counters()
 
     async def _assemble(self) -> Job:
         world, row = self._world, self.row
@@ -101,10 +103,12 @@ class Running:
         return Counter({name: now[name] - self._before[name] for name in COUNTED})
 
     async def close(self) -> None:
-        """The task ends: what the job counted is stored."""
+        """The task ends."""
         self._world.billing.close(self.row.id)
         if self._sinks is not None and self._sinks.used:
             await asyncio.to_thread(self._sinks.close)
+
+    async def _store_counters(self) -> None:
         try:
             if self.job is not None:
                 counters = dict(self.job.progress.counters)

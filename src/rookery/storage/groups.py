@@ -110,12 +110,8 @@ class Groups(Store):
         self, groups: Sequence[str], reason: str, time: float, *, counters: Mapping[str, Any] | None = None
     ) -> list[str]:
         """Drops those that are open or ready; answers which (the others were closed before and stay as they are)."""
-        alive = _groups.c.id.in_(groups) & _groups.c.state.in_(("open", "ready"))
         with self._writing() as connection:
-            found = connection.execute(select(_groups.c.id).where(alive).with_for_update()).scalars().all()
-            values = {"state": "dropped", "reason": reason, "finished": time}
-            connection.execute(update(_groups).where(_groups.c.id.in_(found)).values(values))
-            _drop_open_episodes(connection, found, time, reason)
+            found = drop_alive(connection, _groups.c.id.in_(groups), time, reason)
             _save_counters(connection, select(_groups.c.job).where(_groups.c.id.in_(groups[:1])), counters)
         return sorted(found, key=list(groups).index)
 
@@ -194,6 +190,16 @@ def _save_counters(connection: Connection, job: Select[tuple[str]], counters: Ma
     if counters is not None:
         mine = schema.jobs.c.id == job.scalar_subquery()
         connection.execute(update(schema.jobs).where(mine).values(counters=dict(counters)))
+
+
+def drop_alive(connection: Connection, which: ColumnElement[bool], time: float, reason: str) -> Sequence[str]:
+    """Drops the open and the ready ones of these groups, with their open episodes; answers which they were."""
+    alive = which & _groups.c.state.in_(("open", "ready"))
+    found = connection.execute(select(_groups.c.id).where(alive).with_for_update()).scalars().all()
+    values = {"state": "dropped", "reason": reason, "finished": time}
+    connection.execute(update(_groups).where(_groups.c.id.in_(found)).values(values))
+    _drop_open_episodes(connection, found, time, reason)
+    return found
 
 
 def _drop_open_episodes(connection: Connection, groups: Sequence[str], time: float, reason: str) -> int:

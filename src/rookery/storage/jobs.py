@@ -1,7 +1,8 @@
 """Jobs and their policies.
 
 * A job and its policies come into being in one transaction, once per (tenant, idempotency key).
-* ``finished`` is set exactly when the state is final; a finished job changes its state no more.
+* ``finished`` is set exactly when the state is final; a finished job changes its state no more, and has no open and no
+  ready group: who sees that it has ended sees all of it as it stays.
 * A policy's lease only grows. Whoever holds an older one can commit nothing.
 """
 
@@ -17,6 +18,7 @@ from sqlalchemy.exc import IntegrityError
 from rookery.errors import Conflict, NotFound
 from rookery.storage import schema
 from rookery.storage.connection import Store
+from rookery.storage.groups import drop_alive
 from rookery.storage.rows import FINAL_JOB_STATES, JobRow, JobState, NewPolicy, PolicyRow
 
 
@@ -97,7 +99,8 @@ class Jobs(Store):
         return [JobRow(**row._mapping) for row in rows]
 
     def set_job_state(self, job: str, state: JobState, reason: str, time: float, error: str = "") -> JobRow:
-        """The job afterwards. ``started`` is set the first time it runs. Raises :class:`Conflict` if it is finished."""
+        """The job afterwards; an event says so, too. ``started`` is set the first time it runs. Raises
+        :class:`Conflict` if it is finished."""
         table = schema.jobs
         values: dict[str, Any] = {"state": state, "reason": reason, "error": error}
         if state in FINAL_JOB_STATES:
@@ -113,6 +116,11 @@ class Jobs(Store):
                 raise NotFound(f"no job {job}")
             if changed.rowcount == 0:
                 raise Conflict(f"job {job} is {row.state} already")
+            text = f"{state}: {reason}".rstrip(": ")
+            event = {"tenant": row.tenant, "job": job, "time": time, "kind": "state", "text": text}
+            connection.execute(insert(schema.events).values(event))
+            if state in FINAL_JOB_STATES:
+                drop_alive(connection, schema.groups.c.job == job, time, f"its job is {state}")
         return JobRow(**row._mapping)
 
     def save_counters(self, job: str, counters: Mapping[str, Any]) -> None:

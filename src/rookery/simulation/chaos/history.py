@@ -32,7 +32,7 @@ from rookery.simulation.chaos.invariants import Lasting
 from rookery.spec import JobSpec
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.database import Database
-from rookery.storage.rows import JobRow, JobState, NewGroup, NewPolicy, VersionRow
+from rookery.storage.rows import FINAL_JOB_STATES, JobRow, JobState, NewGroup, NewPolicy, VersionRow
 
 ADAPTER = "adapter_model.safetensors"
 """The file in which a modelled trainer writes :class:`State`."""
@@ -124,6 +124,10 @@ class History:
             self.lasting.runs[job] = self.lasting.runs.get(job, 0) + 1
         if state == "failed":
             self.events.fail("jobs", f"{job} failed: {reason}", job)
+        if state in FINAL_JOB_STATES:
+            for group in self._groups.values():
+                if group.job == job and group.state in ("open", "ready"):
+                    group.state = "dropped"
 
     def leased(self, policy: str, lease: int) -> None:
         if lease <= self._policies[policy].lease:
