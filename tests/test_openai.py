@@ -464,6 +464,25 @@ async def test_who_hangs_up_ends_the_generation(tmp_path: Path) -> None:
             await eventually(lambda: len(worker.generates) == 6)
 
 
+async def test_a_base_model_is_waited_for_where_a_worker_of_it_is_known(tmp_path: Path) -> None:
+    with served(tmp_path) as service:
+        token = (tmp_path / "data" / "worker.token").read_text().strip()
+        async with AsyncOpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0) as client:
+            asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "seed": 0}
+            with pytest.raises(openai.InternalServerError, match=f"no worker serves {MODEL} now") as refused:
+                await client.chat.completions.create(**asked)
+            assert refused.value.status_code == 503 and "x-should-retry" not in refused.value.response.headers
+            with ScriptedWorker(service.url, token, tokenizer(tmp_path)):
+                await until_served(client)
+            while (await client.models.list()).data:  # it has left without a word, and may come back
+                pass
+            waiting = asyncio.create_task(client.chat.completions.create(**asked))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(waiting), 0.5)
+            with ScriptedWorker(service.url, token, tokenizer(tmp_path)):
+                assert (await waiting).choices[0].message.content in ("4", "five")
+
+
 async def until_served(client: AsyncOpenAI) -> None:
     async with asyncio.timeout(30):
         while not (await client.models.list()).data:

@@ -51,7 +51,8 @@ class Completions:
         self._pinned = pinned
 
     async def open(self, tenant: str, target: str) -> tuple[Target, Chat]:
-        """Who is asked, and how it reads and writes. Raises :class:`UserError` or :class:`NotFound`."""
+        """Who is asked, and how it reads and writes. Raises :class:`UserError`, :class:`NotFound`, or
+        :class:`Unavailable` for a base model that no worker has."""
         found = await self.find(tenant, target)
         return found, await self._world.chat(found.model)
 

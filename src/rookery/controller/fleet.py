@@ -107,6 +107,11 @@ class Fleet:
     def named(self, name: str) -> Worker | None:
         return self._workers.get(name)
 
+    def expects(self, role: str, model: str) -> bool:
+        """Whether one plays the role, or is about to: it loads the model, or may dial in again."""
+        there = (worker for worker in self._workers.values() if worker.state not in ("draining", "gone"))
+        return any(role in worker.hello.roles and worker.hello.model == model for worker in there)
+
     def missing(self, role: str, model: str) -> str:
         """Why no worker plays ``role`` on ``model`` now, naming who is stuck."""
         of_model = [worker for worker in self._workers.values() if worker.hello.model == model]

@@ -19,7 +19,7 @@ from rookery.controller.hosts import SERVICE
 from rookery.controller.refs import adapter_ref
 from rookery.controller.views import NUMBER
 from rookery.controller.world import World
-from rookery.errors import NotFound, UserError
+from rookery.errors import NotFound, Unavailable, UserError
 from rookery.spec import TARGETS, JobSpec, PolicySpec, SpecError, parse_job
 from rookery.storage.rows import NewPolicy, PolicyRow, UploadKind
 from rookery.text.catalogue import resolve, status
@@ -180,8 +180,8 @@ class Intake:
                 raise NotFound(
                     f"no job and no base model {target!r}; give a model's name, JOB or JOB@VERSION"
                 ) from None
-            if not world.fleet.serving("rollout", model):
-                raise UserError(f"no worker serves {model} now: rookery worker or rookery serve starts one") from None
+            if not world.fleet.expects("rollout", model):
+                raise Unavailable(f"no worker serves {model} now: rookery worker or rookery serve starts one") from None
             return Target(model, model, None)
         if version and version != "latest" and not NUMBER.fullmatch(version):
             raise UserError(f"{target!r}: after the @ comes a version's number, or latest")
