@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -158,6 +160,43 @@ def test_the_same_content_from_many_threads_is_one_artifact(tmp_path: Path) -> N
     assert artifacts.hashes() == set(hashes)
     artifacts.verify(hashes[0])
     assert staged(tmp_path) == []
+
+
+def test_what_appears_or_goes_while_it_is_read_is_not_corrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others commit and delete the same content: a reader finds the whole of it, or nothing."""
+    artifacts = Artifacts(tmp_path)
+    hash = store(artifacts, {"a": b"same"}).hash
+
+    def meanwhile(patched: pytest.MonkeyPatch, method: str, name: str, happens: Callable[[Path], object]) -> None:
+        """When a file's ``method`` is next called, this comes before it."""
+        usual, left = getattr(Path, method), [happens]
+
+        def call(path: Path, *arguments: Any, **named: Any) -> Any:
+            if (path.parent.name, path.name) == (hash, name) and left:
+                left.pop()(path)
+            return usual(path, *arguments, **named)
+
+        patched.setattr(Path, method, call)
+
+    def delete(path: Path) -> None:
+        artifacts.delete(hash)
+
+    def again(path: Path) -> None:
+        """It is deleted, looked for, and made again."""
+        artifacts.delete(hash)
+        try:
+            path.stat()
+        finally:
+            store(artifacts, {"a": b"same"})
+
+    for look, method, name in ((artifacts.open, "read_bytes", MANIFEST), (artifacts.verify, "open", "a")):
+        with monkeypatch.context() as patched:
+            meanwhile(patched, method, name, again)
+            assert look(hash).hash == hash
+            meanwhile(patched, method, name, delete)
+            with pytest.raises(NotFound):
+                look(hash)
+        store(artifacts, {"a": b"same"})
 
 
 _DIE_AT_EVERY_FILE_OPERATION = """

@@ -36,9 +36,6 @@ MAX_ARTIFACT_BYTES = 64 << 30
 """Of all shards together. An upload ticket is given for one adapter with its trainer state; this is far above the
 largest, and keeps a broken or hostile worker from filling the disk."""
 
-READ_BYTES = 1 << 20
-"""Read and hashed at a time: large enough that the calls cost nothing, small enough to be no memory to speak of."""
-
 _DISK = "the disk of the artifacts"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -65,20 +62,22 @@ class Artifacts:
 
         Raises :class:`NotFound`, or :class:`CorruptArtifact` if manifest or sizes are not what the hash says."""
         folder = self._folder(hash)
-        try:
-            manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
-            if manifest != manifest_of(manifest.shards) or manifest.hash != hash:
-                raise CorruptArtifact(f"artifact {hash}: {MANIFEST} does not have the hash that names it")
-            for shard in manifest.shards:
-                if (folder / shard.name).stat().st_size != shard.size:
-                    raise CorruptArtifact(f"artifact {hash}: {shard.name} does not have {shard.size} bytes")
-        except FileNotFoundError as error:
-            if not folder.exists():
-                raise NotFound(f"no artifact {hash}") from None
-            raise CorruptArtifact(f"artifact {hash}: {Path(error.filename).name} is missing") from None
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            raise CorruptArtifact(f"artifact {hash}: {MANIFEST} cannot be read") from None
-        return manifest
+        while (there := _identity(folder)) is not None:
+            try:
+                manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+                if manifest != manifest_of(manifest.shards) or manifest.hash != hash:
+                    raise CorruptArtifact(f"artifact {hash}: {MANIFEST} does not have the hash that names it")
+                for shard in manifest.shards:
+                    if (folder / shard.name).stat().st_size != shard.size:
+                        raise CorruptArtifact(f"artifact {hash}: {shard.name} does not have {shard.size} bytes")
+            except FileNotFoundError as error:
+                if _identity(folder) == there:
+                    raise CorruptArtifact(f"artifact {hash}: {Path(error.filename).name} is missing") from None
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                raise CorruptArtifact(f"artifact {hash}: {MANIFEST} cannot be read") from None
+            else:
+                return manifest
+        raise NotFound(f"no artifact {hash}")
 
     def path(self, hash: str, shard: str) -> Path:
         """Where the bytes of one file lie. Raises :class:`NotFound`, :class:`CorruptArtifact`."""
@@ -88,15 +87,18 @@ class Artifacts:
 
     def verify(self, hash: str) -> Manifest:
         """Reads and hashes everything. Raises :class:`NotFound`, or :class:`CorruptArtifact` naming the bad file."""
-        manifest = self.open(hash)
-        for shard in manifest.shards:
-            digest = hashlib.sha256()
-            with (self._folder(hash) / shard.name).open("rb") as file:
-                while block := file.read(READ_BYTES):
-                    digest.update(block)
-            if digest.hexdigest() != shard.sha256:
-                raise CorruptArtifact(f"artifact {hash}: {shard.name} does not have the hash in its manifest")
-        return manifest
+        while True:
+            manifest = self.open(hash)
+            try:
+                for shard in manifest.shards:
+                    with (self._folder(hash) / shard.name).open("rb") as file:
+                        if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
+                            raise CorruptArtifact(
+                                f"artifact {hash}: {shard.name} does not have the hash in its manifest"
+                            )
+            except FileNotFoundError:  # deleted meanwhile, perhaps made again
+                continue
+            return manifest
 
     def delete(self, hash: str) -> None:
         """Makes it invisible at once, then frees its bytes; one that is not there is no error."""
@@ -260,6 +262,15 @@ def _known_upload() -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise Conflict("this artifact was committed or abandoned meanwhile") from error
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Another one as soon as another folder has this name, or it another content; None where there is none."""
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_ctime_ns
 
 
 def _sync_folder(folder: Path) -> None:
