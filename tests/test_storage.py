@@ -122,19 +122,9 @@ def test_a_finished_job_stays_finished(database: Database) -> None:
     database.set_job_state("job", "paused", "asked to", 6.0)
     assert database.set_job_state("job", "running", "", 7.0).started == 5.0
     assert [job.id for job in database.all_unfinished_jobs()] == ["job"]
-    database.add_groups("job", [new_group(n) for n in range(3)])
-    make_ready(database, new_group(1))
-    assert submit(database, job="second")[1]
-    database.add_groups("second", [new_group(0, job="second")])
-    database.finish_group("job-train-2", "failed", 7.5)
     done = database.set_job_state("job", "failed", "the environment is broken", 8.0, error="ValueError: \x00\ud800")
     assert (done.finished, done.reason) == (8.0, "the environment is broken")
-    said = [(event.time, event.kind, event.text) for event in database.events("alice", "job", 2)]
-    assert said == [(7.0, "state", "running"), (8.0, "state", "failed: the environment is broken")]
-    assert database.group_counts("alice", "job") == {"dropped": 2, "failed": 1}
-    assert not database.save_turns("job-train-0-0", b"late"), "a dropped group's episodes are closed"
-    assert database.group_counts("alice", "second") == {"open": 1}
-    assert [job.id for job in database.all_unfinished_jobs()] == ["second"]
+    assert database.all_unfinished_jobs() == []
     for state in ("running", "cancelled", "completed"):
         with pytest.raises(Conflict, match="failed already"):
             database.set_job_state("job", state, "", 9.0)
@@ -144,6 +134,22 @@ def test_a_finished_job_stays_finished(database: Database) -> None:
         database.add_groups("job", [new_group(0)])
     with pytest.raises(Conflict):
         commit(database, 0, None, [], 0)
+
+
+def test_the_end_of_a_job_is_told_and_closes_its_groups(database: Database) -> None:
+    for job in ("job", "other"):
+        submit(database, job=job)
+        database.set_job_state(job, "running", "", 5.0)
+    database.add_groups("job", [new_group(n) for n in range(3)])
+    database.add_groups("other", [new_group(0, job="other")])
+    make_ready(database, new_group(1))
+    database.finish_group("job-train-2", "failed", 6.0)
+    database.set_job_state("job", "failed", "the environment is broken", 8.0)
+    said = [(event.time, event.kind, event.text) for event in database.events("alice", "job", 10)]
+    assert said == [(5.0, "state", "running"), (8.0, "state", "failed: the environment is broken")]
+    assert database.group_counts("alice", "job") == {"dropped": 2, "failed": 1}
+    assert not database.save_turns("job-train-0-0", b"late"), "a dropped group's episodes are closed"
+    assert database.group_counts("alice", "other") == {"open": 1}
 
 
 def test_leases_only_grow(database: Database) -> None:

@@ -19,7 +19,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -61,23 +61,7 @@ class Artifacts:
         """The manifest of a visible artifact; its files are there with their sizes (:meth:`verify` reads them).
 
         Raises :class:`NotFound`, or :class:`CorruptArtifact` if manifest or sizes are not what the hash says."""
-        folder = self._folder(hash)
-        while (there := _identity(folder)) is not None:
-            try:
-                manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
-                if manifest != manifest_of(manifest.shards) or manifest.hash != hash:
-                    raise CorruptArtifact(f"artifact {hash}: {MANIFEST} does not have the hash that names it")
-                for shard in manifest.shards:
-                    if (folder / shard.name).stat().st_size != shard.size:
-                        raise CorruptArtifact(f"artifact {hash}: {shard.name} does not have {shard.size} bytes")
-            except FileNotFoundError as error:
-                if _identity(folder) == there:
-                    raise CorruptArtifact(f"artifact {hash}: {Path(error.filename).name} is missing") from None
-            except (msgspec.MsgspecError, UnicodeDecodeError):
-                raise CorruptArtifact(f"artifact {hash}: {MANIFEST} cannot be read") from None
-            else:
-                return manifest
-        raise NotFound(f"no artifact {hash}")
+        return self._whole(hash, _same_size)
 
     def path(self, hash: str, shard: str) -> Path:
         """Where the bytes of one file lie. Raises :class:`NotFound`, :class:`CorruptArtifact`."""
@@ -87,18 +71,23 @@ class Artifacts:
 
     def verify(self, hash: str) -> Manifest:
         """Reads and hashes everything. Raises :class:`NotFound`, or :class:`CorruptArtifact` naming the bad file."""
-        while True:
-            manifest = self.open(hash)
+        return self._whole(hash, _same_bytes)
+
+    def _whole(self, hash: str, check: Callable[[Path, Shard], None]) -> Manifest:
+        """The manifest, when ``check(path, shard)`` has passed every file. A folder that goes or is made again in the
+        middle is looked at again."""
+        folder = self._folder(hash)
+        while (there := _identity(folder)) is not None:
             try:
+                manifest = _manifest(folder, hash)
                 for shard in manifest.shards:
-                    with (self._folder(hash) / shard.name).open("rb") as file:
-                        if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                            raise CorruptArtifact(
-                                f"artifact {hash}: {shard.name} does not have the hash in its manifest"
-                            )
-            except FileNotFoundError:  # deleted meanwhile, perhaps made again
-                continue
-            return manifest
+                    check(folder / shard.name, shard)
+            except FileNotFoundError as error:
+                if _identity(folder) == there:
+                    raise CorruptArtifact(f"artifact {hash}: {Path(error.filename).name} is missing") from None
+            else:
+                return manifest
+        raise NotFound(f"no artifact {hash}")
 
     def delete(self, hash: str) -> None:
         """Makes it invisible at once, then frees its bytes; one that is not there is no error."""
@@ -262,6 +251,28 @@ def _known_upload() -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise Conflict("this artifact was committed or abandoned meanwhile") from error
+
+
+def _manifest(folder: Path, hash: str) -> Manifest:
+    try:
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise CorruptArtifact(f"artifact {hash}: {MANIFEST} cannot be read") from None
+    if manifest != manifest_of(manifest.shards) or manifest.hash != hash:
+        raise CorruptArtifact(f"artifact {hash}: {MANIFEST} does not have the hash that names it")
+    return manifest
+
+
+def _same_size(path: Path, shard: Shard) -> None:
+    if path.stat().st_size != shard.size:
+        raise CorruptArtifact(f"artifact {path.parent.name}: {shard.name} does not have {shard.size} bytes")
+
+
+def _same_bytes(path: Path, shard: Shard) -> None:
+    _same_size(path, shard)
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
+            raise CorruptArtifact(f"artifact {path.parent.name}: {shard.name} does not have the hash in its manifest")
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
