@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
-JobState = Literal["queued", "running", "paused", "completed", "failed", "cancelled"]
+from rookery.storage.rows import FINAL_JOB_STATES
+from rookery.storage.rows import JobState as JobState
 
-ENDED: tuple[JobState, ...] = ("completed", "failed", "cancelled")
+ENDED = FINAL_JOB_STATES
 """States that a job never leaves."""
 
 NUMBER = re.compile(r"[0-9]{1,18}")
