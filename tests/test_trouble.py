@@ -89,12 +89,19 @@ class GrowsTooLong(faulty.Good):
 
 
 class Mended(faulty.Good):
-    """Raises until somebody mends it."""
+    """Raises until somebody mends it. What began before that on other prompts than the first raises later on."""
 
     broken = True
+    began = threading.Semaphore(0)
+    late = threading.Event()
 
     def step(self, reply: rookery.Reply) -> Any:
         if type(self).broken:
+            if self.prompt["number"] == 0:
+                self.began.acquire()
+            else:
+                self.began.release()
+                self.late.wait()
             raise RuntimeError("not yet")
         return super().step(reply)
 
@@ -242,9 +249,12 @@ def test_a_job_goes_on_once_its_environment_is_mended(tmp_path: Path) -> None:
         service = stack.enter_context(served(tmp_path, failing_window=4))
         stack.enter_context(worker(service, tmp_path))
         with Client(service.url, service.key) as client:
-            mended = client.train(base_model=MODEL, environment=Mended(), stop={"steps": 3}, **PARTS)
+            stack.callback(Mended.late.set)
+            stack.callback(Mended.began.release, 2)
+            mended = client.train(base_model=MODEL, environment=Mended(), stop={"steps": 3}, shuffle=False, **PARTS)
             assert "RuntimeError: not yet" in until(mended, "paused").reason
             Mended.broken = False
+            Mended.late.set()  # what was under way when it paused fails, too, and that stops nothing
             mended.resume()
             view = mended.wait(PATIENCE)
             assert (view.state, view.step) == ("completed", 3)

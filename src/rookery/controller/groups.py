@@ -3,6 +3,8 @@
 * A group is stored with its prompt before it runs, so a restart neither skips nor repeats one.
 * A group that is too old, or came from a version whose bytes were lost, is dropped and counted, never trained on. One
   whose members mostly failed is replaced.
+* A job pauses by itself for episodes that began since it was taken up. One of an earlier run may be told of a failure
+  from before a person mended what caused it: its group is replaced, and that is all.
 * Retention leaves a version alone while a group finishes on it. A group that does not finish on its version goes on
   with the newest, also after a restart.
 """
@@ -90,7 +92,7 @@ class Groups:
             if version is None:
                 await self._drop([group], "its version was lost")
             else:
-                self._start(tasks, group, version)
+                self._start(tasks, group, version, taken_up=True)
 
     def _version_of(self, group: GroupRow) -> int | None:
         """The version that a group of an earlier run goes on with: its own, or the head if it changes over. If its own
@@ -165,11 +167,12 @@ class Groups:
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    def _start(self, tasks: TaskGroup, group: GroupRow, version: int) -> None:
+    def _start(self, tasks: TaskGroup, group: GroupRow, version: int, taken_up: bool = False) -> None:
+        """Have the group run, which an earlier run left if it is ``taken_up``."""
         pin = ExitStack()  # from now on, not from when the task first runs
         if self._in_flight == "finish":
             pin.enter_context(self._policy.pinned(version))
-        task = tasks.create_task(self._run(group, self._policy.ref(version)))
+        task = tasks.create_task(self._run(group, self._policy.ref(version), taken_up))
         self._running[task] = None
         task.add_done_callback(self._ended)
         task.add_done_callback(lambda _: pin.close())
@@ -183,11 +186,11 @@ class Groups:
         for task in self._running:
             task.cancel()
 
-    async def _run(self, group: GroupRow, ref: wire.AdapterRef) -> None:
+    async def _run(self, group: GroupRow, ref: wire.AdapterRef, taken_up: bool) -> None:
         """All episodes of one prompt, side by side. Ends with the group ready, or failed and counted."""
         world, store = self._world, self._progress.store
         async with TaskGroup() as episodes:
-            runs = [episodes.create_task(self._run_episode(group, row, ref)) for row in group.episodes]
+            runs = [episodes.create_task(self._run_episode(group, row, ref, taken_up)) for row in group.episodes]
         outcomes = [outcome for run in runs if (outcome := run.result()) is not None]
         if len(outcomes) >= 2:
             complete = self._complete(group, outcomes)
@@ -203,7 +206,9 @@ class Groups:
         if verdict is not None:
             raise JobPaused(verdict)
 
-    async def _run_episode(self, group: GroupRow, row: EpisodeRow, ref: wire.AdapterRef) -> Outcome | None:
+    async def _run_episode(
+        self, group: GroupRow, row: EpisodeRow, ref: wire.AdapterRef, taken_up: bool
+    ) -> Outcome | None:
         """One episode to its end, durable; None when it failed."""
         world, progress = self._world, self._progress
         if row.state != "open":
@@ -216,14 +221,16 @@ class Groups:
         try:
             outcome = await episode.run()
         except (EpisodeFailed, GenerationFailed) as error:
-            self._failures.add(str(error))
+            if not taken_up:
+                self._failures.add(str(error))
             progress.counters["episodes_failed"] += 1
             extra = {"tenant": row.tenant, "job": row.job, "version": ref.version, "episode": row.id}
             log.warning("episode %s failed: %s", row.id, error, extra=extra)
             await progress.store(world.database.finish_episode, row.id, "failed", world.clock.time(), error=str(error))
             episode.close()
             return None
-        self._failures.add("")
+        if not taken_up:
+            self._failures.add("")
         progress.counters["episodes"] += 1
         progress.counters["splits"] += episode.splits
         await progress.store(

@@ -16,9 +16,6 @@ class FailureWindow:
         """Note one end; ``error`` is empty for a good one."""
         self._ends.append(error)
 
-    def clear(self) -> None:
-        self._ends.clear()
-
     @property
     def verdict(self) -> str | None:
         """Why the job should pause: the most common recent error; None while it should go on. A window that is not half
