@@ -23,7 +23,7 @@ LEAST, AIM = 4.5, 6.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=4, help="steps after the first (default: 4)")
+    parser.add_argument("--repeats", type=int, default=3, help="steps after the first (default: 3)")
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[BEST], help="TRL's")
     given = parser.parse_args()
     steps = given.repeats + 1

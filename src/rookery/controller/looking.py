@@ -60,10 +60,12 @@ class Looking:
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
     async def list(self, tenant: str) -> Sequence[JobView]:
-        rows = await self._ledger(self._database.list_jobs, tenant)
-        owner = await self._ledger(self._database.get_tenant, tenant)
-        policies = await self._ledger(self._database.all_policies, tenant)
-        bills = await self.world.billing.bills(tenant)
+        rows, owner, policies, bills = await asyncio.gather(  # one turn of the ledger instead of four
+            self._ledger(self._database.list_jobs, tenant),
+            self._ledger(self._database.get_tenant, tenant),
+            self._ledger(self._database.all_policies, tenant),
+            self.world.billing.bills(tenant),
+        )
         return [await self._view(row, owner, policies.get(row.id, []), bills.get(row.id, {})) for row in rows]
 
     async def show(self, tenant: str, job: str) -> JobView:

@@ -1,4 +1,5 @@
-"""What the routes work with: the service's parts, and whose request it is. Each is a dependency of a route."""
+"""What the routes work with: the service's parts, and whose request it is. Each is a dependency of a route, and a
+coroutine: FastAPI runs a plain function in a thread of its own for every request."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class Parts:
     """Set when the service begins to stop, so that streams end instead of holding it up."""
 
 
-def parts(connection: HTTPConnection) -> Parts:
+async def parts(connection: HTTPConnection) -> Parts:
     found: Parts = connection.app.state.parts
     return found
 
@@ -43,7 +44,7 @@ _bearer = HTTPBearer(auto_error=False, description="An API key, tml-…")
 _header = APIKeyHeader(name="X-API-Key", auto_error=False, description="An API key, tml-…")
 
 
-def key_hash(
+async def key_hash(
     bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
     header: Annotated[str | None, Depends(_header)],
 ) -> str:
