@@ -1,11 +1,11 @@
 """LlamaRL's theory of asynchrony, against this engine and trainer: costs by micro-batch, predicted and measured steps.
 
-``python benchmarks/asynchrony.py [--repeats N] [--anew]``; resumable. First the costs: seconds per sample of generation
-and of training by micro-batch, with both cores and with one, and the memory of each. From them follow the
-micro-batches of each memory budget, and the predictions (``asynchrony_theory.py``). Then jobs of a real service with
-those micro-batches: on one worker that has both cores for both phases (*shared*), and on two workers with a core each,
-of which one generates and one trains (*apart*); staleness 0 and 2; with an environment that answers at once, and with
-one that takes its time.
+``python benchmarks/asynchrony.py [--repeats N] [--anew]``; resumable. Every repeat is first the costs: seconds per
+sample of generation and of training by micro-batch, with both cores and with one, and the memory of each. From them
+follow the micro-batches of each memory budget, and the predictions (``asynchrony_theory.py``). Then, within the same
+hour, since machines are not equally quick at all times, jobs of a real service with those micro-batches: on one worker
+that has both cores for both phases (*shared*), and on two workers with a core each, of which one generates and one
+trains (*apart*); staleness 0 and 2; with an environment that answers at once, and with one that takes its time.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from asynchrony_figures import (
     STEPS,
     UNITS,
     Place,
-    choices,
     costs_key,
     figures,
     job_key,
+    micro_batches,
 )
 from cells import Cell, Cells
 from contender import Contender
@@ -54,21 +54,21 @@ def main() -> None:
     plan = {"model": MODEL, "job": [PROMPTS, COMPLETIONS, REPLY_TOKENS, STEPS], "repeats": given.repeats}
     cells = Cells(figures, plan, anew=given.anew)
     prompts = chat_ids(stories(PROMPTS))
-    for cores in CORES:
-        for repeat in range(given.repeats):
+    for repeat in range(given.repeats):
+        for cores in CORES:
             cells.measure(costs_key(cores, repeat), lambda cores=cores: costs(prompts, cores))
-    for place in PLACES:
-        keys = [(lag, repeat) for repeat in range(given.repeats) for lag in STALENESS]
-        missing = [(lag, repeat) for lag, repeat in keys if job_key(place, lag, repeat) not in cells.cells]
-        if missing:
-            chosen = choices(cells.cells, place)
-            with workers(place, chosen.generation, chosen.training, prompts) as bench:
-                for lag, repeat in missing:
-                    run = {"rows": chosen.generation, "units": chosen.training // COMPLETIONS}
-                    cells.measure(
-                        job_key(place, lag, repeat),
-                        lambda place=place, lag=lag, repeat=repeat, run=run: run | steps(bench, place, lag, repeat),
-                    )
+        for place in PLACES:
+            missing = [lag for lag in STALENESS if job_key(place, lag, repeat) not in cells.cells]
+            if missing:
+                rows, units = micro_batches(cells.cells, place)
+                with workers(place, rows, units, prompts) as bench:
+                    for lag in missing:
+                        cells.measure(
+                            job_key(place, lag, repeat),
+                            lambda place=place, lag=lag, repeat=repeat, run={"rows": rows, "units": units}: (
+                                run | steps(bench, place, lag, repeat)
+                            ),
+                        )
     cells.tell()
 
 
@@ -97,9 +97,8 @@ def costs(prompts: list[list[int]], cores: int) -> Cell:
 
 
 @contextmanager
-def workers(place: Place, rows: int, samples: int, prompts: list[list[int]]) -> Iterator[Bench]:
+def workers(place: Place, rows: int, units: int, prompts: list[list[int]]) -> Iterator[Bench]:
     """A service with one worker for both phases, or with one for each on a core of its own."""
-    units = samples // COMPLETIONS
     longest = max(map(len, prompts)) + COMPLETIONS * (REPLY_TOKENS - 1)
     settings = {"max_rows": rows, "slice_tokens": units * longest}
     beats = {"heartbeat_seconds": BEAT_SECONDS}

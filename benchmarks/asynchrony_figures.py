@@ -117,6 +117,16 @@ def choices(cells: Mapping[str, Cell], place: Place) -> Choice:
     return choose(*both, budget(cells, place.budget))
 
 
+def micro_batches(cells: Mapping[str, Cell], place: Place) -> tuple[int, int]:
+    """Rows and groups in a pass there: those of the runs that are there, so that all are of one kind, else the best.
+    Raises ``ValueError`` before costs were measured."""
+    runs = [cell for key, cell in cells.items() if key.startswith(f"job/{place.key}/")]
+    if runs:
+        return runs[0]["rows"], runs[0]["units"]
+    best = choices(cells, place)
+    return best.generation, best.training // COMPLETIONS
+
+
 # --- steps ------------------------------------------------------------------------------------------------------------
 
 

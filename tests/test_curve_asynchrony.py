@@ -14,7 +14,7 @@ import lag_study
 import pages
 import pytest
 import torch
-from asynchrony_figures import PLACES, choices, gains, phases, steps, theory
+from asynchrony_figures import PLACES, choices, gains, micro_batches, phases, steps, theory
 from asynchrony_theory import Phase, apart, jointly, separately, shared, tight_budget
 from harness import RESULTS, ROOT
 from hypothesis import assume, given
@@ -121,6 +121,16 @@ def test_micro_batches_follow_from_the_budget() -> None:
     assert chosen["free/shared/0"].generation == chosen["tight/apart/0"].generation == 64
     assert chosen["tight/shared/0"].generation < 64
     assert chosen["tight/apart/0"].training == 8
+
+
+def test_later_runs_take_the_micro_batches_of_the_first() -> None:
+    cells = asynchrony_cells()
+    costs = {key: cell for key, cell in cells.items() if key.startswith("costs/")}
+    for place in PLACES:
+        best = choices(costs, place)
+        assert micro_batches(costs, place) == (best.generation, best.training // 8)
+        cells[f"job/{place.key}/0/0"]["rows"] = 5
+        assert micro_batches(cells, place) == (5, best.training // 8)
 
 
 def test_whatever_is_missing_is_not_made_up() -> None:
