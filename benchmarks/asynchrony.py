@@ -58,18 +58,22 @@ def main() -> None:
         for cores in CORES:
             cells.measure(costs_key(cores, repeat), lambda cores=cores: costs(prompts, cores))
         for place in PLACES:
-            missing = [lag for lag in STALENESS if job_key(place, lag, repeat) not in cells.cells]
-            if missing:
-                rows, units = micro_batches(cells.cells, place)
-                with workers(place, rows, units, prompts) as bench:
-                    for lag in missing:
-                        cells.measure(
-                            job_key(place, lag, repeat),
-                            lambda place=place, lag=lag, repeat=repeat, run={"rows": rows, "units": units}: (
-                                run | steps(bench, place, lag, repeat)
-                            ),
-                        )
+            jobs(cells, place, repeat, prompts)
     cells.tell()
+
+
+def jobs(cells: Cells, place: Place, repeat: int, prompts: list[list[int]]) -> None:
+    """Those of one repeat that are missing at ``place``, on workers of their own."""
+    missing = [lag for lag in STALENESS if job_key(place, lag, repeat) not in cells.cells]
+    if not missing:
+        return
+    rows, units = micro_batches(cells.cells, place)
+    with workers(place, rows, units, prompts) as bench:
+        for lag in missing:
+            cells.measure(
+                job_key(place, lag, repeat),
+                lambda lag=lag: {"rows": rows, "units": units} | steps(bench, place, lag, repeat),
+            )
 
 
 def costs(prompts: list[list[int]], cores: int) -> Cell:

@@ -92,7 +92,7 @@ class Groups:
             if version is None:
                 await self._drop([group], "its version was lost")
             else:
-                self._start(tasks, group, version, taken_up=True)
+                self._start(tasks, group, version)
 
     def _version_of(self, group: GroupRow) -> int | None:
         """The version that a group of an earlier run goes on with: its own, or the head if it changes over. If its own
@@ -167,12 +167,11 @@ class Groups:
 
     # --- running ------------------------------------------------------------------------------------------------------
 
-    def _start(self, tasks: TaskGroup, group: GroupRow, version: int, taken_up: bool = False) -> None:
-        """Have the group run, which an earlier run left if it is ``taken_up``."""
+    def _start(self, tasks: TaskGroup, group: GroupRow, version: int) -> None:
         pin = ExitStack()  # from now on, not from when the task first runs
         if self._in_flight == "finish":
             pin.enter_context(self._policy.pinned(version))
-        task = tasks.create_task(self._run(group, self._policy.ref(version), taken_up))
+        task = tasks.create_task(self._run(group, self._policy.ref(version)))
         self._running[task] = None
         task.add_done_callback(self._ended)
         task.add_done_callback(lambda _: pin.close())
@@ -186,11 +185,11 @@ class Groups:
         for task in self._running:
             task.cancel()
 
-    async def _run(self, group: GroupRow, ref: wire.AdapterRef, taken_up: bool) -> None:
+    async def _run(self, group: GroupRow, ref: wire.AdapterRef) -> None:
         """All episodes of one prompt, side by side. Ends with the group ready, or failed and counted."""
         world, store = self._world, self._progress.store
         async with TaskGroup() as episodes:
-            runs = [episodes.create_task(self._run_episode(group, row, ref, taken_up)) for row in group.episodes]
+            runs = [episodes.create_task(self._run_episode(group, row, ref)) for row in group.episodes]
         outcomes = [outcome for run in runs if (outcome := run.result()) is not None]
         if len(outcomes) >= 2:
             complete = self._complete(group, outcomes)
@@ -206,9 +205,7 @@ class Groups:
         if verdict is not None:
             raise JobPaused(verdict)
 
-    async def _run_episode(
-        self, group: GroupRow, row: EpisodeRow, ref: wire.AdapterRef, taken_up: bool
-    ) -> Outcome | None:
+    async def _run_episode(self, group: GroupRow, row: EpisodeRow, ref: wire.AdapterRef) -> Outcome | None:
         """One episode to its end, durable; None when it failed."""
         world, progress = self._world, self._progress
         if row.state != "open":
@@ -221,16 +218,14 @@ class Groups:
         try:
             outcome = await episode.run()
         except (EpisodeFailed, GenerationFailed) as error:
-            if not taken_up:
-                self._failures.add(str(error))
+            self._note(group, str(error))
             progress.counters["episodes_failed"] += 1
             extra = {"tenant": row.tenant, "job": row.job, "version": ref.version, "episode": row.id}
             log.warning("episode %s failed: %s", row.id, error, extra=extra)
             await progress.store(world.database.finish_episode, row.id, "failed", world.clock.time(), error=str(error))
             episode.close()
             return None
-        if not taken_up:
-            self._failures.add("")
+        self._note(group, "")
         progress.counters["episodes"] += 1
         progress.counters["splits"] += episode.splits
         await progress.store(
@@ -245,6 +240,11 @@ class Groups:
         )
         episode.close()
         return outcome
+
+    def _note(self, group: GroupRow, error: str) -> None:
+        """How an episode of the group ended, unless it began before the job was taken up."""
+        if group.ordinal >= self._row.cursor:
+            self._failures.add(error)
 
     def _complete(self, group: GroupRow, outcomes: list[Outcome]) -> CompleteGroup:
         sampled: Counter[int] = Counter()
