@@ -14,7 +14,7 @@ import torch
 from rookery.errors import UserError
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter, read_adapter, write_adapter
 from rookery.worker.model.bank import LoraBank
-from rookery.worker.model.decoder import Decoder
+from rookery.worker.model.decoder import SITES, Decoder
 from test_decoder import Causal
 from tiny import reference, small
 
@@ -156,25 +156,30 @@ def test_the_stack_follows_a_changing_set_of_adapters() -> None:
             keeper.add("k0", made["k0"])
 
 
-@pytest.mark.parametrize("counts", [[58, 6], [20, 12, 32], [20, 9, 32, 3], [16, 16, 16, 16], [300, 5, 2], [7, 2]])
+@pytest.mark.parametrize(
+    "counts", [[58, 6], [20, 12, 32], [20, 9, 32, 3], [16, 16, 16, 16], [300, 5, 2], [7, 2], [9, 1, 2, 7, 2]]
+)
+@pytest.mark.parametrize(("site", "width"), [("o", 64), ("qkv", 128)])
 @pytest.mark.parametrize("spoilt", [False, True])
-def test_rows_get_the_same_bits_whoever_else_is_in_the_batch(counts: list[int], spoilt: bool) -> None:
+def test_rows_get_the_same_bits_whoever_else_is_in_the_batch(
+    counts: list[int], site: str, width: int, spoilt: bool
+) -> None:
     decoder = small("llama")
-    made = {f"k{i}": filled(decoder, 8 + 8 * (i % 2), i, list(PARTS)) for i in range(len(counts))}
+    made = {f"k{i}": filled(decoder, 16 - 8 * (i % 2), i, list(PARTS)) for i in range(len(counts))}
     alone = bank(decoder, **made)
     if spoilt:
-        made["k1"].weights[0, "o"][1][0, 0] = math.inf
+        made["k1"].weights[0, SITES[site][0]][1][0, 0] = math.inf
     together = bank(decoder, **made)
-    x, y = torch.randn(sum(counts), 64).bfloat16(), torch.randn(sum(counts), 64).bfloat16()
+    x, y = (torch.randn(sum(counts), size).to(decoder.dtype) for size in (64, width))
     for rest in (0, 3):  # the last rows may be the base model's
         keys, given = [*made, ""], [*counts[:-1], counts[-1] - min(rest, counts[-1] - 1), min(rest, counts[-1] - 1)]
         lora = together.select(keys, given)
         assert lora is not None and (not lora.foreign or not spoilt)
-        got = lora(0, "o", x, y.clone())
+        got = lora(0, site, x, y.clone())
         for i, (key, rows) in enumerate(zip(keys, torch.arange(len(x)).split(given), strict=True)):
             one = alone.select([key], [max(len(rows), 2)])
             padded = [torch.cat((part[rows], part[:2]))[: max(len(rows), 2)] for part in (x, y)]
-            expected = padded[1] if one is None else one(0, "o", *padded)
+            expected = padded[1] if one is None else one(0, site, *padded)
             if i != 1 or not spoilt:
                 assert torch.equal(got[rows], expected[: len(rows)]), key
             else:

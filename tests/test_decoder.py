@@ -117,12 +117,13 @@ def test_rope_tables_grow_without_changing() -> None:
         assert torch.equal(old, new)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [2, 3, 8, 33, 64, 130, 777])
-def test_a_packed_projection_is_the_plain_one_bit_for_bit(rows: int, biased: bool) -> None:
+def test_a_packed_projection_is_the_plain_one_bit_for_bit(rows: int, biased: bool, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(rows)
     shapes = ((960, 576), (960,), (rows, 576), (rows, 960))
-    weight, bias, x, g = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+    weight, bias, x, g = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     both = []
     for pack in (False, True):
         read = x.clone().requires_grad_()

@@ -10,9 +10,12 @@ import torch
 import transformers
 
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.decoder import Decoder
+from rookery.worker.model.decoder import Decoder, best_dtype
 from rookery.worker.model.prepare import prepare
 from rookery.worker.model.weights import fuse
+
+COMPUTED = best_dtype()
+"""What a worker computes in on this machine: what is promised bit for bit is promised of it."""
 
 SIZES = {
     "vocab_size": 211,
@@ -67,7 +70,7 @@ def reference(family: str) -> transformers.PreTrainedModel:
 
 
 @cache
-def small(family: str, dtype: torch.dtype = torch.bfloat16) -> Decoder:
+def small(family: str, dtype: torch.dtype = COMPUTED) -> Decoder:
     """The same model in the decoder."""
     model = reference(family)
     config = DecoderConfig.from_hf(model.config.to_dict())
@@ -82,5 +85,5 @@ def smollm2_folder() -> Path:
 
 
 @cache
-def smollm2(dtype: torch.dtype = torch.bfloat16) -> Decoder:
+def smollm2(dtype: torch.dtype = COMPUTED) -> Decoder:
     return Decoder.load(smollm2_folder(), dtype, pack=True)

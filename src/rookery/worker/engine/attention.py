@@ -1,6 +1,6 @@
 """Attention of one batch over cached segments: the same arithmetic for prefill and for decoding.
 
-Promise: a token's output is a function of its own request alone, bit for bit in bfloat16 on CPU. Its keys are split
+Promise: a token's output is a function of its own request alone, bit for bit on CPU. Its keys are split
 where the request says (the shared prefix, then the private tail) and nowhere else; scores of both parts lie side by
 side, each part beginning at a multiple of ``LANES``, go through one softmax, and each part's values are summed by one
 plain product whose padding is zero. Chunk sizes, neighbours and capacities only change padding.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rookery.worker.engine.cache import Arena
-from rookery.worker.exact import LANES, least_rows
+from rookery.worker.exact import LANES, exact_rows, with_rows
 from rookery.worker.model.config import DecoderConfig
 
 
@@ -82,8 +82,8 @@ class Batch:
         starts = np.concatenate(([0], counts.cumsum()[:-1]))
         owner = np.repeat(np.arange(self.count), counts)
         within = np.arange(counts.sum()) - starts[owner]
-        least = least_rows((config.head_dim, LANES), (LANES, config.head_dim))
-        self.width = max(int(counts.max()), -(-least // config.group))
+        self.width = int(counts.max())
+        self.rows = exact_rows(dtype, self.width * config.group, (config.head_dim, LANES), (LANES, config.head_dim))
         arenas = list({id(s.place.arena): s.place.arena for s in streams}.values())
         number = {id(arena): i for i, arena in enumerate(arenas)}
         arena_of = np.array([number[id(s.place.arena)] for s in streams])
@@ -151,8 +151,8 @@ class Batch:
             )
 
     def _plan_masks(self, prefix: np.ndarray, start: np.ndarray) -> None:
-        """Additive masks, one per sliding window in use: [streams · kv_heads, width · group, keys] where one product
-        answers all scores, else [streams, 1, width · group, keys] and the score buffer."""
+        """Additive masks, one per sliding window in use: [streams · kv_heads, rows, keys] where one product answers all
+        scores, else [streams, 1, rows, keys] and the score buffer."""
         self.before = max((p.arena.capacity for p in self.prefixes), default=0)
         after = max(o.arena.capacity for o in self.own)
         self.alone = len(self.own) == 1 and not self.prefixes
@@ -170,13 +170,14 @@ class Batch:
             mask = torch.zeros(gap.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, -torch.inf)
             if self.config.group > 1:
                 mask = mask.repeat_interleave(self.config.group, 1)
+            mask = with_rows(mask, self.rows)
             if self.alone:
                 self.masks[window] = mask.repeat_interleave(self.config.kv_heads, 0)
             else:
                 self.masks[window] = mask.unsqueeze(1)
         if not self.alone:
             # Gaps between a segment's capacity and the widest are never written: zero, so that no NaN meets the mask.
-            shape = (self.count, self.config.kv_heads, self.width * self.config.group, self.before + after)
+            shape = (self.count, self.config.kv_heads, self.rows, self.before + after)
             self.scores = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -184,12 +185,12 @@ class Batch:
         cfg = self.config
         self._write(layer, k, v)
         q = q * (1.0 / math.sqrt(cfg.head_dim))
-        rows, size = self.width * cfg.group, cfg.head_dim
+        real, rows, size = self.width * cfg.group, self.rows, cfg.head_dim
         if not self.in_order:
             q = q.index_select(0, self.grid)
         if not self.dense:
             q = q.view(self.count, self.width, cfg.kv_heads, cfg.group, size).transpose(1, 2)
-        q = q.reshape(self.count, cfg.kv_heads, rows, size).contiguous()
+        q = with_rows(q.reshape(self.count, cfg.kv_heads, real, size), rows).contiguous()
         p = torch.softmax(self._scored(layer, q), -1)
         out = q.new_empty(q.shape)
         for own in self.own:
@@ -200,6 +201,7 @@ class Batch:
             values = prefix.arena.v[layer, : prefix.used].flatten(0, 1)
             summed = torch.bmm(self._gather(prefix, p[..., : prefix.arena.capacity]), values)
             out.index_add_(0, prefix.streams, self._scatter(prefix, summed))
+        out = out[:, :, :real]
         if not self.dense:
             out = out.view(self.count, cfg.kv_heads, self.width, cfg.group, size).transpose(1, 2)
         out = out.reshape(self.count * self.width, cfg.heads, size)

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from rookery.worker.exact import capacity
+from rookery.worker.exact import exact_capacity
 from rookery.worker.model.config import DecoderConfig
 
 Kind = Literal["shared", "tail"]
@@ -142,12 +142,12 @@ class KvStore:
 
     def fits_alone(self, *lengths: int) -> bool:
         """Whether segments of these lengths would fit if nothing else were there."""
-        return sum(capacity(length) for length in lengths if length) * self.token_bytes <= self.budget
+        return sum(exact_capacity(self.dtype, length) for length in lengths if length) * self.token_bytes <= self.budget
 
     def seat(self, kind: Kind, length: int, others: int = 0) -> Place | None:
         """A place for ``length`` tokens, at the cost of parked segments if need be; None when the budget is full. So
         many ``others`` are likely to want one soon."""
-        size = capacity(length)
+        size = exact_capacity(self.dtype, length)
         arena = self.arenas[kind].get(size)
         if arena is None:
             arena = self.arenas[kind][size] = Arena(self.config, size, self.dtype, self.device)

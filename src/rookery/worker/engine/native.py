@@ -3,7 +3,7 @@
 Promises:
 
 * Same seed, same text: what a request generates does not depend on the other requests, on being resumed from given
-  tokens, on its cache being kept, parked or lost, nor on when it was admitted (bit for bit in bfloat16 on CPU).
+  tokens, on its cache being kept, parked or lost, nor on when it was admitted (bit for bit on CPU).
 * Full means wait: beyond ``max_rows`` or the cache's budget, requests queue, first come first served. When growing
   texts fill the budget, the youngest goes back to the head of the queue and later goes on where it was.
 * Requests marked ``first`` stand before the others in the queue and take their rows, the youngest's first.

@@ -3,8 +3,8 @@
 Promises:
 
 * A token gets its own adapter's delta and nothing of any other's: a NaN in one adapter stays in its own rows.
-* A row's result does not depend, bit for bit in bfloat16 on CPU, on the other rows, on the other adapters, or on
-  their ranks (``worker/exact.py``).
+* A row's result does not depend, bit for bit on CPU, on the other rows, on the other adapters, or on their ranks
+  (``worker/exact.py``).
 * An adapter in use is not dropped under a running request: eviction waits for the last pin.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rookery.errors import UserError
-from rookery.worker.exact import least_rows
+from rookery.worker.exact import alone_in, exact_rows, with_rows
 from rookery.worker.model.adapter import Adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import SITES, outputs_of
@@ -314,7 +314,8 @@ class BatchLora:
     Three ways, by what they cost, all with the same bits. Groups of about equal size share one batched product over the
     slots from the first to the last of theirs, padded to the largest. A group far larger than the rest is multiplied
     alone. Or every row is multiplied by all of these slots, and what is not its own adapter's is zeroed between the two
-    factors: not where an adapter is not finite, since zero times that is not zero."""
+    factors: not where an adapter is not finite, since zero times that is not zero, nor where it could show among how
+    many zeros a row's own numbers stand."""
 
     def __init__(self, stack: _Stack, slots: Sequence[int], counts: Sequence[int]) -> None:
         self.stack = stack
@@ -329,22 +330,29 @@ class BatchLora:
         total = sum(counts)
         # oneDNN's threshold depends on the site; the worst is the narrowest
         cfg, rank = stack.config, stack.rank
-        self.least = least_rows((min(cfg.hidden, cfg.heads * cfg.head_dim), rank), (rank, cfg.hidden))
+        narrow = (min(cfg.hidden, cfg.heads * cfg.head_dim), rank), (rank, cfg.hidden)
+
+        def exact(rows: int) -> int:
+            return exact_rows(stack.dtype, rows, *narrow)
+
         self.width = width
         self.views = stack.views(first, first + width)
         self.foreign: dict[int, Tensor] = {}
         """By columns of the wide product's middle: which of them are not the row's own [rows, columns]."""
         costs = [_cost(groups, alone, width, total) for alone in range(len(groups) + 1)]
-        if total >= self.least and all(stack.finite[first : first + width]) and _wide_cost(total, width) < min(costs):
+        deepest = width * rank * max(len(SITES[site]) for site in stack.sites)
+        mixes = all(stack.finite[first : first + width]) and alone_in(stack.dtype, deepest)
+        if mixes and _wide_cost(total, width) < min(costs):
+            self.rows = exact(total)
             own = torch.tensor(slots).sub(first).repeat_interleave(torch.tensor(counts))
             for ranks in {len(SITES[site]) * rank for site in stack.sites}:
                 of = torch.arange(width).repeat_interleave(ranks)
                 self.foreign[width * ranks] = (of != own[:, None]).to(stack.device)
             return
         alone = costs.index(min(costs))
-        self.alone = [(slot - first, start, start + count) for count, slot, start in groups[:alone]]
+        self.alone = [(slot - first, start, start + count, exact(count)) for count, slot, start in groups[:alone]]
         shared = [(count, slot - first, start) for count, slot, start in groups[alone:]]
-        self.rows = max([self.least, *(count for count, _, _ in shared)]) if shared else 0
+        self.rows = exact(max(count for count, _, _ in shared)) if shared else 0
         self.even = _even(shared, width, self.rows, total)
         if shared and not self.even:
             take = torch.zeros(width, self.rows, dtype=torch.int64)
@@ -364,9 +372,9 @@ class BatchLora:
         of = self.views[site][layer]
         out = y
         if self.foreign:
-            inner = x @ of.whole_a
-            inner.masked_fill_(self.foreign[inner.shape[1]], 0.0)
-            return out.addmm_(inner, of.whole_b)
+            inner = with_rows(x, self.rows) @ of.whole_a
+            inner[: len(x)].masked_fill_(self.foreign[inner.shape[1]], 0.0)
+            return _add_product(out, inner, of.whole_b)
         if self.rows:
             shape = (self.width, self.rows, -1)
             if self.even:
@@ -378,16 +386,16 @@ class BatchLora:
             if self.whole:
                 return picked
             out.index_copy_(0, self.target, picked)
-        for slot, start, end in self.alone:
-            rows, sums = x[start:end], out[start:end]
-            short = self.least - len(rows)
-            if short > 0:
-                rows = torch.cat((rows, rows.new_zeros(short, rows.shape[1])))
-                wide = torch.cat((sums, sums.new_zeros(short, sums.shape[1])))
-                sums.copy_(torch.addmm(wide, rows @ of.a[slot], of.b[slot])[: len(sums)])
-            else:
-                sums.addmm_(rows @ of.a[slot], of.b[slot])
+        for slot, start, end, rows in self.alone:
+            _add_product(out[start:end], with_rows(x[start:end], rows) @ of.a[slot], of.b[slot])
         return out
+
+
+def _add_product(sums: Tensor, inner: Tensor, b: Tensor) -> Tensor:
+    """``sums`` [n, out] with the first n rows of ``inner`` [at least n, rank] · b added to it, in place."""
+    if len(inner) == len(sums):
+        return sums.addmm_(inner, b)
+    return sums.copy_(torch.addmm(with_rows(sums, len(inner)), inner, b)[: len(sums)])
 
 
 def _even(groups: Sequence[tuple[int, int, int]], width: int, rows: int, total: int) -> bool:

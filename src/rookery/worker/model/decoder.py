@@ -5,8 +5,8 @@ Promises:
 * The decoder works on a flat stream of tokens and owns no cache. How tokens attend to each other, and which adapter
   belongs to which token, is brought in by two callables, so that generation and training run the same arithmetic.
 * Base weights are frozen; gradients flow through what ``attend`` and ``lora`` bring in.
-* On a CPU in bfloat16 every token's result depends on that token's own inputs only, bit for bit, whatever else is in
-  the stream, as long as the stream has at least two tokens (see ``worker/exact.py``).
+* On a CPU every token's result depends on that token's own inputs only, bit for bit, whatever else is in the stream, as
+  long as the stream has at least two tokens (see ``worker/exact.py``).
 * No RoPE table depends on how many tokens asked for it.
 """
 

@@ -1,8 +1,10 @@
 """Frozen projections, kept also in the layout that the CPU's matrix kernels read.
 
-Promises: the same numbers as ``torch.nn.functional.linear``, bit for bit, forward and backward. A product with a plain
-weight lays it out anew in every call, which costs as much as some twenty rows of arithmetic; a packed one is laid out
-once, at the price of the weight's size in memory that processes do not share.
+Promises: a product with a packed weight gives the numbers of the same product with a plain one, bit for bit, forward
+and backward; in bfloat16 those of ``torch.nn.functional.linear``. A product with a plain weight lays it out anew in
+every call, which costs as much as some twenty rows of arithmetic; a packed one is laid out once, at the price of the
+weight's size in memory that processes do not share. In float32 PyTorch would take its BLAS, which is slower at few
+rows and whose results depend on their number (``worker/exact.py``).
 """
 
 from __future__ import annotations
@@ -26,21 +28,27 @@ class Projection:
         happens."""
         self.weight = weight
         self.bias = bias
-        self._packed = _pack(weight) if pack and _packs(weight) else None
+        self._read: Tensor | None = None
+        """What oneDNN multiplies by; None where the product is PyTorch's own affair."""
+        if _multiplies(weight):
+            if pack:
+                self._read = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+            elif weight.dtype == torch.float32:
+                self._read = weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._packed is None:
+        if self._read is None:
             return F.linear(x, self.weight, self.bias)
         if x.requires_grad and torch.is_grad_enabled():
-            return _Packed.apply(x, self)
+            return _Product.apply(x, self)
         return self.forward(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, self._read, self.bias, "none", [], "")
 
 
-class _Packed(torch.autograd.Function):
-    """The kernel for packed weights has no derivative of its own."""
+class _Product(torch.autograd.Function):
+    """oneDNN's product has no derivative of its own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, projection: Projection) -> Tensor:
@@ -52,11 +60,10 @@ class _Packed(torch.autograd.Function):
         return gradients[0] @ ctx.weight, None
 
 
-def _packs(weight: Tensor) -> bool:
+def _multiplies(weight: Tensor) -> bool:
+    """Whether oneDNN is here and has kernels for this weight."""
     kernels = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    return kernels and weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-
-
-def _pack(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
-    return packed
+    if not kernels or weight.device.type != "cpu":
+        return False
+    native = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bool(native) or weight.dtype == torch.float32
