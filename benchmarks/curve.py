@@ -24,7 +24,7 @@ from cells import Cell, Cells
 from contender import Contender, ContenderFailed
 from curve_figures import LATENCIES, SOLO_JOBS, STALENESS, STEPS, TENANTS, TRL_JOBS, figures
 from harness import HERE, MODEL, peer_python
-from model import published
+from model import number_type, published
 from service import BEAT_SECONDS, Bench, Liked, busy, completed, job, service
 from workload import COMPLETIONS, PROMPTS, REPLY_TOKENS, stories
 
@@ -167,7 +167,8 @@ def trl_job(micro_batch: int) -> Cell:
         python = peer_python("trl")
         if python is None:
             raise ContenderFailed("its environment is missing: make bench-peers")
-        peer = Contender("trl", [str(python), str(HERE / "peers" / "trl_step.py"), str(published())])
+        command_line = [str(python), str(HERE / "peers" / "trl_step.py"), str(published()), number_type()]
+        peer = Contender("trl", command_line)
         try:
             answer = peer.run(steps=STEPS, micro_batch=micro_batch, texts="stories")
         finally:

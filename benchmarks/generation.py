@@ -15,7 +15,7 @@ from typing import Any
 
 from contender import Contender, ContenderFailed
 from harness import HERE, Result, Row, command, peer_python, ratio, repeats
-from model import adapters, chat_ids, published
+from model import adapters, chat_ids, number_type, published
 from workload import questions
 
 NEW_TOKENS = 64
@@ -28,11 +28,13 @@ WARM_UP_TOKENS = 4
 
 def main() -> None:
     times = repeats(__doc__)
-    result = Result("generation", "Generation, rank 16 on every linear layer, bf16", command())
+    result = Result("generation", f"Generation, rank 16 on every linear layer, {number_type()}", command())
     ours = Contender("engine", [sys.executable, str(HERE / "contender_engine.py")])
     result.versions.update({"engine threads": str(ours.about["threads"])})
     peers: dict[str, Contender] = {}
-    commands = {name: [str(published()), *map(str, adapters(folders))] for name, folders in PEERS.items()}
+    commands = {
+        name: [str(published()), number_type(), *map(str, adapters(folders))] for name, folders in PEERS.items()
+    }
     with ThreadPoolExecutor() as pool:  # they take half a minute to load
         starting = {name: pool.submit(_vllm, name, given) for name, given in commands.items()}
     for name, started in starting.items():

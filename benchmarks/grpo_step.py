@@ -3,7 +3,7 @@
 Rookery's step is the time between two commits of a job with staleness 0: rollouts, rewards, forward, backward, AdamW,
 commit to disk and database, publication to the worker. TRL's is its trainer's step, at each of ``--micro-batches``; it
 is judged by its best one, which is all that the quick set measures. Same questions, same reward, rank 16 on every
-linear layer, bf16. First steps are left out."""
+linear layer. First steps are left out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from contender import Contender, ContenderFailed
 from harness import HERE, Result, command, peer_python, ratio
-from model import published
+from model import number_type, published
 from service import Liked, job, service
 from workload import PROMPTS, questions
 
@@ -43,7 +43,8 @@ def main() -> None:
         if python is None:
             raise ContenderFailed("its environment is missing: make bench-peers")
         for micro_batch in given.micro_batches:
-            peer = Contender("trl", [str(python), str(HERE / "peers" / "trl_step.py"), str(published())])
+            command_line = [str(python), str(HERE / "peers" / "trl_step.py"), str(published()), number_type()]
+            peer = Contender("trl", command_line)
             result.versions.update({name: peer.about[name] for name in ("trl", "transformers")})
             seconds = peer.run(steps=steps, micro_batch=micro_batch)["seconds"]
             rivals.append(result.add(f"TRL GRPOTrainer, micro-batch {micro_batch}", seconds, "s"))

@@ -15,12 +15,17 @@ from rookery.settings import Settings
 from rookery.text.chat import Chat
 from rookery.worker.model.adapter import write_adapter
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.decoder import SITES
+from rookery.worker.model.decoder import SITES, best_dtype
 from rookery.worker.model.prepare import prepare
 
 FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
 )  # fmt: skip
+
+
+def number_type() -> str:
+    """What every contender computes in: the quicker of bfloat16 and float32 on this machine, as a worker chooses."""
+    return str(best_dtype()).removeprefix("torch.")
 
 
 def ours() -> Path:

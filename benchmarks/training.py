@@ -1,6 +1,6 @@
 """Training: Rookery's trainer against PEFT + transformers and against the floor, and four tenants packed against one.
 
-A step is forward, backward and AdamW on rank 16, bf16, loss on every token. Contenders take turns within one run, each
+A step is forward, backward and AdamW on rank 16, loss on every token. Contenders take turns within one run, each
 with an uncounted step of 8 x 128 first: training goes on step after step, and does not find caches and threads as
 another process left them. PEFT gets the micro-batch that is fastest for it among the whole batch, 4 and 1, as the turn
 that warms up finds."""
@@ -11,7 +11,7 @@ import sys
 
 from contender import Contender, ContenderFailed
 from harness import HERE, Result, Row, command, peer_python, ratio, repeats
-from model import published
+from model import number_type, published
 
 WARM = (8, 128)
 SHAPES = {"8 x 128": (8, 128), "8 x 512": (8, 512)}
@@ -22,7 +22,9 @@ PACKED_LEAST = 0.95
 
 def main() -> None:
     times = repeats(__doc__)
-    result = Result("training", "Training, rank 16 on every linear layer, bf16, loss on every token", command())
+    result = Result(
+        "training", f"Training, rank 16 on every linear layer, {number_type()}, loss on every token", command()
+    )
     ours = Contender("trainer", [sys.executable, str(HERE / "contender_trainer.py")])
     result.versions.update({"trainer threads": str(ours.about["threads"])})
     peer: Contender | None = None
@@ -30,7 +32,8 @@ def main() -> None:
         python = peer_python("trl")
         if python is None:
             raise ContenderFailed("its environment is missing: make bench-peers")
-        peer = Contender("peft", [str(python), str(HERE / "peers" / "peft_training.py"), str(published())])
+        command_line = [str(python), str(HERE / "peers" / "peft_training.py"), str(published()), number_type()]
+        peer = Contender("peft", command_line)
         result.versions.update({name: peer.about[name] for name in ("peft", "transformers")})
     except ContenderFailed as error:
         result.notes.append(f"PEFT + transformers did not run: {error}")

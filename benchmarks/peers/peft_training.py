@@ -1,4 +1,7 @@
-"""PEFT on transformers as a contender in training: forward, backward, AdamW on one LoRA adapter, bfloat16 base."""
+"""PEFT on transformers as a contender in training: forward, backward, AdamW on one LoRA adapter.
+
+python peft_training.py MODEL TYPE
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from child import serve
 from workload import random_ids
 
 if __name__ == "__main__":
-    base = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
+    base = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=getattr(torch, sys.argv[2]))
     config = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(base, config)
     model.train()

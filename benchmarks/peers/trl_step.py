@@ -1,4 +1,7 @@
-"""TRL's GRPOTrainer as a contender: steps of 8 prompts x 8 completions with LoRA on the CPU."""
+"""TRL's GRPOTrainer as a contender: steps of 8 prompts x 8 completions with LoRA on the CPU.
+
+python trl_step.py MODEL TYPE
+"""
 
 from __future__ import annotations
 
@@ -36,18 +39,19 @@ def judge(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 if __name__ == "__main__":
-    folder = sys.argv[1]
+    folder, number_type = sys.argv[1:]
 
     def run(steps: int, micro_batch: int, texts: str = "questions") -> dict[str, Any]:
         """``seconds`` between the ends of two steps; of the ``whole`` training, the model's loading left out."""
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, number_type))
         rows = [{"prompt": [{"role": "user", "content": text}]} for text in TEXTS[texts](PROMPTS * steps)]
         total = PROMPTS * COMPLETIONS
         clock = Clock()
         with tempfile.TemporaryDirectory() as out:
             settings = trl.GRPOConfig(
-                output_dir=out, use_cpu=True, bf16=True, gradient_checkpointing=False, report_to=[],
-                save_strategy="no", logging_strategy="no", disable_tqdm=True, max_steps=steps, learning_rate=1e-4,
+                output_dir=out, use_cpu=True, bf16=number_type == "bfloat16", gradient_checkpointing=False,
+                report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True, max_steps=steps,
+                learning_rate=1e-4,
                 per_device_train_batch_size=micro_batch, gradient_accumulation_steps=total // micro_batch,
                 num_generations=COMPLETIONS, max_completion_length=REPLY_TOKENS, temperature=1.0, beta=0.0,
             )  # fmt: skip

@@ -1,4 +1,7 @@
-"""vLLM's CPU build as a contender in generation, offline engine, eager, bfloat16; with LoRA or without."""
+"""vLLM's CPU build as a contender in generation, offline engine, eager; with LoRA or without.
+
+python vllm_generation.py MODEL TYPE ADAPTER …
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ from child import serve
 from vllm.lora.request import LoRARequest
 
 if __name__ == "__main__":
-    model, *folders = sys.argv[1:]
+    model, number_type, *folders = sys.argv[1:]
     lora: dict[str, Any] = {"enable_lora": True, "max_loras": len(folders), "max_lora_rank": 16} if folders else {}
     engine = vllm.LLM(
-        model=model, dtype="bfloat16", enforce_eager=True, max_model_len=512, max_num_seqs=64, seed=0,
+        model=model, dtype=number_type, enforce_eager=True, max_model_len=512, max_num_seqs=64, seed=0,
         enable_prefix_caching=False, **lora,
     )  # fmt: skip
     requests = [LoRARequest(f"adapter-{i}", i + 1, folder) for i, folder in enumerate(folders)]

@@ -32,7 +32,6 @@ _BLOCK = 4
 """Rows that MKL's float32 kernels take at a time: products of any multiple of it gave the same rows with one to eight
 threads, while of 97 rows among eight threads one stood alone."""
 
-
 _DEPTH = 192
 """What MKL's float32 kernels add up in one piece. A contraction of less than two such pieces is cut in the middle, a
 longer one after every piece."""
