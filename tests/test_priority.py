@@ -127,12 +127,12 @@ def test_the_engine_gives_rows_to_who_is_first_and_changes_no_text() -> None:
 
 
 def test_growing_texts_take_room_from_those_who_are_not_first() -> None:
-    engine = make(max_rows=4, kv_budget_bytes=300_000)
+    alone = make()
+    engine = make(max_rows=4, kv_budget_bytes=780 * alone._store.token_bytes)
     for number in range(4):
         engine.submit(order(f"r{number}", seed=number, max_tokens=200, first=number == 3))
     texts = finish(engine)
     assert engine.stats["preempted"] > 0
-    alone = make()
     for number in range(4):
         alone.submit(order(f"r{number}", seed=number, max_tokens=200))
     assert {name: tokens for name, (tokens, _) in texts.items()} == {

@@ -61,9 +61,10 @@ class _Product(torch.autograd.Function):
 
 
 def _multiplies(weight: Tensor) -> bool:
-    """Whether oneDNN is here and has kernels for this weight."""
+    """Whether oneDNN is here and has kernels for this weight; in float32 they were tried on x86 alone."""
     kernels = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     if not kernels or weight.device.type != "cpu":
         return False
-    native = weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return bool(native) or weight.dtype == torch.float32
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float32 and torch.backends.cpu.get_cpu_capability().startswith("AVX")
