@@ -21,10 +21,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from cells import Cell, Cells
-from contender import Contender, ContenderFailed
+from contender import ContenderFailed
 from curve_figures import LATENCIES, SOLO_JOBS, STALENESS, STEPS, TENANTS, TRL_JOBS, figures
-from harness import HERE, MODEL, peer_python
-from model import number_type, published
+from harness import MODEL
+from model import start_peer
 from service import BEAT_SECONDS, Bench, Liked, busy, completed, job, service
 from workload import COMPLETIONS, PROMPTS, REPLY_TOKENS, stories
 
@@ -164,11 +164,7 @@ def trl(cells: Cells) -> None:
 def trl_job(micro_batch: int) -> Cell:
     """``whole``: seconds of a job, the model's loading left out; ``failed`` where it did not run."""
     try:
-        python = peer_python("trl")
-        if python is None:
-            raise ContenderFailed("its environment is missing: make bench-peers")
-        command_line = [str(python), str(HERE / "peers" / "trl_step.py"), str(published()), number_type()]
-        peer = Contender("trl", command_line)
+        peer = start_peer("trl", "trl", "trl_step.py")
         try:
             answer = peer.run(steps=STEPS, micro_batch=micro_batch, texts="stories")
         finally:

@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from contender import Contender, ContenderFailed
-from harness import HERE, Result, Row, command, peer_python, ratio, repeats
-from model import adapters, chat_ids, number_type, published
+from harness import HERE, Result, Row, command, ratio, repeats
+from model import adapters, chat_ids, number_type, published, start_peer
 from workload import questions
 
 NEW_TOKENS = 64
@@ -32,11 +32,10 @@ def main() -> None:
     ours = Contender("engine", [sys.executable, str(HERE / "contender_engine.py")])
     result.versions.update({"engine threads": str(ours.about["threads"])})
     peers: dict[str, Contender] = {}
-    commands = {
-        name: [str(published()), number_type(), *map(str, adapters(folders))] for name, folders in PEERS.items()
-    }
+    published()  # before both want it at once
+    folders = {name: list(map(str, adapters(count))) for name, count in PEERS.items()}
     with ThreadPoolExecutor() as pool:  # they take half a minute to load
-        starting = {name: pool.submit(_vllm, name, given) for name, given in commands.items()}
+        starting = {name: pool.submit(_vllm, name, given) for name, given in folders.items()}
     for name, started in starting.items():
         try:
             peers[name] = started.result()
@@ -88,11 +87,8 @@ def main() -> None:
 
 
 def _vllm(name: str, given: list[str]) -> Contender:
-    """Loaded. Raises :class:`ContenderFailed`."""
-    python = peer_python("vllm")
-    if python is None:
-        raise ContenderFailed("its environment is missing: make bench-peers")
-    return Contender(name, [str(python), str(HERE / "peers" / "vllm_generation.py"), *given], WITHIN)
+    """With these adapters, loaded. Raises :class:`ContenderFailed`."""
+    return start_peer(name, "vllm", "vllm_generation.py", *given, environment=WITHIN)
 
 
 def _try(

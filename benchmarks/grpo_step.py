@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 from itertools import pairwise
 
-from contender import Contender, ContenderFailed
-from harness import HERE, Result, command, peer_python, ratio
-from model import number_type, published
+from contender import ContenderFailed
+from harness import Result, command, ratio
+from model import start_peer
 from service import Liked, job, service
 from workload import PROMPTS, questions
 
@@ -39,12 +39,8 @@ def main() -> None:
     result.add("Rookery, staleness 2", ours[2], "s", "rollouts go on while the step trains")
     rivals = []
     try:
-        python = peer_python("trl")
-        if python is None:
-            raise ContenderFailed("its environment is missing: make bench-peers")
         for micro_batch in given.micro_batches:
-            command_line = [str(python), str(HERE / "peers" / "trl_step.py"), str(published()), number_type()]
-            peer = Contender("trl", command_line)
+            peer = start_peer("trl", "trl", "trl_step.py")
             result.versions.update({name: peer.about[name] for name in ("trl", "transformers")})
             seconds = peer.run(steps=steps, micro_batch=micro_batch)["seconds"]
             rivals.append(result.add(f"TRL GRPOTrainer, micro-batch {micro_batch}", seconds, "s"))

@@ -6,7 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-from harness import MODEL, WORK
+from contender import Contender, ContenderFailed
+from harness import HERE, MODEL, WORK, peer_python
 from orders import trained_adapter
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -63,6 +64,16 @@ def published() -> Path:
                     tensors[f"{there}{room}.{part}_proj.weight"] = weight.contiguous()
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
+
+
+def start_peer(name: str, home: str, script: str, *more: str, environment: dict[str, str] | None = None) -> Contender:
+    """``peers/script`` with the model, the type of numbers and ``more``, in the environment ``home``, loaded. Raises
+    :class:`ContenderFailed`."""
+    python = peer_python(home)
+    if python is None:
+        raise ContenderFailed("its environment is missing: make bench-peers")
+    command = [str(python), str(HERE / "peers" / script), str(published()), number_type(), *more]
+    return Contender(name, command, environment)
 
 
 def chat_ids(texts: list[str]) -> list[list[int]]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 
 from contender import Contender, ContenderFailed
-from harness import HERE, Result, Row, command, peer_python, ratio, repeats
-from model import number_type, published
+from harness import HERE, Result, Row, command, ratio, repeats
+from model import number_type, start_peer
 
 WARM = (8, 128)
 SHAPES = {"8 x 128": (8, 128), "8 x 512": (8, 512)}
@@ -29,11 +29,7 @@ def main() -> None:
     result.versions.update({"trainer threads": str(ours.about["threads"])})
     peer: Contender | None = None
     try:
-        python = peer_python("trl")
-        if python is None:
-            raise ContenderFailed("its environment is missing: make bench-peers")
-        command_line = [str(python), str(HERE / "peers" / "peft_training.py"), str(published()), number_type()]
-        peer = Contender("peft", command_line)
+        peer = start_peer("peft", "trl", "peft_training.py")
         result.versions.update({name: peer.about[name] for name in ("peft", "transformers")})
     except ContenderFailed as error:
         result.notes.append(f"PEFT + transformers did not run: {error}")

@@ -197,7 +197,7 @@ def test_a_budget_too_small_for_all_only_delays() -> None:
     orders = [order(f"r{i}", "abcd"[i % 4], [*text, i], 31, seed=i, max_tokens=100) for i in range(12)]
     engine, _ = world(decoder)
     plenty = run(engine, orders)
-    token = 2 * decoder.config.layers * decoder.config.kv_heads * decoder.config.head_dim * decoder.dtype.itemsize
+    token = engine._store.token_bytes
     engine, _ = world(decoder, kv_budget_bytes=token * 700)
     assert run(engine, orders) == plenty
     assert engine.stats["preempted"] > 0

@@ -329,7 +329,7 @@ def test_whoever_switches_touches_nobody_else(
     """Any requests, switches at any moments, with little room or much. Who never switches says what it says alone; who
     recomputes says what a chain of resumed requests says; every token carries the version that was due."""
     decoder = small("llama")
-    token = 2 * decoder.config.layers * decoder.config.kv_heads * decoder.config.head_dim * decoder.dtype.itemsize
+    token = make(decoder)._store.token_bytes
     engine = make(decoder, max_rows=rows, prefill_tokens=slice_tokens, kv_budget_bytes=token * (200 if tight else 9999))
     run, due, orders = Run(engine), {}, {}
     for number, (length, part, switches, episode) in enumerate(requests):
