@@ -1,0 +1,135 @@
+"""What a GPU is sent, looked at without one: the GPU's runner and the trainer's passes run on a device that computes
+nothing, on which every tensor has a shape, a type and a place but no numbers.
+
+Whatever would mix devices fails there, as does a kernel that does not take its arguments' shapes, types or strides, and
+anything that asks the device for a number: a recorded step could not hold it. What the kernels compute is not seen.
+
+The device is registered for good, so each family runs in a process of its own, which is this file's ``main``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+
+from rookery.worker.engine.attention import Stream
+from rookery.worker.engine.pooled import PooledRunner, Step
+from rookery.worker.model import fused
+from rookery.worker.model.adapter import init_adapter
+from rookery.worker.model.bank import LoraBank
+from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.decoder import Decoder
+from rookery.worker.model.grouped import Product, batched, grouped
+from rookery.worker.model.weights import fuse
+from rookery.worker.trainer.backbone import forward
+from rookery.worker.trainer.fused import FusedAttention
+from rookery.worker.trainer.head import score
+from rookery.worker.trainer.lora import PackedLora, Segment
+from rookery.worker.trainer.packing import PackedUnit, pack
+from rookery.worker.trainer.policy import PolicyState
+from tiny import reference
+
+DTYPE = torch.bfloat16
+EVERY = ["q", "k", "v", "o", "gate", "up", "down"]
+DONE = "the host's numbers and the device's never met"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral window", "llama biased", "qwen2 yarn", "smollm3"])
+def test_nothing_is_asked_of_the_device(family: str) -> None:
+    done = subprocess.run([sys.executable, __file__, family], capture_output=True, text=True, timeout=300)
+    assert DONE in done.stdout, done.stderr[-3000:]
+
+
+def main(family: str) -> None:
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend("numberless")
+    torch._C._set_only_lift_cpu_tensors(True)  # tensors of lists are made on the host and sent, as on a real device
+    fused.fuses = lambda q: True
+    model = reference(family)
+    # a GPU's table of rotations is whole from the start
+    config = replace(DecoderConfig.from_hf(model.config.to_dict()), context=512)
+    weights = fuse(config, {name: weight.detach() for name, weight in model.state_dict().items()})
+    device = torch.device("numberless", 0)
+    with FakeTensorMode():
+        there = {name: torch.empty(weight.shape, dtype=DTYPE, device=device) for name, weight in weights.items()}
+        decoder = Decoder(config, there)
+        _device_has_no_numbers(device)
+        for product in (grouped, batched):
+            _generates(decoder, product)
+        _trains(decoder)
+
+
+def _device_has_no_numbers(device: torch.device) -> None:
+    """Or everything else here would pass whatever it did."""
+    number = torch.zeros(1, device=device)
+    with pytest.raises(DataDependentOutputException):
+        float(number)
+    with pytest.raises(Exception, match="device"):
+        number + torch.zeros(1)
+
+
+def _generates(decoder: Decoder, product: Product) -> None:
+    """A slice of prefill after a shared prompt (where it is one product: the other way begins with numbers of the
+    host), then decode steps with the shared prompt and without."""
+    bank = LoraBank(decoder.config, DTYPE, decoder.device, 64)
+    FakeTensor.__bool__ = lambda self: True  # that an adapter is finite is asked when it comes, not when it is used
+    for seed, rank in enumerate((4, 16, 32)):
+        bank.add(str(seed), init_adapter(decoder.config, rank, 2.0 * rank, EVERY, seed))
+    del FakeTensor.__bool__
+    runner = PooledRunner(decoder, bank, 1 << 20, product)
+    runner._step = lambda of, filled: Step(decoder, bank, runner.store, of, product)  # not recorded: runs as it is
+    runner.arrange(["0", "1", "2"])
+    prompt = runner.store.seat("segment", 20)
+    keys = [*sorted(["0", "1", "2", "0"], key=bank.order), ""]
+    with torch.no_grad():
+        for shared in (prompt, None):
+            length = 20 if shared is not None else 0
+            streams = [Stream(key, [1, 2, 3], 0, runner.store.seat("tail", 64), shared, length) for key in keys]
+            if product is grouped:
+                hidden, last = runner.prefill(streams)
+                assert (hidden.shape, last.shape) == ((3 * len(keys), decoder.config.hidden), (len(keys),))
+            for stream in streams:
+                stream.tokens, stream.start = [4], 3
+            logits = runner.decode(streams)
+            assert (len(logits) >= len(keys), logits.device, logits.dtype) == (True, decoder.device, DTYPE)
+
+
+def _trains(decoder: Decoder) -> None:
+    """A packed pass of two policies forward and back, its layers kept and computed twice."""
+    some, all_of_them = (
+        PolicyState(init_adapter(decoder.config, rank, 16.0, sites, rank), decoder.config, DTYPE, decoder.device)
+        for rank, sites in ((8, ["q", "v", "o", "down"]), (16, EVERY))
+    )
+    stream = pack([_unit(7, [5, 9, 1]), _unit(1, [12]), _unit(11, [7, 2])], decoder.device)
+    (first, _), (_, second), (third, end) = stream.spans
+    for recompute in (False, True):
+        lora = PackedLora([Segment(first, second, some), Segment(third, end, all_of_them)])
+        attend = FusedAttention(decoder, stream)
+        passed = forward(decoder, stream, attend, lora, recompute=recompute)
+        scores = score(decoder, passed.hidden[stream.rows], stream.targets, None, derivatives=True)
+        assert scores.slopes is not None
+        back = torch.zeros(passed.hidden.shape, dtype=scores.slopes.dtype, device=decoder.device)
+        passed.backward(back.index_add_(0, stream.rows, scores.slopes).to(DTYPE))
+
+
+def _unit(prompt: int, tails: list[int]) -> PackedUnit:
+    rng, total = random.Random(prompt), prompt + sum(tails)
+    return PackedUnit(
+        prompt=[rng.randrange(200) for _ in range(prompt)],
+        tails=[[rng.randrange(200) for _ in range(n)] for n in tails],
+        sources=[total - 1], targets=[1], logprobs=[0.0], advantages=[1.0], weights=[1.0], members=[0],
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    print(DONE, flush=True)
+    os._exit(0)  # the device's registration does not always survive the interpreter's end
