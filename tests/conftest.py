@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 import rookery.worker  # before any test imports torch: the worker's own setting of the OpenMP runtime  # noqa: F401
 from peers import Service
+
+hypothesis.settings.register_profile("rookery", deadline=None)  # how long an example takes is the machine's affair
+hypothesis.settings.load_profile("rookery")
 
 
 @pytest.fixture

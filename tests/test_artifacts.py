@@ -40,7 +40,7 @@ def staged(artifacts_root: Path) -> list[Path]:
     return list((artifacts_root / ".staging").iterdir())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(files=contents, data=st.data())
 def test_what_was_written_is_what_is_read(files: dict[str, list[bytes]], data: st.DataObject) -> None:
     order = data.draw(st.permutations(sorted(files)))
@@ -59,7 +59,7 @@ def test_what_was_written_is_what_is_read(files: dict[str, list[bytes]], data: s
         assert staged(Path(folder)) == []
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(content=st.binary(min_size=1, max_size=300), data=st.data())
 def test_any_damage_is_found_and_mended_by_committing_again(content: bytes, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -136,7 +136,7 @@ def test_balancing_comes_to_rest(known: list[Instance]) -> None:
     assert not waiting or not any(i.free and not i.pending for i in state.values()), "nobody waits beside a free row"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(0, 2**32))
 def test_the_index_decides_as_looking_at_everybody_would(seed: int) -> None:
     """Workers come, go and change, in any order."""
@@ -184,7 +184,7 @@ def fed(plateau: Plateau, rate: object, rows: list[int], noise: float, random: R
     return plateau
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(knee=st.integers(2, 24), noise=st.floats(0, 0.15), seed=st.integers(0, 1000))
 def test_the_knee_of_a_roofline_is_found(knee: int, noise: float, seed: int) -> None:
     """Throughput grows with the rows up to ``knee`` and is flat beyond: B lies between where FLAT of the best is
@@ -204,7 +204,7 @@ def test_a_growing_curve_is_the_nearest_one(values: list[float]) -> None:
         assert found[i] == pytest.approx(max(min(row) for row in means), abs=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(overhead=st.floats(0.5, 5), noise=st.floats(0, 0.1), seed=st.integers(0, 1000))
 def test_on_a_smooth_curve_nearly_all_of_the_throughput_is_there(overhead: float, noise: float, seed: int) -> None:
     """A step of b rows takes overhead + b: the rate is b / (overhead + b)."""

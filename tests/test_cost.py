@@ -84,7 +84,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(events)
 def test_all_money_is_somebodys_nobodys_or_waits(history: list[tuple[str, Any, Any]]) -> None:
     now, here = 1000.0, []

@@ -155,7 +155,7 @@ def test_every_family(family: str) -> None:
     check_everything(small(family), "a", 41, 20, 9, 4, 1.0, 7)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     family=st.sampled_from(["llama", "mistral window", "qwen3", "llama one head"]),
     key=st.sampled_from(["", *RANKS]),

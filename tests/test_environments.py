@@ -91,7 +91,7 @@ def test_malformed_rows_are_refused_with_line_and_remedy(content: str | bytes, s
     assert "\n" not in str(caught.value)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=st.lists(st.dictionaries(st.text(), st.text() | st.integers() | st.none(), max_size=3), min_size=1))
 def test_any_well_formed_rows_come_back(rows: list[dict[str, Any]]) -> None:
     whole = [{key: value for key, value in row.items() if key != "messages"} | {"prompt": "a"} for row in rows]
@@ -245,7 +245,7 @@ def numbers(
     return [json.loads(prompt) for prompt in taken]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(size=st.integers(1, 20), cuts=st.lists(st.integers(1, 9), min_size=1, max_size=8), seed=st.integers(0, 3))
 def test_prompts_are_a_function_of_seed_and_index(size: int, cuts: list[int], seed: int) -> None:
     """However they are asked for: no index is skipped or repeated, and every epoch holds each prompt once."""

@@ -209,7 +209,7 @@ def test_the_number_of_recorded_steps_is_bounded() -> None:
     assert len(kept) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 60)), min_size=1, max_size=9),
     window=st.sampled_from([0, 1, 7, 64, 500]),
@@ -242,7 +242,7 @@ def test_a_plan_names_what_each_row_may_see(rows: list[tuple[int, int]], window:
     assert (parts[0, 1, spare] == 1).all() and not parts[1:, 1, spare].any()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 300), st.integers(0, 9)), max_size=60))
 def test_ranges_of_the_pool_never_overlap(steps: list[tuple[int, int, int]]) -> None:
     config = small("llama").config

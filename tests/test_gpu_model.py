@@ -172,7 +172,7 @@ def test_the_product_is_chosen_by_device_and_type() -> None:
     assert product_for(torch.device("cpu"), torch.bfloat16) is batched
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 1 << 63),
     spread=st.sampled_from([0.3, 2.0, 8.0]),

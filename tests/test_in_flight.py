@@ -307,7 +307,7 @@ def test_computing_anew_takes_bounded_slices_in_its_own_place() -> None:
     assert run.end()["a"].versions == [0] * 40 + [1] * 20
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     requests=st.lists(
         st.tuples(

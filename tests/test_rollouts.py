@@ -96,7 +96,7 @@ async def test_a_reply_is_what_the_worker_sampled(tmp_path: Path) -> None:
     await room.close()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     lives=st.lists(st.integers(0, 12), max_size=6),
     chunk=st.integers(1, 5),
@@ -567,7 +567,7 @@ async def test_who_catches_up_takes_what_it_holds(tmp_path: Path) -> None:
     await room.close()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**32))
 def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Path, seed: int) -> None:
     """Workers come, go, drain, give up, beat, and are closed; requests are moved, handed off, cancelled and taken up

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rookery import wire
@@ -136,7 +136,6 @@ def test_five_times_off_recovers(factor: float, reserved: float, instances: int)
     assert at.seconds == pytest.approx(right, rel=0.01)
 
 
-@settings(deadline=None)
 @given(st.floats(0.1, 4.9), st.integers(1, 9), st.floats(5, 50), st.floats(0, 1000))
 def test_it_settles_wherever_it_says_so(ratio: float, instances: int, train: float, initial: float) -> None:
     """For every ratio of speeds below 2 eta - 1."""

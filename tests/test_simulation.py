@@ -172,7 +172,7 @@ def small(**changes: Any) -> Machine:
     return load_profile("two-core-cpu-135m").reserved.model_copy(update={"rows": 4, "prefill_slice": 16, **changes})
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.randoms(use_true_random=False), st.booleans())
 def test_whatever_comes_and_goes_each_text_is_whole_and_said_once(dice: random.Random, together: bool) -> None:
     """Requests come, are aborted, change their adapter; decode steps are taken one by one or together."""

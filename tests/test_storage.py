@@ -620,7 +620,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(values=st.dictionaries(st.text(), json_values, max_size=4), words=st.text(st.characters()), blob=st.binary())
 def test_any_json_comes_back_and_any_text_is_taken(values: dict[str, Any], words: str, blob: bytes) -> None:
     _round_trip("sqlite://", values, words, blob)

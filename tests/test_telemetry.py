@@ -35,7 +35,7 @@ def test_rows_come_back_in_order_and_after_a_step(tmp_path: Path) -> None:
     assert kept.read()[0]["nested"] == {"nan": None}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cut=st.integers(min_value=0, max_value=10_000), rows=st.integers(min_value=1, max_value=6))
 def test_a_file_cut_anywhere_keeps_its_whole_rows_and_takes_new_ones(tmp_path: Path, cut: int, rows: int) -> None:
     kept = MetricsLog(tmp_path / "job")

@@ -103,7 +103,7 @@ def test_math_without_the_extra_says_what_to_install(monkeypatch: pytest.MonkeyP
         VERIFIERS["math"].model_validate({})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=st.one_of(st.text(max_size=80), st.text('{}[]",:0123456789.eE+-truefalsn ', max_size=80)))
 def test_no_reply_breaks_a_verifier(text: str) -> None:
     row = {"answer": 5}
@@ -119,7 +119,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(value=json_values)
 def test_json_values_written_down_are_right(value: Any) -> None:
     row = {"answer": value}
