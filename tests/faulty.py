@@ -40,6 +40,18 @@ class RaisesInStep(Good):
         raise RuntimeError("no step")
 
 
+class Exits(Good):
+    """As code does that a policy wrote and an environment runs."""
+
+    def step(self, reply: base.Reply) -> Any:
+        raise SystemExit(3)
+
+
+class ExitsAsync(Good):
+    async def step(self, reply: base.Reply) -> Any:
+        raise SystemExit(3)
+
+
 class RaisesInPrompts(Good):
     def prompts(self, split: base.Split) -> Iterable[Any]:
         yield {"number": 0}

@@ -154,6 +154,8 @@ async def test_an_episode_from_hello_to_reward() -> None:
     [
         (faulty.RaisesInReset(), r"RuntimeError: no beginning \(.*faulty\.py:[0-9]+ in reset\)$"),
         (faulty.RaisesInStep(), r"RuntimeError: no step \(.*faulty\.py:[0-9]+ in step\)$"),
+        (faulty.Exits(), r"RuntimeError: SystemExit: 3"),
+        (faulty.ExitsAsync(), r"RuntimeError: SystemExit: 3"),
         (faulty.WrongAnswers("text"), "TypeError: reset gave str"),
         (faulty.WrongAnswers("none"), "TypeError: reset gave NoneType"),
         (faulty.WrongAnswers("messages"), "TypeError: message 0 that reset gave is {'role': 'user'}"),
@@ -294,6 +296,14 @@ async def test_a_blocking_async_step_does_not_stop_heartbeats() -> None:
         assert not waiting.done()
         faulty.Stuck.release.set()
         assert (await asyncio.wait_for(waiting, 20)).reward == 1
+
+
+async def test_async_environments_go_on_after_one_that_exits() -> None:
+    async with hosting(env=faulty.ExitsAsync(), good=faulty.SlowAsync(0.0)) as controller:
+        await controller.ask(reset("e1"))
+        assert "SystemExit" in (await controller.ask(step("e1"))).error
+        await controller.ask(reset("e2", "good"))
+        assert (await controller.ask(step("e2"))).reward == 1
 
 
 async def test_a_refused_host_says_why() -> None:

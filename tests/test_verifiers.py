@@ -55,6 +55,37 @@ def test_number_reads_thousands() -> None:
     assert reward("number", "1,2", {"answer": 2}) == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "answer", "right"),
+    [
+        ("9007199254740992", 9007199254740993, 0),  # the same float
+        ("999999998000000000", "999999998000000001", 0),
+        ("999999998000000001", "999999998000000001", 1),
+        ("It is .5", 5, 0),
+        ("It is .5", 0.5, 1),
+        ("x = -.5", -0.5, 1),
+        ("version 1.2.3", 3, 1),
+        ("wait...7", 7, 1),
+        ("x = \N{MINUS SIGN}3", 3, 0),
+        ("x = \N{MINUS SIGN}3", -3, 1),
+        ("-3", "\N{MINUS SIGN}3", 1),
+        ("0.1", 0.1, 1),
+        ("1e999", 1, 0),
+        ("1e-999", 0, 0),
+    ],
+)
+def test_every_digit_of_a_number_counts(text: str, answer: Any, right: float) -> None:
+    assert reward("number", text, {"answer": answer}) == right
+
+
+def test_numbers_of_any_size() -> None:
+    assert reward("number", "1" * 400, {"answer": int("1" * 400)}) == 1
+    assert reward("number", "1" * 400, {"answer": "1" * 399 + "2"}) == 0
+    assert reward("number", "9" * 1_000_001, {"answer": 1}, tolerance=0.5) == 0
+    with pytest.raises(ValueError, match="not a number"):
+        reward("number", "1", {"answer": float("nan")})
+
+
 def test_regex() -> None:
     assert reward("regex", "so: <a>7</a>", {"answer": 7}, pattern="<a>(.*?)</a>") == 1
     assert reward("regex", "so: <a>8</a>", {"answer": 7}, pattern="<a>(.*?)</a>", found=0.2) == 0.2
@@ -76,6 +107,8 @@ def test_json() -> None:
     assert reward("json", 'Sure: {"answer": 5}', row, strict=True) == 0
     assert reward("json", '{"answer": "5"}', row) == 0.3  # a text is no number
     assert reward("json", "{'answer': 5}", row) == 0
+    assert reward("json", '{"answer": 5, "x": NaN}', row) == 0  # Python reads it, JSON it is not
+    assert reward("json", '{"answer": -Infinity}, I mean {"answer": 5}', row) == 1
     assert reward("json", '{"answer": 5, "x": 1}', row, only=True) == 0
     fields = {"n": {"from": "answer", "weight": 3, "tolerance": 1}, "city": "city", "ok": {"equals": True}}
     verifier = Json.model_validate({"fields": fields, "valid": 0.5})

@@ -47,7 +47,10 @@ class Calls:
 
     async def _on_loop(self, awaitable: Awaitable[Any]) -> Any:
         async def wait() -> Any:
-            return await awaitable
+            try:
+                return await awaitable
+            except (SystemExit, KeyboardInterrupt) as error:  # these would end the loop, and all else that runs on it
+                raise _carried(error) from error
 
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -77,10 +80,8 @@ async def _in_thread(method: Callable[..., Any], *arguments: Any) -> Any:
             return
         if error is None:
             future.set_result(result)
-        elif isinstance(error, StopIteration):  # a future cannot carry it
-            future.set_exception(RuntimeError(f"StopIteration: {error}"))
         else:
-            future.set_exception(error)
+            future.set_exception(_carried(error))
 
     def work() -> None:
         result, error = None, None
@@ -93,3 +94,10 @@ async def _in_thread(method: Callable[..., Any], *arguments: Any) -> Any:
 
     threading.Thread(target=work, daemon=True, name="environment").start()
     return await future
+
+
+def _carried(error: BaseException) -> Exception:
+    """``error`` as a future can carry it and a caller catch it: a user's ``exit()`` ends its own call, no process."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")

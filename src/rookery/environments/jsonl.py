@@ -12,12 +12,12 @@ import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 
 from rookery.environments.base import Environment, Message, Reply, Split, Step
-from rookery.environments.verifiers import Verifier
+from rookery.environments.verifiers import Verifier, no_constant
 from rookery.errors import UserError
 
 
@@ -110,7 +110,7 @@ def read_jsonl(content: str | bytes, where: str = "dataset") -> list[dict[str, A
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
         if line.strip():
             try:
-                row = json.loads(line, parse_constant=_no_constant)
+                row = json.loads(line, parse_constant=no_constant)
             except (ValueError, RecursionError) as error:
                 raise UserError(
                     f"{where}: line {number} is not JSON ({error}); write one JSON object per line"
@@ -161,10 +161,6 @@ def _rows(where: str, rows: list[dict[str, Any]] | None, path: str | None) -> li
         return read_jsonl(Path(path).read_bytes(), where)
     except OSError as error:
         raise UserError(f"{where}: {path} cannot be read ({error.strerror}); give a JSONL file") from None
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _names(row: Mapping[str, Any]) -> str:

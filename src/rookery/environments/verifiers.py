@@ -7,12 +7,14 @@ cannot be read scores ``wrong``. A row that lacks what a verifier needs is a mis
 
 from __future__ import annotations
 
+import decimal
 import importlib.util
 import json as json_module
 import math as math_module
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from decimal import Decimal
+from typing import Any, Literal, NoReturn
 
 import regex
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
@@ -27,7 +29,16 @@ Judge = Callable[[str, Row], Verdict]
 REGEX_SECONDS = 1.0
 """Longest search for a pattern in one reply; an honest one takes microseconds."""
 
-_NUMBER = re.compile(r"(?:(?<![\w)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d{1,3})?")
+MINUS = "\N{MINUS SIGN}"
+"""What typeset text has for the hyphen of a negative number."""
+
+_NUMBER = re.compile(
+    rf"(?:(?<![\w)])[-+{MINUS}])?"
+    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][-+]?\d{1,3})?"
+)
+
+_EXACT = decimal.Context(prec=50, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX, traps=[])
+"""Differences of numbers of any size: rounded ones, but never to zero."""
 
 
 class Options(BaseModel):
@@ -92,11 +103,14 @@ class Number(Options):
         else:
             numbers = _NUMBER.findall(text)
         chosen = {"last": numbers[-1:], "first": numbers[:1]}.get(self.where, numbers)
-        right = any(abs(float(number.replace(",", "")) - expected) <= self.tolerance for number in chosen)
+        right = any(self._close(_decimal(number), expected) for number in chosen)
         reward, metrics = self.verdict(right)
         if numbers and not right and self.found is not None:
             reward = self.found
         return reward, {**metrics, "number": float(bool(numbers))}
+
+    def _close(self, said: Decimal, expected: Decimal) -> bool:
+        return _EXACT.abs(_EXACT.subtract(said, expected)) <= Decimal(repr(self.tolerance))
 
 
 class Regex(Options):
@@ -266,14 +280,21 @@ def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else json_module.dumps(value, ensure_ascii=False)
 
 
-def _number_of(value: Any) -> float:
+def _number_of(value: Any) -> Decimal:
     if isinstance(value, str):
         match = _NUMBER.fullmatch(value.strip())
         if match is not None:
-            return float(match[0].replace(",", ""))
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+            return _decimal(match[0])
+    elif isinstance(value, int) and not isinstance(value, bool):
+        return Decimal(value)
+    elif isinstance(value, float) and math_module.isfinite(value):
+        return Decimal(repr(value))  # the number as it is written, not the nearest that a float can hold
     raise ValueError(f"the answer is {value!r}, not a number")
+
+
+def _decimal(number: str) -> Decimal:
+    """What ``_NUMBER`` has matched, every digit of it."""
+    return Decimal(number.replace(",", "").replace(MINUS, "-"))
 
 
 def _same(said: Any, expected: Any, tolerance: float) -> bool:
@@ -293,7 +314,7 @@ def _same(said: Any, expected: Any, tolerance: float) -> bool:
 
 
 def _first_object(text: str, strict: bool) -> dict[str, Any] | None:
-    decoder = json_module.JSONDecoder()
+    decoder = json_module.JSONDecoder(parse_constant=no_constant)
     start = len(text) - len(text.lstrip()) if strict else text.find("{")
     while start != -1:
         try:
@@ -304,3 +325,8 @@ def _first_object(text: str, strict: bool) -> dict[str, Any] | None:
             return value
         start = -1 if strict else text.find("{", start + 1)
     return None
+
+
+def no_constant(name: str) -> NoReturn:
+    """For ``parse_constant``: Python reads NaN and Infinity, which JSON does not have. Raises ValueError."""
+    raise ValueError(f"{name} is not JSON")
