@@ -233,6 +233,31 @@ def test_a_bad_upload_is_refused_with_its_line(faces: Faces) -> None:
     assert "adapter_config.json" in refused(faces.ada.post("/api/v1/adapters", content=empty.getvalue()), 400)
 
 
+def test_an_archive_takes_no_more_room_than_it_has_bytes(faces: Faces) -> None:
+    """Neither compressed nor with holes."""
+    zeros = io.BytesIO()
+    with tarfile.open(fileobj=zeros, mode="w:gz") as archive:
+        about = tarfile.TarInfo("adapter_model.safetensors")
+        about.size = 50 << 20
+        archive.addfile(about, io.BytesIO(bytes(about.size)))
+    assert "not compressed" in refused(faces.ada.post("/api/v1/adapters", content=zeros.getvalue()), 400)
+    about = tarfile.TarInfo("adapter_model.safetensors")
+    about.pax_headers = {
+        "GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.name": about.name,
+        "GNU.sparse.map": "0,0", "GNU.sparse.size": str(50 << 20), "GNU.sparse.realsize": str(50 << 20),
+    }  # fmt: skip
+    holes = about.tobuf(tarfile.PAX_FORMAT) + bytes(1024)
+    assert "larger than the archive" in refused(faces.ada.post("/api/v1/adapters", content=holes), 400)
+
+
+def test_half_a_character_in_a_job_is_refused_and_leaves_nothing(faces: Faces) -> None:
+    written = json.dumps(job(name="half", environment={"hosted": "x", "note": "\ud83d"}))
+    for path in ("/api/v1/jobs", "/api/v1/jobs/dry-run"):
+        headers = {"Content-Type": "application/json"}
+        assert "half of one" in refused(faces.ada.post(path, content=written, headers=headers), 422)
+    assert "half" not in [row["name"] for row in faces.ada.get("/api/v1/jobs").json()]
+
+
 def test_an_uploaded_adapter_begins_a_job(faces: Faces) -> None:
     tar = io.BytesIO()
     with tarfile.open(fileobj=tar, mode="w") as archive:
@@ -253,6 +278,10 @@ def test_an_upload_beyond_the_limit_is_cut_off(tmp_path: Path) -> None:
         headers = {"X-API-Key": service.key}
         with httpx.Client(base_url=service.url, headers=headers) as client:
             assert "2000" in refused(client.post("/api/v1/datasets", content=b"x" * 3000), 413)
+        with httpx.Client(base_url=service.url) as stranger:
+            for path in ("/api/v1/jobs", "/api/v1/sample", "/v1/chat/completions", "/v1/completions"):
+                assert stranger.post(path, content=b"x" * 3000).status_code == 413
+                assert stranger.post(path, content=iter([b"x" * 1500] * 2)).status_code == 413
 
 
 # --- whose it is ------------------------------------------------------------------------------------------------------

@@ -41,7 +41,8 @@ class Settings(BaseModel):
     workers: int = Field(1, ge=0, le=64)
     """Local worker processes per model. One process holds the base model once and plays both roles."""
     upload_bytes: int = Field(256 << 20, ge=1 << 10)
-    """The largest dataset or adapter that one upload may bring: it is held in memory while it is checked."""
+    """The largest body that one request may bring, such as a dataset or an adapter: it is held in memory while it is
+    checked."""
     stop_seconds: float = Field(5.0, gt=0)
     """How long open connections and child processes get to end by themselves when the service stops."""
     log_level: str = "INFO"

@@ -388,6 +388,11 @@ def parse_job(data: Any) -> JobSpec:
     if not isinstance(data, dict):
         raise SpecError([f"job: given {type(data).__name__}, allowed: a mapping of fields (name, base_model, …)"])
     try:
+        json.dumps(data, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise SpecError([f"job: given a text with {half!r}, allowed: whole characters (that is half of one)"]) from None
+    try:
         return JobSpec.model_validate(data)
     except ValidationError as error:
         raise SpecError([_problem(detail) for detail in error.errors(include_url=False)]) from None

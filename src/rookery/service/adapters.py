@@ -1,7 +1,7 @@
 """PEFT adapter folders on their way in and out, as tar streams of their two files.
 
 What leaves holds the adapter alone: never the trainer's state that lies beside it in the artifact. What comes in is
-read in memory by name, so a hostile archive can write nothing anywhere.
+read in memory by name, so a hostile archive can write nothing anywhere, and takes no more memory than it has bytes.
 """
 
 from __future__ import annotations
@@ -58,15 +58,19 @@ def unpack(content: bytes) -> dict[str, bytes]:
     """The files of an uploaded PEFT folder by name. Raises :class:`UserError` saying what is wrong with it."""
     files: dict[str, bytes] = {}
     try:
-        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:  # unpacked, a small one could be anything
             for member in archive:
                 name = member.name.rsplit("/", 1)[-1]
                 if name in ADAPTER_FILES and member.isreg():
+                    if member.size > len(content):  # a sparse file: its holes are read as zeros
+                        raise tarfile.ReadError(f"{name} is larger than the archive")
                     extracted = archive.extractfile(member)
                     assert extracted is not None  # a regular file has content
                     files[name] = extracted.read()
     except (tarfile.TarError, EOFError, OSError) as error:
-        raise UserError(f"adapter: the body is no tar archive ({error}); send the PEFT folder as a tar") from None
+        raise UserError(
+            f"adapter: the body is no tar archive ({error}); send the PEFT folder as a tar, not compressed"
+        ) from None
     missing = [name for name in ADAPTER_FILES if name not in files]
     if missing:
         raise UserError(f"adapter: the archive has no {' and no '.join(missing)}; send a folder that PEFT saved")

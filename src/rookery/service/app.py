@@ -10,6 +10,7 @@ from fastapi import FastAPI, Response
 from fastapi.routing import APIRoute
 
 from rookery.service import admin_face, answers, jobs_face, openai_face, wire_face
+from rookery.service.body_limit import BodyLimit
 from rookery.service.parts import Parts, Service
 from rookery.spec import JobSpec
 from rookery.telemetry.prometheus import CONTENT_TYPE, Figures
@@ -29,6 +30,7 @@ def build(parts: Parts) -> FastAPI:
     )
     app.state.parts = parts
     answers.install(app)
+    app.add_middleware(BodyLimit, most=parts.settings.upload_bytes)
     app.include_router(jobs_face.routes)
     app.include_router(admin_face.routes)
     app.include_router(openai_face.routes)

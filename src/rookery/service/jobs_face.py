@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 
 from rookery.controller.views import NUMBER
 from rookery.environments.jsonl import read_jsonl
-from rookery.errors import NotFound, UserError
+from rookery.errors import NotFound
 from rookery.service.adapters import pack, unpack
 from rookery.service.answers import PROBLEMS, answer
 from rookery.service.parts import Owner, Service
@@ -157,7 +157,7 @@ async def sample(service: Service, owner: Owner, asked: SampleRequest) -> Respon
 )
 async def add_dataset(service: Service, owner: Owner, request: Request) -> Response:
     """Upload the rows of a ``jsonl`` environment: one JSON object per line."""
-    content = await _body(request, service.settings.upload_bytes)
+    content = await request.body()
     rows = await asyncio.to_thread(read_jsonl, content)
     digest = await service.controller.add_dataset(owner.id, content)
     return answer({"dataset": digest, "rows": len(rows)}, 201)
@@ -177,7 +177,7 @@ async def add_dataset(service: Service, owner: Owner, request: Request) -> Respo
 )
 async def add_adapter(service: Service, owner: Owner, request: Request) -> Response:
     """Upload a PEFT folder to start from: a tar with adapter_config.json and adapter_model.safetensors."""
-    files = await asyncio.to_thread(unpack, await _body(request, service.settings.upload_bytes))
+    files = await asyncio.to_thread(unpack, await request.body())
     return answer({"adapter": await service.controller.add_adapter(owner.id, files)}, 201)
 
 
@@ -190,20 +190,6 @@ async def models(service: Service, owner: Owner) -> Response:
 @routes.get("/health", response_model=Health, tags=["service"])
 async def health(service: Service, owner: Owner) -> Response:
     return answer(service.controller.health())
-
-
-async def _body(request: Request, limit: int) -> bytes:
-    """The request's body. Raises :class:`TooLarge` as soon as it grows beyond ``limit`` bytes."""
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > limit:
-            raise TooLarge(f"the upload has more than {limit} bytes; the service's ROOKERY_UPLOAD_BYTES allows no more")
-    return bytes(body)
-
-
-class TooLarge(UserError):
-    status = 413
 
 
 def _refuse_paths(data: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from rookery.controller.completions import PromptTooLong, Question
@@ -61,6 +62,8 @@ def _problem(error: Exception) -> tuple[int, dict[str, Any]]:
             code = "context_length_exceeded"
         elif isinstance(error, NotFound):
             param, code = "model", "model_not_found"
+    elif isinstance(error, HTTPException):
+        status, message = error.status_code, error.detail
     else:
         status, message = 500, f"internal error ({type(error).__name__}); the service's log has the traceback"
     kind = "server_error" if status >= 500 else "invalid_request_error"
@@ -70,7 +73,7 @@ def _problem(error: Exception) -> tuple[int, dict[str, Any]]:
 def _told(error: Exception, path: str) -> tuple[int, dict[str, Any]]:
     """The same, and what its operator should know is logged."""
     status, body = _problem(error)
-    if not isinstance(error, RookeryError | RequestValidationError):
+    if not isinstance(error, RookeryError | RequestValidationError | HTTPException):
         log.error("%s failed", path, exc_info=error)
     elif status >= 500:
         log.warning("%s: %s", path, error)
