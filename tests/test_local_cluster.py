@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -66,6 +67,21 @@ async def test_a_killed_child_is_started_again_and_stop_ends_all(tmp_path: Path)
     await processes.stop()
     assert one.state == "stopped"
     assert not psutil.pid_exists(second)
+
+
+async def test_a_child_whose_log_was_taken_away_is_started_again(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    processes = LocalProcesses([child(tmp_path, "faithful", FAITHFUL)], logs, stop_seconds=30)
+    await processes.start()
+    one = processes.children[0]
+    await until(lambda: up(tmp_path, "faithful") and running(one))
+    shutil.rmtree(logs)
+    os.kill(one.pid, signal.SIGKILL)
+    await until(lambda: "could not be started" in one.reason)
+    logs.mkdir()
+    await until(lambda: up(tmp_path, "faithful") and running(one))
+    await processes.stop()
+    assert one.state == "stopped"
 
 
 async def test_a_large_log_makes_room_for_a_new_one_and_one_old_one_stays(

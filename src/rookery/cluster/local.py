@@ -92,10 +92,16 @@ class LocalProcesses:
         pause = FIRST_PAUSE_SECONDS
         while not self._stopping.is_set():
             began = time.monotonic()
-            code = await self._live(child, path)
+            code: int | None = None
+            try:
+                code = await self._live(child, path)
+            except OSError as error:  # no memory for it, no room for its log: may pass
+                child.reason = f"could not be started: {error}"
+            else:
+                ended = f"signal {-code}" if code < 0 else f"code {code}"
+                child.reason = f"ended with {ended}: {last_words(path)}"
             if self._stopping.is_set():
                 break
-            child.reason = f"ended with {f'signal {-code}' if code < 0 else f'code {code}'}: {last_words(path)}"
             if code == EXIT_REFUSED:
                 child.state = "refused"
                 log.error("%s cannot work and is not started again: %s", child.name, last_words(path))
@@ -186,9 +192,10 @@ def _rotate(path: Path) -> None:
 
 
 def last_words(path: Path) -> str:
-    """The last line of a log."""
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 4096))
+    """The last line of a log, which may have been taken away."""
+    lines: list[str] = []
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
         lines = file.read().decode(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
 
