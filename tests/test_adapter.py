@@ -10,6 +10,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rookery.errors import UserError
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter, read_adapter, write_adapter
@@ -99,6 +100,9 @@ def test_what_is_no_lora_of_this_model_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=match):
             read_adapter(tmp_path, decoder.config)
     (tmp_path / "adapter_config.json").write_text(json.dumps(about))
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="no weights"):
+        read_adapter(tmp_path, decoder.config)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"no")
     with pytest.raises(UserError, match="no PEFT adapter"):
         read_adapter(tmp_path, decoder.config)

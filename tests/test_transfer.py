@@ -167,6 +167,8 @@ async def test_what_was_not_used_for_longest_goes_first(service: Dialled, tmp_pa
         assert set(here.here()) == {manifests[2].hash, manifests[3].hash}
     here.forget(manifests[2].hash)
     assert here.here() == [manifests[3].hash]
+    here.forget(manifests[3].hash)
+    assert not here._cache._pins and manifests[3].hash not in here._locks, "nothing is kept of what is over"
     await here.close()
 
 

@@ -523,6 +523,25 @@ def test_a_step_that_was_cut_off_is_begun_anew(service: Dialled, start: Start) -
     assert link.done("c").manifest == service.collect(ticket)
 
 
+def test_after_a_lost_link_a_state_comes_back_without_its_bytes(service: Dialled, start: Start) -> None:
+    """Under another lease: the one before went with the link."""
+    start()
+    link = service.connection(0)
+    parent = make_policy(service, link, "p")
+    ticket = service.tickets.upload()
+    link.send(forward("a", parent, batch(service)), optim("b", parent, commit=ticket))
+    manifest = link.done("b").manifest
+    assert manifest is not None and service.collect(ticket) == manifest
+    parent = service.ref(manifest, 1, "p")
+    link.send(wire.Committed(policy="p", lease=1, ref=parent), forward("c", parent, batch(service)))
+    assert link.done("c").error == ""
+    link.drop()
+    link = service.connection(1)
+    link.send(forward("d", parent, batch(service), lease=2), optim("e", parent, lease=2))
+    assert [link.done(op).error for op in "de"] == ["", ""]
+    assert [path for path, _ in service.requests if path.endswith("trainer_state.safetensors")] == []
+
+
 def test_computing_goes_on_while_a_commit_is_uploaded_and_sigterm_waits_for_it(service: Dialled, start: Start) -> None:
     worker = start(drain_seconds=str(PATIENCE_SECONDS))
     link = service.connection(0)

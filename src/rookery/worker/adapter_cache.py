@@ -68,8 +68,15 @@ class AdapterCache:
             yield
         finally:
             self._pins[digest] -= 1
+            if not self._pins[digest]:
+                del self._pins[digest]
 
     # --- in ---------------------------------------------------------------------------------------------------------
+
+    def wanted(self, folder: Path) -> None:
+        """``folder``, if it is here, is looked into now: another worker of the machine leaves it alone meanwhile."""
+        with suppress(FileNotFoundError):
+            os.utime(folder)
 
     async def intact(self, path: Path, digest: str) -> bool:
         """Whether a shard that is here has the SHA-256 ``digest``."""

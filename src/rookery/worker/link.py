@@ -332,7 +332,8 @@ class Link:
             await session.send(
                 wire.Beat(
                     epoch=session.welcome.epoch,
-                    progress=status.progress,
+                    # who waits for an adapter computes nothing meanwhile, but gets on with its bytes
+                    progress=status.progress + self._transfers.given + self._transfers.lent,
                     active=status.active,
                     waiting=status.waiting + self._requests.waiting(),
                     training=status.training,

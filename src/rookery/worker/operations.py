@@ -19,6 +19,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
 from rookery import wire
@@ -120,26 +121,31 @@ class Operations:
         if chain is not None:
             for news in self._end(chain):  # what is put aside is known by its version
                 self._committed(news)
+        self._policies.discard(policy)
         self._broken.pop(policy, None)
         if aside:
-            self._compute.call(lambda core: core.trainer.rest(policy))
+            self._compute.call(partial(_rest, policy=policy))
         else:
             self._compute.call(lambda core: core.trainer.forget(policy))
 
     def drop(self) -> None:
-        """The link is over: end every operation. What the trainer holds stays."""
+        """The link is over: end every operation. Whoever comes back for a policy has another lease, and many never
+        come back to this worker, so what the trainer holds rests."""
         for policy, chain in self._chains.items():
-            self._end(chain)
+            for news in self._end(chain):
+                self._committed(news)
             self._broken[policy] = "the connection was lost in the middle of this step"
         self._chains.clear()
         for op in [*self._tasks, *self._expected]:
             self.cancel(op)
+        for policy in self._policies:
+            self._compute.call(partial(_rest, policy=policy))
+        self._policies.clear()
 
     def forget_all(self) -> None:
         """No controller has been here for long: keep nothing for it."""
-        for policy in self._policies:
+        for policy in [*self._policies]:
             self.forget(policy)
-        self._policies.clear()
         self._compute.call(lambda core: core.trainer.aside.clear())
 
     async def settle(self, seconds: float) -> None:
@@ -289,3 +295,7 @@ class Operations:
 
     async def _call(self, function: Callable[[Core], T]) -> T:
         return await asyncio.wrap_future(self._compute.call(function))
+
+
+def _rest(core: Core, policy: str) -> None:
+    core.trainer.rest(policy)

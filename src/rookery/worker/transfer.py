@@ -132,6 +132,8 @@ class Transfers:
     def forget(self, digest: str) -> None:
         """Nothing will name this artifact again."""
         self._tickets.pop(digest, None)
+        if digest in self._locks and not self._locks[digest].locked():
+            del self._locks[digest]
         self._peers.forget(digest)
         self._cache.forget(digest)
 
@@ -143,6 +145,7 @@ class Transfers:
     async def _pull(self, digest: str, state: bool) -> Path:
         folder = self._cache.folder(digest)
         async with self._locks.setdefault(digest, asyncio.Lock()):
+            self._cache.wanted(folder)
             manifest = await self._manifest(digest, folder)
             needed = [shard for shard in manifest.shards if state or shard.name != TRAINER_STATE]
             fetched = [shard.name for shard in needed if await self._shard(digest, folder, shard)]

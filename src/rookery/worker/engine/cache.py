@@ -116,7 +116,7 @@ class Parked:
 
     @property
     def bytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
+        return self.k.nbytes + self.v.nbytes + (self.about.nbytes if isinstance(self.about, Tensor) else 0)
 
 
 class KvStore:

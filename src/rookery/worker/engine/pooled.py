@@ -52,6 +52,8 @@ class PooledRunner:
         if self._bank.state != self._state:
             self._state = self._bank.state
             self._steps.drop(lambda of: of.adapters > 0)
+            if self._memory is not None and not len(self._steps):  # what nothing recorded uses is not taken up again
+                self._memory = torch.cuda.graph_pool_handle()
 
     def prefill(self, streams: Sequence[Stream]) -> tuple[Tensor, Tensor]:
         device = self._decoder.device

@@ -88,6 +88,8 @@ def read_adapter(folder: Path, config: DecoderConfig) -> Adapter:
         if match is None or match[2] not in PARTS:
             raise UserError(f"{folder}: weight {key} is no LoRA of an attention or MLP projection")
         pairs.setdefault((int(match[1]), match[2]), {})[match[3]] = tensor.float()
+    if not pairs:
+        raise UserError(f"{folder} is no PEFT adapter: {WEIGHTS_FILE} holds no weights")
     for (layer, part), pair in pairs.items():
         inputs, outputs = config.site_shape(part)
         fits = len(pair) == 2 and pair["A"].shape == (rank, inputs) and pair["B"].shape == (outputs, rank)
