@@ -36,6 +36,7 @@ REFRESH_SECONDS = 1.0
 @dataclass
 class Run:
     task: Task
+    key: str
     client: rookery.Client
     job: rookery.Job
 
@@ -162,7 +163,7 @@ def main() -> int:
                 key = tenant_key(service.url, service.key, task.tenant)
                 client = stack.enter_context(rookery.Client(service.url, key))
                 job = client.train(environment=task.environment, name=task.name, **spec_of(task))
-                runs.append(Run(task, client, job))
+                runs.append(Run(task, key, client, job))
             watch(runs, out, began)
             learned = report(runs, out, folder)
             keys = folder / "service" / "admin.key"
@@ -176,8 +177,9 @@ def main() -> int:
     out.print(f"\n{'All four have learned' if learned else 'NOT ALL HAVE LEARNED'} in {seconds:.0f} s.", style="bold")
     out.print(
         f"The adapters are PEFT folders: {folder / 'adapters'}\n"
-        f"Next: rookery serve --data {folder / 'service'}   then chat with one: rookery jobs list; rookery chat JOB\n"
-        "      write a job.yaml of your own (docs/job.md) and: rookery run job.yaml",
+        f"Next: rookery serve --data {folder / 'service'}   then, elsewhere, chat with one, each with its tenant's key:\n"
+        + "".join(f"      ROOKERY_KEY={run.key} rookery chat {run.task.name}\n" for run in runs)
+        + "      or write a job.yaml of your own (docs/job.md) and: rookery run job.yaml",
         markup=False,
         highlight=False,
     )

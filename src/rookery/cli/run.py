@@ -103,7 +103,8 @@ def _alone(
         kept = adapter if adapter is not None else data / "adapter"
         code = _followed(job, json, kept, "stopped; the same command goes on from the last step")
     if code == COMPLETED and not json:
-        console().print(f"talk with it: rookery serve --data {data}, then: rookery chat {job.id}", markup=False)
+        steps = f"rookery serve --data {data}, then: rookery chat {job.id} --data {data}"
+        console().print(f"talk with it: {steps}", markup=False)
     return code
 
 
