@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from cells import Cell, Cells
 from contender import ContenderFailed
-from curve_figures import LATENCIES, SOLO_JOBS, STALENESS, STEPS, TENANTS, TRL_JOBS, figures
+from curve_figures import LATENCIES, SOLO_JOBS, STALENESS, STEPS, TENANTS, TRL_JOBS, figures, trl_times
 from harness import MODEL
 from model import start_peer
 from service import BEAT_SECONDS, Bench, Liked, busy, completed, job, service
@@ -154,15 +154,15 @@ def trl(cells: Cells) -> None:
         del cells.cells[key]
     for micro_batch in MICRO_BATCHES:
         cells.measure(f"trl/{micro_batch}/0", lambda micro_batch=micro_batch: trl_job(micro_batch))
-    done = [cell for key, cell in cells.cells.items() if key.startswith("trl/") and "whole" in cell]
-    if done:
-        best = min(done, key=lambda cell: cell["whole"])["micro_batch"]
+    times = trl_times(cells.cells)
+    if times:
+        best = min(times, key=lambda size: min(times[size]))
         for i in range(1, TRL_JOBS):
             cells.measure(f"trl/{best}/{i}", lambda: trl_job(best))
 
 
 def trl_job(micro_batch: int) -> Cell:
-    """``whole``: seconds of a job, the model's loading left out; ``failed`` where it did not run."""
+    """``seconds``: of each step after the first; ``failed`` where it did not run."""
     try:
         peer = start_peer("trl", "trl", "trl_step.py")
         try:

@@ -97,16 +97,23 @@ def alone(cells: Mapping[str, Cell], latency: float, staleness: int, seed: int |
 
 
 def trl_job(cells: Mapping[str, Cell]) -> tuple[float, int, int] | None:
-    """Seconds of a job in TRL at its quickest micro-batch (mean), that micro-batch, and how many jobs; None where none
-    ran."""
-    times: dict[int, list[float]] = {}
-    for key, cell in cells.items():
-        if key.startswith("trl/") and "whole" in cell:
-            times.setdefault(cell["micro_batch"], []).append(cell["whole"])
+    """Seconds of a job in TRL at its quickest micro-batch (median), that micro-batch, and how many jobs; None where
+    none ran."""
+    times = trl_times(cells)
     if not times:
         return None
     best = min(times, key=lambda size: min(times[size]))
-    return statistics.fmean(times[best]), best, len(times[best])
+    return statistics.median(times[best]), best, len(times[best])
+
+
+def trl_times(cells: Mapping[str, Cell]) -> dict[int, list[float]]:
+    """Seconds of each job in TRL by micro-batch: as many as its median step takes for each step. Jobs in Rookery follow
+    an uncounted one; TRL's first steps are those of a cold process, and do not count either."""
+    times: dict[int, list[float]] = {}
+    for key, cell in cells.items():
+        if key.startswith("trl/") and "seconds" in cell:
+            times.setdefault(cell["micro_batch"], []).append(STEPS * statistics.median(cell["seconds"]))
+    return times
 
 
 def bound(computes: Sequence[float], solos: Sequence[float]) -> float:
@@ -179,13 +186,14 @@ def _median(name: str, count: int, runs: list[dict[str, float | None]], peer: tu
 
 
 def line(cells: Mapping[str, Cell]) -> tuple[float, float] | None:
-    """(seconds at latency 0, seconds per second of latency) of a solo job with staleness 0, by least squares; None
-    with fewer than two latencies."""
-    known = {x: solo.seconds for x in (0.0, 1.0, 4.0) if (solo := alone(cells, x, 0)) is not None}
+    """(seconds at latency 0, seconds per second of latency) of a solo job with staleness 0; None with fewer than two
+    latencies. Only what the worker did not compute is fitted, by least squares: how quick the machine was while each
+    latency was measured says nothing about latency."""
+    known = {x: solo for x in (0.0, 1.0, 4.0) if (solo := alone(cells, x, 0)) is not None}
     if len(known) < 2:
         return None
-    slope, start = statistics.linear_regression(list(known), list(known.values()))
-    return start, slope
+    slope, start = statistics.linear_regression(list(known), [solo.seconds - solo.compute for solo in known.values()])
+    return start + statistics.fmean(solo.compute for solo in known.values()), slope
 
 
 def latency_for(gain: float, start: float, slope: float, per_tenant: float) -> float:
@@ -255,13 +263,12 @@ def _rows(result: Result, cells: Mapping[str, Cell], peer: tuple[float, int, int
                 note = f"of it decoding {solo.decode:.1f} s, training {solo.train:.1f} s"
                 what = f"a job alone, staleness {staleness}, latency {latency:g} s"
                 result.rows.append(Row(what, [job["seconds"] for job in jobs], "s", note))
-    trl = [cell["whole"] for key, cell in cells.items() if key.startswith("trl/") and "whole" in cell]
+    times = trl_times(cells)
     if peer is not None:
-        times = [cell["whole"] for cell in cells.values() if cell.get("micro_batch") == peer[1] and "whole" in cell]
-        note = f"its best of {len({c['micro_batch'] for c in cells.values() if 'micro_batch' in c})} micro-batches"
-        result.rows.append(Row(f"a job in TRL, latency 0, micro-batch {peer[1]}", times, "s", note))
+        note = f"{STEPS} times its median step; its best of {len(times)} micro-batches"
+        result.rows.append(Row(f"a job in TRL, latency 0, micro-batch {peer[1]}", times[peer[1]], "s", note))
     for cell in cells.values():
-        if "failed" in cell and not trl:
+        if "failed" in cell and not times:
             result.notes.append(f"TRL did not run: {cell['failed']}")
 
 
@@ -306,6 +313,15 @@ def _words(cells: Mapping[str, Cell], found: list[Point], largest: Mapping[str, 
             f" for each. So {PAPER_GAIN:.1f} x over staleness 0 one after another begins at a latency of {begins:.1f}"
             f" s, with at least {PAPER_GAIN:.0f} tenants; it falls below {LITTLE_GAIN} x "
             + (f"under {vanishes:.1f} s." if vanishes > 0 else f"at no latency: it is {start / each:.2f} x at 0.")
+        )
+    stale = [(gain, point) for point in found if (gain := point.gains["async"]) is not None and point.tenants > 1]
+    if stale:
+        most, at = max(stale, key=lambda pair: pair[0])
+        losing = [point.tenants for gain, point in stale if gain < 1]
+        notes.append(
+            "Over staleness 2 one after another, which fills the environment's waits by itself, a crowd gains"
+            f" {most:.2f} x at most ({at.tenants} tenants, latency {at.latency})"
+            + (f", and with {min(losing)} tenants or more it can be slower." if losing else ".")
         )
     for name in LATENCIES:
         curve = [point for point in found if point.latency == name]

@@ -142,13 +142,16 @@ def lora_numbers(config: DecoderConfig, rank: int) -> int:
     return config.layers * rank * sum(sum(config.site_shape(part)) for parts in SITES.values() for part in parts)
 
 
-def decode_work(config: DecoderConfig, rows: int, context: float, rank: int, adapters: int) -> tuple[float, float]:
-    """Operations and bytes of a decode step of ``rows`` rows over ``context`` cached tokens each, in bfloat16: every
-    weight and every cached key and value is read once."""
+def decode_work(
+    config: DecoderConfig, rows: int, context: float, held: float, rank: int, adapters: int
+) -> tuple[float, float]:
+    """Operations and bytes of a decode step of ``rows`` rows over ``context`` tokens each, in bfloat16: every weight
+    and every cached key and value is read once. The cache has ``held`` tokens: fewer than rows times context where
+    rows share a prompt."""
     linear, lora = linear_numbers(config), lora_numbers(config, rank) if adapters else 0
     attention = 4 * config.layers * config.heads * config.head_dim * context
-    cached = 2 * config.layers * config.kv_heads * config.head_dim * context
-    return rows * (2 * (linear + lora) + attention), 2 * (linear + adapters * lora + rows * cached)
+    cached = 2 * config.layers * config.kv_heads * config.head_dim
+    return rows * (2 * (linear + lora) + attention), 2 * (linear + adapters * lora + held * cached)
 
 
 def training_work(config: DecoderConfig, tokens: int, length: int, rank: int) -> float:

@@ -82,7 +82,8 @@ def tuner(model: Any, rows: list[list[int]], rank: int) -> Callable[[], tuple[in
     def run() -> tuple[int, float]:
         began = time.perf_counter()
         for part in ids.split(MICRO_BATCH):
-            loss = tuned(input_ids=part, labels=part).loss
+            with torch.autocast(ids.device.type, dtype=torch.bfloat16):  # else PEFT multiplies its adapters in float32
+                loss = tuned(input_ids=part, labels=part).loss
             (loss * len(part) / len(ids)).backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()

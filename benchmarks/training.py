@@ -2,8 +2,8 @@
 
 A step is forward, backward and AdamW on rank 16, loss on every token. Contenders take turns within one run, each
 with an uncounted step of 8 x 128 first: training goes on step after step, and does not find caches and threads as
-another process left them. PEFT gets the micro-batch that is fastest for it among the whole batch, 4 and 1, as the turn
-that warms up finds."""
+another process left them. PEFT gets the micro-batch that is fastest for it among the whole batch, 4, 2 and 1, as the
+turn that warms up finds."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _shape(
     result: Result, ours: Contender, peer: Contender | None, name: str, count: int, length: int, times: int
 ) -> None:
     speeds: dict[str, list[float]] = {}
-    micro_batches: tuple[int, ...] = (count, 4, 1)
+    micro_batches: tuple[int, ...] = (count, 4, 2, 1)
     for turn in range(times + 1):  # the first warms up
         ours.run(shapes=[[WARM[1]] * WARM[0]])
         answer = ours.run(shapes=[[length] * count])

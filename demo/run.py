@@ -177,7 +177,7 @@ def main() -> int:
     out.print(f"\n{'All four have learned' if learned else 'NOT ALL HAVE LEARNED'} in {seconds:.0f} s.", style="bold")
     out.print(
         f"The adapters are PEFT folders: {folder / 'adapters'}\n"
-        f"Next: rookery serve --data {folder / 'service'}   then, elsewhere, chat with one, each with its tenant's key:\n"
+        f"Next: rookery serve --data {folder / 'service'}   then chat with one, by its tenant's key:\n"
         + "".join(f"      ROOKERY_KEY={run.key} rookery chat {run.task.name}\n" for run in runs)
         + "      or write a job.yaml of your own (docs/job.md) and: rookery run job.yaml",
         markup=False,

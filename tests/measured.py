@@ -48,8 +48,9 @@ def curve_cells(seeds: tuple[int, ...] = (0, 1, 2), idle: float = 0.1) -> dict[s
                     "jobs": [solo_job(latency, 0, 100 * seed + i) for i, latency in enumerate(mine)],
                 }  # fmt: skip
     for i in range(3):
-        cells[f"trl/64/{i}"] = {"micro_batch": 64, "whole": 90.0, "versions": {"trl": "1.0", "torch": "2"}}
-    cells["trl/8/0"] = {"micro_batch": 8, "whole": 120.0}
+        seconds = [30.0, 18.0, 18.0]  # the first step is that of a cold process
+        cells[f"trl/64/{i}"] = {"micro_batch": 64, "seconds": seconds, "versions": {"trl": "1.0", "torch": "2"}}
+    cells["trl/8/0"] = {"micro_batch": 8, "seconds": [24.0]}
     return cells
 
 

@@ -123,12 +123,14 @@ def test_operations_are_counted_from_the_weights(name: str, billions: float) -> 
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw))
     linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     assert gpu_models.linear_numbers(config) == linear == pytest.approx(billions * 1e9, rel=0.01)
-    flops, moved = gpu_models.decode_work(config, 1, 0, 16, 0)
+    flops, moved = gpu_models.decode_work(config, 1, 0, 0, 16, 0)
     assert (flops, moved) == (2 * linear, 2 * linear)
-    cached = gpu_models.decode_work(config, 3, 100, 16, 0)[1] - moved
-    assert cached == 3 * 100 * 2 * 2 * config.layers * 8 * 128
+    each = 2 * 2 * config.layers * 8 * 128
+    assert gpu_models.decode_work(config, 3, 100, 300, 16, 0)[1] - moved == 300 * each
+    shared = gpu_models.decode_work(config, 3, 100, 120, 16, 0)  # 90 of the 100 are a prompt that all have
+    assert shared[1] - moved == 120 * each and shared[0] == gpu_models.decode_work(config, 3, 100, 300, 16, 0)[0]
     lora = gpu_models.lora_numbers(config, 16)
-    assert gpu_models.decode_work(config, 1, 0, 16, 4)[1] - moved == 4 * 2 * lora
+    assert gpu_models.decode_work(config, 1, 0, 0, 16, 4)[1] - moved == 4 * 2 * lora
     assert gpu_models.training_work(config, 10, 0, 16) == 10 * (4 * linear + 6 * lora)
 
 

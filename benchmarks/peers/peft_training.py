@@ -26,12 +26,15 @@ if __name__ == "__main__":
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=1e-4)
     vocabulary = base.config.vocab_size
+    # PEFT keeps adapters in float32; under autocast, as transformers' trainer runs it, they are multiplied in bfloat16
+    bfloat16 = sys.argv[2] == "bfloat16"
 
     def run(sequences: int, length: int, micro_batch: int) -> dict[str, Any]:
         rows = torch.tensor(random_ids(sequences, length, vocabulary))
         began = time.perf_counter()
         for part in rows.split(micro_batch):
-            loss = model(input_ids=part, labels=part).loss
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16):
+                loss = model(input_ids=part, labels=part).loss
             (loss * len(part) / sequences).backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
