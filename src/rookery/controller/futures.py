@@ -2,7 +2,8 @@
 
 * A call is durable before it is acknowledged. The same call again, by its id, is the same future; another one under a
   used id is refused.
-* An outcome is durable before anybody is told. Whoever waits is told the moment it is there.
+* An outcome is durable before anybody is told. Whoever waits is told the moment it is there. A database that refuses it
+  is asked again until it takes it: what came of a call is not found out twice.
 * Outcomes survive this process, until they expire.
 """
 
@@ -10,17 +11,21 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
 from rookery.controller.calls import AnyCall, AnyOutcome, SaveSampler, calls, encode, outcomes
 from rookery.controller.ports import Clock, Ledger
-from rookery.errors import NotFound, RookeryError, UserError
+from rookery.errors import NotFound, RookeryError, StorageFull, Unavailable, UserError
 from rookery.storage.database import Database
 from rookery.storage.rows import FutureRow
+
+log = logging.getLogger("rookery.controller.futures")
 
 KEPT_BYTES = 64 << 20
 """Outcomes kept in memory beside the database: a client fetches its own within moments."""
@@ -56,10 +61,12 @@ class Future:
 
 
 class Futures:
-    def __init__(self, database: Database, ledger: Ledger, clock: Clock) -> None:
+    def __init__(self, database: Database, ledger: Ledger, clock: Clock, again_seconds: float) -> None:
+        """A database that refused an outcome is asked again after ``again_seconds``."""
         self._database = database
         self._ledger = ledger
         self._clock = clock
+        self._again_seconds = again_seconds
         self._open: dict[str, Future] = {}
         self._kept: OrderedDict[str, Future] = OrderedDict()
         self._bytes = 0
@@ -115,9 +122,20 @@ class Futures:
         return future, calls.decode(row.call)
 
     async def settle(self, future: Future, outcome: AnyOutcome) -> None:
-        """Make ``outcome`` durable and tell."""
-        content = encode(outcome)
-        await self._ledger(self._database.finish_future, future.id, content, self._clock.time())
+        """Make ``outcome`` durable and tell: tried until the database takes it."""
+        content, refused = encode(outcome), False
+        while True:
+            try:
+                await self._ledger(self._database.finish_future, future.id, content, self._clock.time())
+            except (StorageFull, Unavailable) as trouble:
+                reason = f"it is over, but what came of it is not stored yet: {trouble}"
+                if not refused:
+                    log.error("call %s: %s", future.id, reason, extra={"tenant": future.tenant})
+                refused = True
+                future.why = partial(Waiting, reason=reason)
+                await self._clock.sleep(self._again_seconds)
+            else:
+                break
         self.tell(future, outcome, len(content))
 
     def tell(self, future: Future, outcome: AnyOutcome, size: int) -> None:

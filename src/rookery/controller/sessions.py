@@ -42,7 +42,7 @@ class Sessions:
         self._world = world
         self._intake = intake
         self._provide = provide
-        self._futures = Futures(world.database, world.ledger, world.clock)
+        self._futures = Futures(world.database, world.ledger, world.clock, world.settings.heartbeat_seconds)
         self._feeds = Feeds(self._futures, world.database, world.ledger, world.clock)
         self._places = Places(world.fleet, world.settings, world.clock)
         self._models: dict[str, ClientModel] = {}

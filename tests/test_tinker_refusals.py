@@ -1,0 +1,108 @@
+"""What becomes of clients' calls when the database refuses for a while, or does not say that it took something.
+
+The controller is real, its workers follow a script and time passes when a test says so. Only the refusals are made up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from driven import AddingWorker, Client
+from peers import Service, eventually
+from rookery.controller import calls
+from rookery.controller.futures import Waiting
+from rookery.errors import RookeryError, StorageFull, Unavailable
+
+FULL = StorageFull("the database's disk is full; free some space, nothing was half-written")
+AWAY = Unavailable("the database does not answer")
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
+    service = Service(
+        tmp_path, client_poll_seconds=0.05, client_gap_seconds=50.0, suspect_seconds=1e9, stuck_seconds=1e9,
+        silence_seconds=1e9,
+    )  # fmt: skip
+    await service.start()
+    await join(service)
+    yield service
+    await service.close()
+
+
+async def join(service: Service) -> AddingWorker:
+    worker = AddingWorker(service.controller.serve_worker, service.controller.tickets, "worker")
+    service.peers.append(worker)
+    await worker.join()
+    return worker
+
+
+class Refusing:
+    """The database refuses its ``method`` while ``trouble`` is set. ``taken``: after it has carried it out."""
+
+    def __init__(
+        self, service: Service, patch: pytest.MonkeyPatch, method: str, trouble: RookeryError, *, taken: bool = False
+    ) -> None:
+        self.trouble: RookeryError | None = trouble
+        self.refused = 0
+        real = getattr(service.database, method)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            if self.trouble is None:
+                return real(*arguments, **named)
+            if taken:
+                real(*arguments, **named)
+            self.refused += 1
+            raise self.trouble
+
+        patch.setattr(service.database, method, call)
+
+
+async def pass_until(service: Service, holds: Any) -> None:
+    """Time passes, beat by beat, until something holds."""
+
+    async def beat() -> bool:
+        await service.clock.advance(service.settings.heartbeat_seconds, steps=1)
+        await service.ledger(lambda: None)
+        return bool(holds())
+
+    await eventually(beat)
+
+
+# --- outcomes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trouble", [FULL, AWAY])
+async def test_an_outcome_that_was_refused_is_stored_later_and_its_model_goes_on(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: RookeryError
+) -> None:
+    visitor = await Client(service).begin()
+    database = Refusing(service, monkeypatch, "finish_future", trouble)
+    request = await visitor.send(calls.Refused(error="no such loss"))
+    await pass_until(service, lambda: database.refused >= 2)
+    waiting = await visitor.sessions.wait("alice", request)
+    assert isinstance(waiting, Waiting) and str(trouble) in waiting.reason
+    [said] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert request in said.getMessage() and said.__dict__["tenant"] == "alice", "said once, with the tenant"
+    database.trouble = None
+    await pass_until(service, lambda: service.database.get_future("alice", request).outcome is not None)
+    assert await visitor.outcome(request) == calls.Failed(error="no such loss", category="user")
+    assert isinstance(await visitor.gradient(), calls.Computed)
+    assert isinstance(await visitor.step(), calls.Stepped)
+
+
+async def test_a_sample_whose_outcome_was_refused_is_answered_later(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visitor = await Client(service).begin()
+    sampler = await visitor.sampler(None)
+    database = Refusing(service, monkeypatch, "finish_future", FULL)
+    request = await visitor.sample(sampler, 0)
+    await pass_until(service, lambda: database.refused >= 2)
+    database.trouble = None
+    await pass_until(service, lambda: service.database.get_future("alice", request).outcome is not None)
+    assert isinstance(await visitor.outcome(request), calls.Answered)
