@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from driven import AddingWorker, Client
+from driven import AddingWorker, Client, forward
 from peers import Service, eventually
 from rookery.controller import calls
 from rookery.controller.futures import Waiting
@@ -45,9 +45,9 @@ class Refusing:
     """The database refuses its ``method`` while ``trouble`` is set. ``taken``: after it has carried it out."""
 
     def __init__(
-        self, service: Service, patch: pytest.MonkeyPatch, method: str, trouble: RookeryError, *, taken: bool = False
+        self, service: Service, patch: pytest.MonkeyPatch, method: str, trouble: Exception, *, taken: bool = False
     ) -> None:
-        self.trouble: RookeryError | None = trouble
+        self.trouble: Exception | None = trouble
         self.refused = 0
         real = getattr(service.database, method)
 
@@ -106,3 +106,46 @@ async def test_a_sample_whose_outcome_was_refused_is_answered_later(
     database.trouble = None
     await pass_until(service, lambda: service.database.get_future("alice", request).outcome is not None)
     assert isinstance(await visitor.outcome(request), calls.Answered)
+
+
+# --- waits and lifetimes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trouble", [FULL, AWAY, OSError(5, "Input/output error")])
+async def test_a_sweep_that_failed_is_said_and_done_at_a_later_beat(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: Exception
+) -> None:
+    visitor = await Client(service).begin()
+    await visitor.save("short", ttl=1.0)
+    database = Refusing(service, monkeypatch, "expired_checkpoints", trouble)
+    await pass_until(service, lambda: database.refused >= 1)
+    first = service.clock.now
+    await pass_until(service, lambda: database.refused >= 2)
+    assert service.clock.now - first <= 2 * service.settings.heartbeat_seconds
+    said = [record for record in caplog.records if "not all that has expired" in record.getMessage()]
+    assert said and all(bool(record.exc_info) == isinstance(trouble, OSError) for record in said)
+    database.trouble = None
+    await pass_until(service, lambda: not service.database.list_checkpoints("alice"))
+
+
+async def test_what_waits_in_vain_for_a_number_is_told_when_the_database_takes_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile the waits and lifetimes of others are looked after."""
+    visitor, other = await Client(service).begin(), await Client(service, "bob").begin()
+    await other.save("short", ttl=1.0)
+    visitor._seq += 1  # a number that is never sent
+    lost = [await visitor.send(forward([1, 2, 3])), await visitor.send(forward([1, 2, 3]))]
+    database = Refusing(service, monkeypatch, "finish_future", FULL)
+    await pass_until(service, lambda: database.refused >= 1)
+    await pass_until(service, lambda: not service.database.list_checkpoints("bob"))
+    database.trouble = None
+    await pass_until(service, lambda: not service.database.open_futures())
+    for request in lost:
+        failed = await visitor.outcome(request)
+        assert isinstance(failed, calls.Failed) and failed.category == "user"
+        assert f"request 1 of model {visitor.model} has not arrived for 50 s" in failed.error
+    refused = await visitor.step()
+    assert isinstance(refused, calls.Failed) and "no step was taken" in refused.error
+    await visitor.gradient()
+    assert isinstance(await visitor.step(), calls.Stepped)

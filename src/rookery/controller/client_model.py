@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections import deque
 
 from rookery import wire
 from rookery.controller import calls
@@ -39,6 +40,8 @@ class ClientModel:
         self._futures = futures
         self._places = places
         self._line: Sequence[tuple[Future, calls.AnyCall]] = Sequence(row.done_seq + 1)
+        self._given_up: deque[tuple[Future, calls.Refused]] = deque()
+        """Calls that waited too long for a number before theirs."""
         self._came = asyncio.Event()
         self._stuck_since: float | None = None
         self._head = Head(world, row, policy)
@@ -120,8 +123,8 @@ class ClientModel:
             return Waiting(reason=f"waits for request {missing} of this model, which has not arrived")
         return Waiting()
 
-    async def expire(self, patience: float) -> None:
-        """Fail what has waited longer than ``patience`` for a number that does not come."""
+    def expire(self, patience: float) -> None:
+        """What has waited longer than ``patience`` for a number that does not come fails in its turn."""
         missing, now = self._line.missing, self._world.clock.monotonic()
         if missing is None:
             self._stuck_since = None
@@ -131,21 +134,24 @@ class ClientModel:
             self._stuck_since = None
             error = f"request {missing} of model {self.row.id} has not arrived for {patience:.0f} s"
             self._failed = error
-            for future, _ in self._line.skip():
-                await self._futures.settle(future, calls.Failed(error=error, category="user"))
+            self._given_up.extend((future, calls.Refused(error=error)) for future, _ in self._line.skip())
+            self._came.set()
 
     # --- one call after another ---------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         while True:
             self._came.clear()
-            while (item := self._line.take()) is not None:
+            while (item := self._next()) is not None:
                 await self._carry_out(*item)
                 if self._guest.busy and self._places.wanted(self.row.base_model) and not self._trainee.begun:
                     self._places.leave(self._guest)  # a turn is over: who waits goes first
             if self._guest.busy:
                 self._places.idle(self._guest)
             await self._came.wait()
+
+    def _next(self) -> tuple[Future, calls.AnyCall] | None:
+        return self._given_up.popleft() if self._given_up else self._line.take()
 
     async def _carry_out(self, future: Future, call: calls.AnyCall) -> None:
         outcome: calls.AnyOutcome | None

@@ -23,7 +23,7 @@ from rookery.controller.intake import Intake
 from rookery.controller.places import Places
 from rookery.controller.sampling import Samplers
 from rookery.controller.world import World
-from rookery.errors import NotFound, UserError
+from rookery.errors import NotFound, RookeryError, UserError
 from rookery.spec import TARGETS
 from rookery.storage.rows import CheckpointRow, ModelRow, NewPolicy, PolicyRow, SamplerRow, SessionRow
 
@@ -73,28 +73,32 @@ class Sessions:
         await self.samplers.stop()
 
     async def watch(self) -> None:
-        """Look after waits and lifetimes, for ever."""
+        """Look after waits and lifetimes, for ever: what a sweep could not do is tried again at the next beat."""
         world, swept = self._world, self._world.clock.monotonic()
         while True:
             await world.clock.sleep(world.settings.heartbeat_seconds)
             self._places.review()
             now = world.clock.monotonic()
             for model in list(self._models.values()):
-                await model.expire(world.settings.client_gap_seconds)
+                model.expire(world.settings.client_gap_seconds)
                 seen = self._seen.setdefault(model.row.session, now)
                 if now - seen > world.settings.client_away_seconds:
                     model.leave()
             if now - swept > SWEEP_SECONDS:
-                swept = now
-                await self.sweep()
+                try:
+                    await self.sweep()
+                    swept = now
+                except Exception as error:
+                    unforeseen = None if isinstance(error, RookeryError) else error
+                    log.error("not all that has expired is let go of yet: %s", error, exc_info=unforeseen)
 
     async def sweep(self) -> None:
         """Let go of what has expired: results, checkpoints, idle samplers."""
         world, now = self._world, self._world.clock.time()
+        self._feeds.sweep(world.settings.client_away_seconds)
         await world.ledger(world.database.drop_futures, now - world.settings.client_result_seconds)
         for row in await world.ledger(world.database.expired_checkpoints, now):
             await self.delete_checkpoint(row.tenant, row.model, row.kind, row.name)
-        self._feeds.sweep(world.settings.client_away_seconds)
         await self.samplers.retire()
 
     # --- sessions -----------------------------------------------------------------------------------------------------
