@@ -14,9 +14,10 @@ import pytest
 
 from driven import AddingWorker, Client, forward
 from peers import Service, eventually
+from rookery import wire
 from rookery.controller import calls
 from rookery.controller.futures import Waiting
-from rookery.errors import RookeryError, StorageFull, Unavailable
+from rookery.errors import RookeryError, StorageFull, Unavailable, UserError
 
 FULL = StorageFull("the database's disk is full; free some space, nothing was half-written")
 AWAY = Unavailable("the database does not answer")
@@ -149,3 +150,33 @@ async def test_what_waits_in_vain_for_a_number_is_told_when_the_database_takes_i
     assert isinstance(refused, calls.Failed) and "no step was taken" in refused.error
     await visitor.gradient()
     assert isinstance(await visitor.step(), calls.Stepped)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_call_that_was_stored_and_not_said_to_be_is_carried_out_when_it_comes_again(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where somebody has asked for its outcome in between."""
+    [worker] = service.peers
+    same = forward([1, 2, 3])
+    visitor = await Client(service).begin()
+    sampler = await visitor.sampler(None)
+    database = Refusing(service, monkeypatch, "open_future", AWAY, taken=True)
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            await visitor.sessions.call("alice", visitor.model, 1, same)
+        with pytest.raises(Unavailable):
+            await visitor.sample(sampler, 0)
+    assert isinstance(await visitor.sessions.wait("alice", f"{visitor.model}/1"), Waiting)
+    database.trouble = None
+    with pytest.raises(UserError, match="was sent before with another content"):
+        await visitor.sessions.call("alice", visitor.model, 1, forward([3, 2, 1]))
+    for _ in range(2):
+        assert isinstance(
+            await visitor.outcome(await visitor.sessions.call("alice", visitor.model, 1, same)), calls.Computed
+        )
+        assert isinstance(await visitor.outcome(await visitor.sample(sampler, 0)), calls.Answered)
+    assert sum(isinstance(op, wire.ForwardBackward) for op in worker.operations) == 1
+    assert len(worker.generates) == 1

@@ -1,7 +1,7 @@
 """Calls that were acknowledged and are not answered yet, and the answers that nobody has fetched.
 
 * A call is durable before it is acknowledged. The same call again, by its id, is the same future; another one under a
-  used id is refused.
+  used id is refused. One that the database took and did not say so is begun when it is sent again.
 * An outcome is durable before anybody is told. Whoever waits is told the moment it is there. A database that refuses it
   is asked again until it takes it: what came of a call is not found out twice.
 * Outcomes survive this process, until they expire.
@@ -68,6 +68,7 @@ class Futures:
         self._clock = clock
         self._again_seconds = again_seconds
         self._open: dict[str, Future] = {}
+        """Those that somebody in this process carries out, or is about to."""
         self._kept: OrderedDict[str, Future] = OrderedDict()
         self._bytes = 0
         self._on_told: Callable[[Future], None] = lambda future: None
@@ -83,8 +84,8 @@ class Futures:
     async def open(
         self, tenant: str, id: str, call: AnyCall, model: str | None = None, seq: int = 0
     ) -> tuple[Future, bool]:
-        """The future of ``call``, durable, and whether it is new. Raises :class:`UserError` where the id was used for
-        another call."""
+        """The future of ``call``, durable, and whether it is to be begun: nobody does it yet. Raises
+        :class:`UserError` where the id was used for another call."""
         content = encode(call)
         digest = _digest(call)
         known = self._open.get(id) or self._kept.get(id)
@@ -97,15 +98,15 @@ class Futures:
                 created=self._clock.time(), finished=None,
             )  # fmt: skip
             try:
-                row, created = await self._ledger(self._database.open_future, row)
+                row, _ = await self._ledger(self._database.open_future, row)
             except BaseException as error:
                 del self._open[id]
                 future.stored.set_exception(error)
                 future.stored.exception()  # perhaps nobody waits
                 raise
             future.stored.set_result(None)
-            if created:
-                return future, True
+            if row.outcome is None and (row.digest, row.tenant) == (digest, tenant):
+                return future, True  # new, or an earlier attempt was not told that it is durable
             del self._open[id]
             known = self._remember(row)
         elif known.stored is not None:
@@ -181,10 +182,9 @@ class Futures:
                 self._bytes -= future.size
 
     def _remember(self, row: FutureRow) -> Future:
+        """As it is stored. Without an outcome it is nobody's here: it is asked for anew when it is begun."""
         future = Future(row.id, row.tenant, row.digest, row.seq)
-        if row.outcome is None:
-            self._open[row.id] = future
-        else:
+        if row.outcome is not None:
             future.outcome, future.size = outcomes.decode(row.outcome), len(row.outcome)
             future.done.set()
             self._keep(future)
