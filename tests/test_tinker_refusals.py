@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from driven import AddingWorker, Client, forward
-from peers import Service, eventually
+from peers import ADAPTER, Service, eventually
 from rookery import wire
 from rookery.controller import calls
 from rookery.controller.futures import Waiting
@@ -27,7 +27,7 @@ AWAY = Unavailable("the database does not answer")
 async def service(tmp_path: Path) -> AsyncIterator[Service]:
     service = Service(
         tmp_path, client_poll_seconds=0.05, client_gap_seconds=50.0, suspect_seconds=1e9, stuck_seconds=1e9,
-        silence_seconds=1e9,
+        silence_seconds=1e9, client_commit_every=3,
     )  # fmt: skip
     await service.start()
     await join(service)
@@ -180,3 +180,39 @@ async def test_a_call_that_was_stored_and_not_said_to_be_is_carried_out_when_it_
         assert isinstance(await visitor.outcome(await visitor.sample(sampler, 0)), calls.Answered)
     assert sum(isinstance(op, wire.ForwardBackward) for op in worker.operations) == 1
     assert len(worker.generates) == 1
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+async def test_a_load_that_was_refused_costs_nothing_of_what_was_trained(
+    service: Service, monkeypatch: pytest.MonkeyPatch, optimizer: bool
+) -> None:
+    """Neither a step that was acknowledged and is not durable by itself, nor the gradient begun since."""
+    ends = []
+    for refused in (False, True):
+        visitor = await Client(service).begin()
+        await visitor.gradient(1, 2, 3)
+        await visitor.step()
+        path = await visitor.save("start")
+        await visitor.gradient(4, 5, 6)
+        stepped = await visitor.step()
+        assert isinstance(stepped, calls.Stepped) and not stepped.metrics["durable"]
+        await visitor.gradient(7, 8, 9)
+        if refused:
+            database = Refusing(service, monkeypatch, "commit_model", FULL)
+            failed = await visitor.do(calls.LoadState(path=path, optimizer=optimizer))
+            assert isinstance(failed, calls.Failed) and failed.error == str(FULL)
+            database.trouble = None
+        assert isinstance(await visitor.step(), calls.Stepped)
+        ends.append(await content(visitor, "end"))
+        loaded = await visitor.do(calls.LoadState(path=path, optimizer=optimizer))
+        assert isinstance(loaded, calls.Loaded)
+        await visitor.gradient(4, 5, 6)
+        await visitor.step()
+        ends.append(await content(visitor, "again"))
+    assert ends[:2] == ends[2:]
+
+
+async def content(visitor: Client, name: str) -> str:
+    """The state, saved under ``name``."""
+    row, _, _ = await visitor.sessions.weights("alice", await visitor.save(name))
+    return visitor.service.artifacts.path(row.hash, ADAPTER).read_text()

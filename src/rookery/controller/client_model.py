@@ -294,17 +294,15 @@ class ClientModel:
             raise UserError(f"{call.path} is of another base model, rank or layers than model {self.row.id}")
         if call.optimizer:
             manifest = source.manifest
-            self._trainee.lease = await world.ledger(world.database.next_lease, self.policy.id)
+            await self._trainee.renew()
         else:
             found = wire.AdapterRef(
                 policy=self.policy.id, version=0, hash=source.hash, rank=policy.rank, alpha=policy.alpha
             )
             manifest = await self._init(0, found)
-        self._failed = ""
-        self._trainee.forget()
         loaded = calls.Loaded(path=call.path, model=self.row.id)
         done, step = future.seq, self._head.step
-        await self._commit(manifest, (future, loaded), done=done, step=step, uploaded=not call.optimizer)
+        await self._commit(manifest, (future, loaded), done=done, step=step, uploaded=not call.optimizer, anew=True)
 
     async def _commit(
         self,
@@ -314,8 +312,10 @@ class ClientModel:
         done: int,
         step: int,
         uploaded: bool = True,
+        anew: bool = False,
     ) -> None:
-        """The next version, the calls up to ``done`` in it and the outcome that is ``told``, as one."""
+        """The next version, the calls up to ``done`` in it and the outcome that is ``told``, as one. ``anew``: it is
+        not made of what was taken since the last one, which goes."""
         content = calls.encode(told[1]) if told is not None else b""
         before = await self._head.commit(
             manifest,
@@ -326,7 +326,11 @@ class ClientModel:
             outcome=(told[0].id, content) if told is not None else None,
             uploaded=uploaded,
         )
-        self._trainee.committed(self._head.ref())
+        if anew:
+            self._failed = ""
+            self._trainee.forget()
+        else:
+            self._trainee.committed(self._head.ref())
         if told is not None:
             self._futures.tell(*told, len(content))
         await self._head.leave(before)

@@ -80,8 +80,14 @@ class Trainee:
 
         done = await self._training.retrying(self._policy, self._model, attempt)
         assert done.manifest is not None
-        self.lease = await self._next_lease()
+        await self.renew()
         return done.manifest
+
+    async def renew(self) -> None:
+        """A lease to commit something else under than what the worker holds: that one loads the parent again, and
+        replays, where it comes to nothing."""
+        self._leave()
+        self.lease = await self._next_lease()
 
     async def forward(self, parent: wire.AdapterRef, forward: Forward) -> wire.Done:
         """Add to the gradient of the next step from ``parent`` and what was taken since."""
