@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,3 +217,44 @@ async def content(visitor: Client, name: str) -> str:
     """The state, saved under ``name``."""
     row, _, _ = await visitor.sessions.weights("alice", await visitor.save(name))
     return visitor.service.artifacts.path(row.hash, ADAPTER).read_text()
+
+
+@pytest.mark.parametrize("crash", [False, True])
+async def test_a_step_that_failed_is_not_taken_later_whether_or_not_there_was_a_restart(
+    service: Service, crash: bool
+) -> None:
+    """Its upload found no room. It is as if neither it nor its gradient had ever been asked for."""
+    [worker] = service.peers
+    ends = []
+    for full in (False, True):
+        visitor = await Client(service).begin()
+        await visitor.gradient(1, 2, 3)
+        assert isinstance(await visitor.step(), calls.Stepped)
+        await visitor.gradient(4, 5, 6)
+        assert isinstance(await visitor.step(), calls.Stepped)
+        if full:
+            await visitor.gradient(7, 8, 9)
+            worker.answer = partial(without_room, worker)
+            failed = await visitor.step()
+            assert isinstance(failed, calls.Failed) and failed.error == str(FULL)
+            worker.answer = None
+            if crash:
+                await service.crash()
+                await service.start()
+                await join(service)
+        await visitor.gradient(10, 11, 12)
+        assert isinstance(await visitor.step(), calls.Stepped)
+        ends.append(await content(visitor, "end"))
+        row, _ = await visitor.sessions.info("alice", visitor.model)
+        policy = service.database.versions("alice", row.policy)
+        assert [version.step for version in policy] == [0, 3]
+    assert ends[0] == ends[1]
+
+
+async def without_room(worker: AddingWorker, op: Any) -> wire.Done | None:
+    """The disk of the service is full when a step is uploaded."""
+    staging = worker.tickets.staging(op.commit) if isinstance(op, wire.OptimStep) else None
+    if staging is None:
+        return None
+    staging.full = FULL
+    return wire.Done(epoch=0, op=op.op, error="PUT: the service's disk is full", category="lost")

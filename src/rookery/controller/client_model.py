@@ -3,7 +3,7 @@
 * Calls are carried out one after another by number, in whatever order they arrive; a number that stays away fails those
   behind it after a while, with its name.
 * Gradients add up from call to call until a step. A call that fails leaves its gradient incomplete: the next step is
-  refused and drops it, so no step is ever taken on a part of what was asked for.
+  refused and drops it, so no step is ever taken on a part of what was asked for. A step that fails drops it, too.
 * A step's version, what it consumed and its answer become durable together. What came after is in the calls' log: it
   is replayed, not answered again, when this process or the worker is lost.
 * Between its calls the policy may lose its place in the worker; it comes back by itself.
@@ -78,16 +78,13 @@ class ClientModel:
 
     def _replay(self, seq: int, call: calls.AnyCall, outcome: calls.AnyOutcome) -> None:
         """What an earlier process did and answered, since the head."""
-        if isinstance(outcome, calls.Failed) and _adds(call):
-            self._failed = outcome.error
+        if isinstance(outcome, calls.Failed):
+            self._failed_at(call, outcome)
         elif isinstance(call, calls.Compute) and not call.forward_only:
             self._trainee.recall(_forward(call))
         elif isinstance(call, calls.Step):
-            if isinstance(outcome, calls.Failed):
-                self._drop_gradient()
-            else:
-                self._trainee.recall(Optimise(call.adam))
-                self._stepped = seq
+            self._trainee.recall(Optimise(call.adam))
+            self._stepped = seq
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -164,8 +161,8 @@ class ClientModel:
         except Exception as error:
             log.exception("call %s", future.id, extra={"tenant": self.row.tenant})
             outcome = calls.Failed(error=f"internal error ({type(error).__name__}); the log has it", category="server")
-        if isinstance(outcome, calls.Failed) and _adds(call):
-            self._failed = outcome.error
+        if isinstance(outcome, calls.Failed):
+            self._failed_at(call, outcome)
         if outcome is not None:
             await self._futures.settle(future, outcome)
 
@@ -222,10 +219,9 @@ class ClientModel:
     async def _step(self, future: Future, call: calls.Step) -> calls.AnyOutcome | None:
         parent = self._head.ref()
         if self._failed:
-            reason = self._failed
-            self._drop_gradient()
             raise UserError(
-                f"no step was taken: a forward_backward since the last one failed ({reason}); its gradient is dropped"
+                f"no step was taken: a forward_backward since the last one failed ({self._failed}); its gradient is"
+                " dropped"
             )
         await self._places.come(self._guest)
         due = self._trainee.uncommitted + 1 >= self._world.settings.client_commit_every
@@ -335,9 +331,13 @@ class ClientModel:
             self._futures.tell(*told, len(content))
         await self._head.leave(before)
 
-    def _drop_gradient(self) -> None:
-        self._failed = ""
-        self._trainee.drop_gradient()
+    def _failed_at(self, call: calls.AnyCall, outcome: calls.Failed) -> None:
+        """What becomes of the gradient, now as in a replay."""
+        if _adds(call):
+            self._failed = outcome.error
+        elif isinstance(call, calls.Step):
+            self._failed = ""
+            self._trainee.drop_gradient()
 
 
 def _forward(call: calls.Compute) -> Forward:

@@ -16,7 +16,6 @@ from functools import partial
 from rookery import wire
 from rookery.controller.fleet import Worker
 from rookery.controller.training import Training, TrainingFailed
-from rookery.errors import Unavailable
 
 
 @dataclass(frozen=True)
@@ -203,7 +202,7 @@ class Trainee:
 
         try:
             done = await self._training.retrying(self._policy, self._model, attempt)
-        except (TrainingFailed, Unavailable):
+        except BaseException:
             del self._log[known:]
             raise
         return done[-len(entries) :]
