@@ -18,7 +18,7 @@ from peers import ADAPTER, Service, eventually
 from rookery import wire
 from rookery.controller import calls
 from rookery.controller.futures import Waiting
-from rookery.errors import RookeryError, StorageFull, Unavailable, UserError
+from rookery.errors import NotFound, RookeryError, StorageFull, Unavailable, UserError
 
 FULL = StorageFull("the database's disk is full; free some space, nothing was half-written")
 AWAY = Unavailable("the database does not answer")
@@ -258,3 +258,14 @@ async def without_room(worker: AddingWorker, op: Any) -> wire.Done | None:
         return None
     staging.full = FULL
     return wire.Done(epoch=0, op=op.op, error="PUT: the service's disk is full", category="lost")
+
+
+# --- what is in memory ------------------------------------------------------------------------------------------------
+
+
+async def test_a_model_that_there_is_not_leaves_nothing_in_memory(service: Service) -> None:
+    visitor = await Client(service).begin()
+    for number in range(3):
+        with pytest.raises(NotFound):
+            await visitor.sessions.call("alice", f"{visitor.session}:train:{number + 1}", 1, forward([1, 2, 3]))
+    assert not visitor.sessions._loading

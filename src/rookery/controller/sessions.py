@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 from rookery.controller import calls
 from rookery.controller.checkpoints import checkpoint
@@ -46,7 +47,8 @@ class Sessions:
         self._feeds = Feeds(self._futures, world.database, world.ledger, world.clock)
         self._places = Places(world.fleet, world.settings, world.clock)
         self._models: dict[str, ClientModel] = {}
-        self._loading: dict[str, asyncio.Lock] = {}
+        self._loading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Each as long as somebody holds it or waits for it."""
         self._known: dict[str, SessionRow] = {}
         self._seen: dict[str, float] = {}
         self.samplers = Samplers(world, self._futures)
@@ -252,7 +254,6 @@ class Sessions:
                     model = ClientModel(self._world, self._futures, self._places, row, policy)
                     await model.load()
                     self._models[id] = model
-            self._loading.pop(id, None)
         if model.row.tenant != tenant:
             raise NotFound(f"no model {id}")
         return model
