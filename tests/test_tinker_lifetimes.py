@@ -225,6 +225,29 @@ async def test_steps_that_are_not_durable_say_so_and_are_replayed(tmp_path: Path
     assert len(set(ends)) == 1
 
 
+async def test_a_sample_waits_for_the_worker_that_has_it(tmp_path: Path) -> None:
+    """After a crash another worker may dial in first; what the one that comes later has sampled is not sampled anew."""
+    service = Service(tmp_path, client_poll_seconds=0.05, return_seconds=6.0)
+    await service.start()
+    holder = await join(service)
+    visitor = await Client(service).begin()
+    holder.generating.clear()
+    request = await visitor.sample(await visitor.sampler(None), 0)
+    await eventually(lambda: bool(holder.generates))
+    await service.crash()
+    await service.start()
+    empty = AddingWorker(service.controller.serve_worker, service.controller.tickets, "empty")
+    service.peers.append(empty)
+    await empty.join()
+    await eventually(lambda: service.controller.world.rollouts.waiting() == 1)
+    again = AddingWorker(service.controller.serve_worker, service.controller.tickets, "worker")
+    service.peers.append(again)
+    await again.join(running=[name.request for name in holder.generates])
+    assert isinstance(await visitor.outcome(request), calls.Answered)
+    assert not empty.generates and len(again.generates) == 1
+    await service.close()
+
+
 async def test_a_damaged_head_is_named_and_another_state_can_be_loaded(service: Service) -> None:
     visitor = await Client(service).begin()
     await visitor.gradient()

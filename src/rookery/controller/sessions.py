@@ -67,6 +67,7 @@ class Sessions:
                 assert isinstance(call, calls.Sample)
                 sampler = await world.ledger(world.database.get_sampler, row.tenant, call.sampler)
                 self._provide(sampler.base_model)
+                world.rollouts.expect_claims()
                 self.samplers.begin(future, call, sampler)
 
     async def stop(self) -> None:
