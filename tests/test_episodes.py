@@ -397,6 +397,80 @@ async def test_after_a_restart_a_host_that_stays_away_is_given_up(tmp_path: Path
     await service.close()
 
 
+async def test_an_episode_that_ends_while_its_host_is_away_is_closed_when_it_is_back(service: Service) -> None:
+    await service.worker().join()
+    host = await service.host(script=steps(lambda message: HANG)).join()
+    job = await run(service)
+    await eventually(lambda: len([turn for _, turn in host.executed if turn == 0]) >= 4)
+    left = set(host.episodes)
+    await host.leave()
+    await service.controller.cancel("alice", job)
+    await host.join()
+    await eventually(lambda: not host.episodes)
+    assert sorted(host.closed) == sorted(left), "each once"
+
+
+async def test_a_host_that_comes_back_lets_go_of_what_is_replayed_elsewhere(service: Service) -> None:
+    """While the job goes on: only of that."""
+    job, first, second = await lose_host(service, True)
+    left = set(first.episodes)
+    await eventually(lambda: left <= set(second.episodes) | set(second.closed))
+    first.script = None
+    await first.join()
+    await eventually(lambda: left <= set(first.closed))
+    view = await service.ends(job)
+    assert view.counters.get("episodes_failed", 0) == 0
+    await eventually(lambda: not first.episodes and not second.episodes)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+async def test_a_rested_jobs_episodes_outlive_a_restart_until_the_job_ends(tmp_path: Path, wanted: bool) -> None:
+    service = Service(tmp_path)
+    await service.start()
+    await service.worker().join()
+    host = await service.host(turns=2, script=steps(lambda message: HANG if message.turn else None)).join()
+    job = await run(service, stop__steps=1)
+    await eventually(lambda: len([turn for _, turn in host.executed if turn == 1]) >= 4)
+    left = set(host.episodes)
+    await service.controller.pause("alice", job)
+    await service.crash()
+    await service.start()
+    await service.reconnect(host).join()
+    if wanted:
+        host.script = None
+        await service.worker().join()
+        await service.controller.resume("alice", job)
+        view = await service.ends(job)
+        assert view.counters.get("episodes_failed", 0) == 0
+        assert all(host.executed[(episode, 0)] == 1 for episode in left), "they were gone on with"
+    else:
+        assert not host.closed
+        await service.controller.cancel("alice", job)
+    await eventually(lambda: not host.episodes)
+    assert left <= set(host.closed)
+    await service.close()
+
+
+async def test_episodes_of_a_job_that_ended_before_a_restart_are_closed(tmp_path: Path) -> None:
+    """And only those."""
+    service = Service(tmp_path)
+    await service.start()
+    await service.worker().join()
+    host = await service.host(script=steps(lambda message: HANG)).join()
+    ended, other = await run(service), await run(service)
+    await eventually(lambda: len([turn for _, turn in host.executed if turn == 0]) >= 8)
+    left = {episode for episode in host.episodes if episode.startswith(f"{ended}-")}
+    await service.controller.pause("alice", other)
+    await host.leave()
+    await service.controller.cancel("alice", ended)
+    await service.crash()
+    await service.start()
+    await service.reconnect(host).join()
+    await eventually(lambda: left <= set(host.closed))
+    assert host.episodes and all(episode.startswith(f"{other}-") for episode in host.episodes)
+    await service.close()
+
+
 # --- the real host ----------------------------------------------------------------------------------------------------
 
 

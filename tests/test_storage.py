@@ -122,9 +122,11 @@ def test_a_finished_job_stays_finished(database: Database) -> None:
     database.set_job_state("job", "paused", "asked to", 6.0)
     assert database.set_job_state("job", "running", "", 7.0).started == 5.0
     assert [job.id for job in database.all_unfinished_jobs()] == ["job"]
+    assert database.unfinished_job_ids() == {"job"}
     done = database.set_job_state("job", "failed", "the environment is broken", 8.0, error="ValueError: \x00\ud800")
     assert (done.finished, done.reason) == (8.0, "the environment is broken")
     assert database.all_unfinished_jobs() == []
+    assert database.unfinished_job_ids() == set()
     for state in ("running", "cancelled", "completed"):
         with pytest.raises(Conflict, match="failed already"):
             database.set_job_state("job", state, "", 9.0)

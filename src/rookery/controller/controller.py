@@ -87,7 +87,7 @@ class Controller(Looking):
             rollouts=rollouts,
             training=training,
             seeding=parts.seeding(fleet, rollouts, training, settings, clock),
-            hosts=Hosts(settings, clock, ids, authenticate),
+            hosts=Hosts(settings, clock, ids, authenticate, partial(ledger, database.unfinished_job_ids)),
             billing=Billing(fleet, rollouts, training, settings, clock, ledger, database),
             chat=chat,
             check_environment=check_environment,

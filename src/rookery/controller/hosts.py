@@ -3,6 +3,8 @@
 * A host is known by its ``instance``, drawn once per process. When its connection breaks, its episodes wait for the
   same instance; its outstanding calls are sent again, and a host answers a call that it has already carried out from
   memory, so nothing happens twice in an environment. A job that rests keeps its episodes there until it ends.
+* An episode that is closed while its host is away is closed there when the host comes back, also to another process of
+  the service: a host says which episodes it still has, and hears which of them nobody will go on with.
 * :class:`HostLost` is raised to an episode whose instance does not come back in time, at once when another host offers
   the environment and either the environment is deterministic (the episode can be replayed there) or that host is the
   successor of the lost one.
@@ -14,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +64,7 @@ class Host:
     connected: bool = True
     left: float = 0.0
     episodes: set[str] = field(default_factory=set)
+    """Those that may be gone on with there; the host may still have others, which it hears of when it is back."""
     calls: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
     """Calls without an answer; None is answered for a connection that ended."""
     outbox: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
@@ -86,12 +89,15 @@ class Hosts:
         clock: Clock,
         ids: Ids,
         authenticate: Callable[[str], Awaitable[str | None]],
+        unfinished: Callable[[], Awaitable[Collection[str]]],
     ) -> None:
-        """``authenticate(token)`` answers the tenant, :data:`SERVICE` for the service's own token, None for neither."""
+        """``authenticate(token)`` answers the tenant, :data:`SERVICE` for the service's own token, None for neither;
+        ``unfinished()`` the jobs that have not ended, those that rest included."""
         self._settings = settings
         self._clock = clock
         self._ids = ids
         self._authenticate = authenticate
+        self._unfinished = unfinished
         self._hosts: dict[str, Host] = {}
         self._epoch = int(clock.time() * 1000)
         self._change = asyncio.Condition()
@@ -141,27 +147,40 @@ class Hosts:
             await link.send(wire.encode(wire.Refused(reason=reason)))
             return None
         assert isinstance(hello, wire.HostHello)
+        wanted = await self._wanted(hello)
         known = self._hosts.get(hello.instance)
         if known is not None and known.owner != owner:
             await link.send(wire.encode(wire.Refused(reason="this instance name is taken")))
             return None
         self._epoch += 1
         now = self._clock.monotonic()
-        welcome = wire.HostWelcome(epoch=self._epoch, heartbeat_seconds=self._settings.heartbeat_seconds)
-        await link.send(wire.encode(welcome))
         if known is None:
-            known = Host(owner, hello, self._epoch, link, joined=now, last_beat=now)
+            known = Host(owner, hello, self._epoch, link, joined=now, last_beat=now, episodes=wanted)
             self._hosts[hello.instance] = known
         else:
             known.hello, known.epoch, known.link, known.last_beat = hello, self._epoch, link, now
             known.outbox = asyncio.Queue()
             known.interrupt()
         known.connected = True
+        welcome = wire.HostWelcome(epoch=self._epoch, heartbeat_seconds=self._settings.heartbeat_seconds)
+        known.outbox.put_nowait(wire.encode(welcome))
+        for episode in hello.episodes:
+            if episode not in known.episodes:
+                self.close_episode(known, episode)
         offered = ", ".join(offer.name for offer in hello.environments)
         log.info("environment host %s offers %s", hello.instance, offered, extra={"tenant": owner})
         async with self._change:
             self._change.notify_all()
         return known
+
+    async def _wanted(self, hello: wire.HostHello) -> set[str]:
+        """Of the episodes that a host brings along from before this process, those that may be gone on with: their
+        jobs have not ended. Nothing is awaited from this answer until the host is known, so that a job which ends
+        finds them there."""
+        if not hello.episodes or hello.instance in self._hosts:
+            return set()
+        unfinished = set(await self._unfinished())
+        return {name for name in hello.episodes if name.rsplit("-", 2)[0] in unfinished}  # JOB-GROUP-MEMBER
 
     async def _check(self, hello: Any) -> tuple[str | None, str]:
         if not isinstance(hello, wire.HostHello):

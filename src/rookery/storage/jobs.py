@@ -98,6 +98,12 @@ class Jobs(Store):
             ).all()
         return [JobRow(**row._mapping) for row in rows]
 
+    def unfinished_job_ids(self) -> set[str]:
+        """Of every tenant: whose episodes an environment host may still be asked for."""
+        table = schema.jobs
+        with self._reading() as connection:
+            return set(connection.execute(select(table.c.id).where(table.c.finished.is_(None))).scalars())
+
     def set_job_state(self, job: str, state: JobState, reason: str, time: float, error: str = "") -> JobRow:
         """The job afterwards; an event says so, too. ``started`` is set the first time it runs. Raises
         :class:`Conflict` if it is finished."""
