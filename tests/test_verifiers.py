@@ -5,12 +5,22 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rookery.environments import math_judge
+from rookery.environments.math_judge import MathJudge
 from rookery.environments.verifiers import VERIFIERS, Exact, Json, Number, Regex
 from rookery.errors import UserError
 
@@ -119,7 +129,12 @@ def test_json() -> None:
     assert nested.judge('{"a": {"b": [1, null]}}', {})[0] == 1
 
 
-@pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="the math extra is not installed")
+needs_math = pytest.mark.skipif(
+    importlib.util.find_spec("math_verify") is None, reason="the math extra is not installed"
+)
+
+
+@needs_math
 def test_math() -> None:
     verifier = VERIFIERS["math"].model_validate({})
     assert verifier.judge("I think it is 0.5", {"answer": r"\frac{1}{2}"})[0] == 1
@@ -128,6 +143,83 @@ def test_math() -> None:
     # Its exact value is out of reach for any machine; the judge gives up and the next reply is judged again.
     assert verifier.judge("$9^{9^{9^9}}$", {"answer": 2}) == (0, {"right": 0, "unjudged": 1})
     assert verifier.judge("2", {"answer": 2})[0] == 1
+
+
+RUNS_AWAY = "$9^{9^{9^9}}$"
+
+
+def children(of: int) -> set[int]:
+    """Processes that ``of`` started and has not heard the end of."""
+    return {int(pid) for tasks in Path(f"/proc/{of}/task").glob("*/children") for pid in tasks.read_text().split()}
+
+
+@pytest.fixture
+def ours() -> Callable[[], set[int]]:
+    """The child processes that the test has now."""
+    before = children(os.getpid())
+    return lambda: children(os.getpid()) - before
+
+
+@needs_math
+def test_replies_that_run_away_delay_no_other_and_cost_no_import(ours: Callable[[], set[int]]) -> None:
+    judge = MathJudge()
+    with ThreadPoolExecutor() as threads:
+        late = threads.submit(judge.same, RUNS_AWAY, "2")
+        while not ours():
+            time.sleep(0.01)
+        assert judge.same("2", "2") is True
+        assert not late.done(), "the honest reply waited for the other"
+        before = ours()
+        assert late.result() is None
+        many = threads.map(judge.same, ["1", "2", "3", "4"], ["1", "1", "3", "3"])
+        assert list(many) == [True, False, True, False]
+        assert before <= ours() and len(ours()) <= math_judge.SIDE_BY_SIDE
+
+
+@needs_math
+def test_a_judge_that_nobody_asks_keeps_no_process(
+    ours: Callable[[], set[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And is asked again without a reply being lost, whenever that is."""
+    monkeypatch.setattr(math_judge, "IDLE_SECONDS", 0.05)
+    judge = MathJudge()
+    for wait in (0.0, 0.04, 0.05, 0.06):
+        assert judge.same("2", "2") is True
+        time.sleep(wait)
+    while ours():
+        time.sleep(0.01)
+    with pytest.raises(ValueError, match="no expression in the answer"):
+        judge.same("2", "")
+
+
+@needs_math
+@pytest.mark.parametrize("end", ["sys.exit()", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_no_process_outlives_the_one_that_asked(end: str) -> None:
+    """Not even with a judgement under way."""
+    program = f"""
+import os, signal, sys, threading, time
+from rookery.environments.math_judge import MathJudge
+judge = MathJudge()
+judge.same("2", "2")
+threading.Thread(target=judge.same, args=({RUNS_AWAY!r}, "2"), daemon=True).start()
+print(os.getpid(), flush=True)
+sys.stdin.readline()
+{end}
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdin is not None
+        (child,) = children(int(process.stdout.readline()))
+        (forked,) = children(child)
+        process.stdin.write("\n")
+    while any(map(_runs, (child, forked))):
+        time.sleep(0.01)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_math_without_the_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
