@@ -67,7 +67,8 @@ MUTATIONS = [
     ),
     _one(
         "commit what is not durable yet", Training, "uploading",
-        "manifest = await self._ledger(self._publish, staging)", "manifest = done.manifest", "durable", "raises",
+        "manifest = await self._ledger(self._publish, message.policy, upload)", "manifest = done.manifest", "durable",
+        "raises",
     ),
     _one(
         "trust what an upload is said to be", Training, "uploading", "manifest.hash != done.manifest.hash", "False",

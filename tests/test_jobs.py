@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from peers import (
     CONFIG,
     HANG,
     MODEL,
+    PATIENCE,
     ScriptedWorker,
     Service,
     eventually,
@@ -23,9 +25,10 @@ from peers import (
     settle,
 )
 from rookery import wire
-from rookery.errors import Conflict, NotFound, RookeryError, Unavailable, UserError
+from rookery.errors import Conflict, NotFound, RookeryError, StorageFull, Unavailable, UserError
 from rookery.spec import SpecError
 from rookery.storage import schema
+from rookery.storage.artifacts import Staging
 from rookery.storage.rows import JobRow, JobState
 
 
@@ -571,6 +574,100 @@ async def test_retention_keeps_the_last_and_the_best(service: Service) -> None:
     assert (await service.controller.adapter("alice", job, "main", None)).hash == versions[7].hash
     with pytest.raises(NotFound, match=r"version 3 .* is not kept any more"):
         await service.controller.adapter("alice", job, "main", 3)
+
+
+# --- uploads that no version names ------------------------------------------------------------------------------------
+
+
+def uploads(service: Service) -> tuple[set[str], int, int]:
+    """What lies in the artifact store, how much of it is half-written, how much is about to be named."""
+    staged = len(list((service.folder / "artifacts" / ".staging").iterdir()))
+    return service.artifacts.hashes(), staged, sum(service.controller.world.training.unnamed.values())
+
+
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("trouble", [StorageFull("no room"), Unavailable("went away")])
+@pytest.mark.parametrize("where", ["before", "during", "after"])
+async def test_a_commit_that_fails_leaves_no_artifact_behind(
+    service: Service, monkeypatch: pytest.MonkeyPatch, step: int, trouble: RookeryError, where: str
+) -> None:
+    """The artifact is not written whole, its version is not committed, or it is and nobody hears of it."""
+    commit, publish, failures = service.database.commit_step, Staging.commit, [trouble]
+
+    def committing(**values: Any) -> Any:
+        if where != "before" and values["step"] == step and failures:
+            if where == "after":
+                commit(**values)
+            raise failures.pop()
+        return commit(**values)
+
+    def publishing(staging: Staging) -> wire.Manifest:
+        if where == "before" and len(service.artifacts.hashes()) == step and failures:
+            raise failures.pop()
+        return publish(staging)
+
+    monkeypatch.setattr(service.database, "commit_step", committing)
+    monkeypatch.setattr(Staging, "commit", publishing)
+    await service.worker().join()
+    await service.host().join()
+    job = await run(service, stop__steps=4, checkpoints={"keep_last": 9})
+    await service.ends(job, "paused")
+    assert uploads(service) == ({version.hash for version in service.check_history(job)}, 0, 0)
+    assert len(service.check_history(job)) == step + (where == "after")
+    await eventually(lambda: job not in service.controller._running)
+    await service.controller.resume("alice", job)
+    await service.ends(job)
+    versions = service.check_history(job)
+    assert uploads(service) == ({version.hash for version in versions}, 0, 0)
+    assert len(versions) == 5
+
+
+async def test_an_artifact_of_which_nobody_can_tell_whether_it_is_named_stays(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def away(*arguments: Any, **values: Any) -> Any:
+        raise Unavailable("the server went away")
+
+    monkeypatch.setattr(service.database, "commit_step", away)
+    monkeypatch.setattr(service.database, "names", away)
+    await service.worker().join()
+    await service.host().join()
+    job = await run(service)
+    await service.ends(job, "paused")
+    here, staged, unnamed = uploads(service)
+    assert (len(here), staged, unnamed) == (1, 0, 0)
+    assert f"artifact {here.pop()} of " in caplog.text
+
+
+@pytest.mark.parametrize("where", ["open", "publish", "commit"])
+async def test_a_job_cancelled_around_its_commit_leaves_no_artifact_behind(
+    service: Service, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The call under way is carried out all the same, after the job's task was told to end."""
+    reached, go_on = threading.Event(), threading.Event()
+    owner: Any = {"open": service.artifacts, "publish": Staging, "commit": service.database}[where]
+    name = {"open": "begin", "publish": "commit", "commit": "commit_step"}[where]
+    carried_out = getattr(owner, name)
+
+    def slow(*arguments: Any, **values: Any) -> Any:
+        if service.artifacts.hashes() or where == "publish":
+            reached.set()
+            go_on.wait(PATIENCE)
+        return carried_out(*arguments, **values)
+
+    await service.worker().join()
+    await service.host().join()
+    monkeypatch.setattr(owner, name, slow)
+    job = await run(service)
+    await eventually(reached.is_set)
+    ending = service.controller._running[job].task
+    ending.cancel()
+    await settle()
+    go_on.set()
+    await asyncio.wait([ending])
+    versions = service.check_history(job)
+    assert uploads(service) == ({version.hash for version in versions}, 0, 0)
+    assert len(versions) == (0 if where == "publish" else 1)
 
 
 # --- in and out -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import math
 import random
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -375,6 +376,25 @@ def test_of_many_committers_one_wins(database: Database) -> None:
     in_threads(6, lambda i: won.append(commit(database, lease, 0, [group], i + 1)))
     assert won == [1]
     assert [v.version for v in database.versions("alice", "job-main")] == [0, 1]
+
+
+def test_whether_an_artifact_is_named_is_told_after_the_commit_under_way(database: Database, url: str) -> None:
+    """That commit is one whose connection broke: the server may still carry it out."""
+    submit(database)
+    commit(database, database.next_lease("job-main"), None, [], 0)
+    digest, other = manifest("job-0").hash, manifest("job-1").hash
+    assert database.names("job-main", digest)
+    assert not database.names("job-main", other)
+    told: list[bool] = []
+    asking = threading.Thread(target=lambda: told.append(database.names("job-main", other)))
+    with connected(url) as under_way:
+        under_way.execute(update(schema.policies).values(head_version=1))
+        asking.start()
+        asking.join(0.2)
+        assert not told
+        under_way.execute(update(schema.versions).values(hash=other))
+    asking.join()
+    assert told == [True]
 
 
 def test_retiring_versions_and_evaluating_them(database: Database) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 from rookery import wire
 from rookery.controller.refs import adapter_ref
@@ -96,9 +97,9 @@ class Head:
         :meth:`leave` may let go."""
         world = self._world
         before = self._row.version if self._row is not None else None
-
-        def commit() -> VersionRow:
-            row = world.database.commit_model(
+        async with world.training.naming(self._policy.id, manifest.hash) if uploaded else nullcontext():
+            self._row = await world.ledger(
+                world.database.commit_model,
                 model=self._model.id,
                 policy=self._policy.id,
                 lease=lease,
@@ -110,11 +111,7 @@ class Head:
                 done_seq=done,
                 outcome=outcome,
             )
-            if uploaded:
-                world.training.named_now(manifest.hash)
-            return row
-
-        self._row, self._corrupt = await world.ledger(commit), ""
+        self._corrupt = ""
         return before
 
     async def leave(self, version: int | None) -> None:

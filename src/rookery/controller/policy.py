@@ -110,9 +110,9 @@ class Policy:
         parent = self.head.version if self.head is not None else None
         job = self.row.job
         assert job is not None
-
-        def commit() -> VersionRow:
-            row = world.database.commit_step(
+        async with world.training.naming(self.row.id, manifest.hash):
+            row = await world.ledger(
+                world.database.commit_step,
                 job=job,
                 policy=self.row.id,
                 lease=lease,
@@ -125,10 +125,6 @@ class Policy:
                 metrics=metrics,
                 time=world.clock.time(),
             )
-            world.training.named_now(manifest.hash)
-            return row
-
-        row = await world.ledger(commit)
         self._versions[row.version] = row
         self.head = row
         return self.ref(row.version)

@@ -77,9 +77,9 @@ class Trainee:
                 worker, lambda upload: make(self._training.new_op(), upload, readable)
             )
 
+        await self.renew()  # before: what is brought is named without waiting for anything else
         done = await self._training.retrying(self._policy, self._model, attempt)
         assert done.manifest is not None
-        await self.renew()
         return done.manifest
 
     async def renew(self) -> None:

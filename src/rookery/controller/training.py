@@ -3,6 +3,7 @@
 * A policy trains on one worker at a time; when that is lost, or holds something else than an operation names, the next
   attempt is another's.
 * What a worker uploaded is durable, and what it said it is, before anybody hears of it.
+* What was uploaded and no version came to name goes again, however its step ended.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ from rookery.controller.fleet import Fleet, Worker
 from rookery.controller.leases import Leases
 from rookery.controller.ports import Clock, Ids, Ledger
 from rookery.controller.tickets import Tickets
-from rookery.errors import Conflict, RookeryError, Unavailable
+from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable
 from rookery.scheduling.routing import crowded, lease
 from rookery.settings import Settings
 from rookery.storage.artifacts import Staging
@@ -60,6 +61,16 @@ class _Work:
         return self._before + (now - self._since if self.operations else 0.0)
 
 
+@dataclass
+class _Upload:
+    """An artifact on its way in. Only the ledger writes to it, so that it is right also for who stopped waiting."""
+
+    ticket: str = ""
+    staging: Staging | None = None
+    brought: tuple[str, str] | None = None
+    """The policy and the artifact's hash, once that is durable."""
+
+
 class Training:
     """Sends operations to training workers and matches their answers."""
 
@@ -84,6 +95,7 @@ class Training:
         self.unnamed: Counter[str] = Counter()
         """Artifacts that are durable and that a version is about to name. Equal content is one artifact, so retention
         must not delete one that another job just brought."""
+        self._on_stray: list[Callable[[str, str], None]] = []
         self.retries = 0
         fleet.handle(wire.Done, self._answered)
         fleet.on_state(self._seen)
@@ -97,6 +109,11 @@ class Training:
     def on_operation(self, callback: Callable[[Worker, Operation, wire.Done | None], None]) -> None:
         """Called when a worker was given an operation, without an answer, and again with its answer if that is good."""
         self._on_operation.append(callback)
+
+    def on_stray(self, callback: Callable[[str, str], None]) -> None:
+        """Called in the ledger with a policy and an artifact that was brought for it, when no version came to name that
+        as far as is known."""
+        self._on_stray.append(callback)
 
     def under_way(self, worker: Worker) -> int:
         """Operations that it was given and that are not over."""
@@ -212,38 +229,71 @@ class Training:
     async def uploading(self, worker: Worker, make: Callable[[str], wire.OptimStep | wire.InitAdapter]) -> wire.Done:
         """Call an operation that uploads an artifact; it is durable, and what the worker said it is, on return. Raises
         :class:`~rookery.errors.StorageFull` where the upload found no room."""
-        ticket = await self._ledger(self._tickets.upload)
+        upload = _Upload()
         try:
-            done = await self.call(worker, make(ticket))
+            await self._ledger(self._open, upload)
+            message = make(upload.ticket)
+            done = await self.call(worker, message)
+            self._tickets.collect(upload.ticket)
+            try:
+                manifest = await self._ledger(self._publish, message.policy, upload)
+            except Conflict:
+                raise _TryElsewhere(f"worker {worker.name} uploaded nothing") from None
+            if done.manifest is None or manifest.hash != done.manifest.hash:
+                raise _TryElsewhere(f"worker {worker.name} uploaded other bytes than it said")
         except BaseException as error:
-            staging = self._tickets.collect(ticket)
-            if staging is not None:
-                await asyncio.shield(self._ledger(staging.abandon))
-                if staging.full is not None and isinstance(error, TrainingFailed | _TryElsewhere):
-                    raise staging.full from None  # no fault of the worker's
+            full = await self._ledger(self._give_up, upload)  # it is carried out, whatever ends this wait
+            if full is not None and isinstance(error, TrainingFailed | _TryElsewhere):
+                raise full from None  # no fault of the worker's
             raise
-        staging = self._tickets.collect(ticket)
-        assert staging is not None
-        try:
-            manifest = await self._ledger(self._publish, staging)
-        except Conflict:
-            raise _TryElsewhere(f"worker {worker.name} uploaded nothing") from None
-        if done.manifest is None or manifest.hash != done.manifest.hash:
-            await self._ledger(self.named_now, manifest.hash)
-            raise _TryElsewhere(f"worker {worker.name} uploaded other bytes than it said")
         return msgspec.structs.replace(done, manifest=manifest)
 
-    def _publish(self, staging: Staging) -> wire.Manifest:
-        """Runs in the ledger, as do its end and retention: nothing comes between its two lines."""
-        manifest = staging.commit()
+    @asynccontextmanager
+    async def naming(self, policy: str, digest: str) -> AsyncIterator[None]:
+        """Within, a version of ``policy`` comes to name what :meth:`uploading` brought. Nothing may be awaited between
+        the two, or a cancellation there would leave it for ever."""
+        try:
+            yield
+        except BaseException:  # also of a commit that went through, and nobody heard of it
+            await self._ledger(self._drop, policy, digest)
+            raise
+        await self._ledger(self._settle, digest)
+
+    # --- in the ledger: nothing comes between the lines of these ------------------------------------------------------
+
+    def _open(self, upload: _Upload) -> None:
+        upload.ticket = self._tickets.upload()
+        upload.staging = self._tickets.staging(upload.ticket)
+
+    def _publish(self, policy: str, upload: _Upload) -> wire.Manifest:
+        assert upload.staging is not None
+        manifest = upload.staging.commit()
         self.unnamed[manifest.hash] += 1
+        upload.brought = (policy, manifest.hash)
         return manifest
 
-    def named_now(self, digest: str) -> None:
-        """A version names the artifact, or none ever will. Runs in the ledger."""
+    def _give_up(self, upload: _Upload) -> StorageFull | None:
+        """Nothing stays of it. Answers whether it met a full disk."""
+        if upload.staging is None:
+            return None
+        self._tickets.collect(upload.ticket)
+        upload.staging.abandon()
+        if upload.brought is not None:
+            self._drop(*upload.brought)
+        return upload.staging.full
+
+    def _drop(self, policy: str, digest: str) -> None:
+        self._settle(digest)
+        for told in self._on_stray:
+            told(policy, digest)
+
+    def _settle(self, digest: str) -> None:
+        """It is not about to be named any more."""
         self.unnamed[digest] -= 1
         if not self.unnamed[digest]:
             del self.unnamed[digest]
+
+    # --- its worker ---------------------------------------------------------------------------------------------------
 
     def release(self, policy: str) -> None:
         self._leases.pop(policy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -16,10 +17,13 @@ from rookery.controller.ports import Clock, Ids, Ledger
 from rookery.controller.rollouts import Rollouts
 from rookery.controller.seeding import Seeding
 from rookery.controller.training import Training
+from rookery.errors import StorageFull, Unavailable
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.database import Database
 from rookery.text.chat import Chat
+
+log = logging.getLogger("rookery.controller.world")
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,9 @@ class World:
     left: set[str] = field(default_factory=set)
     """… and those among them that nothing names any more: they go with the last reader."""
 
+    def __post_init__(self) -> None:
+        self.training.on_stray(self._stray)
+
     @asynccontextmanager
     async def reading(self, ref: wire.AdapterRef | None) -> AsyncIterator[None]:
         """The artifact stays within, whatever is let go meanwhile: a request may have to move to who must pull it."""
@@ -72,17 +79,31 @@ class World:
 
         def both() -> str | None:
             digest = call(*arguments)
-            if digest is None or digest in self.training.unnamed:
-                return None
-            self.left.add(digest)  # before the look: whoever reads now finds it there afterwards
-            if digest in self.read:
-                return None
-            self.left.discard(digest)
-            self.artifacts.delete(digest)
-            return digest
+            return digest if digest is not None and self._delete(digest) else None
 
         if (gone := await self.ledger(both)) is not None:
             self.forget_artifacts([gone])
+
+    def _delete(self, digest: str) -> bool:
+        """Runs in the ledger: nothing names the artifact. It goes, unless it is about to be named or is read."""
+        if digest in self.training.unnamed:
+            return False
+        self.left.add(digest)  # before the look: whoever reads now finds it there afterwards
+        if digest in self.read:
+            return False
+        self.left.discard(digest)
+        self.artifacts.delete(digest)
+        return True
+
+    def _stray(self, policy: str, digest: str) -> None:
+        """Runs in the ledger: the artifact was brought for ``policy`` and, as far as its job knows, never named. Where
+        that cannot be found out, it is left to the next start."""
+        try:
+            if not self.database.names(policy, digest):
+                self._delete(digest)
+        except (StorageFull, Unavailable, OSError) as trouble:  # what ended the step is what its owner shall read
+            log.warning("artifact %s of %s stays until the next start: %s", digest, policy, trouble,
+                        extra={"policy": policy})  # fmt: skip
 
     def forget_artifacts(self, hashes: Sequence[str]) -> None:
         """Tell every worker that these will not be named again."""

@@ -104,6 +104,13 @@ class Versions(Store):
             connection.execute(update(_jobs).filter_by(id=owner.job).values(step=ancestor.step))
         return VersionRow(**ancestor._mapping)
 
+    def names(self, policy: str, digest: str) -> bool:
+        """Whether anything names the artifact. A commit to ``policy`` of which nobody heard the outcome is over by
+        then: it holds the policy's row, which this waits for."""
+        with self._writing() as connection:
+            connection.execute(select(_policies.c.id).where(_policies.c.id == policy).with_for_update())
+            return is_live(connection, digest)
+
     def live_hashes(self) -> set[str]:
         """Hashes of every artifact that must be kept: of versions, named checkpoints, samplers and uploads. All others
         are leftovers of a crash between writing an artifact and committing it."""

@@ -20,8 +20,8 @@ from rookery.storage.database import Database
 
 T = TypeVar("T")
 
-COMMIT = "Policy.commit"
-"""The call that makes a version, by its qualified name."""
+COMMIT = Database.commit_step.__name__
+"""The call that makes a version."""
 
 
 class Dead(Exception):
@@ -121,4 +121,4 @@ def _is_database(call: Callable[[], Any]) -> bool:
 
 def _is_commit(call: Callable[[], Any]) -> bool:
     inner = call.func if isinstance(call, partial) else call
-    return getattr(inner, "__qualname__", "").startswith(COMMIT)
+    return getattr(inner, "__name__", "") == COMMIT
