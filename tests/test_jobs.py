@@ -576,6 +576,24 @@ async def test_retention_keeps_the_last_and_the_best(service: Service) -> None:
         await service.controller.adapter("alice", job, "main", 3)
 
 
+async def test_without_evaluations_the_version_that_earned_the_best_reward_is_kept(service: Service) -> None:
+    """Not the one that was made of it."""
+    worker = await service.worker().join()
+
+    def script(message: Any) -> Any:
+        if isinstance(message, wire.StepEpisode):
+            version = sum(isinstance(operation, wire.OptimStep) for operation in worker.operations)
+            return {"reward": {2: 10.0}.get(version, version / 100), "done": True}
+        return None
+
+    await service.host(script=script).join()
+    job = await run(service, stop__steps=7, checkpoints={"keep_last": 1})
+    await service.ends(job)
+    versions = service.check_history(job)
+    assert [version.metrics.get("reward") for version in versions[2:5]] == [0.01, 10.0, 0.03]
+    assert [version.version for version in versions if version.kept] == [2, 7]
+
+
 # --- uploads that no version names ------------------------------------------------------------------------------------
 
 

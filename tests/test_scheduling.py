@@ -202,6 +202,25 @@ def test_the_verdict_is_that_of_the_window(ends: list[str], window: int, share: 
 scores = st.one_of(st.none(), st.floats(-1, 1))
 
 
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=30), st.integers(1, 5))
+def test_the_version_that_earned_the_best_reward_stays_until_a_better_one(means: list[float], keep_last: int) -> None:
+    """Version v samples a mean of ``means[v]``, which is first known when version v + 1 was made of it."""
+    kept: list[int] = []
+    for newest in range(len(means)):
+        kept.append(newest)
+        rewards = retention.earned([(None, None), *((v - 1, means[v - 1]) for v in range(1, newest + 1))])
+        candidates = [retention.Candidate(version, rewards.get(version)) for version in kept]
+        going = retention.retire(candidates, keep_last=keep_last, keep_best=True)
+        kept = [version for version in kept if version not in going]
+        if newest:
+            assert max(means[version] for version in kept if version < newest) == max(means[:newest])
+
+
+def test_a_version_is_judged_by_what_it_sampled_also_after_a_lost_one() -> None:
+    """Version 2 was made of version 1's episodes and lost; version 3 was trained from version 1 again."""
+    assert retention.earned([(None, None), (0, 0.1), (1, 0.9), (1, 0.8), (3, 0.2)]) == {0: 0.1, 1: 0.8, 3: 0.2}
+
+
 @given(
     st.dictionaries(st.integers(0, 30), scores, min_size=1),
     st.integers(1, 5),

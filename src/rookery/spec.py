@@ -269,7 +269,8 @@ class EvaluationSpec(Part):
 class CheckpointSpec(Part):
     keep_last: int = Field(3, ge=1)
     keep_best: bool = True
-    """The version with the best evaluation (training reward where there is none) outlives ``keep_last``."""
+    """The version with the best evaluation (where there is none, that of the best training step taken from it) outlives
+    ``keep_last``."""
     commit_every: int = Field(1, ge=1)
     """Optimizer steps per durable version. A crash loses at most this many steps less one; rollouts see a version only
     when it is durable, so ``max_staleness`` has to allow for commit_every - 1."""

@@ -18,7 +18,7 @@ from rookery import wire
 from rookery.controller.refs import adapter_ref
 from rookery.controller.world import World
 from rookery.errors import Conflict, CorruptArtifact, NotFound, UserError
-from rookery.scheduling.retention import Candidate, retire
+from rookery.scheduling.retention import Candidate, earned, retire
 from rookery.spec import CheckpointSpec
 from rookery.storage.rows import PolicyRow, VersionRow
 
@@ -137,9 +137,11 @@ class Policy:
         """Let go of the versions that retention does not keep."""
         world = self._world
         kept = [row for row in self._versions.values() if row.kept]
-        evaluated = any(row.evaluation is not None for row in kept)
+        scores = {row.version: row.evaluation for row in kept}
+        if not any(score is not None for score in scores.values()):  # the two do not compare: they are of other prompts
+            scores |= earned((row.parent, row.metrics.get("reward")) for row in self._versions.values())
         going = retire(
-            [Candidate(row.version, _score(row, evaluated)) for row in kept],
+            [Candidate(row.version, scores[row.version]) for row in kept],
             keep_last=self._checkpoints.keep_last,
             keep_best=self._checkpoints.keep_best,
             in_use=[version for version, users in self._pinned.items() if users],
@@ -160,11 +162,3 @@ class Policy:
             return None
         self._world.artifacts.delete(digest)
         return digest
-
-
-def _score(row: VersionRow, evaluated: bool) -> float | None:
-    """The evaluation where some version has one: training rewards are of other prompts and do not compare."""
-    if evaluated:
-        return row.evaluation
-    reward = row.metrics.get("reward")
-    return float(reward) if reward is not None else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -11,6 +11,13 @@ class Candidate:
     version: int
     score: float | None
     """Mean reward, of all candidates in evaluations or of all in training; None where it has none of that kind."""
+
+
+def earned(trained: Iterable[tuple[int | None, float | None]]) -> dict[int, float]:
+    """Each version's reward in training, from what is known of every version, oldest first: its parent, and the mean
+    reward of the episodes that it was trained on. It is the parent that sampled them, or one before it; how the version
+    itself does is known with the next one, and by then it has been the newest, which always stays."""
+    return {parent: reward for parent, reward in trained if parent is not None and reward is not None}
 
 
 def retire(
