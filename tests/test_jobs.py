@@ -290,6 +290,29 @@ async def test_pause_keeps_tokens_and_resume_takes_them_up(service: Service) -> 
     assert view.tokens == len(worker.sampled)
 
 
+async def test_a_pause_while_it_is_stored_that_a_job_runs_leaves_the_counts_right(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, reached, go_on = service.database.set_job_state, threading.Event(), threading.Event()
+
+    def slow(job: str, state: str, *values: Any) -> Any:
+        if state == "running":
+            reached.set()
+            go_on.wait(PATIENCE)
+        return store(job, state, *values)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(service.database, "set_job_state", slow)
+    job = await run(service)
+    await eventually(reached.is_set)
+    pausing = asyncio.create_task(service.controller.pause("alice", job))
+    await settle()
+    service.controller._running[job].task.cancel()  # as the pause will, which waits for the same ledger
+    await settle()
+    go_on.set()
+    await pausing
+    assert service.controller.health()["jobs"] == {"paused": 1}
+
+
 async def test_a_paused_job_stays_paused_over_a_restart(service: Service) -> None:
     await service.worker().join()
     host = await service.host().join()

@@ -280,7 +280,7 @@ class Controller(Looking):
 
     async def _begun(self, row: JobRow) -> None:
         current = await self._ledger(self._database.get_job, row.tenant, row.id)
-        await self._set_state(current, "running", "")
+        await asyncio.shield(self._set_state(current, "running", ""))  # stored or not, it is counted as what it is
 
     async def _record(self, running: Running, state: JobState, reason: str) -> None:
         """Make durable how the job ended: tried until the database takes it. Until then it shows as paused."""
