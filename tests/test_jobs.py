@@ -25,6 +25,7 @@ from peers import (
     settle,
 )
 from rookery import wire
+from rookery.controller.progress import RATE_SECONDS
 from rookery.errors import Conflict, NotFound, RookeryError, StorageFull, Unavailable, UserError
 from rookery.spec import SpecError
 from rookery.storage import schema
@@ -311,6 +312,16 @@ async def test_a_pause_while_it_is_stored_that_a_job_runs_leaves_the_counts_righ
     go_on.set()
     await pausing
     assert service.controller.health()["jobs"] == {"paused": 1}
+
+
+async def test_a_job_that_nobody_looks_at_remembers_no_more_than_its_window(service: Service) -> None:
+    job = await run(service)
+    await service.ends(job, "running")
+    progress = service.controller._running[job].job.progress  # type: ignore[union-attr]
+    progress.sampled(3)
+    await service.clock.advance(RATE_SECONDS + 1)
+    progress.sampled(4)
+    assert [count for _, count in progress._sampled] == [4]
 
 
 async def test_a_paused_job_stays_paused_over_a_restart(service: Service) -> None:

@@ -97,6 +97,7 @@ class Progress:
         """Count sampled tokens."""
         self.counters["tokens"] += count
         self._sampled.append((self._world.clock.monotonic(), count))
+        self._let_go()
 
     # --- looked at ----------------------------------------------------------------------------------------------------
 
@@ -105,10 +106,15 @@ class Progress:
         return self._spent + self._world.clock.monotonic() - self._began
 
     def tokens_per_second(self) -> float:
+        self._let_go()
+        ran = self._world.clock.monotonic() - self._began
+        return sum(count for _, count in self._sampled) / min(RATE_SECONDS, max(1.0, ran))
+
+    def _let_go(self) -> None:
+        """Forget what was sampled before the window."""
         now = self._world.clock.monotonic()
         while self._sampled and now - self._sampled[0][0] > RATE_SECONDS:
             self._sampled.popleft()
-        return sum(count for _, count in self._sampled) / min(RATE_SECONDS, max(1.0, now - self._began))
 
     def waits_for(self) -> str:
         """What keeps the job from being further right now."""
