@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rookery.controller.calls import Stepped, encode
+from rookery.controller.futures import Futures
+from rookery.controller.ports import SystemClock, ThreadLedger
 from rookery.errors import Conflict, NotFound
 from rookery.scheduling.places import Holder, leaving
 from rookery.scheduling.sequence import Sequence
@@ -109,6 +113,19 @@ def test_a_commit_takes_its_calls_and_its_answer_along(database: Database) -> No
     database.finish_future("one/2", b"again", 9.0)
     assert database.get_future("alice", "one/2").outcome == b"stepped"
     assert {row.id for row in database.open_futures()} == {"one", "one/3"}
+
+
+async def test_a_result_that_two_ask_for_is_in_memory_once(database: Database) -> None:
+    """It was fetched before, or is of an earlier process: both look it up."""
+    database.open_future(future_row("one/1", model="one", seq=1))
+    content = encode(Stepped(metrics={"loss": 1.0}))
+    database.finish_future("one/1", content, 1.0)
+    ledger = ThreadLedger()
+    futures = Futures(database, ledger, SystemClock())
+    first, second = await asyncio.gather(*(futures.wait("alice", "one/1", 0.0) for _ in range(2)))
+    assert first is second
+    assert futures._bytes == len(content)
+    ledger.close()
 
 
 def test_results_expire_when_nobody_may_replay_them(database: Database) -> None:

@@ -156,7 +156,7 @@ class Futures:
                 row = await self._ledger(self._database.get_future, tenant, id)
             except NotFound:
                 raise Gone(f"no request {id}: its result has expired, or was fetched long ago") from None
-            future = self._open.get(id) or self._remember(row)
+            future = self._open.get(id) or self._kept.get(id) or self._remember(row)
         if future.tenant != tenant:
             raise Gone(f"no request {id}: its result has expired, or was fetched long ago")
         if future.outcome is None:
