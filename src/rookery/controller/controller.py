@@ -314,7 +314,7 @@ class Controller(Looking):
     ) -> Sampled:
         """One reply of a base model, of ``JOB`` (its newest version) or of ``JOB@VERSION``."""
         found, chat = await self.completions.open(tenant, target)
-        question = self.completions.question(found, chat, messages)
+        question = await asyncio.to_thread(self.completions.question, found, chat, messages)
         reply = await self.completions.answer(
             tenant,
             question,

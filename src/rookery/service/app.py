@@ -30,7 +30,7 @@ def build(parts: Parts) -> FastAPI:
     )
     app.state.parts = parts
     answers.install(app)
-    app.add_middleware(BodyLimit, most=parts.settings.upload_bytes)
+    app.add_middleware(BodyLimit)
     app.include_router(jobs_face.routes)
     app.include_router(admin_face.routes)
     app.include_router(openai_face.routes)

@@ -14,26 +14,24 @@ WIRE = "/wire/"
 
 
 class BodyLimit:
-    """ASGI middleware around an application that reads bodies whole."""
+    """ASGI middleware of the application that has the service's parts."""
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
-        """``most`` bytes."""
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._most = most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"].startswith(WIRE):
             await self._app(scope, receive, send)
             return
-        read = 0
+        most, read = scope["app"].state.parts.settings.upload_bytes, 0
 
         async def counted() -> Message:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
-            if read > self._most:
+            if read > most:
                 raise HTTPException(
-                    413, f"the body has more than {self._most} bytes; the service's ROOKERY_UPLOAD_BYTES allows no more"
+                    413, f"the body has more than {most} bytes; the service's ROOKERY_UPLOAD_BYTES allows no more"
                 )
             return message
 

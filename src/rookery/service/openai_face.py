@@ -2,6 +2,7 @@
 
 * Answers come from the engines and the queue that the rollouts use; streamed or whole they are the same.
 * A choice's text ends before the stop string; its token ids (an extension) are all that were sampled.
+* A prompt of any length is read aside, so that nobody else waits for it.
 * Whoever hangs up ends the generation. Every wait ends: with an answer, an error of OpenAI's shape, or the service.
 """
 
@@ -12,6 +13,7 @@ import logging
 import random
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -115,7 +117,8 @@ async def chat_completions(service: Service, owner: Owner, request: Request, ask
     target, chat = await service.controller.completions.open(owner.id, asked.model)
     limits = [limit for limit in (asked.max_tokens, asked.max_completion_tokens) if limit is not None]
     shape = ChatShape(service, asked, target.name, logprobs=bool(asked.logprobs))
-    question = service.controller.completions.question(target, chat, messages)
+    _refuse_many(asked, 1)
+    question = await asyncio.to_thread(service.controller.completions.question, target, chat, messages)
     return await _respond(service, owner.id, request, shape, [question], min(limits, default=None))
 
 
@@ -133,7 +136,9 @@ async def completions(service: Service, owner: Owner, request: Request, asked: C
         raise Refused("best_of is not supported: leave it out", "best_of", "unsupported_parameter")
     target, chat = await service.controller.completions.open(owner.id, asked.model)
     shape = TextShape(service, asked, target.name, logprobs=asked.logprobs is not None)
-    questions = [service.controller.completions.question(target, chat, prompt) for prompt in asked.prompts]
+    _refuse_many(asked, len(asked.prompts))
+    ask = partial(service.controller.completions.question, target, chat)
+    questions = await asyncio.to_thread(lambda: [ask(prompt) for prompt in asked.prompts])
     return await _respond(service, owner.id, request, shape, questions, asked.max_tokens or COMPLETION_TOKENS)
 
 
@@ -175,8 +180,6 @@ async def _respond(
     asked, stops = shape.asked, shape.asked.stops
     seed = asked.seed if asked.seed is not None else service.controller.completions.draw_seed()
     count = asked.n or 1
-    if count * len(questions) > MOST_ANSWERS:
-        raise Refused(f"n: at most {MOST_ANSWERS} answers to one request", "n")
     choices = [
         Choice(number * count + i, question, _seed(seed, number * count + i), stops)
         for number, question in enumerate(questions)
@@ -192,6 +195,12 @@ async def _respond(
     response = answer(shape.body(choices, _usage(choices)))
     response.headers.update(headers)
     return response
+
+
+def _refuse_many(asked: Asked, questions: int) -> None:
+    """Before the prompts are read. Raises :class:`Refused`."""
+    if (asked.n or 1) * questions > MOST_ANSWERS:
+        raise Refused(f"n: at most {MOST_ANSWERS} answers to one request", "n")
 
 
 def _seed(seed: int, index: int) -> int:
