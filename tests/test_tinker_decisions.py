@@ -121,7 +121,7 @@ async def test_a_result_that_two_ask_for_is_in_memory_once(database: Database) -
     content = encode(Stepped(metrics={"loss": 1.0}))
     database.finish_future("one/1", content, 1.0)
     ledger = ThreadLedger()
-    futures = Futures(database, ledger, SystemClock())
+    futures = Futures(database, ledger, SystemClock(), again_seconds=1.0)
     first, second = await asyncio.gather(*(futures.wait("alice", "one/1", 0.0) for _ in range(2)))
     assert first is second
     assert futures._bytes == len(content)
