@@ -182,6 +182,7 @@ def main() -> int:
         + "      or write a job.yaml of your own (docs/job.md) and: rookery run job.yaml",
         markup=False,
         highlight=False,
+        soft_wrap=True,  # lines to copy stay lines
     )
     assert keys.exists()
     return 0 if learned else 1
