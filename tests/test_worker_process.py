@@ -17,7 +17,8 @@ import pytest
 from dialled import PATIENCE_SECONDS, Connection, Dialled
 from rookery import wire
 from rookery.errors import EXIT_REFUSED
-from rookery.worker.compute import Turn, next_turn
+from rookery.worker.compute import Status, Turn, next_turn
+from rookery.worker.link import progress
 from rookery.worker.model.prepare import prepare
 from small_model import save_small_model
 
@@ -627,6 +628,14 @@ def test_a_failure_of_computing_itself_ends_the_process_after_what_was_sampled(s
     code, said = ended(worker)
     assert code == 1
     assert "on fire" in said
+
+
+def test_bytes_are_progress_only_while_nothing_computes() -> None:
+    """Versions of others keep coming while a slice hangs."""
+    assert progress(Status(progress=7), 100) != progress(Status(progress=7), 200)
+    for busy in ({"active": 1}, {"waiting": 1}, {"training": 1}):
+        hangs = Status(progress=7, **busy)
+        assert progress(hangs, 100) == progress(hangs, 200)
 
 
 def test_engine_and_trainer_share_the_time() -> None:

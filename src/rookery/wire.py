@@ -138,8 +138,9 @@ class Missing(Message, kw_only=True):
 
 
 class Beat(Message, kw_only=True):
-    """Heartbeat. ``progress`` counts finished compute slices: a beat whose progress stands still while ``active`` or
-    ``training`` is not zero tells of a worker that is stuck rather than dead."""
+    """Heartbeat. ``progress`` counts finished compute slices, and bytes of adapters while there is nothing to compute: a
+    beat whose progress stands still while ``active``, ``waiting`` or ``training`` is not zero tells of a worker that is
+    stuck rather than dead."""
 
     epoch: int
     progress: int

@@ -34,7 +34,7 @@ from rookery.settings import Settings
 from rookery.waiting import happens
 from rookery.worker.adapter_cache import ADAPTERS
 from rookery.worker.ahead import Ahead
-from rookery.worker.compute import Compute, Core
+from rookery.worker.compute import Compute, Core, Status
 from rookery.worker.fetch import TransferFailed, is_loopback
 from rookery.worker.lender import Lender
 from rookery.worker.news import News
@@ -332,8 +332,7 @@ class Link:
             await session.send(
                 wire.Beat(
                     epoch=session.welcome.epoch,
-                    # who waits for an adapter computes nothing meanwhile, but gets on with its bytes
-                    progress=status.progress + self._transfers.given + self._transfers.lent,
+                    progress=progress(status, self._transfers.given + self._transfers.lent),
                     active=status.active,
                     waiting=status.waiting + self._requests.waiting(),
                     training=status.training,
@@ -390,3 +389,10 @@ def _binary(frame: bytes | str) -> bytes:
     if isinstance(frame, str):
         raise wire.BadFrame("a text frame")
     return frame
+
+
+def progress(status: Status, pulled: int) -> int:
+    """What a beat tells: slices, and the bytes ``pulled`` where nothing computes. Who only waits for adapters gets on
+    with their bytes; a slice that hangs must not look alive because of them."""
+    computes = status.active + status.waiting + status.training
+    return status.progress if computes else status.progress + pulled
