@@ -138,8 +138,8 @@ class Missing(Message, kw_only=True):
 
 
 class Beat(Message, kw_only=True):
-    """Heartbeat. ``progress`` counts finished compute slices, and bytes of adapters while there is nothing to compute: a
-    beat whose progress stands still while ``active``, ``waiting`` or ``training`` is not zero tells of a worker that is
+    """Heartbeat. ``progress`` counts finished compute slices, and bytes of adapters while nothing computes: a beat
+    whose progress stands still while ``active``, ``waiting`` or ``training`` is not zero tells of a worker that is
     stuck rather than dead."""
 
     epoch: int
