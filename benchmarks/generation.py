@@ -4,7 +4,8 @@ All contenders are loaded at once and take turns, so that every ratio is within 
 that do not count, since the others have had caches and memory to themselves meanwhile. Time is from the first prompt's
 submission to the last token. Every text has its full length. vLLM runs with its engine in the caller's process: with
 one of its own, as by default, it was slower on two cores at 64 sequences (524 tokens/s where this way gave 803 without
-adapters, 66 where it gave 92 with them)."""
+adapters, 66 where it gave 92 with them). Without adapters it runs compiled, as by default, and eager: what is expected
+is measured at its better one. With adapters its CPU build does not compile."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ from workload import questions
 
 NEW_TOKENS = 64
 COUNTS = (8, 64)
-PEERS = {"vLLM, 4 adapters": 4, "vLLM, no adapters": 0}
+PEERS = {
+    "vLLM, 4 adapters": ("eager", 4), "vLLM, no adapters": ("eager", 0), "vLLM, no adapters, compiled": ("compiled", 0),
+}  # fmt: skip
+"""How each runs, and with how many adapters."""
 WITHIN = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 WARM_UP_TOKENS = 4
 """Of what is not counted: the first turn, and the begin of every turn, which takes a few prompts."""
@@ -33,9 +37,9 @@ def main() -> None:
     result.versions.update({"engine threads": str(ours.about["threads"])})
     peers: dict[str, Contender] = {}
     published()  # before both want it at once
-    folders = {name: list(map(str, adapters(count))) for name, count in PEERS.items()}
+    given = {name: [mode, *map(str, adapters(count))] for name, (mode, count) in PEERS.items()}
     with ThreadPoolExecutor() as pool:  # they take half a minute to load
-        starting = {name: pool.submit(_vllm, name, given) for name, given in folders.items()}
+        starting = {name: pool.submit(_vllm, name, how) for name, how in given.items()}
     for name, started in starting.items():
         try:
             peers[name] = started.result()
@@ -70,14 +74,16 @@ def main() -> None:
         share = statistics.median(step.values) / statistics.median(floor.values)
         if count == 64:
             result.judge("decode step <= 2.7 x the linear layers, 64 sequences", f"{share:.2f} x", share <= 2.7)
-    for count, peer_name, mine, least in (
-        (64, "vLLM, 4 adapters", "Rookery, 4 adapters", 10.0),
-        (64, "vLLM, no adapters", "Rookery, 4 adapters", 1.8),
-        (8, "vLLM, 4 adapters", "Rookery, 4 adapters", 3.0),
+    for count, peer_name, least in (
+        (64, "vLLM, 4 adapters", 10.0),
+        (64, "vLLM, no adapters", 1.8),
+        (8, "vLLM, 4 adapters", 3.0),
     ):
         target = f"{count} sequences over 4 adapters >= {least:g} x {peer_name}"
-        if (peer_name, count) in rows:
-            times_faster = ratio(rows[mine, count], rows[peer_name, count])
+        ways = [row for (name, number), row in rows.items() if number == count and name.startswith(peer_name)]
+        if ways:
+            best = max(ways, key=lambda row: statistics.median(row.values))
+            times_faster = ratio(rows["Rookery, 4 adapters", count], best)
             result.judge(target, f"{times_faster:.2f} x", times_faster >= least)
         else:
             result.judge(target, "-", None, "the peer did not run")
@@ -86,9 +92,9 @@ def main() -> None:
     result.save()
 
 
-def _vllm(name: str, given: list[str]) -> Contender:
-    """With these adapters, loaded. Raises :class:`ContenderFailed`."""
-    return start_peer(name, "vllm", "vllm_generation.py", *given, environment=WITHIN)
+def _vllm(name: str, how: list[str]) -> Contender:
+    """In this mode and with these adapters, loaded. Raises :class:`ContenderFailed`."""
+    return start_peer(name, "vllm", "vllm_generation.py", *how, environment=WITHIN)
 
 
 def _try(

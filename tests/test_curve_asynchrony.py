@@ -14,7 +14,7 @@ import lag_study
 import pages
 import pytest
 import torch
-from asynchrony_figures import PLACES, choices, gains, micro_batches, phases, steps, theory
+from asynchrony_figures import APART, BUDGETS, PLACES, Place, choices, gains, micro_batches, phases, steps, theory
 from asynchrony_theory import Phase, apart, jointly, separately, shared, tight_budget
 from harness import RESULTS, ROOT
 from hypothesis import assume, given
@@ -96,14 +96,14 @@ def test_jobs_that_behave_as_predicted_are_found_to() -> None:
     result = asynchrony_figures.figures(cells)
     assert len(steps(cells)) == 2 * len(PLACES)
     assert all(step.measured == pytest.approx(step.predicted, rel=0.002) for step in steps(cells))
-    assert len(gains(steps(cells))) == len(PLACES) + 2
+    assert len(gains(steps(cells))) == len(PLACES) + len(BUDGETS)
     assert all(verdict.met for verdict in result.verdicts)
     both = phases(cells, 2)
     assert both is not None
     assert both[1].size[64] == pytest.approx(8e8)  # the slope of the peaks, not what was there before
-    free, tight = theory(cells)
+    free, tight, eased = theory(cells)
     assert free[1] == pytest.approx(free[2])  # one core is half of two here, so nothing is gained where nothing binds
-    assert tight[1] > tight[2]
+    assert tight[1] > eased[1] > eased[2] >= tight[2]
 
 
 def test_a_gain_that_was_not_predicted_is_found_out() -> None:
@@ -119,8 +119,10 @@ def test_micro_batches_follow_from_the_budget() -> None:
     cells = asynchrony_cells()
     chosen = {place.key: choices(cells, place) for place in PLACES}
     assert chosen["free/shared/0"].generation == chosen["tight/apart/0"].generation == 64
-    assert chosen["tight/shared/0"].generation < 64
+    assert chosen["tight/shared/0"].generation < chosen["eased/shared/0"].generation < 64
     assert chosen["tight/apart/0"].training == 8
+    for budget, alone in APART.items():  # what is measured once for both is the same for both
+        assert choices(cells, Place(budget, "apart")) == choices(cells, Place(alone, "apart"))
 
 
 def test_later_runs_take_the_micro_batches_of_the_first() -> None:

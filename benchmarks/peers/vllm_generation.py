@@ -1,6 +1,6 @@
-"""vLLM's CPU build as a contender in generation, offline engine, eager; with LoRA or without.
+"""vLLM's CPU build as a contender in generation, offline engine; eager or compiled, with LoRA or without.
 
-python vllm_generation.py MODEL TYPE ADAPTER …
+python vllm_generation.py MODEL TYPE (eager | compiled) ADAPTER …
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from child import serve
 from vllm.lora.request import LoRARequest
 
 if __name__ == "__main__":
-    model, number_type, *folders = sys.argv[1:]
+    model, number_type, mode, *folders = sys.argv[1:]
     lora: dict[str, Any] = {"enable_lora": True, "max_loras": len(folders), "max_lora_rank": 16} if folders else {}
     engine = vllm.LLM(
-        model=model, dtype=number_type, enforce_eager=True, max_model_len=512, max_num_seqs=64, seed=0,
-        enable_prefix_caching=False, **lora,
+        model=model, dtype=number_type, enforce_eager=mode == "eager", max_model_len=512, max_num_seqs=64,
+        seed=0, enable_prefix_caching=False, **lora,
     )  # fmt: skip
     requests = [LoRARequest(f"adapter-{i}", i + 1, folder) for i, folder in enumerate(folders)]
 
