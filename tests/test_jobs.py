@@ -743,7 +743,7 @@ async def test_a_job_whose_change_was_stored_and_not_answered_goes_on(
 ) -> None:
     """The database's server goes away after it has stored that the job is submitted, resumed, completed."""
 
-    def unanswered(method: str, *states: str) -> None:
+    def unanswered(method: str, *states: str) -> list[str]:
         stored, left = getattr(service.database, method), list(states) or [""]
 
         def call(*arguments: Any, **named: Any) -> Any:
@@ -754,9 +754,10 @@ async def test_a_job_whose_change_was_stored_and_not_answered_goes_on(
             return answer
 
         monkeypatch.setattr(service.database, method, call)
+        return left
 
     unanswered("submit_job")
-    unanswered("set_job_state", "queued", "completed")
+    left = unanswered("set_job_state", "queued", "completed")
     host = await service.host().join()
     with pytest.raises(Unavailable):
         await service.controller.submit("alice", job_of(), "key")
@@ -768,6 +769,7 @@ async def test_a_job_whose_change_was_stored_and_not_answered_goes_on(
         await service.controller.resume("alice", view.id)
     await service.controller.resume("alice", view.id)
     await service.worker().join()
+    await eventually(lambda: not left)
     while view.id in service.controller._running:  # what is tried again in a while is
         await service.clock.advance(2.0)
         await asyncio.sleep(0.01)
