@@ -43,6 +43,14 @@ class AddingWorker(ScriptedWorker):
         return wire.Done(epoch=0, op=op.op, metrics=metrics, logprobs=b"\0\0\x80\xbf" * rows)
 
 
+async def join(service: Service, name: str = "worker", running: Sequence[str] = ()) -> AddingWorker:
+    """A worker that serves; it says that it is ``running`` these requests."""
+    worker = AddingWorker(service.controller.serve_worker, service.controller.tickets, name)
+    service.peers.append(worker)
+    await worker.join(running)
+    return worker
+
+
 class Client:
     """One client of one tenant's, with its own session."""
 

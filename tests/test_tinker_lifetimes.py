@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from driven import AddingWorker, Client, forward
+from driven import ADAM, AddingWorker, Client, forward, join
 from peers import Service, eventually, settle
 from rookery import wire
 from rookery.controller import calls
@@ -33,13 +33,6 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     await service.close()
 
 
-async def join(service: Service) -> AddingWorker:
-    worker = AddingWorker(service.controller.serve_worker, service.controller.tickets, "worker")
-    service.peers.append(worker)
-    await worker.join()
-    return worker
-
-
 async def wait(service: Service, seconds: float) -> None:
     """Time passes, beat by beat; what is due is done in each."""
     for _ in range(int(seconds / service.settings.heartbeat_seconds) + 1):
@@ -47,6 +40,12 @@ async def wait(service: Service, seconds: float) -> None:
         for _ in range(3):  # the ledger has a thread of its own
             await service.ledger(lambda: None)
             await settle()
+
+
+async def heads(client: Client) -> set[str]:
+    """Hashes of what is kept of the client's model."""
+    _, policy = await client.sessions.info(client.tenant, client.model)
+    return {row.hash for row in client.service.database.versions(client.tenant, policy.id) if row.kept}
 
 
 def told_to_rest(worker: AddingWorker) -> list[str]:
@@ -153,6 +152,95 @@ async def test_results_expire_unless_their_model_may_have_to_replay_them(service
     assert isinstance(await visitor.step(), calls.Stepped)
 
 
+async def test_of_a_finished_session_only_names_stay(service: Service) -> None:
+    [worker] = service.peers
+    visitor, other = await Client(service).begin(), await Client(service, "bob").begin()
+    await visitor.gradient()
+    await visitor.step()
+    path = await visitor.save("kept")
+    kept, _, policy = await visitor.sessions.weights("alice", path)
+    await visitor.gradient()
+    last = await visitor.send(calls.Step(adam=ADAM))
+    await visitor.outcome(last)
+    await visitor.sessions.finish("alice", visitor.session, "success")
+    await visitor.sessions.sweep()
+    assert told_to_rest(worker)[-1] == policy.id and not visitor.sessions._models.keys() - {other.model}
+    assert isinstance(await visitor.outcome(last), calls.Stepped), "results can still be fetched"
+    assert len(service.artifacts.hashes()) == 3, "the checkpoint, the last state, bob's"
+
+    service.clock.now += HOUR + 1
+    for _ in range(2):  # a second sweep finds nothing
+        await visitor.sessions.sweep()
+        assert service.artifacts.hashes() == {kept.hash} | await heads(other)
+    assert service.database.futures_behind(visitor.model, -1) == [], "nor are its calls kept"
+    with pytest.raises(UserError, match="is finished"):
+        await visitor.gradient()
+    assert [row.path for row in await visitor.sessions.checkpoints("alice", visitor.model)] == [path]
+    another = await Client(service).begin()
+    loaded = await another.do(calls.LoadState(path=path, optimizer=True))
+    assert isinstance(loaded, calls.Loaded), "and can be gone on from"
+    assert isinstance(await other.gradient(), calls.Computed) and isinstance(await other.step(), calls.Stepped)
+
+
+async def test_what_was_acknowledged_is_carried_out_after_the_session_is_finished(service: Service) -> None:
+    [worker] = service.peers
+    visitor = await Client(service).begin()
+    await worker.die()
+    request = await visitor.send(forward([1, 2, 3]))
+    await visitor.sessions.finish("alice", visitor.session, "success")
+    service.clock.now += HOUR + 1
+    await visitor.sessions.sweep()
+    await service.crash()
+    await service.start()
+    await visitor.sessions.sweep()
+    await join(service)
+    assert isinstance(await visitor.outcome(request), calls.Computed)
+    service.clock.now += HOUR + 1
+    await eventually(lambda: visitor.sessions._models[visitor.model].resting)
+    await visitor.sessions.sweep()
+    assert not service.artifacts.hashes() and not visitor.sessions._models
+
+
+async def test_a_client_that_stays_away_for_long_has_finished(tmp_path: Path) -> None:
+    service = Service(tmp_path, client_poll_seconds=0.05, client_lost_seconds=10 * HOUR, client_result_seconds=HOUR)
+    await service.start()
+    await join(service)
+    silent, beats = await Client(service).begin(), await Client(service, "bob").begin()
+    for _ in range(2):
+        service.clock.now += 6 * HOUR
+        await beats.sessions.heartbeat("bob", beats.session)
+        await beats.sessions.sweep()
+    row = await silent.sessions.session("alice", silent.session)
+    assert (row.status, row.finished) == ("lost", service.clock.time())
+    with pytest.raises(Gone, match="is finished"):
+        await silent.sessions.heartbeat("alice", silent.session)
+    service.clock.now += HOUR + 1
+    await silent.sessions.sweep()
+    assert service.artifacts.hashes() == await heads(beats)
+    assert isinstance(await beats.gradient(), calls.Computed)
+    await service.close()
+
+
+async def test_calls_that_changed_nothing_expire_in_a_model_that_goes_on(service: Service) -> None:
+    visitor = await Client(service).begin()
+    looked = [await visitor.send(forward([1, 2, 3], only=True)) for _ in range(3)]
+    for request in looked:
+        await visitor.outcome(request)
+    service.clock.now += HOUR + 1
+    await visitor.sessions.sweep()
+    assert service.database.futures_behind(visitor.model, -1) == []
+    await service.crash()
+    await service.start()
+    await join(service)
+    assert isinstance(await visitor.gradient(), calls.Computed), "the next number is known"
+    behind = await visitor.send(forward([1, 2, 3], only=True))
+    await visitor.outcome(behind)
+    service.clock.now += HOUR + 1
+    await visitor.sessions.sweep()
+    assert len(service.database.futures_behind(visitor.model, -1)) == 2, "a gradient that has to be kept is before it"
+    assert isinstance(await visitor.step(), calls.Stepped)
+
+
 async def test_weights_stay_while_somebody_samples_from_them(service: Service) -> None:
     """An in-flight sampler moves on, a checkpoint is deleted: texts that began before may still move to a worker that
     has to pull their weights."""
@@ -236,13 +324,9 @@ async def test_a_sample_waits_for_the_worker_that_has_it(tmp_path: Path) -> None
     await eventually(lambda: bool(holder.generates))
     await service.crash()
     await service.start()
-    empty = AddingWorker(service.controller.serve_worker, service.controller.tickets, "empty")
-    service.peers.append(empty)
-    await empty.join()
+    empty = await join(service, "empty")
     await eventually(lambda: service.controller.world.rollouts.waiting() == 1)
-    again = AddingWorker(service.controller.serve_worker, service.controller.tickets, "worker")
-    service.peers.append(again)
-    await again.join(running=[name.request for name in holder.generates])
+    again = await join(service, running=[generate.request for generate in holder.generates])
     assert isinstance(await visitor.outcome(request), calls.Answered)
     assert not empty.generates and len(again.generates) == 1
     await service.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from driven import AddingWorker, Client, forward
+from driven import AddingWorker, Client, forward, join
 from peers import ADAPTER, Service, eventually
 from rookery import wire
 from rookery.controller import calls
@@ -34,13 +34,6 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     await join(service)
     yield service
     await service.close()
-
-
-async def join(service: Service) -> AddingWorker:
-    worker = AddingWorker(service.controller.serve_worker, service.controller.tickets, "worker")
-    service.peers.append(worker)
-    await worker.join()
-    return worker
 
 
 class Refusing:

@@ -323,6 +323,40 @@ async def test_policies_are_spread_over_the_trainers(room: Room) -> None:
     assert not taken[0] & taken[1], "a policy stays where it is"
 
 
+async def test_a_policy_comes_back_to_where_its_state_rests(room: Room) -> None:
+    """However often it is told to rest; not once its state may go."""
+    workers = [await room.worker(name) for name in ("a", "b")]
+    for policy in ("p", "q"):
+        trainee = room.trainee(policy)
+        await step(trainee, await room.begin(trainee, policy), 1, commit=False)
+    by_name = {worker.name: worker.operations[0].policy for worker in workers}
+    later = by_name["b"]
+    assert (await room.training.worker_for(later, MODEL)).name == "b"
+    for _ in range(2):
+        room.training.forget(later, aside=True)
+    room.training.forget(by_name["a"])
+    assert (await room.training.worker_for(later, MODEL)).name == "b"
+    room.training.forget(later, aside=True)
+    room.training.forget(later)
+    assert (await room.training.worker_for(later, MODEL)).name == "a"
+
+
+async def test_a_worker_that_is_given_up_forgets_the_policy(room: Room) -> None:
+    worker = await room.worker()
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+    await step(trainee, ref, 1, commit=False)
+
+    async def gone(op: Any) -> wire.Done:
+        return wire.Done(epoch=0, op=op.op, error="it is gone", category="lost")
+
+    worker.answer = gone
+    with pytest.raises(Unavailable, match="it is gone"):
+        await step(trainee, ref, 2, commit=False)
+    forgotten = [message for message in worker.other if isinstance(message, wire.Forget)]
+    assert forgotten and set(map(repr, forgotten)) == {repr(wire.Forget(policy="p"))}
+
+
 async def test_a_batch_carries_one_prompt_for_its_group(tmp_path: Path) -> None:
     """What the trainer gets from a job: prompts once, the behaviour's log-probs, advantages that sum to nothing."""
     service = Service(tmp_path)

@@ -60,6 +60,8 @@ class ClientModel:
             row.id, row.tenant, row.session, row.base_model, self._trainee.rest, lambda: self._trainee.begun
         )
         self._task: asyncio.Task[None] | None = None
+        self._rests = False
+        """The task waits for a call."""
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -86,6 +88,17 @@ class ClientModel:
             self._trainee.recall(Optimise(call.adam))
             self._stepped = seq
 
+    @property
+    def resting(self) -> bool:
+        """Nothing is under way, and no call waits."""
+        return self._rests and not len(self._line) and not self._given_up
+
+    async def end(self) -> None:
+        """No call will come any more: it holds nothing in any worker."""
+        await self.stop()
+        self._places.leave(self._guest)
+        self._trainee.forget()
+
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -93,7 +106,7 @@ class ClientModel:
 
     def leave(self) -> None:
         """The client is away: its place is free as soon as nothing is under way."""
-        if not self._guest.busy and not len(self._line):
+        if self.resting:
             self._places.leave(self._guest)
 
     def put(self, future: Future, call: calls.AnyCall) -> None:
@@ -145,7 +158,9 @@ class ClientModel:
                     self._places.leave(self._guest)  # a turn is over: who waits goes first
             if self._guest.busy:
                 self._places.idle(self._guest)
+            self._rests = True
             await self._came.wait()
+            self._rests = False
 
     def _next(self) -> tuple[Future, calls.AnyCall] | None:
         return self._given_up.popleft() if self._given_up else self._line.take()
@@ -164,7 +179,7 @@ class ClientModel:
         if isinstance(outcome, calls.Failed):
             self._failed_at(call, outcome)
         if outcome is not None:
-            await self._futures.settle(future, outcome)
+            await self._futures.settle(future, outcome, trace=_adds(call) or isinstance(call, calls.Step))
 
     async def _dispatch(self, future: Future, call: calls.AnyCall) -> calls.AnyOutcome | None:
         """None: the outcome was told already."""

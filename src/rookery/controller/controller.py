@@ -34,13 +34,13 @@ from rookery.controller.running import Running
 from rookery.controller.sessions import Sessions
 from rookery.controller.tickets import Tickets
 from rookery.controller.training import Training
-from rookery.controller.views import ENDED, JobState, JobView, Sampled
+from rookery.controller.views import JobState, JobView, Sampled
 from rookery.controller.world import World
 from rookery.errors import Conflict, StorageFull, Unavailable
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.database import Database
-from rookery.storage.rows import JobRow
+from rookery.storage.rows import FINAL_JOB_STATES, JobRow
 from rookery.text.chat import Chat
 
 log = logging.getLogger("rookery.controller")
@@ -192,7 +192,7 @@ class Controller(Looking):
             row = await self._ledger(self._database.get_job, tenant, job)
             if job in self._running and (reason := self._running[job].unstored):
                 raise Unavailable(f"job {job} cannot be resumed before the database takes that it rests: {reason}")
-            if row.state in ENDED:
+            if row.state in FINAL_JOB_STATES:
                 raise Conflict(f"job {job} is {row.state}: submit a new one, with warm_start to go on from its weights")
             if row.state == "paused":
                 if job in self._running:  # it paused itself just now
@@ -221,7 +221,7 @@ class Controller(Looking):
 
     async def _bring(self, tenant: str, job: str, state: JobState) -> None:
         row = await self._ledger(self._database.get_job, tenant, job)
-        if row.state in ENDED or row.state == state:
+        if row.state in FINAL_JOB_STATES or row.state == state:
             if row.state == state:
                 return
             raise Conflict(f"job {job} is {row.state} already")
@@ -232,7 +232,7 @@ class Controller(Looking):
             running.task.cancel()
             await asyncio.gather(running.task, return_exceptions=True)
             row = await self._ledger(self._database.get_job, tenant, job)
-            if row.state in ENDED:
+            if row.state in FINAL_JOB_STATES:
                 return
         try:
             await self._set_state(row, state, reason)
@@ -243,11 +243,11 @@ class Controller(Looking):
 
     async def _set_state(self, row: JobRow, state: JobState, reason: str, error: str = "") -> JobRow:
         new = row
-        if row.state != state or state not in ENDED:  # else an attempt before this one got that far
+        if row.state != state or state not in FINAL_JOB_STATES:  # else an attempt before this one got that far
             new = await self._ledger(self._database.set_job_state, row.id, state, reason, self._clock.time(), error)
         self._states[row.state] -= 1
         self._states[state] += 1
-        if state in ENDED:
+        if state in FINAL_JOB_STATES:
             self._rollouts.forget(row.id)
             self._hosts.close_job(row.id)
         log.info("job %s is %s %s", row.name, state, reason, extra={"tenant": row.tenant, "job": row.id})

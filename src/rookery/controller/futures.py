@@ -81,6 +81,10 @@ class Futures:
         """Futures without an outcome."""
         return len(self._open)
 
+    def waits(self, model: str) -> bool:
+        """Whether a call of the model's has no outcome, or is about to be durable."""
+        return any(id.startswith(f"{model}/") for id in self._open)
+
     async def open(
         self, tenant: str, id: str, call: AnyCall, model: str | None = None, seq: int = 0
     ) -> tuple[Future, bool]:
@@ -122,12 +126,14 @@ class Futures:
             future = self._open[row.id] = Future(row.id, row.tenant, row.digest, row.seq)
         return future, calls.decode(row.call)
 
-    async def settle(self, future: Future, outcome: AnyOutcome) -> None:
-        """Make ``outcome`` durable and tell: tried until the database takes it."""
+    async def settle(self, future: Future, outcome: AnyOutcome, *, trace: bool = True) -> None:
+        """Make ``outcome`` durable and tell: tried until the database takes it. Without a ``trace`` in its model the
+        call need not be replayed."""
         content, refused = encode(outcome), False
         while True:
             try:
-                await self._ledger(self._database.finish_future, future.id, content, self._clock.time())
+                now = self._clock.time()
+                await self._ledger(self._database.finish_future, future.id, content, now, trace=trace)
             except (StorageFull, Unavailable) as trouble:
                 reason = f"it is over, but what came of it is not stored yet: {trouble}"
                 if not refused:

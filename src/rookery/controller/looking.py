@@ -23,11 +23,11 @@ from rookery.controller.progress import SHOWN_REWARDS
 from rookery.controller.pulse import Pulse
 from rookery.controller.running import COUNTED, Running
 from rookery.controller.trajectory import outcome_decoder
-from rookery.controller.views import ENDED, JobView, PolicyView
+from rookery.controller.views import JobView, PolicyView
 from rookery.controller.world import World
 from rookery.errors import NotFound
 from rookery.scheduling.cost import Bill
-from rookery.storage.rows import JobRow, PolicyRow, TenantRow
+from rookery.storage.rows import FINAL_JOB_STATES, JobRow, PolicyRow, TenantRow
 from rookery.telemetry.metrics import MetricsLog
 from rookery.text.catalogue import CATALOGUE, status
 
@@ -85,7 +85,7 @@ class Looking:
             for row in await self.metrics(tenant, job, after):
                 after = row["step"]
                 yield row
-            if view.state in ENDED:
+            if view.state in FINAL_JOB_STATES:
                 return
             await change.wait()
 
@@ -95,7 +95,7 @@ class Looking:
         while True:
             change = pulse.next
             view = await self.show(tenant, job)
-            if view.state in ENDED:
+            if view.state in FINAL_JOB_STATES:
                 return view
             await change.wait()
 
@@ -182,7 +182,7 @@ class Looking:
 
     async def _view(self, row: JobRow, tenant: TenantRow, policies: Sequence[PolicyRow], bill: Bill) -> JobView:
         running = self._running.get(row.id)
-        job = running.job if running is not None and row.state not in ENDED else None
+        job = running.job if running is not None and row.state not in FINAL_JOB_STATES else None
         if job is not None:
             rewards, step, counters = list(job.progress.rewards), job.step, dict(job.progress.counters)
         else:

@@ -146,19 +146,6 @@ class Policy:
             keep_best=self._checkpoints.keep_best,
             in_use=[version for version, users in self._pinned.items() if users],
         )
-        gone = []
         for version in going:
-            digest = await world.ledger(self._let_go, version)
+            await world.let_go(world.database.retire_version, self.row.id, version)
             self._versions[version] = msgspec.structs.replace(self._versions[version], kept=False)
-            if digest is not None:
-                gone.append(digest)
-        if gone:
-            world.forget_artifacts(gone)
-
-    def _let_go(self, version: int) -> str | None:
-        """Runs in the ledger as one. Answers the artifact's hash if it is gone."""
-        digest = self._world.database.retire_version(self.row.id, version)
-        if digest is None or digest in self._world.training.unnamed:
-            return None
-        self._world.artifacts.delete(digest)
-        return digest

@@ -3,8 +3,9 @@
 * Everything belongs to a session, every session to a tenant; another tenant's things are as if they were not there.
 * A call is answered with its request's id as soon as it is durable; its outcome is asked for by that id. Ids follow
   from what the client numbers itself (``<model>/<seq>``), so a call that is sent again is the same one.
-* A session that was finished takes no more calls. One whose client is silent gives up its places in the workers and
-  nothing else.
+* A session that was finished takes no more calls; of its models only what checkpoints and samplers name stays. One
+  whose client is silent gives up its places in the workers and nothing else, until it is silent for so long that it is
+  finished, too.
 """
 
 from __future__ import annotations
@@ -96,13 +97,36 @@ class Sessions:
                     log.error("not all that has expired is let go of yet: %s", error, exc_info=unforeseen)
 
     async def sweep(self) -> None:
-        """Let go of what has expired: results, checkpoints, idle samplers."""
+        """Let go of what has expired: results, checkpoints, idle samplers, lost and finished sessions."""
         world, now = self._world, self._world.clock.time()
         self._feeds.sweep(world.settings.client_away_seconds)
         await world.ledger(world.database.drop_futures, now - world.settings.client_result_seconds)
         for row in await world.ledger(world.database.expired_checkpoints, now):
             await self.delete_checkpoint(row.tenant, row.model, row.kind, row.name)
         await self.samplers.retire()
+        silent = world.settings.client_lost_seconds
+        for session in await world.ledger(world.database.silent_sessions, now - silent):
+            log.info("session %s is finished: silent for %.0f s", session.id, silent, extra={"tenant": session.tenant})
+            await self.finish(session.tenant, session.id, "lost")
+        await self._clear()
+        for over in await world.ledger(world.database.over_models, now - world.settings.client_result_seconds):
+            if over.id not in self._models:
+                for version in await world.ledger(world.database.end_model, over.id):
+                    await world.let_go(world.database.retire_version, over.policy, version)
+
+    async def _clear(self) -> None:
+        """Remember no model of a finished session that has nothing to do, and no session of which nobody is heard."""
+        for id, model in list(self._models.items()):
+            row = await self._row(model.row.tenant, model.row.session)
+            # Calls look at their session last: from then on they are among the futures, until they are in the line.
+            if row.finished is not None and model.resting and not self._futures.waits(id):
+                del self._models[id]
+                await model.end()
+        away = self._world.clock.monotonic() - self._world.settings.client_away_seconds
+        used = {model.row.session for model in self._models.values()}
+        for session in [id for id, seen in self._seen.items() if seen < away and id not in used]:
+            del self._seen[session]
+            self._known.pop(session, None)
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
@@ -121,13 +145,19 @@ class Sessions:
         return row
 
     async def session(self, tenant: str, id: str) -> SessionRow:
-        """Raises :class:`NotFound`."""
+        """Its client is there. Raises :class:`NotFound`."""
+        row = await self._row(tenant, id)
+        self._seen[id] = self._world.clock.monotonic()
+        return row
+
+    async def _row(self, tenant: str, id: str) -> SessionRow:
         row = self._known.get(id)
         if row is None:
-            row = self._known[id] = await self._world.ledger(self._world.database.get_session, tenant, id)
+            row = await self._world.ledger(self._world.database.get_session, tenant, id)
+            if row.finished is None:
+                self._known[id] = row
         if row.tenant != tenant:
             raise NotFound(f"no session {id}")
-        self._seen[id] = self._world.clock.monotonic()
         return row
 
     async def all(self, tenant: str) -> Sequence[SessionRow]:
@@ -262,9 +292,9 @@ class Sessions:
     async def call(self, tenant: str, id: str, seq: int | None, call: calls.AnyCall) -> str:
         """A call on a model, in the order of ``seq`` (None: behind all that came); answers the request's id."""
         model = await self._model(tenant, id)
-        await self._open_session(tenant, model.row.session)
         if isinstance(call, calls.Compute):
             await self._check(model, call)
+        await self._open_session(tenant, model.row.session)
         number = model.last + 1 if seq is None else seq
         future, created = await self._futures.open(tenant, f"{id}/{number}", call, id, number)
         if created:

@@ -221,7 +221,7 @@ class Training:
             except _TryElsewhere as problem:
                 reason = str(problem)
                 self.retries += 1
-                self.release(policy)
+                self.forget(policy)
                 extra = {"policy": policy, "worker": worker.name}
                 log.warning("training of %s goes on elsewhere: %s", policy, reason, extra=extra)
         raise Unavailable(f"training failed {self._settings.retry_limit + 1} times, the last: {reason}")
@@ -295,12 +295,11 @@ class Training:
 
     # --- its worker ---------------------------------------------------------------------------------------------------
 
-    def release(self, policy: str) -> None:
-        self._leases.pop(policy)
-
     def forget(self, policy: str, *, aside: bool = False) -> None:
         """The policy's trainer state may go. ``aside``: it may come back, and better to where its state still is."""
         worker = self._leases.pop(policy)
+        if not aside:
+            self._aside.pop(policy)
         if worker is not None and worker.state == "serving":
             worker.post(wire.Forget(policy=policy, aside=aside))
             if aside:

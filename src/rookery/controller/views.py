@@ -7,11 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rookery.storage.rows import FINAL_JOB_STATES
 from rookery.storage.rows import JobState as JobState
-
-ENDED = FINAL_JOB_STATES
-"""States that a job never leaves."""
 
 NUMBER = re.compile(r"[0-9]{1,18}")
 """A version's or a step's number as text: what fits the database and every message."""

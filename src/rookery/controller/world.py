@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,14 +75,15 @@ class World:
         return None if digest in self.database.live_hashes() else digest
 
     async def let_go(self, call: Callable[..., str | None], *arguments: Any) -> None:
-        """Carry out ``call``, which answers the hash of an artifact that nothing names any more, and delete that."""
+        """Carry out ``call``, which answers the hash of an artifact that nothing names any more, and delete that, here
+        and at every worker."""
 
         def both() -> str | None:
             digest = call(*arguments)
             return digest if digest is not None and self._delete(digest) else None
 
         if (gone := await self.ledger(both)) is not None:
-            self.forget_artifacts([gone])
+            self.fleet.forget([gone])
 
     def _delete(self, digest: str) -> bool:
         """Runs in the ledger: nothing names the artifact. It goes, unless it is about to be named or is read."""
@@ -104,7 +105,3 @@ class World:
         except (StorageFull, Unavailable, OSError) as trouble:  # what ended the step is what its owner shall read
             log.warning("artifact %s of %s stays until the next start: %s", digest, policy, trouble,
                         extra={"policy": policy})  # fmt: skip
-
-    def forget_artifacts(self, hashes: Sequence[str]) -> None:
-        """Tell every worker that these will not be named again."""
-        self.fleet.forget(hashes)

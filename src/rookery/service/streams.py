@@ -13,8 +13,9 @@ from typing import Any
 
 import msgspec
 
-from rookery.controller.views import ENDED, JobView
+from rookery.controller.views import JobView
 from rookery.service.parts import Parts
+from rookery.storage.rows import FINAL_JOB_STATES
 
 
 def event(kind: str, data: Any, id: int | None = None) -> bytes:
@@ -46,7 +47,7 @@ async def follow_job(service: Parts, tenant: str, job: str, after: int) -> Async
                 row = upcoming.result()
                 if row is None:
                     view = await service.controller.show(tenant, job)
-                    if view.state in ENDED:
+                    if view.state in FINAL_JOB_STATES:
                         yield event("end", view)
                     return
                 yield event("metrics", row, row["step"])

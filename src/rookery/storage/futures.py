@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from msgspec.structs import asdict
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, delete, insert, select, true, update
 from sqlalchemy.exc import IntegrityError
 
 from rookery.errors import NotFound
@@ -37,12 +37,19 @@ class Futures(Store):
             return FutureRow(**known._mapping), False
         return row, True
 
-    def finish_future(self, id: str, outcome: bytes, time: float) -> None:
-        """Stores an outcome, unless it has one. The call stays where a model may have to replay it."""
+    def finish_future(self, id: str, outcome: bytes, time: float, *, trace: bool = True) -> None:
+        """Stores an outcome, unless it has one. The call stays where a model may have to replay it: not where it left
+        no ``trace`` in the model and neither did any between it and the policy's head."""
         table = _futures
         with self._writing() as connection:
             write_outcome(connection, id, outcome, time)
-            connection.execute(update(table).where(table.c.id == id, table.c.model.is_(None)).values(call=b""))
+            over: ColumnElement[bool] = table.c.model.is_(None)
+            if not trace:
+                model, seq = connection.execute(select(table.c.model, table.c.seq).where(table.c.id == id)).one()
+                follows = (_models.c.id == model) & (_models.c.done_seq == seq - 1)
+                if connection.execute(update(_models).where(follows).values(done_seq=seq)).rowcount:
+                    over = true()
+            connection.execute(update(table).where(table.c.id == id, over).values(call=b""))
 
     def get_future(self, tenant: str, id: str) -> FutureRow:
         """Raises :class:`NotFound` if this tenant has none by that id (any more)."""

@@ -2,6 +2,7 @@
 
 * A thing is made once under its id, or idempotency key; the second attempt gets the first one's row.
 * A checkpoint or a kept sampler keeps its artifact. Letting one go answers the hash when nothing names it any more.
+* A model whose session is over keeps nothing: only what checkpoints and samplers name stays of it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from msgspec.structs import asdict
-from sqlalchemy import Connection, delete, func, insert, select, update
+from sqlalchemy import Connection, delete, exists, func, insert, not_, or_, select, update
 from sqlalchemy.exc import IntegrityError
 
 from rookery.errors import Conflict, NotFound
@@ -21,7 +22,7 @@ from rookery.storage.rows import CheckpointRow, ModelRow, NewPolicy, PolicyRow, 
 from rookery.storage.versions import is_live
 
 _sessions, _models, _samplers = schema.sessions, schema.models, schema.samplers
-_checkpoints, _policies = schema.checkpoints, schema.policies
+_checkpoints, _policies, _versions, _futures = schema.checkpoints, schema.policies, schema.versions, schema.futures
 
 
 class Sessions(Store):
@@ -65,6 +66,12 @@ class Sessions(Store):
         with self._writing() as connection:
             connection.execute(update(_sessions).where(alive).values(finished=time, status=status))
 
+    def silent_sessions(self, before: float) -> list[SessionRow]:
+        """Of every tenant, those under way whose client was last heard of before ``before``."""
+        silent = _sessions.c.finished.is_(None) & (_sessions.c.seen < before)
+        with self._reading() as connection:
+            return [SessionRow(**row._mapping) for row in connection.execute(select(_sessions).where(silent))]
+
     # --- models -----------------------------------------------------------------------------------------------------
 
     def add_model(self, row: ModelRow, policy: NewPolicy) -> None:
@@ -101,6 +108,28 @@ class Sessions(Store):
         """The model's in-flight samplers follow ``version`` from now on."""
         with self._writing() as connection:
             connection.execute(update(_models).where(_models.c.id == model).values(inflight=version))
+
+    def over_models(self, before: float) -> list[ModelRow]:
+        """Of every tenant, models of sessions finished before ``before`` that have kept versions or calls, all of them
+        answered before ``before`` as well."""
+        ended = select(_sessions.c.id).where(_sessions.c.finished < before)
+        kept = exists().where(_versions.c.policy == _models.c.policy, _versions.c.kept.is_(True))
+        called = exists().where(_futures.c.model == _models.c.id)
+        late = or_(_futures.c.finished.is_(None), _futures.c.finished >= before)
+        waits = exists().where(_futures.c.model == _models.c.id, late)
+        query = select(_models).where(_models.c.session.in_(ended), or_(kept, called), not_(waits))
+        with self._reading() as connection:
+            return [ModelRow(**row._mapping) for row in connection.execute(query)]
+
+    def end_model(self, id: str) -> list[int]:
+        """Its calls are forgotten and its policy has no head. Answers the versions that are still kept; of those
+        :meth:`Versions.retire_version` lets go."""
+        with self._writing() as connection:
+            policy = connection.execute(select(_models.c.policy).where(_models.c.id == id)).scalar_one()
+            connection.execute(delete(_futures).where(_futures.c.model == id))
+            connection.execute(update(_policies).where(_policies.c.id == policy).values(head_version=None))
+            kept = select(_versions.c.version).where(_versions.c.policy == policy, _versions.c.kept.is_(True))
+            return list(connection.execute(kept.order_by(_versions.c.version)).scalars())
 
     # --- samplers ---------------------------------------------------------------------------------------------------
 

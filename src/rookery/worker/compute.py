@@ -131,13 +131,18 @@ class Core:
     def _trim(self) -> None:
         """At most so many adapters stay in memory besides those that requests run with."""
         while len(self._used) > self._most_resident:
-            self.forget(next(iter(self._used)))
+            self._evict(next(iter(self._used)))
+
+    def _evict(self, digest: str) -> None:
+        """The adapter leaves memory, at once or when the last request that uses it ends."""
+        self.bank.evict(digest)
+        self._used.pop(digest, None)
 
     def forget(self, *digests: str) -> None:
-        """The adapters leave memory, each at once or when the last request that uses it ends."""
+        """Nothing will name these versions again: their adapters leave memory, and training states that rest."""
         for digest in digests:
-            self.bank.evict(digest)
-            self._used.pop(digest, None)
+            self._evict(digest)
+            self.trainer.aside.forget(digest)
 
     def initial(self, op: wire.InitAdapter, source: Path | None) -> Export:
         """Version 0 of a policy. Raises ``UserError``."""

@@ -17,7 +17,6 @@ from rookery import wire
 from rookery.controller.controller import Controller
 from rookery.controller.hosts import SERVICE
 from rookery.controller.ports import RandomIds
-from rookery.controller.views import ENDED
 from rookery.errors import Conflict, StorageFull, Unavailable
 from rookery.settings import Settings
 from rookery.simulation.chaos.events import Events
@@ -32,6 +31,7 @@ from rookery.simulation.chaos.texts import chat
 from rookery.simulation.chaos.workers import Machine
 from rookery.simulation.clock import EPOCH, VirtualClock, VirtualLoop
 from rookery.storage.artifacts import Artifacts
+from rookery.storage.rows import FINAL_JOB_STATES
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """Nothing here has to outlive a crash of this machine: where there is a folder in memory, no disk is waited for."""
@@ -341,7 +341,7 @@ class Run:
 
     async def _look(self, *, replace: bool) -> None:
         for job, state in self.history.states.items():
-            if state in ENDED:
+            if state in FINAL_JOB_STATES:
                 self._ended.add(job)
         controller = self._controller
         if controller is None:
