@@ -19,15 +19,18 @@ from rookery.service.embedded import Embedded
 from rookery.settings import Settings
 
 MODEL = "smollm2-135m-instruct"
-HELD_OUT = 64
+TRAINING, HELD_OUT = 100, 192
+"""Rewards of single texts are spread by 0.6 before and after: so many tell a gain of 0.1 from none."""
 STEPS = 7
+LEARNING_RATE = 5.0e-4
+"""Twice that learns no more in these steps, and with stale data the reward falls back for a step now and then."""
 NAMES = "Maria John Anna Peter Lucy Omar Nina Paul Rosa Kenji Ivan Elsa Mina Carl Dora Emil Faye Gita Hans Jana".split()
 CITIES = "Paris Rome Cairo Oslo Delhi Tokyo Madrid Berlin Dublin Athens Lisbon Vienna Prague Boston Denver".split()
 
 
 def write_rows(path: Path) -> None:
     """Pairs of a name and a city, held-out ones last."""
-    pairs = random.Random("contacts").sample(list(itertools.product(NAMES, CITIES)), 200 + HELD_OUT)
+    pairs = random.Random("contacts").sample(list(itertools.product(NAMES, CITIES)), TRAINING + HELD_OUT)
     with path.open("w", encoding="utf-8") as file:
         for name, city in pairs:
             example = [
@@ -55,7 +58,7 @@ def test_on_policy_and_stale_jobs_learn_side_by_side(tmp_path: Path) -> None:
                     "eval_last": HELD_OUT,
                     "verifier": {"name": "json", "strict": True, "fields": {"name": "name", "city": "city"}},
                 },
-                policies={"main": {"rank": 8, "optimizer": {"lr": 1.0e-3}}},
+                policies={"main": {"rank": 8, "optimizer": {"lr": LEARNING_RATE}}},
                 algorithm={"group_size": 8, "groups_per_step": 6, "max_staleness": staleness},
                 sampling={"max_tokens": 24},
                 evaluation={"prompts": HELD_OUT},
