@@ -50,13 +50,14 @@ bench: $(VENV)/.tests
 	$(BIN)/python benchmarks/service_floor.py
 	$(BIN)/python benchmarks/report.py
 
-# The curve of tenants, asynchrony, the lag study, memory: hours on a quiet machine. What is measured is kept: stopped and made
-# again, it goes on with what is missing; each script can also measure a part (--help).
+# The curve of tenants, asynchrony, the lag study, memory, spinning: hours on a quiet machine. What is measured is kept:
+# stopped and made again, it goes on with what is missing; each script can also measure a part (--help).
 bench-full: $(VENV)/.tests .bench/trl/.installed
 	$(BIN)/python benchmarks/curve.py
 	$(BIN)/python benchmarks/asynchrony.py
 	$(BIN)/python benchmarks/lag_study.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/spinning.py
 	$(BIN)/python benchmarks/report.py
 
 # Ratios that hold on any machine, with generous bounds: part of the tests.

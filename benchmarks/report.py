@@ -17,9 +17,9 @@ from pages import VERDICT, markdown
 from plots import draw
 
 ORDER = (
-    "generation", "training", "grpo_step", "curve", "asynchrony", "lag_study", "memory", "service_floor",
-    "tinker_latency", "preemption_kills", "preemption_training", "preemption_overhead", "preemption_joining",
-    "preemption_restart", "seeding", "gpu",
+    "generation", "spinning", "training", "grpo_step", "curve", "asynchrony", "lag_study", "memory",
+    "service_floor", "tinker_latency", "preemption_kills", "preemption_training", "preemption_overhead",
+    "preemption_joining", "preemption_restart", "seeding", "gpu",
 )  # fmt: skip
 """What comes first; the others follow by name, simulated ones last."""
 
