@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from peers import Service, eventually, settle
 from rookery import wire
 from rookery.controller import calls
 from rookery.controller.futures import Gone, Waiting
-from rookery.errors import NotFound, UserError
+from rookery.errors import NotFound, Unavailable, UserError
 
 HOUR = 3600.0
 
@@ -221,6 +222,48 @@ async def test_a_client_that_stays_away_for_long_has_finished(tmp_path: Path) ->
     await service.close()
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_client_that_is_heard_of_is_never_lost(tmp_path: Path, restarts: bool) -> None:
+    """However seldom what it does is stored: one beats as the SDK does, one only calls."""
+    service = Service(
+        tmp_path, client_poll_seconds=0.05, client_lost_seconds=600.0, suspect_seconds=1e9, stuck_seconds=1e9
+    )
+    await service.start()
+    await join(service)
+    beats, computes = await Client(service).begin(), await Client(service, "bob").begin()
+    for _ in range(100):
+        service.clock.now += 10.0
+        await beats.sessions.heartbeat("alice", beats.session)
+        await computes.do(forward([1, 2, 3], only=True))
+    if restarts:
+        await service.crash()
+        await service.start()
+    await beats.sessions.sweep()
+    for client in (beats, computes):
+        [row] = await client.sessions.all(client.tenant)
+        assert row.finished is None and service.clock.time() - row.seen <= 70.0
+    await service.close()
+
+
+async def test_a_session_whose_end_was_stored_unheard_is_over(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visitor = await Client(service).begin()
+    finish = service.database.finish_session
+
+    def unheard(*arguments: Any) -> None:
+        finish(*arguments)
+        raise Unavailable("the server went away")
+
+    monkeypatch.setattr(service.database, "finish_session", unheard)
+    with pytest.raises(Unavailable):
+        await visitor.sessions.finish("alice", visitor.session, "success")
+    with pytest.raises(UserError, match="is finished"):
+        await visitor.gradient()
+    await visitor.sessions.sweep()
+    assert not visitor.sessions._models
+
+
 async def test_calls_that_changed_nothing_expire_in_a_model_that_goes_on(service: Service) -> None:
     visitor = await Client(service).begin()
     looked = [await visitor.send(forward([1, 2, 3], only=True)) for _ in range(3)]
@@ -239,6 +282,11 @@ async def test_calls_that_changed_nothing_expire_in_a_model_that_goes_on(service
     await visitor.sessions.sweep()
     assert len(service.database.futures_behind(visitor.model, -1)) == 2, "a gradient that has to be kept is before it"
     assert isinstance(await visitor.step(), calls.Stepped)
+    await visitor.save("kept")
+    await visitor.outcome(await visitor.send(forward([1, 2, 3], only=True)))
+    service.clock.now += HOUR + 1
+    await visitor.sessions.sweep()
+    assert service.database.futures_behind(visitor.model, -1) == [], "saving changed nothing either"
 
 
 async def test_weights_stay_while_somebody_samples_from_them(service: Service) -> None:

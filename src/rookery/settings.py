@@ -136,8 +136,8 @@ class Settings(BaseModel):
     client_away_seconds: float = Field(120.0, gt=0)
     """A client without a heartbeat for this long is away: its models give up their places. It may come back."""
     client_lost_seconds: float = Field(30 * 86400.0, gt=0)
-    """A client without a heartbeat for this long does not come back: its session is finished. What a finished session's
-    models had and no name holds goes ``client_result_seconds`` later."""
+    """A client of which nothing was heard for this long does not come back: its session is finished. What a finished
+    session's models had and no name holds goes ``client_result_seconds`` later."""
     sampler_idle_seconds: float = Field(3600.0, gt=0)
     """Weights of a sampler without a name that nobody used for this long are let go."""
 

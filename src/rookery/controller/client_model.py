@@ -96,8 +96,8 @@ class ClientModel:
     async def end(self) -> None:
         """No call will come any more: it holds nothing in any worker."""
         await self.stop()
+        self._trainee.forget()  # before it would come to rest
         self._places.leave(self._guest)
-        self._trainee.forget()
 
     async def stop(self) -> None:
         if self._task is not None:

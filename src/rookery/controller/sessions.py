@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -32,7 +33,7 @@ from rookery.storage.rows import CheckpointRow, ModelRow, NewPolicy, PolicyRow, 
 log = logging.getLogger("rookery.controller.sessions")
 
 SEEN_SECONDS = 60.0
-"""A session's heartbeat is stored this often; in between it is remembered."""
+"""That a session's client is there is stored this often; in between it is remembered."""
 
 SWEEP_SECONDS = 60.0
 """How often expired things are looked for: their lifetimes are hours."""
@@ -52,6 +53,8 @@ class Sessions:
         """Each as long as somebody holds it or waits for it."""
         self._known: dict[str, SessionRow] = {}
         self._seen: dict[str, float] = {}
+        self._stored: dict[str, float] = {}
+        """When each session's last sign of life was stored."""
         self.samplers = Samplers(world, self._futures)
 
     # --- life ---------------------------------------------------------------------------------------------------------
@@ -106,13 +109,15 @@ class Sessions:
         await self.samplers.retire()
         silent = world.settings.client_lost_seconds
         for session in await world.ledger(world.database.silent_sessions, now - silent):
-            log.info("session %s is finished: silent for %.0f s", session.id, silent, extra={"tenant": session.tenant})
-            await self.finish(session.tenant, session.id, "lost")
+            if world.clock.monotonic() - self._seen.get(session.id, -math.inf) > silent:
+                said = {"tenant": session.tenant}
+                log.info("session %s is finished: silent for %.0f s", session.id, silent, extra=said)
+                await self.finish(session.tenant, session.id, "lost")
         await self._clear()
         for over in await world.ledger(world.database.over_models, now - world.settings.client_result_seconds):
             if over.id not in self._models:
-                for version in await world.ledger(world.database.end_model, over.id):
-                    await world.let_go(world.database.retire_version, over.policy, version)
+                for digest in await world.ledger(world.database.end_model, over.id):
+                    await world.let_go(world.database.unnamed, digest)
 
     async def _clear(self) -> None:
         """Remember no model of a finished session that has nothing to do, and no session of which nobody is heard."""
@@ -126,6 +131,7 @@ class Sessions:
         used = {model.row.session for model in self._models.values()}
         for session in [id for id, seen in self._seen.items() if seen < away and id not in used]:
             del self._seen[session]
+            self._stored.pop(session, None)
             self._known.pop(session, None)
 
     # --- sessions -----------------------------------------------------------------------------------------------------
@@ -146,8 +152,12 @@ class Sessions:
 
     async def session(self, tenant: str, id: str) -> SessionRow:
         """Its client is there. Raises :class:`NotFound`."""
-        row = await self._row(tenant, id)
-        self._seen[id] = self._world.clock.monotonic()
+        row, now = await self._row(tenant, id), self._world.clock.monotonic()
+        if row.finished is None and now - self._stored.get(id, -math.inf) > SEEN_SECONDS:
+            await self._world.ledger(self._world.database.seen_session, id, self._world.clock.time())
+            self._stored[id] = now
+            row = await self._row(tenant, id)  # it may have been finished meanwhile
+        self._seen[id] = now
         return row
 
     async def _row(self, tenant: str, id: str) -> SessionRow:
@@ -172,19 +182,17 @@ class Sessions:
 
     async def heartbeat(self, tenant: str, id: str) -> None:
         """Raises :class:`Gone` for a finished session."""
-        last = self._seen.get(id, 0.0)
-        row = await self.session(tenant, id)
-        if row.finished is not None:
+        if (await self.session(tenant, id)).finished is not None:
             raise Gone(f"session {id} is finished")
-        if self._seen[id] - last > SEEN_SECONDS:
-            await self._world.ledger(self._world.database.seen_session, id, self._world.clock.time())
 
     async def finish(self, tenant: str, id: str, status: str) -> None:
         """Its client is done: places and samplers are free."""
         world = self._world
-        await self.session(tenant, id)
-        await world.ledger(world.database.finish_session, id, status, world.clock.time())
-        self._known.pop(id, None)
+        await self._row(tenant, id)
+        try:
+            await world.ledger(world.database.finish_session, id, status, world.clock.time())
+        finally:
+            self._known.pop(id, None)  # also where it is stored and nobody heard
         await self.samplers.end(id)
         for model in list(self._models.values()):
             if model.row.session == id:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from msgspec.structs import asdict
-from sqlalchemy import ColumnElement, Connection, delete, insert, select, true, update
+from sqlalchemy import Connection, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from rookery.errors import NotFound
@@ -40,16 +40,13 @@ class Futures(Store):
     def finish_future(self, id: str, outcome: bytes, time: float, *, trace: bool = True) -> None:
         """Stores an outcome, unless it has one. The call stays where a model may have to replay it: not where it left
         no ``trace`` in the model and neither did any between it and the policy's head."""
-        table = _futures
         with self._writing() as connection:
             write_outcome(connection, id, outcome, time)
-            over: ColumnElement[bool] = table.c.model.is_(None)
-            if not trace:
-                model, seq = connection.execute(select(table.c.model, table.c.seq).where(table.c.id == id)).one()
-                follows = (_models.c.id == model) & (_models.c.done_seq == seq - 1)
-                if connection.execute(update(_models).where(follows).values(done_seq=seq)).rowcount:
-                    over = true()
-            connection.execute(update(table).where(table.c.id == id, over).values(call=b""))
+            if trace:
+                modelless = (_futures.c.id == id) & _futures.c.model.is_(None)
+                connection.execute(update(_futures).where(modelless).values(call=b""))
+            else:
+                pass_over(connection, id)
 
     def get_future(self, tenant: str, id: str) -> FutureRow:
         """Raises :class:`NotFound` if this tenant has none by that id (any more)."""
@@ -127,3 +124,14 @@ def write_outcome(connection: Connection, id: str, outcome: bytes, time: float) 
     """The first outcome of a future stays."""
     open_one = (_futures.c.id == id) & _futures.c.outcome.is_(None)
     connection.execute(update(_futures).where(open_one).values(outcome=outcome, finished=time))
+
+
+def pass_over(connection: Connection, id: str) -> None:
+    """The call, which has its outcome, left no trace in its model, if it has one. It is part of what need not be
+    replayed if all before it is."""
+    model, seq = connection.execute(select(_futures.c.model, _futures.c.seq).where(_futures.c.id == id)).one()
+    if model is not None:
+        follows = (_models.c.id == model) & (_models.c.done_seq == seq - 1)
+        if not connection.execute(update(_models).where(follows).values(done_seq=seq)).rowcount:
+            return
+    connection.execute(update(_futures).where(_futures.c.id == id).values(call=b""))

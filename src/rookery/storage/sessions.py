@@ -17,7 +17,7 @@ from sqlalchemy.exc import IntegrityError
 from rookery.errors import Conflict, NotFound
 from rookery.storage import schema
 from rookery.storage.connection import Store
-from rookery.storage.futures import write_outcome
+from rookery.storage.futures import pass_over, write_outcome
 from rookery.storage.rows import CheckpointRow, ModelRow, NewPolicy, PolicyRow, SamplerRow, SessionRow
 from rookery.storage.versions import is_live
 
@@ -110,26 +110,28 @@ class Sessions(Store):
             connection.execute(update(_models).where(_models.c.id == model).values(inflight=version))
 
     def over_models(self, before: float) -> list[ModelRow]:
-        """Of every tenant, models of sessions finished before ``before`` that have kept versions or calls, all of them
+        """Of every tenant, models of sessions finished before ``before`` that have a head or calls, all of them
         answered before ``before`` as well."""
         ended = select(_sessions.c.id).where(_sessions.c.finished < before)
-        kept = exists().where(_versions.c.policy == _models.c.policy, _versions.c.kept.is_(True))
+        headed = exists().where(_policies.c.id == _models.c.policy, _policies.c.head_version.is_not(None))
         called = exists().where(_futures.c.model == _models.c.id)
         late = or_(_futures.c.finished.is_(None), _futures.c.finished >= before)
         waits = exists().where(_futures.c.model == _models.c.id, late)
-        query = select(_models).where(_models.c.session.in_(ended), or_(kept, called), not_(waits))
+        query = select(_models).where(_models.c.session.in_(ended), or_(headed, called), not_(waits))
         with self._reading() as connection:
             return [ModelRow(**row._mapping) for row in connection.execute(query)]
 
-    def end_model(self, id: str) -> list[int]:
-        """Its calls are forgotten and its policy has no head. Answers the versions that are still kept; of those
-        :meth:`Versions.retire_version` lets go."""
+    def end_model(self, id: str) -> list[str]:
+        """Its calls are forgotten, its policy has no head and keeps no version. Answers the hashes of those that it
+        kept; which of them nothing names now, :meth:`Versions.unnamed` tells."""
         with self._writing() as connection:
             policy = connection.execute(select(_models.c.policy).where(_models.c.id == id)).scalar_one()
             connection.execute(delete(_futures).where(_futures.c.model == id))
             connection.execute(update(_policies).where(_policies.c.id == policy).values(head_version=None))
-            kept = select(_versions.c.version).where(_versions.c.policy == policy, _versions.c.kept.is_(True))
-            return list(connection.execute(kept.order_by(_versions.c.version)).scalars())
+            mine = (_versions.c.policy == policy) & _versions.c.kept.is_(True)
+            kept = connection.execute(select(_versions.c.hash).where(mine).distinct()).scalars().all()
+            connection.execute(update(_versions).where(mine).values(kept=False))
+            return list(kept)
 
     # --- samplers ---------------------------------------------------------------------------------------------------
 
@@ -207,6 +209,7 @@ class Sessions(Store):
             connection.execute(insert(_checkpoints).values(asdict(row)))
             if outcome is not None:
                 write_outcome(connection, *outcome, row.created)
+                pass_over(connection, outcome[0])
             return _freed(connection, known.hash) if known is not None else None
 
     def get_checkpoint(self, tenant: str, model: str, kind: str, name: str) -> CheckpointRow:

@@ -84,6 +84,11 @@ class Versions(Store):
             connection.execute(update(_versions).filter_by(policy=policy, version=version).values(kept=False))
             return None if is_live(connection, row.hash) else str(row.hash)
 
+    def unnamed(self, digest: str) -> str | None:
+        """The hash itself if nothing names it."""
+        with self._reading() as connection:
+            return None if is_live(connection, digest) else digest
+
     def lose_head(self, policy: str, version: int, why: str) -> VersionRow:
         """The head's bytes are corrupt: the newest kept version before it becomes the head again, and the job's step
         goes back with it. What the lost version consumed stays consumed. Answers the new head. Raises
