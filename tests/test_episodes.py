@@ -163,7 +163,7 @@ async def test_one_that_never_ends_is_closed_with_what_it_has(service: Service) 
         ({"reward": float("nan"), "done": True}, "the environment's reward of turn 0 is nan, not a number"),
         ({"reward": float("-inf"), "done": True}, "reward of turn 0 is -inf"),
         ({"reward": 1.0, "done": False}, "the environment's step 0 is not done and has no messages"),
-        (HANG, "step was not answered within 0.02 s"),
+        (HANG, "step was not answered within 2 s"),
     ],
 )
 async def test_failed_members_are_counted_and_their_group_goes_on(service: Service, answer: Any, problem: str) -> None:
@@ -175,7 +175,7 @@ async def test_failed_members_are_counted_and_their_group_goes_on(service: Servi
         return answer if bad else None
 
     await service.host(script=steps(script)).join()
-    job = await run(service, stop__steps=1, algorithm__group_size=4, environment__step_timeout=0.02)
+    job = await run(service, stop__steps=1, algorithm__group_size=4, environment__step_timeout=2)
     view = await service.ends(job)
     assert (view.counters["episodes_failed"], view.counters["groups_failed"]) == (4, 1)
     assert [(row["ordinal"], row["state"]) for row in service.groups(job)] == [
@@ -383,7 +383,7 @@ async def test_after_a_restart_a_host_that_stays_away_is_given_up(tmp_path: Path
     await service.start()
     await service.worker().join()
     host = await service.host(turns=3).join()
-    job = await run(service, stop__steps=2, environment__return_timeout=0.1)
+    job = await run(service, stop__steps=2, environment__return_timeout=2)
     await eventually(lambda: any(turn == 1 for _, turn in host.executed))
     await service.crash()
     await service.start()

@@ -43,6 +43,7 @@ def transfers(
     root: Path,
     *,
     cap: int = 1 << 30,
+    peer_seconds: float = 10.0,
     renew: Callable[[str], Awaitable[str]] = no_renewal,
     arrived: Callable[[str], object] = lambda digest: None,
     failed: Callable[[str, str], object] = lambda digest, reason: None,
@@ -53,7 +54,7 @@ def transfers(
         cap,
         renew,
         timeout_seconds=10,
-        peer_seconds=0.5,
+        peer_seconds=peer_seconds,
         arrived=arrived,
         failed=failed,
     )
@@ -344,7 +345,7 @@ async def test_where_one_peer_stops_the_next_goes_on_then_the_service(
     service: Dialled, tmp_path: Path, does: Literal["breaks", "hangs", "refuses"]
 ) -> None:
     manifest = service.store(FILES)
-    here = transfers(service, tmp_path)
+    here = transfers(service, tmp_path, peer_seconds=1.0 if does == "hangs" else 10.0)
     async with Peer(manifest, does, 20_000) as one, Peer(manifest, does, 50_000) as two:
         async with here.pulled(lent(service, manifest, "http://127.0.0.1:1", one.url, two.url)) as folder:
             assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]

@@ -150,9 +150,9 @@ PAUSED = {
     "raises-in-prompts": (faulty.RaisesInPrompts(), {}, "RuntimeError: no prompts"),
     "nan": (faulty.NotANumber(), {}, "the environment's reward of turn 0 is nan, not a number"),
     "too-much": (TooMuch(), {}, "rewards add up to 1.7e+308, allowed"),
-    "stuck": (StuckHere(), {"step_timeout": 0.3}, "step was not answered within 0.3 s"),
-    "late": (faulty.SlowAsync(0.9), {"step_timeout": 0.3}, "step was not answered within 0.3 s"),
-    "late-with-a-thread": (faulty.Slow(0.9), {"step_timeout": 0.3}, "step was not answered within 0.3 s"),
+    "stuck": (StuckHere(), {"step_timeout": 2}, "step was not answered within 2 s"),
+    "late": (faulty.SlowAsync(6), {"step_timeout": 2}, "step was not answered within 2 s"),
+    "late-with-a-thread": (faulty.Slow(6), {"step_timeout": 2}, "step was not answered within 2 s"),
     "too-long": (TooLong(), {}, "the model's context is 512"),
     "no-messages": (faulty.WrongAnswers("empty"), {}, "reset gave no messages"),
 }

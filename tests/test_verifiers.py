@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -150,7 +151,11 @@ RUNS_AWAY = "$9^{9^{9^9}}$"
 
 def children(of: int) -> set[int]:
     """Processes that ``of`` started and has not heard the end of."""
-    return {int(pid) for tasks in Path(f"/proc/{of}/task").glob("*/children") for pid in tasks.read_text().split()}
+    found: set[int] = set()
+    for tasks in Path(f"/proc/{of}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ends meanwhile
+            found |= set(map(int, tasks.read_text().split()))
+    return found
 
 
 @pytest.fixture
@@ -218,7 +223,7 @@ sys.stdin.readline()
 def _runs(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

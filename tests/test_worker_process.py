@@ -72,6 +72,18 @@ def start(service: Dialled, cache: Path, tmp_path: Path) -> Iterator[Start]:
         yield begin
 
 
+SLOW = """
+import time
+from rookery.worker.engine.native import NativeEngine
+step = NativeEngine.step
+def slow(self):
+    time.sleep(0.005)
+    return step(self)
+NativeEngine.step = slow
+"""
+"""A text of ``LONG`` tokens takes seconds, so that a test can act in its middle."""
+
+
 def generate(request: str, adapter: wire.AdapterRef | None = None, **changes: object) -> wire.Generate:
     fields: dict = {
         "prompt": PROMPT,
@@ -274,7 +286,7 @@ def _files(service: Dialled, ref: wire.AdapterRef) -> dict[str, bytes]:
 
 
 def test_a_killed_worker_costs_no_received_token(service: Dialled, start: Start) -> None:
-    first = start()
+    first = start(before=SLOW)
     link = service.connection(0)
     adapter = make_policy(service, link, "p")
     link.send(generate("whole", adapter))
@@ -332,7 +344,7 @@ def test_a_lost_link_loses_nothing(service: Dialled, start: Start) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_running_request_goes_on_with_a_newer_version(service: Dialled, start: Start, recompute: bool) -> None:
-    start()
+    start(before=SLOW)
     link = service.connection(0)
     old = make_policy(service, link, "p")
     ticket = service.tickets.upload()
@@ -356,7 +368,7 @@ def test_a_running_request_goes_on_with_a_newer_version(service: Dialled, start:
 
 
 def test_what_nobody_claims_is_let_go(service: Dialled, start: Start) -> None:
-    start(grace_seconds="0.5")
+    start(before=SLOW, grace_seconds="3")
     link = service.connection(0)
     link.send(generate("r", max_tokens=500, prompt=[1], shared=0))
     link.some("r", 1)
@@ -383,7 +395,7 @@ def test_what_a_new_link_does_not_claim_is_computed_no_further(service: Dialled,
 
 
 def test_a_stopped_worker_comes_back(service: Dialled, start: Start) -> None:
-    worker = start(suspect_seconds="1")
+    worker = start(before=SLOW)
     link = service.connection(0)
     link.send(generate("r"))
     link.some("r", 5)
@@ -416,7 +428,7 @@ def test_an_aborted_request_may_begin_again_under_its_name(service: Dialled, sta
 
 
 def test_sigterm_sends_what_was_sampled_and_says_goodbye(service: Dialled, start: Start) -> None:
-    worker = start()
+    worker = start(before=SLOW)
     service.flush_seconds = 60  # nothing leaves by itself
     link = service.connection(0)
     link.send(generate("r"))
@@ -564,7 +576,7 @@ def test_computing_goes_on_while_a_commit_is_uploaded_and_sigterm_waits_for_it(s
 
 
 def test_sigterm_while_it_generates_and_trains_hands_back_what_was_sampled(service: Dialled, start: Start) -> None:
-    worker = start()
+    worker = start(before=SLOW)
     link = service.connection(0)
     parent = make_policy(service, link, "p")
     link.send(generate("whole", parent))

@@ -28,7 +28,7 @@ from rookery.worker.model.prepare import prepare
 from small_model import save_small_model
 
 RANK = 4
-PATIENCE = 60.0
+PATIENCE = 180.0
 
 
 def free_port() -> int:
