@@ -265,7 +265,7 @@ def test_a_page_takes_its_figures_from_the_results(tmp_path: Path) -> None:
 
 SHOWN = {
     "docs/asynchrony.md": {"asynchrony", "lag_study"},
-    "docs/speed.md": {"generation", "training", "grpo_step", "curve"},
+    "docs/speed.md": {"generation", "spinning", "training", "grpo_step", "curve"},
 }
 
 
