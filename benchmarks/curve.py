@@ -67,8 +67,8 @@ def main() -> None:
                         f"solo/{latency:g}/{staleness}/{seed}",
                         lambda latency=latency, staleness=staleness, seed=seed: solo(latency, staleness, seed),
                     )
-        if "trl" in given.cells and seed == given.seeds[0]:
-            trl(cells)
+        if "trl" in given.cells:
+            trl(cells, seed)
         if "crowd" in given.cells:
             for count in given.tenants:
                 for name in given.latency:
@@ -148,8 +148,9 @@ def record(one: rookery.Job) -> Cell:
     return found
 
 
-def trl(cells: Cells) -> None:
-    """A job at each micro-batch, then more at the quickest. What failed before is tried again."""
+def trl(cells: Cells, seed: int) -> None:
+    """A job at each micro-batch, once, then in each run of the curve some at the quickest. What failed before is tried
+    again."""
     for key in [key for key, cell in cells.cells.items() if "failed" in cell]:
         del cells.cells[key]
     for micro_batch in MICRO_BATCHES:
@@ -157,7 +158,7 @@ def trl(cells: Cells) -> None:
     times = trl_times(cells.cells)
     if times:
         best = min(times, key=lambda size: min(times[size]))
-        for i in range(1, TRL_JOBS):
+        for i in range(TRL_JOBS * seed, TRL_JOBS * (seed + 1)):
             cells.measure(f"trl/{best}/{i}", lambda: trl_job(best))
 
 
