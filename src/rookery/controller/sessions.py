@@ -114,9 +114,9 @@ class Sessions:
                 log.info("session %s is finished: silent for %.0f s", session.id, silent, extra=said)
                 await self.finish(session.tenant, session.id, "lost")
         await self._clear()
-        for over in await world.ledger(world.database.over_models, now - world.settings.client_result_seconds):
-            if over.id not in self._models:
-                for digest in await world.ledger(world.database.end_model, over.id):
+        for model in await world.ledger(world.database.over_models, now - world.settings.client_result_seconds):
+            if model not in self._models:
+                for digest in await world.ledger(world.database.end_model, model):
                     await world.let_go(world.database.unnamed, digest)
 
     async def _clear(self) -> None:

@@ -109,17 +109,17 @@ class Sessions(Store):
         with self._writing() as connection:
             connection.execute(update(_models).where(_models.c.id == model).values(inflight=version))
 
-    def over_models(self, before: float) -> list[ModelRow]:
-        """Of every tenant, models of sessions finished before ``before`` that have a head or calls, all of them
+    def over_models(self, before: float) -> list[str]:
+        """Ids, of every tenant, of models of sessions finished before ``before`` that have a head or calls, all of them
         answered before ``before`` as well."""
         ended = select(_sessions.c.id).where(_sessions.c.finished < before)
         headed = exists().where(_policies.c.id == _models.c.policy, _policies.c.head_version.is_not(None))
         called = exists().where(_futures.c.model == _models.c.id)
         late = or_(_futures.c.finished.is_(None), _futures.c.finished >= before)
         waits = exists().where(_futures.c.model == _models.c.id, late)
-        query = select(_models).where(_models.c.session.in_(ended), or_(headed, called), not_(waits))
+        query = select(_models.c.id).where(_models.c.session.in_(ended), or_(headed, called), not_(waits))
         with self._reading() as connection:
-            return [ModelRow(**row._mapping) for row in connection.execute(query)]
+            return list(connection.execute(query).scalars())
 
     def end_model(self, id: str) -> list[str]:
         """Its calls are forgotten, its policy has no head and keeps no version. Answers the hashes of those that it
