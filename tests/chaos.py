@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import httpx
 import psutil
 
+from processes import alive
 from rookery.client import Client, Job
 from rookery.environments.base import Environment, Reply, Split, Step
 from rookery.environments.host import Host
@@ -248,7 +249,7 @@ class Town:
         children = psutil.Process(self.service.pid).children(recursive=True)
         self.service.kill()
         self.service.wait()
-        until(lambda: not [child for child in children if _alive(child)], "the service's children end with it")
+        until(lambda: not [child for child in children if alive(child)], "the service's children end with it")
 
     def processes(self) -> list[psutil.Process]:
         """Everything that runs for this town, whoever started it."""
@@ -256,7 +257,7 @@ class Town:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get("ROOKERY_DATA") == mark and _alive(process) and process.pid != os.getpid():
+                if process.environ().get("ROOKERY_DATA") == mark and alive(process) and process.pid != os.getpid():
                     found.append(process)
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
@@ -325,13 +326,6 @@ class Town:
         marks = ",".join("?" * len(names))
         query = f"select count(*) as n from episodes where job in ({marks}) and state in ('done', 'failed')"
         return int(self.rows(query, *names)[0]["n"])
-
-
-def _alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _free_port() -> int:

@@ -11,12 +11,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from processes import runs
 from rookery.cluster.local import Child, LocalHost, LocalProcesses, LocalWorkers
 from rookery.errors import EXIT_REFUSED
 from rookery.settings import Settings
@@ -161,12 +161,6 @@ def test_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     while any(map(runs, pids)):
         assert time.monotonic() < deadline, "children outlive their parent"
         time.sleep(0.02)
-
-
-def runs(pid: int) -> bool:
-    with suppress(psutil.NoSuchProcess):  # also where it ends between two looks
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def test_workers_are_what_the_settings_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

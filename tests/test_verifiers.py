@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from processes import runs
 from rookery.environments import math_judge
 from rookery.environments.math_judge import MathJudge
 from rookery.environments.verifiers import VERIFIERS, Exact, Json, Number, Regex
@@ -216,15 +217,8 @@ sys.stdin.readline()
         (child,) = children(int(process.stdout.readline()))
         (forked,) = children(child)
         process.stdin.write("\n")
-    while any(map(_runs, (child, forked))):
+    while any(map(runs, (child, forked))):
         time.sleep(0.01)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_math_without_the_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
