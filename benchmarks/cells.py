@@ -2,7 +2,8 @@
 what is missing.
 
 The cells lie in the result's own file, so rows, verdicts and tables are always those of the cells that are there. Cells
-of another machine or of another plan are never mixed with new ones: the start is refused, unless it is to begin anew.
+of another machine or of another plan are never mixed with new ones. Another machine's are put aside, under a name that
+is found again on that machine; with those of another plan the start is refused, unless it is to begin anew.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import harness
-from harness import Result, machine
+from harness import Result
 
 Cell = dict[str, Any]
 """What one piece measured: JSON."""
@@ -26,23 +29,36 @@ class Cells:
         self, figures: Callable[[Mapping[str, Cell]], Result], plan: Mapping[str, Any], *, anew: bool = False
     ) -> None:
         """``plan`` holds what all cells share, as JSON. ``anew`` drops the cells that are there. Raises ``SystemExit``
-        where they are kept and of another machine or plan."""
+        where they are kept and of another plan."""
         self._figures = figures
         self._plan = dict(plan)
         self._path = harness.RESULTS / f"{figures({}).name}.json"
         self.cells: dict[str, Cell] = {}
+        self._change_machines()
         if self._path.exists() and not anew:
             stored = json.loads(self._path.read_text())
-            for what, there, here in (
-                ("machine", stored["machine"], machine()),
-                ("plan", stored["data"]["plan"], json.loads(json.dumps(self._plan))),
-            ):
-                if there != here:
-                    told = f"{self._path.name} has cells of another {what}: {there}, not {here}"
-                    raise SystemExit(f"{told}; --anew drops them")
+            there, here = stored["data"]["plan"], json.loads(json.dumps(self._plan))
+            if there != here:
+                told = f"{self._path.name} has cells of another plan: {there}, not {here}"
+                raise SystemExit(f"{told}; --anew drops them")
             self.cells = stored["data"]["cells"]
         else:
             self.result().save()  # whoever goes on from here is held to this plan
+
+    def _change_machines(self) -> None:
+        """Put another machine's cells aside, and take back those that this machine's were put as."""
+        if not self._path.exists():
+            return
+        there = json.loads(self._path.read_text())["machine"]
+        if there != harness.machine():
+            kept = self._aside(there)
+            self._path.replace(kept)
+            print(f"{self._path.name} was of another machine, {there}: it is {kept.name} now", flush=True)
+            if (mine := self._aside(harness.machine())).exists():
+                mine.replace(self._path)
+
+    def _aside(self, of: str) -> Path:
+        return self._path.with_name(f"{self._path.name}.{sha256(of.encode()).hexdigest()[:8]}")
 
     def measure(self, key: str, run: Callable[[], Cell]) -> Cell:
         """The cell ``key``: as it is stored, or measured now and stored."""

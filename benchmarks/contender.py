@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from rookery.cluster.allocator import preloaded
 from rookery.settings import Settings
 
 PATIENCE_SECONDS = 900.0
-"""A contender that has not answered by then is reported as failed."""
+"""A contender that has not answered by then is ended, and reported as failed. TRL's five steps at its slowest
+micro-batch take a third of it."""
 
 
 class ContenderFailed(Exception):
@@ -63,14 +65,20 @@ class Contender:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):  # libraries print what they like
-                answer: dict[str, Any] = json.loads(line)
-                if "failed" in answer:
-                    raise ContenderFailed(str(answer["failed"]))
-                return answer
+        late = threading.Event()
+        patience = threading.Timer(PATIENCE_SECONDS, lambda: (late.set(), self._process.kill()))
+        patience.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith("{"):  # libraries print what they like
+                    answer: dict[str, Any] = json.loads(line)
+                    if "failed" in answer:
+                        raise ContenderFailed(str(answer["failed"]))
+                    return answer
+        finally:
+            patience.cancel()
         self._process.wait()
-        raise ContenderFailed(self._last_words())
+        raise ContenderFailed(f"no answer in {PATIENCE_SECONDS:.0f} s" if late.is_set() else self._last_words())
 
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()

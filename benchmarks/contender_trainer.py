@@ -69,7 +69,7 @@ class Training:
 
     def floor(self, tokens: int) -> float:
         """Seconds of the linear layers and the output projection, forward and input gradient, for ``tokens`` rows.
-        Rows go in slices and chunks as large as the trainer's own."""
+        Rows go in slices and chunks as large as the trainer's own, forward through its own layout of the weights."""
         best = float("inf")
         most = Settings.load().slice_tokens
         with torch.inference_mode():
@@ -87,7 +87,7 @@ class Training:
                     for layer in self.decoder.layers:
                         for site in (layer.qkv, layer.o, layer.gate_up, layer.down):
                             weight = site.weight
-                            torch.nn.functional.linear(rows(count, weight.shape[1]), weight)
+                            site(rows(count, weight.shape[1]))
                             torch.mm(rows(count, weight.shape[0]), weight)
                     for first in range(0, count, PROJECTED_ROWS):
                         part = min(PROJECTED_ROWS, count - first)

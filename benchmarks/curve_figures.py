@@ -2,14 +2,16 @@
 
 With T the seconds of a job alone (staleness 0, its own latency) and C the worker's seconds in slices for it:
 
-* *bound* of N tenants: max(sum of C, max of T). C is the smaller of two measurements, a job alone (before and after
-  the crowd, on the same service) and the crowd's own (its worker's busy seconds over N), so that neither a costly crowd
-  nor a costly solo run flatters the comparison.
+* *bound* of N tenants: max(sum of C, max of T). C is a job alone, the mean of one before and one after the crowd on the
+  same service; or the crowd's own (its worker's busy seconds over N) where that is less, as it is when the machine was
+  slower beside the crowd than in it: the bound is then the busy share, and says nothing of its own.
 * *busy share*: the worker's seconds in decode and training slices, over the makespan. It is the compute thread's; what
   the service and the environments use of the same cores lies beside it, not in it.
-* *one after another*: for each tenant the mean time of the solo jobs at its latency, added up.
+* *one after another*: for each tenant the mean time of the solo jobs at its latency, added up; TRL's is the median of
+  its jobs. All are of the crowd's own run of the curve: machines are not equally quick on all days.
 
-Jobs of the same seed are the same job at every N and latency: with staleness 0 no reward may depend on the others.
+Jobs of the same seed are the same job at every N and latency. With staleness 0 a reward depends on the others only
+through the last bits of gradients, which are summed in another order when steps are packed: the first step's never.
 """
 
 from __future__ import annotations
@@ -106,12 +108,12 @@ def trl_job(cells: Mapping[str, Cell]) -> tuple[float, int, int] | None:
     return statistics.median(times[best]), best, len(times[best])
 
 
-def trl_times(cells: Mapping[str, Cell]) -> dict[int, list[float]]:
-    """Seconds of each job in TRL by micro-batch: as many as its median step takes for each step. Jobs in Rookery follow
-    an uncounted one; TRL's first steps are those of a cold process, and do not count either."""
+def trl_times(cells: Mapping[str, Cell], seed: int | None = None) -> dict[int, list[float]]:
+    """Seconds of each job in TRL by micro-batch, of one run or of all: as many as its median step takes for each step.
+    Jobs in Rookery follow an uncounted one; TRL's first steps are those of a cold process, and do not count either."""
     times: dict[int, list[float]] = {}
     for key, cell in cells.items():
-        if key.startswith("trl/") and "seconds" in cell:
+        if key.startswith("trl/") and "seconds" in cell and seed in (None, int(key.split("/")[2]) // TRL_JOBS):
             times.setdefault(cell["micro_batch"], []).append(STEPS * statistics.median(cell["seconds"]))
     return times
 
@@ -129,7 +131,7 @@ def points(cells: Mapping[str, Cell]) -> list[Point]:
         for count in TENANTS:
             runs = [run for run in _runs(cells, name, count) if run is not None]
             if runs:
-                found.append(_median(name, count, runs, trl_job(cells)))
+                found.append(_median(name, count, runs))
     return found
 
 
@@ -161,6 +163,8 @@ def _run(cells: Mapping[str, Cell], seed: int, cell: Cell) -> dict[str, float | 
     beside = statistics.fmean(cell["beside"])
     mine = [solo for job in jobs if (solo := sync[job["latency"]]) is not None]
     stale = [solo.seconds for job in jobs if (solo := later[job["latency"]]) is not None]
+    peer, same = trl_job(cells), trl_times(cells, seed)
+    theirs = same.get(peer[1]) if peer is not None and set(sync) == {0.0} else None
     return {
         "makespan": makespan,
         "bound": bound([min(beside, compute)] * len(jobs), [solo.seconds for solo in mine]),
@@ -169,18 +173,19 @@ def _run(cells: Mapping[str, Cell], seed: int, cell: Cell) -> dict[str, float | 
         "compute": compute,
         "sync": sum(solo.seconds for solo in mine) / makespan,
         "async": sum(stale) / makespan if len(stale) == len(jobs) else None,
+        "trl": statistics.median(theirs) * len(jobs) / makespan if theirs else None,
         "queue": statistics.fmean(job["queue"] for job in jobs),
         "reward": statistics.fmean(statistics.fmean(job["rewards"]) for job in jobs),
     }
 
 
-def _median(name: str, count: int, runs: list[dict[str, float | None]], peer: tuple[float, int, int] | None) -> Point:
+def _median(name: str, count: int, runs: list[dict[str, float | None]]) -> Point:
     def of(what: str) -> float:
         return statistics.median(value for run in runs if (value := run[what]) is not None)
 
-    later = any(run["async"] is not None for run in runs)
-    peer_gain = peer[0] * count / of("makespan") if peer is not None and name == "0" else None
-    gains = {"sync": of("sync"), "async": of("async") if later else None, "trl": peer_gain}
+    gains = {
+        over: of(over) if any(run[over] is not None for run in runs) else None for over in ("sync", "async", "trl")
+    }
     values = {what: of(what) for what in ("makespan", "bound", "busy", "decode", "compute", "queue", "reward")}
     return Point(latency=name, tenants=count, gains=gains, runs=len(runs), **values)
 
@@ -280,7 +285,10 @@ def _judge_rewards(result: Result, cells: Mapping[str, Cell]) -> None:
         return
     found = paired(differences)
     shown = f"{found.difference:+.4f} in a crowd, 95% interval {found.low:+.4f} to {found.high:+.4f}"
-    why = f"{len(differences)} seeds; the reward of {equal} of {steps} steps is exactly that of the job alone"
+    why = (
+        f"the {len(differences)} seeds that were also measured alone; the reward of {equal} of {steps} steps is exactly"
+        " that of the job alone"
+    )
     result.verdicts.append(Verdict(target, shown, found.null, why))
 
 
@@ -336,16 +344,25 @@ def _words(cells: Mapping[str, Cell], found: list[Point], largest: Mapping[str, 
         notes.append(
             f"Latency {name}: the worker is full (busy {SATURATED:.0%}) {filled}; from a job alone one expects"
             f" T/C = {seconds / compute:.1f} tenants. Its training alone would fill a machine of its own from"
-            f" {seconds / train:.1f} tenants on. {curve[-1].tenants} tenants get {_last_gain(curve):.2f} x as much done"
-            f" per second as {curve[-2].tenants}."
+            f" {seconds / train:.1f} tenants on."
         )
+        before, last = curve[-2].tenants, curve[-1].tenants
+        if more := _more_work(cells, name, before, last):
+            times = f"run{'s' * (len(more) > 1)}"
+            notes[-1] += (
+                f" {last} tenants get {statistics.median(more):.2f} x as much done per second as {before}, in the"
+                f" {len(more)} {times} that had both."
+            )
     return notes
 
 
-def _last_gain(curve: list[Point]) -> float:
-    """How much more work per second the last point does than the one before."""
-    before, last = curve[-2:]
-    return (last.tenants / last.makespan) / (before.tenants / before.makespan)
+def _more_work(cells: Mapping[str, Cell], name: str, before: int, last: int) -> list[float]:
+    """How much more work per second ``last`` tenants did than ``before``, in each run that measured both crowds."""
+    runs: dict[int, dict[int, float]] = {}
+    for key, cell in cells.items():
+        if key.startswith(f"crowd/{name}/"):
+            runs.setdefault(cell["seed"], {})[cell["tenants"]] = cell["makespan"]
+    return [(last / of[last]) / (before / of[before]) for of in runs.values() if {before, last} <= set(of)]
 
 
 def _table(found: list[Point]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from asynchrony_figures import CORES, PLACES, ROWS, SAMPLES, STALENESS, UNITS, choices, costs_key, job_key, phases
 from asynchrony_theory import apart, shared
-from curve_figures import LATENCIES, SOLO_JOBS, STEPS, TENANTS
+from curve_figures import LATENCIES, SOLO_JOBS, STEPS, TENANTS, TRL_JOBS
 
 SOLO_SECONDS, SOLO_COMPUTE = 15.0, 12.0
 CROWD_COMPUTE = 13.0
@@ -47,7 +47,7 @@ def curve_cells(seeds: tuple[int, ...] = (0, 1, 2), idle: float = 0.1) -> dict[s
                     "decode": count * CROWD_COMPUTE / 3, "train": 2 * count * CROWD_COMPUTE / 3,
                     "jobs": [solo_job(latency, 0, 100 * seed + i) for i, latency in enumerate(mine)],
                 }  # fmt: skip
-    for i in range(3):
+    for i in range(TRL_JOBS * len(seeds)):
         seconds = [30.0, 18.0, 18.0]  # the first step is that of a cold process
         cells[f"trl/64/{i}"] = {"micro_batch": 64, "seconds": seconds, "versions": {"trl": "1.0", "torch": "2"}}
     cells["trl/8/0"] = {"micro_batch": 8, "seconds": [24.0]}

@@ -10,7 +10,18 @@ from typing import Any
 import harness
 import pytest
 from cells import Cells
-from curve_figures import LATENCIES, STEPS, TENANTS, bound, figures, latency_for, line, points, reward_differences
+from curve_figures import (
+    LATENCIES,
+    STEPS,
+    TENANTS,
+    TRL_JOBS,
+    bound,
+    figures,
+    latency_for,
+    line,
+    points,
+    reward_differences,
+)
 from harness import Result, Row
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,6 +109,23 @@ def test_a_cheaper_crowd_makes_the_bound_stricter() -> None:
     assert point.bound == pytest.approx(96.0)
 
 
+def test_gains_are_within_a_run_of_the_curve() -> None:
+    """A run on a day when everything took twice as long has the same gains, whatever was measured again."""
+    cells = curve_cells(seeds=(0, 1))
+    told = {(p.latency, p.tenants): p.gains for p in points(cells)}
+    for key, cell in cells.items():
+        slow = int(key.split("/")[2]) >= TRL_JOBS if key.startswith("trl/") else cell["seed"] == 1
+        for each in ([cell, *cell.get("jobs", ())]) if slow else ():
+            for name in ("makespan", "seconds", "decode", "train"):
+                if name in each:
+                    each[name] = [2 * x for x in each[name]] if isinstance(each[name], list) else 2 * each[name]
+    for key in [key for key in cells if key.startswith("crowd/0/16/1")]:
+        del cells[key]
+    slower = points(cells)
+    assert {(p.latency, p.tenants): p.gains for p in slower} == {at: pytest.approx(gains) for at, gains in told.items()}
+    assert any("32 tenants get 1.00 x as much done per second as 16" in note for note in figures(cells).notes)
+
+
 def test_whatever_is_missing_is_not_made_up() -> None:
     cells = curve_cells()
     assert [verdict.met for verdict in figures({}).verdicts] == [None] * 6
@@ -183,16 +211,27 @@ def test_a_second_start_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch
     assert not list(tmp_path.glob("*.new"))
 
 
-@pytest.mark.parametrize("what", ["machine", "plan"])
-def test_cells_of_another_machine_or_plan_are_not_mixed(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cells_of_another_plan_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(harness, "ROOT", tmp_path)
     Cells(counted, {"steps": 5}).measure("1", lambda: {"value": 1})
-    path = tmp_path / "counted.json"
-    stored = json.loads(path.read_text())
-    path.write_text(json.dumps(stored | ({"machine": "another"} if what == "machine" else {})))
-    with pytest.raises(SystemExit, match=f"another {what}.*--anew"):
-        Cells(counted, {"steps": 5 if what == "machine" else 6})
+    with pytest.raises(SystemExit, match=r"another plan.*--anew"):
+        Cells(counted, {"steps": 6})
     assert Cells(counted, {"steps": 5}, anew=True).cells == {}
+
+
+def test_each_machine_goes_on_with_its_own_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+
+    def start(name: str, value: int) -> dict[str, Any]:
+        monkeypatch.setattr(harness, "machine", lambda: name)
+        cells = Cells(counted, {"steps": 5})
+        cells.measure(str(value), lambda: {"value": value})
+        return {key: cell["value"] for key, cell in cells.cells.items()}
+
+    assert start("first", 1) == {"1": 1}
+    assert start("second", 2) == {"2": 2}
+    assert start("first", 3) == {"1": 1, "3": 3}
+    assert start("second", 4) == {"2": 2, "4": 4}
+    assert [path.name for path in tmp_path.glob("*.json")] == ["counted.json"]
