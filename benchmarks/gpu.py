@@ -2,10 +2,11 @@
 against transformers and PEFT.
 
 First small models are checked against float32 on the CPU; a check that fails is the script's exit code 1. Then
-generation (groups that share a prompt of 256 tokens, 128 new ones each) and training (16 x 1,024 tokens, loss on every
-one, rank 16 on every linear layer), with random weights made on the device in bfloat16. The roofline is the larger of
-operations over the device's peak and bytes over its bandwidth. Meant for ten minutes on one H200: what does not fit is
-left out, and named. Without a GPU nothing is measured and nothing is written."""
+generation (128 new tokens each for groups that share a prompt of 256, and beside transformers for prompts of their own)
+and training (16 x 1,024 tokens, loss on every one, rank 16 on every linear layer), with random weights made on the
+device in bfloat16. The roofline is the larger of operations over the device's peak and bytes over its bandwidth. Meant
+for ten minutes on one H200: what does not fit is left out, and named; what was measured is written after every model.
+Without a GPU nothing is measured and nothing is written."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from typing import TypeVar
 
 import torch
 from gpu_models import SHAPES, Roof, decode_work, probe, random_weights, roof, training_work
@@ -31,6 +33,8 @@ from rookery.worker.engine.native import NativeEngine
 from rookery.worker.model.bank import LoraBank
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder, best_dtype
+
+T = TypeVar("T")
 
 PART_NAMES = ("check", "generation", "training", "transformers", "peft")
 ADAPTERS = 4
@@ -53,18 +57,22 @@ class Budget:
     def measure(self, what: str, make: Callable[[], Callable[[], tuple[int, float]]]) -> list[tuple[int, float]]:
         """Runs of what ``make`` makes ready, after one that warms up: tokens and seconds. Empty, with a note, where it
         does not run or there is no time left."""
-        runs: list[tuple[int, float]] = []
+        return self.attempt(what, lambda: _repeated(make())) or []
+
+    def attempt(self, what: str, make: Callable[[], T]) -> T | None:
+        """What ``make`` makes. None, with a note, where that fails or there is no time left."""
+        made: T | None = None
         try:
             if time.perf_counter() > self._end:
                 raise TimeoutError("no time was left for it")
-            runs = _repeated(make())
+            made = make()
         except Exception as error:  # a peer that is missing, or whatever does not fit, must not end the rest
             said = " ".join(str(error).split())[:200]
             self._result.notes.append(f"{what} did not run: {type(error).__name__}: {said}")
             print(f"  {self._result.notes[-1]}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
-        return runs
+        return made
 
 
 def _repeated(run: Callable[[], tuple[int, float]]) -> list[tuple[int, float]]:
@@ -93,18 +101,19 @@ def main() -> int:
     name = torch.cuda.get_device_name(device)
     result = Result("gpu", f"GPU: {name}, random weights in bf16, rank {RANK}", command())
     result.versions = {"GPU": name, "CUDA": str(torch.version.cuda), **versions("transformers", "peft")}
+    budget = Budget(result, given.minutes)
     right = _check(result, device) if "check" in parts else True
     best = roof(name, lambda: probe(device))
     result.notes.append(
         f"Roofline: {best.flops / 1e12:.0f} TFLOP/s, {best.bytes / 1e9:.0f} GB/s ({best.source})."
-        f" Generation: {PROMPTS} prompts of {PROMPT} tokens, shared by their groups, {NEW_TOKENS} new tokens."
+        f" Generation: {PROMPTS} prompts of {PROMPT} tokens, shared by their groups, or each text's own; {NEW_TOKENS}"
+        " new tokens."
         f" Training: {SEQUENCES} x {LENGTH} tokens, loss on every token."
     )
-    budget = Budget(result, given.minutes)
     for model in models:
         _ours(result, budget, best, model, parts, device)
-        _peers(result, budget, model, parts, device)
-    result.save()
+        _peers(result, budget, best, model, parts, device)
+        result.save()
     return 0 if right else 1
 
 
@@ -130,34 +139,55 @@ def _ours(result: Result, budget: Budget, best: Roof, model: str, parts: list[st
     if not {"generation", "training"} & set(parts):
         return
     config = DecoderConfig.from_hf(SHAPES[model])
-    decoder = Decoder(config, random_weights(config, device, torch.bfloat16))
+    decoder = budget.attempt(
+        f"{model}, Rookery", lambda: Decoder(config, random_weights(config, device, torch.bfloat16))
+    )
+    if decoder is None:
+        return
     if "generation" in parts:
-        generation = Generation(decoder)
-        for rows in ROWS:
-            for adapters in (0, ADAPTERS):
-                _generation(result, budget, best, model, generation, rows, adapters)
+        generation = budget.attempt(f"{model}, generation", lambda: Generation(decoder))
+        if generation is not None:
+            for rows in ROWS:
+                for adapters in (0, ADAPTERS):
+                    _generation(result, budget, best, model, generation, rows, adapters)
+            _generation(result, budget, best, model, generation, PEER_ROWS, 0, prompts=PEER_ROWS)
         del generation
     if "training" in parts:
         for tenants in (1, ADAPTERS):
-            runs = budget.measure(f"{model}, training, {tenants} adapters", partial(trained, decoder, tenants))
-            if runs:
-                flops = training_work(config, SEQUENCES * LENGTH, LENGTH, RANK)
-                reached = statistics.median(flops / seconds for _, seconds in runs)
-                result.add(
-                    f"{model}, training, {tenants} adapters, Rookery", [n / s for n, s in runs], "tokens/s",
-                    f"{reached / 1e12:.0f} TFLOP/s, {reached / best.flops:.0%} of the roofline",
-                )  # fmt: skip
+            what = f"{model}, training, {tenants} adapters"
+            _training(
+                result, best, config, f"{what}, Rookery", budget.measure(what, partial(trained, decoder, tenants))
+            )
+
+
+def _training(result: Result, best: Roof, config: DecoderConfig, what: str, runs: list[tuple[int, float]]) -> None:
+    if runs:
+        flops = training_work(config, SEQUENCES * LENGTH, LENGTH, RANK)
+        reached = statistics.median(flops / seconds for _, seconds in runs)
+        result.add(
+            what, [n / s for n, s in runs], "tokens/s",
+            f"{reached / 1e12:.0f} TFLOP/s, {reached / best.flops:.0%} of the roofline",
+        )  # fmt: skip
 
 
 def _generation(
-    result: Result, budget: Budget, best: Roof, model: str, generation: Generation, rows: int, adapters: int
+    result: Result,
+    budget: Budget,
+    best: Roof,
+    model: str,
+    generation: Generation,
+    rows: int,
+    adapters: int,
+    prompts: int = PROMPTS,
 ) -> None:
     what = f"{model}, generation, {rows} rows, {adapters} adapters"
-    runs = budget.measure(what, lambda: lambda: generation.run(rows, adapters))
+    if prompts == rows != PROMPTS:
+        what += ", prompts of their own"
+    runs = budget.measure(what, lambda: lambda: generation.run(rows, adapters, prompts))
     if not runs:
         return
     own = NEW_TOKENS / 2  # of a text, in the mean over its steps
-    held = PROMPTS * PROMPT + rows * own
+    held = prompts * PROMPT + rows * own
     flops, moved = decode_work(generation.decoder.config, rows, PROMPT + own, held, RANK, adapters)
     step = generation.step_seconds
     result.add(f"{what}, Rookery", [n / s for n, s in runs], "tokens/s")
@@ -187,17 +217,17 @@ class Generation:
             kv_budget_bytes=cache_bytes(0, decoder.device),
         )
 
-    def run(self, rows: int, adapters: int) -> tuple[int, float]:
-        """Tokens and seconds from the first prompt to the last token."""
+    def run(self, rows: int, adapters: int, prompts: int = PROMPTS) -> tuple[int, float]:
+        """Tokens and seconds from the first prompt to the last token; texts share ``prompts`` prompts."""
         self._runs += 1
-        prompts = random_ids(PROMPTS, PROMPT, self.decoder.config.vocab)
-        prompts = [[self._runs, *prompt[1:]] for prompt in prompts]  # another than the last run's, which is cached
+        given = random_ids(prompts, PROMPT, self.decoder.config.vocab)
+        given = [[self._runs, *prompt[1:]] for prompt in given]  # another than the last run's, which is cached
         done = generate(
             self._engine,
             (
                 wire.Generate(
-                    request=f"{self._runs}-{i}", adapter=ref(i % PROMPTS % adapters) if adapters else None,
-                    prompt=prompts[i % PROMPTS], shared=PROMPT, max_tokens=NEW_TOKENS, temperature=1.0, seed=i,
+                    request=f"{self._runs}-{i}", adapter=ref(i % prompts % adapters) if adapters else None,
+                    prompt=given[i % prompts], shared=PROMPT, max_tokens=NEW_TOKENS, temperature=1.0, seed=i,
                     stop_tokens=[],
                 )
                 for i in range(rows)
@@ -223,29 +253,24 @@ def trained(decoder: Decoder, tenants: int) -> Callable[[], tuple[int, float]]:
 # --- peers ----------------------------------------------------------------------------------------------------------
 
 
-def _peers(result: Result, budget: Budget, model: str, parts: list[str], device: torch.device) -> None:
+def _peers(result: Result, budget: Budget, best: Roof, model: str, parts: list[str], device: torch.device) -> None:
     import gpu_peers
 
     raw, vocabulary = SHAPES[model], SHAPES[model]["vocab_size"]
-    prompts = random_ids(PROMPTS, PROMPT, vocabulary) * (PEER_ROWS // PROMPTS)
-    ways: dict[str, Callable[[], Callable[[], tuple[int, float]]]] = {}
     if "transformers" in parts:
-        ways |= {
-            f"generation, {PEER_ROWS} rows, 0 adapters, transformers generate": lambda: gpu_peers.generator(
-                gpu_peers.base(raw, device), prompts, NEW_TOKENS
-            ),
-            f"generation, {PEER_ROWS} rows, 0 adapters, transformers generate_batch": lambda: gpu_peers.batcher(
-                gpu_peers.base(raw, device), prompts, NEW_TOKENS
-            ),
-        }
+        prompts = random_ids(PEER_ROWS, PROMPT, vocabulary)
+        for name, way in (("generate", gpu_peers.generator), ("generate_batch", gpu_peers.batcher)):
+            what = f"{model}, generation, {PEER_ROWS} rows, 0 adapters, prompts of their own, transformers {name}"
+            if runs := budget.measure(what, lambda way=way: way(gpu_peers.base(raw, device), prompts, NEW_TOKENS)):
+                result.add(what, [n / s for n, s in runs], "tokens/s")
     if "peft" in parts:
-        ways["training, 1 adapters, PEFT"] = lambda: gpu_peers.tuner(
-            gpu_peers.base(raw, device), random_ids(SEQUENCES, LENGTH, vocabulary), RANK
-        )
-    for what, make in ways.items():
-        runs = budget.measure(f"{model}, {what}", make)
-        if runs:
-            result.add(f"{model}, {what}", [n / s for n, s in runs], "tokens/s")
+        rows = random_ids(SEQUENCES, LENGTH, vocabulary)
+        for size in gpu_peers.MICRO_BATCHES:
+            what = f"{model}, training, 1 adapters, PEFT, micro-batch {size}"
+            runs = budget.measure(
+                what, lambda size=size: gpu_peers.tuner(gpu_peers.base(raw, device), rows, RANK, size)
+            )
+            _training(result, best, DecoderConfig.from_hf(raw), what, runs)
 
 
 if __name__ == "__main__":

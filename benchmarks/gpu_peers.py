@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from gpu_models import norm_scale
 
-MICRO_BATCH = 4
-"""Sequences of 1,024 tokens that go forward and back together: their float32 logits alone are 2.5 GB."""
+MICRO_BATCHES = (4, 8, 16)
+"""Sequences of 1,024 tokens that go forward and back together, each measured: the float32 logits of four alone are 2.5
+GB."""
 
 
 def base(raw: dict[str, Any], device: torch.device) -> Any:
@@ -67,7 +68,7 @@ def batcher(model: Any, prompts: list[list[int]], new_tokens: int) -> Callable[[
     return run
 
 
-def tuner(model: Any, rows: list[list[int]], rank: int) -> Callable[[], tuple[int, float]]:
+def tuner(model: Any, rows: list[list[int]], rank: int, micro_batch: int) -> Callable[[], tuple[int, float]]:
     """A step of PEFT: forward, backward, AdamW on one adapter: tokens and seconds. The model is PEFT's from now on."""
     import peft
 
@@ -81,7 +82,7 @@ def tuner(model: Any, rows: list[list[int]], rank: int) -> Callable[[], tuple[in
 
     def run() -> tuple[int, float]:
         began = time.perf_counter()
-        for part in ids.split(MICRO_BATCH):
+        for part in ids.split(micro_batch):
             with torch.autocast(ids.device.type, dtype=torch.bfloat16):  # else PEFT multiplies its adapters in float32
                 loss = tuned(input_ids=part, labels=part).loss
             (loss * len(part) / len(ids)).backward()

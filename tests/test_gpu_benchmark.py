@@ -90,6 +90,7 @@ def test_generation_and_training_of_a_tiny_model(here: torch.device) -> None:
     for adapters in (0, 4):
         assert generation.run(8, adapters)[0] == 8 * 5
         assert generation.step_seconds > 0
+    assert generation.run(8, 0, prompts=8)[0] == 8 * 5
     run = gpu.trained(decoder, 4)
     for _ in range(2):
         assert run()[0] == 4 * 20
@@ -98,7 +99,7 @@ def test_generation_and_training_of_a_tiny_model(here: torch.device) -> None:
 def test_peers_on_a_tiny_model(here: torch.device) -> None:
     tokens, _ = gpu_peers.generator(gpu_peers.base(TINY, here), [[1, 2, 3]] * 2, 4)()
     assert tokens == 8
-    tokens, _ = gpu_peers.tuner(gpu_peers.base(TINY, here), [[1, 2, 3]] * 5, 4)()
+    tokens, _ = gpu_peers.tuner(gpu_peers.base(TINY, here), [[1, 2, 3]] * 5, 4, 2)()
     assert tokens == 15
 
 
@@ -113,6 +114,18 @@ def test_what_does_not_run_is_noted_and_the_rest_goes_on(here: torch.device) -> 
     assert len(gpu.Budget(result, 1.0).measure("ours", lambda: lambda: (1, 1.0))) == gpu.REPEATS
     assert gpu.Budget(result, 0.0).measure("late", lambda: lambda: (1, 1.0)) == []
     assert "no time was left" in result.notes[-1]
+
+
+def test_a_model_that_does_not_fit_is_noted(here: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*of: object) -> object:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(gpu, "random_weights", too_large)
+    result = Result("gpu", "", "")
+    roof = gpu_models.Roof(1.0, 1.0, "")
+    gpu._ours(result, gpu.Budget(result, 1.0), roof, "Qwen3-0.6B", list(gpu.PART_NAMES), here)
+    assert result.notes == ["Qwen3-0.6B, Rookery did not run: OutOfMemoryError: CUDA out of memory"]
+    assert result.rows == []
 
 
 @pytest.mark.parametrize(("name", "billions"), [("Qwen3-0.6B", 0.596), ("Qwen3-1.7B", 1.72), ("Qwen3-8B", 7.57)])
