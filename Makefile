@@ -51,7 +51,8 @@ bench: $(VENV)/.tests
 	$(BIN)/python benchmarks/report.py
 
 # The curve of tenants, asynchrony, the lag study, memory, spinning: hours on a quiet machine. What is measured is kept:
-# stopped and made again, it goes on with what is missing; each script can also measure a part (--help).
+# stopped and made again, it goes on with what is missing; another machine's cells are put aside, and found there again.
+# Each script can also measure a part (--help).
 bench-full: $(VENV)/.tests .bench/trl/.installed
 	$(BIN)/python benchmarks/curve.py
 	$(BIN)/python benchmarks/asynchrony.py
