@@ -248,6 +248,41 @@ def test_an_archive_takes_no_more_room_than_it_has_bytes(faces: Faces) -> None:
     }  # fmt: skip
     holes = about.tobuf(tarfile.PAX_FORMAT) + bytes(1024)
     assert "larger than the archive" in refused(faces.ada.post("/api/v1/adapters", content=holes), 400)
+    sparse = old_sparse("adapter_model.safetensors", 1000, 3000)
+    assert "is sparse" in refused(faces.ada.post("/api/v1/adapters", content=sparse * 3 + bytes(1024)), 400)
+
+
+def old_sparse(name: str, stored: int, said: int) -> bytes:
+    """A member as GNU tar wrote holes before there was PAX: the first ``stored`` bytes of ``said``."""
+    about = tarfile.TarInfo(name)
+    about.size, about.type = stored, tarfile.GNUTYPE_SPARSE
+    header = bytearray(about.tobuf(tarfile.GNU_FORMAT))
+    header[386:410] = b"%011o\0%011o\0" % (0, stored)  # the first piece: where it lies, and how long it is
+    header[483:495] = b"%011o\0" % said
+    header[148:156] = b"        "  # what the sum is computed with in the sum's place
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + bytes(stored + -stored % 512)
+
+
+def test_a_broken_archive_is_refused_at_once(faces: Faces) -> None:
+    """Also one that would be read for ever, and one that is read as something else than was meant."""
+    config, weights = (tarfile.TarInfo(name) for name in ("adapter_config.json", "adapter_model.safetensors"))
+    backwards = tarfile.TarInfo("readme")
+    backwards.size = -512  # what follows it is its own header
+    link = tarfile.TarInfo(weights.name)
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    endless = bytearray(old_sparse(weights.name, 0, 0)[:512])
+    endless[482] = 1  # further pieces follow, it says
+    endless[148:156] = b"        "
+    endless[148:156] = b"%06o\0 " % sum(endless)
+    for content, said in (
+        (link.tobuf() + bytes(1024), "adapter_model.safetensors is no plain file"),
+        (config.tobuf() * 2 + bytes(1024), "adapter_config.json twice"),
+        (tarfile.TarInfo("readme").tobuf() * 300 + bytes(1024), "more than 256 files"),
+        (bytes(endless), "no tar archive"),
+        (config.tobuf(tarfile.GNU_FORMAT) + backwards.tobuf(tarfile.GNU_FORMAT) + bytes(1024), "adapter"),
+    ):
+        assert said in refused(faces.ada.post("/api/v1/adapters", content=content, timeout=20), 400)
 
 
 def test_half_a_character_in_a_job_is_refused_and_leaves_nothing(faces: Faces) -> None:
