@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import stat
+import sys
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -186,6 +187,20 @@ def test_a_wrong_job_is_refused_with_its_reasons_and_creates_nothing(
         assert said in response.text
         refused(response, response.status_code)
     assert len(faces.ada.get("/api/v1/jobs").json()) == before
+
+
+def test_a_librarys_environment_is_made_by_its_host_and_never_in_the_service(
+    faces: Faces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service runs in this process, its host in another, where the library may or may not be installed."""
+    (tmp_path / "reasoning_gym").mkdir()
+    (tmp_path / "reasoning_gym" / "__init__.py").write_text("raise AssertionError('run in the service')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "reasoning_gym", raising=False)
+    absent = job(environment={"id": "reasoning-gym", "task": "absent"})
+    assert refused(faces.ada.post("/api/v1/jobs/dry-run", json=absent), 422).startswith("prompts('train'): ")
+    wrong = job(environment={"id": "reasoning-gym", "task": "absent", "size": 0})
+    assert "environment.size" in refused(faces.ada.post("/api/v1/jobs", json=wrong), 422)
 
 
 def test_a_dry_run_shows_the_whole_job_and_three_prompts(faces: Faces) -> None:

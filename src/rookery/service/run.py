@@ -153,7 +153,7 @@ class Service:
             ids=ids,
             ledger=ledger,
             chat=prepared.chat,
-            check_environment=lambda id, options: find(id)(options),
+            check_environment=lambda id, options: find(id).vet(options),
             provide=local.provide,
             authenticate=authenticate,
             worker_token=token,
