@@ -328,13 +328,27 @@ def test_an_upload_beyond_the_limit_is_cut_off(tmp_path: Path) -> None:
         headers = {"X-API-Key": service.key}
         with httpx.Client(base_url=service.url, headers=headers) as client:
             assert "2000" in refused(client.post("/api/v1/datasets", content=b"x" * 3000), 413)
-        with httpx.Client(base_url=service.url) as stranger:
             for path in ("/api/v1/jobs", "/api/v1/sample", "/v1/chat/completions", "/v1/completions"):
-                assert stranger.post(path, content=b"x" * 3000).status_code == 413
-                assert stranger.post(path, content=iter([b"x" * 1500] * 2)).status_code == 413
+                assert client.post(path, content=b"x" * 3000).status_code == 413
+                assert client.post(path, content=iter([b"x" * 1500] * 2)).status_code == 413
 
 
 # --- whose it is ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["", "Authorization: Bearer tml-wrong\r\n", "X-API-Key: tml-wrong\r\n"])
+def test_no_body_is_read_without_a_key(faces: Faces, key: str) -> None:
+    """The answer comes while the body does not."""
+    url = httpx.URL(faces.service.url)
+    for path in (
+        *("/api/v1/jobs", "/api/v1/jobs/dry-run", "/api/v1/sample", "/api/v1/datasets", "/api/v1/adapters"),
+        *("/api/v1/tenants", "/v1/chat/completions", "/v1/completions", "/tinker/api/v1/forward_backward"),
+        *("/tinker/api/v1/asample", "/tinker/oai/api/v1/completions"),
+    ):
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9000\r\n{key}\r\n"
+        with socket.create_connection((url.host, url.port or 80), timeout=10) as connection:
+            connection.sendall(head.encode())
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 401 "), path
 
 
 def test_without_a_key_and_with_a_wrong_one_nothing_is_told(faces: Faces) -> None:
