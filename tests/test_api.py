@@ -333,6 +333,17 @@ def test_an_upload_beyond_the_limit_is_cut_off(tmp_path: Path) -> None:
                 assert client.post(path, content=iter([b"x" * 1500] * 2)).status_code == 413
 
 
+def test_json_has_a_lower_limit_than_files(faces: Faces) -> None:
+    """16 MB: it is parsed where everybody waits."""
+    row = json.dumps({"prompt": "?", "answer": "x" * (17 << 20)}).encode()
+    headers = {"Content-Type": "application/json"}
+    for path in ("/api/v1/jobs", "/api/v1/jobs/dry-run", "/api/v1/sample"):
+        assert "16777216" in refused(faces.ada.post(path, content=row, headers=headers), 413)
+    for path in ("/v1/completions", "/tinker/api/v1/asample"):
+        assert faces.ada.post(path, content=row, headers=headers).status_code == 413
+    assert faces.ada.post("/api/v1/datasets", content=row).status_code == 201
+
+
 # --- whose it is ------------------------------------------------------------------------------------------------------
 
 
