@@ -172,6 +172,7 @@ def test_pause_resume_and_cancel(faces: Faces) -> None:
         ({"environment": {"id": "jsonl", "rows": [{"prompt": "?", "answer": "!"}], "verifier": "magic"}}, "verifier"),
         ({"environment": {"id": "jsonl", "path": "/etc/passwd", "verifier": "exact"}}, "upload"),
         ({"environment": {"id": "jsonl", "dataset": "0" * 64, "verifier": "exact"}}, "dataset"),
+        ({"environment": {"hosted": "x", "seed": 2**64}}, "environment.seed"),
         ({"policies": {"main": {"warm_start": {"peft": "/home/ada/adapter"}}}}, "upload"),
         ({"policies": {"main": {"warm_start": {"upload": "0" * 64}}}}, "warm_start"),
         ({"policies": {"main": {"rank": 400}}}, "policies.main.rank"),
