@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import stat
+import sys
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -171,6 +172,7 @@ def test_pause_resume_and_cancel(faces: Faces) -> None:
         ({"environment": {"id": "jsonl", "rows": [{"prompt": "?", "answer": "!"}], "verifier": "magic"}}, "verifier"),
         ({"environment": {"id": "jsonl", "path": "/etc/passwd", "verifier": "exact"}}, "upload"),
         ({"environment": {"id": "jsonl", "dataset": "0" * 64, "verifier": "exact"}}, "dataset"),
+        ({"environment": {"hosted": "x", "seed": 2**64}}, "environment.seed"),
         ({"policies": {"main": {"warm_start": {"peft": "/home/ada/adapter"}}}}, "upload"),
         ({"policies": {"main": {"warm_start": {"upload": "0" * 64}}}}, "warm_start"),
         ({"policies": {"main": {"rank": 400}}}, "policies.main.rank"),
@@ -186,6 +188,20 @@ def test_a_wrong_job_is_refused_with_its_reasons_and_creates_nothing(
         assert said in response.text
         refused(response, response.status_code)
     assert len(faces.ada.get("/api/v1/jobs").json()) == before
+
+
+def test_a_librarys_environment_is_made_by_its_host_and_never_in_the_service(
+    faces: Faces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service runs in this process, its host in another, where the library may or may not be installed."""
+    (tmp_path / "reasoning_gym").mkdir()
+    (tmp_path / "reasoning_gym" / "__init__.py").write_text("raise AssertionError('run in the service')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "reasoning_gym", raising=False)
+    absent = job(environment={"id": "reasoning-gym", "task": "absent"})
+    assert refused(faces.ada.post("/api/v1/jobs/dry-run", json=absent), 422).startswith("prompts('train'): ")
+    wrong = job(environment={"id": "reasoning-gym", "task": "absent", "size": 0})
+    assert "environment.size" in refused(faces.ada.post("/api/v1/jobs", json=wrong), 422)
 
 
 def test_a_dry_run_shows_the_whole_job_and_three_prompts(faces: Faces) -> None:
@@ -248,6 +264,41 @@ def test_an_archive_takes_no_more_room_than_it_has_bytes(faces: Faces) -> None:
     }  # fmt: skip
     holes = about.tobuf(tarfile.PAX_FORMAT) + bytes(1024)
     assert "larger than the archive" in refused(faces.ada.post("/api/v1/adapters", content=holes), 400)
+    sparse = old_sparse("adapter_model.safetensors", 1000, 3000)
+    assert "is sparse" in refused(faces.ada.post("/api/v1/adapters", content=sparse * 3 + bytes(1024)), 400)
+
+
+def old_sparse(name: str, stored: int, said: int) -> bytes:
+    """A member as GNU tar wrote holes before there was PAX: the first ``stored`` bytes of ``said``."""
+    about = tarfile.TarInfo(name)
+    about.size, about.type = stored, tarfile.GNUTYPE_SPARSE
+    header = bytearray(about.tobuf(tarfile.GNU_FORMAT))
+    header[386:410] = b"%011o\0%011o\0" % (0, stored)  # the first piece: where it lies, and how long it is
+    header[483:495] = b"%011o\0" % said
+    header[148:156] = b"        "  # what the sum is computed with in the sum's place
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + bytes(stored + -stored % 512)
+
+
+def test_a_broken_archive_is_refused_at_once(faces: Faces) -> None:
+    """Also one that would be read for ever, and one that is read as something else than was meant."""
+    config, weights = (tarfile.TarInfo(name) for name in ("adapter_config.json", "adapter_model.safetensors"))
+    backwards = tarfile.TarInfo("readme")
+    backwards.size = -512  # what follows it is its own header
+    link = tarfile.TarInfo(weights.name)
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    endless = bytearray(old_sparse(weights.name, 0, 0)[:512])
+    endless[482] = 1  # further pieces follow, it says
+    endless[148:156] = b"        "
+    endless[148:156] = b"%06o\0 " % sum(endless)
+    for content, said in (
+        (link.tobuf() + bytes(1024), "adapter_model.safetensors is no plain file"),
+        (config.tobuf() * 2 + bytes(1024), "adapter_config.json twice"),
+        (tarfile.TarInfo("readme").tobuf() * 300 + bytes(1024), "more than 256 files"),
+        (bytes(endless), "no tar archive"),
+        (config.tobuf(tarfile.GNU_FORMAT) + backwards.tobuf(tarfile.GNU_FORMAT) + bytes(1024), "adapter"),
+    ):
+        assert said in refused(faces.ada.post("/api/v1/adapters", content=content, timeout=20), 400)
 
 
 def test_half_a_character_in_a_job_is_refused_and_leaves_nothing(faces: Faces) -> None:
@@ -278,13 +329,38 @@ def test_an_upload_beyond_the_limit_is_cut_off(tmp_path: Path) -> None:
         headers = {"X-API-Key": service.key}
         with httpx.Client(base_url=service.url, headers=headers) as client:
             assert "2000" in refused(client.post("/api/v1/datasets", content=b"x" * 3000), 413)
-        with httpx.Client(base_url=service.url) as stranger:
             for path in ("/api/v1/jobs", "/api/v1/sample", "/v1/chat/completions", "/v1/completions"):
-                assert stranger.post(path, content=b"x" * 3000).status_code == 413
-                assert stranger.post(path, content=iter([b"x" * 1500] * 2)).status_code == 413
+                assert client.post(path, content=b"x" * 3000).status_code == 413
+                assert client.post(path, content=iter([b"x" * 1500] * 2)).status_code == 413
+
+
+def test_json_has_a_lower_limit_than_files(faces: Faces) -> None:
+    """16 MB: it is parsed where everybody waits."""
+    row = json.dumps({"prompt": "?", "answer": "x" * (17 << 20)}).encode()
+    headers = {"Content-Type": "application/json"}
+    for path in ("/api/v1/jobs", "/api/v1/jobs/dry-run", "/api/v1/sample"):
+        assert "16777216" in refused(faces.ada.post(path, content=row, headers=headers), 413)
+    for path in ("/v1/completions", "/tinker/api/v1/asample"):
+        assert faces.ada.post(path, content=row, headers=headers).status_code == 413
+    assert faces.ada.post("/api/v1/datasets", content=row).status_code == 201
 
 
 # --- whose it is ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["", "Authorization: Bearer tml-wrong\r\n", "X-API-Key: tml-wrong\r\n"])
+def test_no_body_is_read_without_a_key(faces: Faces, key: str) -> None:
+    """The answer comes while the body does not."""
+    url = httpx.URL(faces.service.url)
+    for path in (
+        *("/api/v1/jobs", "/api/v1/jobs/dry-run", "/api/v1/sample", "/api/v1/datasets", "/api/v1/adapters"),
+        *("/api/v1/tenants", "/v1/chat/completions", "/v1/completions", "/tinker/api/v1/forward_backward"),
+        *("/tinker/api/v1/asample", "/tinker/oai/api/v1/completions"),
+    ):
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9000\r\n{key}\r\n"
+        with socket.create_connection((url.host, url.port or 80), timeout=10) as connection:
+            connection.sendall(head.encode())
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 401 "), path
 
 
 def test_without_a_key_and_with_a_wrong_one_nothing_is_told(faces: Faces) -> None:

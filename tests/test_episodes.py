@@ -17,6 +17,7 @@ from websockets.exceptions import ConnectionClosed
 import rookery
 from peers import HANG, STOP, TEMPLATE, Service, eventually, job_of, members
 from rookery import wire
+from rookery.controller.hosts import EnvironmentFailed
 from rookery.controller.links import LinkClosed
 from rookery.controller.trajectory import outcome_decoder, turns_decoder
 from rookery.environments.host import Host
@@ -254,6 +255,20 @@ async def test_an_environment_without_prompts(service: Service) -> None:
     await host.join()
     view = await service.ends(await run(service), "paused")
     assert view.reason == "prompts('train') gave no prompt"
+
+
+async def test_a_call_too_large_for_a_frame_fails_and_leaves_its_host_alone(service: Service) -> None:
+    peer = await service.host().join()
+    hosts = service.controller._hosts
+    host = await hosts.host_for("alice", "task", 1.0)
+    large = wire.Reset(
+        call="", episode="large", job="job", environment="task", options={}, prompt=bytes(wire.MAX_FRAME), seed=0
+    )
+    with pytest.raises(EnvironmentFailed, match=r"^reset has 671[0-9]{5} bytes, at most 64 MB can be sent to a host"):
+        await hosts.observe(host, "task", large, timeout=20, return_timeout=20)
+    small = msgspec.structs.replace(large, episode="small", prompt=b"1")
+    assert (await hosts.observe(host, "task", small, timeout=20, return_timeout=20)).turns
+    assert host.connected and set(peer.episodes) == {"small"}
 
 
 # --- hosts that go and come -------------------------------------------------------------------------------------------

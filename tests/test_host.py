@@ -179,6 +179,25 @@ async def test_what_goes_wrong_in_an_environment_is_its_calls_error(environment:
         assert (await controller.ask(step("e2"))).reward == 1
 
 
+async def test_an_answer_too_large_for_a_frame_is_its_calls_error() -> None:
+    """Nobody loses the link by it, and it is not asked for again."""
+
+    class Long(faulty.Good):
+        def prompts(self, split: Any) -> Any:
+            return ["x" * wire.MAX_FRAME]
+
+        def reset(self, prompt: Any, seed: int) -> Any:
+            return [{"role": "user", "content": "x" * wire.MAX_FRAME}]
+
+    async with hosting(env=Long(), good=faulty.Good()) as controller:
+        for message in (prompts(count=1), reset("e1")):
+            answer = await controller.ask(message)
+            assert re.match(r"the answer has 671[0-9]{5} bytes, at most 64 MB can be sent", answer.error)
+        await controller.ask(reset("e2", "good"))
+        assert (await controller.ask(step("e2"))).reward == 1
+        assert len(controller.hellos) == 1
+
+
 async def test_not_a_number_is_passed_on() -> None:
     async with hosting(env=faulty.NotANumber()) as controller:
         await controller.ask(reset("e1"))

@@ -392,6 +392,8 @@ def test_an_image_and_a_prompt_too_long_are_refused(face: Open) -> None:
         {"suffix": "end"},
         {"prompt": ""},
         {"prompt": [5, 100_000]},
+        {"prompt": [-1]},
+        {"prompt": [1 << 32]},
         {"prompt": []},
         {"prompt": ["x"] * 100, "n": 100},
     ],

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peers import job_of
+from rookery import wire
 from rookery.errors import UserError
 from rookery.settings import Settings
 from rookery.spec import LOSS_PARAMETERS, JobSpec, SpecError, parse_job, read_job
@@ -63,6 +64,8 @@ REFUSED: list[tuple[Any, str]] = [
     (job_of(environment={"id": "a", "hosted": "b"}), "environment: exactly one of id (a built-in) and hosted"),
     (job_of(environment__max_turns=0), "environment.max_turns: given 0, allowed: greater than or equal to 1"),
     (job_of(environment__step_timeout="x"), 'environment.step_timeout: given "x", allowed: a number of seconds'),
+    (job_of(environment__seed=2**64), "environment.seed: given 18446744073709551616, allowed: a whole number"),
+    (job_of(environment__rows=[{"a": 1}, {"n": [-(2**63) - 1]}]), "environment.rows.1.n.0: given -9223372036854775809"),
     (job_of(policies={}), "policies: given {}, allowed: have at least 1 item"),
     (job_of(policies=["main"]), 'policies: given ["main"], allowed: a mapping of fields'),
     (job_of(policies={"a b": {}}), "policies: policy name 'a b': letters, digits, dot, dash and underscore"),
@@ -102,6 +105,15 @@ def test_every_mistake_is_named_at_once() -> None:
         parse_job({"stop": {"steps": 0}, "sampling": {"temperature": -1}, "nonsense": 1})
     fields = {line.split(":")[0] for line in refused.value.problems}
     assert fields == {"name", "base_model", "environment", "stop.steps", "sampling.temperature", "nonsense"}
+
+
+def test_whatever_options_a_job_may_have_can_be_told_to_a_host() -> None:
+    options = {"low": -(2**63), "high": 2**64 - 1, "rows": [{"n": [0, True, None, 1e300, "18446744073709551616"]}]}
+    spec = parse_job(job_of(**{f"environment__{name}": value for name, value in options.items()}))
+    reset = wire.Reset(
+        call="", episode="", job="", environment="", options=spec.environment.options, prompt=b"", seed=0
+    )
+    assert wire.decode(wire.to_host, wire.encode(reset)) == reset
 
 
 def test_long_values_are_cut() -> None:

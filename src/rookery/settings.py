@@ -42,7 +42,7 @@ class Settings(BaseModel):
     """Local worker processes per model. One process holds the base model once and plays both roles."""
     upload_bytes: int = Field(256 << 20, ge=1 << 10)
     """The largest body that one request may bring, such as a dataset or an adapter: it is held in memory while it is
-    checked."""
+    checked. JSON has a lower limit of its own (:mod:`rookery.service.body_limit`)."""
     stop_seconds: float = Field(5.0, gt=0)
     """How long open connections and child processes get to end by themselves when the service stops."""
     log_level: str = "INFO"

@@ -10,6 +10,7 @@ import difflib
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -41,6 +42,9 @@ LOSS_PARAMETERS: dict[str, dict[str, float]] = {
     "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
 }
 """Losses by name, with their parameters' defaults (algorithms/losses has the formulas)."""
+
+INTEGERS = range(-(2**63), 2**64)
+"""Whole numbers that an environment's options may hold: those that a message to its host can carry."""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -375,13 +379,18 @@ def _problem(error: ErrorDetails) -> str:
         return f"{path}: unknown field; {hint}"
     if error["type"] == "missing":
         return f"{path}: missing"
-    given = json.dumps(error["input"], default=str)
     message = error["msg"].removeprefix("Value error, ")
     message = re.sub(r"^(Input|String|List|Dictionary) should (be )?", "", message)
     message = re.sub(r"a valid dictionary or instance of \w+|a valid dictionary", "a mapping of fields", message)
     if error["type"] == "value_error" and isinstance(error["input"], dict):
         return f"{path}: {message}" if path != "job" else message
-    return f"{path}: given {given if len(given) <= 80 else given[:77] + '...'}, allowed: {message}"
+    return f"{path}: given {_shown(error['input'])}, allowed: {message}"
+
+
+def _shown(value: Any) -> str:
+    """``value`` as JSON, short enough for a line."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def parse_job(data: Any) -> JobSpec:
@@ -394,9 +403,30 @@ def parse_job(data: Any) -> JobSpec:
         half = error.object[error.start]
         raise SpecError([f"job: given a text with {half!r}, allowed: whole characters (that is half of one)"]) from None
     try:
-        return JobSpec.model_validate(data)
+        spec = JobSpec.model_validate(data)
     except ValidationError as error:
         raise SpecError([_problem(detail) for detail in error.errors(include_url=False)]) from None
+    problems = [
+        f"{path}: given {_shown(value)}, allowed: a whole number from -2^63 to 2^64 - 1, or a text"
+        for path, value in _leaves(spec.environment.options, "environment")
+        if isinstance(value, int) and value not in INTEGERS
+    ]
+    if problems:
+        raise SpecError(problems)
+    return spec
+
+
+def _leaves(data: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """What ``data`` holds that holds nothing itself, each with its path, in order."""
+    left = [(path, data)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{path}.{key}", inner) for key, inner in reversed(value.items())]
+        elif isinstance(value, list):
+            left += [(f"{path}.{number}", inner) for number, inner in reversed(list(enumerate(value)))]
+        else:
+            yield path, value
 
 
 def read_job(path: Path) -> dict[str, Any]:

@@ -22,6 +22,10 @@ import msgspec
 
 PROTOCOL = 2
 
+MAX_FRAME = 64 << 20
+"""Bytes of one frame. Frames are small; the largest carry an environment's texts, and options with a job's rows. The
+service and hosts close a link that brings a larger one, so whoever passes on a tenant's texts looks at their size."""
+
 
 class BadFrame(ValueError):
     """A frame that is no message of this protocol."""

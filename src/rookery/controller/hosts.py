@@ -306,12 +306,16 @@ class Hosts:
     ) -> Any:
         message = msgspec.structs.replace(message, call=self._ids.new("call"))
         what = type(message).__name__.removesuffix("Episode").lower()
+        frame = wire.encode(message)
+        if len(frame) > wire.MAX_FRAME:  # the host would end the link, and with it everybody's calls
+            most = f"at most {wire.MAX_FRAME >> 20} MB can be sent to a host; make prompts and messages shorter"
+            raise EnvironmentFailed(f"{what} has {len(frame)} bytes, {most}")
         try:
             while True:
                 await self._back(host, environment, return_timeout)
                 future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
                 host.calls[message.call] = future
-                host.outbox.put_nowait(wire.encode(message))
+                host.outbox.put_nowait(frame)
                 try:
                     async with asyncio.timeout(timeout):
                         answer = await future

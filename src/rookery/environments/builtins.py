@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from rookery.environments.base import Environment
 from rookery.environments.calculator import Calculator, CalculatorOptions
 from rookery.environments.jsonl import Jsonl, JsonlOptions
-from rookery.environments.reasoning_gym import ReasoningGym, ReasoningGymOptions
+from rookery.environments.reasoning_gym import ReasoningGym, ReasoningGymOptions, require_library
 from rookery.environments.verifiers import VERIFIERS
 from rookery.errors import UserError
 
@@ -28,6 +28,9 @@ class Builtin:
 
     environment: type[Environment]
     options: type[BaseModel]
+    require: Callable[[], None] | None = None
+    """For one whose constructor runs another library, which may take minutes and gigabytes: raises :class:`UserError`
+    where that is not installed. Such an environment is made in a host alone."""
 
     def check(self, options: Mapping[str, Any]) -> BaseModel:
         """The options, validated and with defaults. Raises :class:`UserError` naming every mistake."""
@@ -35,6 +38,15 @@ class Builtin:
             return self.options.model_validate(dict(options))
         except ValidationError as error:
             raise UserError("; ".join(_problem(detail, self.options) for detail in error.errors())) from None
+
+    def vet(self, options: Mapping[str, Any]) -> None:
+        """All that can be said of the options in the service's own process, where no library's environment is made:
+        what only making one would tell, the host tells. Raises :class:`UserError`; reads files that options name."""
+        if self.require is None:
+            self(options)  # checks rows, and runs nothing
+        else:
+            self.check(options)
+            self.require()
 
     def __call__(self, options: Mapping[str, Any]) -> Environment:
         """The environment from which episodes are made. Raises :class:`UserError`; reads files that options name."""
@@ -45,7 +57,7 @@ class Builtin:
 BUILTINS: dict[str, Builtin] = {
     "jsonl": Builtin(Jsonl, JsonlOptions),
     "calculator": Builtin(Calculator, CalculatorOptions),
-    "reasoning-gym": Builtin(ReasoningGym, ReasoningGymOptions),
+    "reasoning-gym": Builtin(ReasoningGym, ReasoningGymOptions, require_library),
 }
 
 

@@ -4,7 +4,8 @@ Promises:
 
 * The connection may break and come back at any time: live episodes stay, and a call that is sent again is answered from
   memory, so no ``reset`` and no ``step`` ever happens twice in one environment.
-* What an environment raises, or returns wrongly, becomes that call's error and nothing else. A slow one delays nobody.
+* What an environment raises, or returns wrongly or too large, becomes that call's error and nothing else. A slow one
+  delays nobody.
 * Rewards are passed on as they are, not-a-number included: the controller decides what they are worth.
 """
 
@@ -37,9 +38,6 @@ log = logging.getLogger("rookery.environments")
 
 MAX_PROTOTYPES = 256
 """Environments kept built, one per (name, options) in use; the one unused longest is built again when needed."""
-
-MAX_FRAME = 64 << 20
-"""Bytes of one message: options may carry a job's rows."""
 
 BACKOFF_SECONDS = (0.2, 5.0)
 """Waits between attempts to connect double from the first to the second, each times a random 0.5 … 1."""
@@ -84,7 +82,7 @@ class Host:
                 try:
                     async with connect(
                         link_url(self._url, "/wire/host"),
-                        max_size=MAX_FRAME,
+                        max_size=wire.MAX_FRAME,
                         ping_interval=PING_SECONDS,
                         ping_timeout=PING_TIMEOUT,
                         proxy=None if _is_local(self._url) else True,
@@ -157,8 +155,12 @@ class Host:
         if self._link is None:
             return  # the controller asks again when the link is back
         message.epoch = self._epoch
+        frame = wire.encode(message)
+        if len(frame) > wire.MAX_FRAME:  # it would end the link, and be asked for again, without end
+            most = f"at most {wire.MAX_FRAME >> 20} MB can be sent; make prompts and messages shorter"
+            frame = wire.encode(_refused(message, f"the answer has {len(frame)} bytes, {most}"))
         with contextlib.suppress(ConnectionClosed):  # the reader sees it too, and reconnects
-            await self._link.send(wire.encode(message))
+            await self._link.send(frame)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -235,6 +237,13 @@ class Host:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         self._calls.close()
+
+
+def _refused(message: wire.Prompts | wire.Observed, error: str) -> wire.Prompts | wire.Observed:
+    """An error in the place of an answer."""
+    if isinstance(message, wire.Prompts):
+        return wire.Prompts(epoch=message.epoch, call=message.call, error=error)
+    return wire.Observed(epoch=message.epoch, call=message.call, episode=message.episode, error=error)
 
 
 def link_url(url: str, path: str) -> str:

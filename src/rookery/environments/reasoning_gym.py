@@ -7,6 +7,7 @@ processes for one seed, so nothing is ever made again from its number.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -36,6 +37,15 @@ class ReasoningGymOptions(BaseModel):
     """Only the text inside the reply's last ``<tag>…</tag>`` is the answer; the whole reply when absent."""
 
 
+NOT_INSTALLED = "environment reasoning-gym: not installed; run: pip install 'rookery[reasoning-gym]'"
+
+
+def require_library() -> None:
+    """Raises :class:`UserError` where the library is not installed; runs nothing of it."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise UserError(NOT_INSTALLED)
+
+
 class ReasoningGym(Environment):
     """One question, one reply, the library's own score in [0, 1]."""
 
@@ -45,9 +55,7 @@ class ReasoningGym(Environment):
         try:
             import reasoning_gym
         except ImportError:
-            raise UserError(
-                "environment reasoning-gym: not installed; run: pip install 'rookery[reasoning-gym]'"
-            ) from None
+            raise UserError(NOT_INSTALLED) from None
         self._options = options
         try:
             self._dataset = reasoning_gym.create_dataset(

@@ -20,6 +20,13 @@ from rookery.wire import Manifest, Shard
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 """A PEFT folder: what a version's download holds, and what an upload must bring."""
 
+MOST_MEMBERS = 256
+"""Of an uploaded archive. A PEFT folder has a handful of files, even with checkpoints beside it; each one takes some
+memory while the archive is read."""
+
+BROKEN = (tarfile.TarError, EOFError, OSError, ValueError, ArithmeticError, LookupError, RecursionError)
+"""What :mod:`tarfile` raises for bytes that are no archive, or a broken one."""
+
 PIECE = 1 << 20
 """Bytes read from the disk at a time while a download runs."""
 
@@ -59,15 +66,16 @@ def unpack(content: bytes) -> dict[str, bytes]:
     files: dict[str, bytes] = {}
     try:
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:  # unpacked, a small one could be anything
-            for member in archive:
+            for number, member in enumerate(archive, 1):
                 name = member.name.rsplit("/", 1)[-1]
-                if name in ADAPTER_FILES and member.isreg():
-                    if member.size > len(content):  # a sparse file: its holes are read as zeros
-                        raise tarfile.ReadError(f"{name} is larger than the archive")
+                _refuse(member, name, number, len(content))
+                if name in ADAPTER_FILES:
+                    if name in files:
+                        raise tarfile.ReadError(f"it has {name} twice")
                     extracted = archive.extractfile(member)
                     assert extracted is not None  # a regular file has content
                     files[name] = extracted.read()
-    except (tarfile.TarError, EOFError, OSError) as error:
+    except BROKEN as error:
         raise UserError(
             f"adapter: the body is no tar archive ({error}); send the PEFT folder as a tar, not compressed"
         ) from None
@@ -81,3 +89,19 @@ def unpack(content: bytes) -> dict[str, bytes]:
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise UserError(f"adapter: {ADAPTER_FILES[0]} does not say peft_type LORA; only LoRA adapters can be used")
     return files
+
+
+def _refuse(member: tarfile.TarInfo, name: str, number: int, most: int) -> None:
+    """Raises :class:`tarfile.ReadError` for what makes reading on take more time or memory than the archive has bytes,
+    and for one of the adapter's files that is none."""
+    if number > MOST_MEMBERS:
+        raise tarfile.ReadError(f"it has more than {MOST_MEMBERS} files")
+    shown = name if name in ADAPTER_FILES else f"file {number}"  # other names can be anything, of any length
+    if member.size > most:
+        raise tarfile.ReadError(f"{shown} is larger than the archive")
+    if member.size < 0:  # what follows it would be read again and again
+        raise tarfile.ReadError(f"{shown} has a negative size")
+    if member.issparse():  # its holes are read as zeros that nobody sent
+        raise tarfile.ReadError(f"{shown} is sparse")
+    if name in ADAPTER_FILES and not member.isreg():
+        raise tarfile.ReadError(f"{shown} is no plain file")

@@ -9,14 +9,14 @@ from fastapi import APIRouter, Response
 
 from rookery.errors import Conflict, NotFound
 from rookery.service.answers import PROBLEMS, answer
-from rookery.service.parts import Administrator, KeyHash, Service
+from rookery.service.parts import Administrator, KeyFirst, KeyHash, Service
 from rookery.service.schemas import Costs, KeyAnswer, KeyRow, NewKey, NewTenant, TenantAnswer, WorkerRow
 from rookery.storage.keys import hash_key, new_key
 
 KEY_ID = 16
 """Letters of a key's hash that name it: no two keys will ever share them."""
 
-routes = APIRouter(prefix="/api/v1", responses=PROBLEMS, tags=["administration"])
+routes = APIRouter(prefix="/api/v1", route_class=KeyFirst, responses=PROBLEMS, tags=["administration"])
 
 
 @routes.get("/workers", response_model=list[WorkerRow])

@@ -14,7 +14,7 @@ from rookery.environments.jsonl import read_jsonl
 from rookery.errors import NotFound
 from rookery.service.adapters import pack, unpack
 from rookery.service.answers import PROBLEMS, answer
-from rookery.service.parts import Owner, Service
+from rookery.service.parts import KeyFirst, Owner, Service
 from rookery.service.schemas import (
     AdapterAnswer,
     BaseModelRow,
@@ -34,7 +34,7 @@ from rookery.service.schemas import (
 from rookery.service.streams import follow_job
 from rookery.spec import SpecError
 
-routes = APIRouter(prefix="/api/v1", responses=PROBLEMS)
+routes = APIRouter(prefix="/api/v1", route_class=KeyFirst, responses=PROBLEMS)
 
 JobData = Annotated[dict[str, Any], Body(description="A job: the fields of JobSpec")]
 IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key", max_length=200)]

@@ -20,7 +20,6 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -30,7 +29,7 @@ from rookery.errors import NotFound, RookeryError, Unauthorized, Unavailable
 from rookery.service.answers import answer
 from rookery.service.openai_schemas import Asked, ChatRequest, CompletionRequest, Refused, refuse_unsupported
 from rookery.service.openai_shapes import ChatShape, Choice, Shape, TextShape
-from rookery.service.parts import Owner, Parts, Service
+from rookery.service.parts import KeyFirst, Owner, Parts, Service
 
 log = logging.getLogger("rookery.service.openai")
 
@@ -82,7 +81,7 @@ def _told(error: Exception, path: str) -> tuple[int, dict[str, Any]]:
     return status, body
 
 
-class _Route(APIRoute):
+class _Route(KeyFirst):
     """A route whose errors have OpenAI's shape."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -4,10 +4,12 @@ coroutine: FastAPI runs a plain function in a thread of its own for every reques
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import Depends
+from fastapi import Depends, Request, Response
+from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import HTTPConnection
 
@@ -53,13 +55,32 @@ async def key_hash(
     return hash_key(key) if key else ""
 
 
-async def tenant(known: Annotated[Parts, Depends(parts)], key: Annotated[str, Depends(key_hash)]) -> TenantRow:
-    """The owner of the request's API key, found by the key's hash. A missing and a wrong key answer the same:
-    :class:`Unauthorized`."""
-    owner = None if not key else await asyncio.to_thread(known.database.tenant_of_key, key)
+async def tenant(
+    connection: HTTPConnection, known: Annotated[Parts, Depends(parts)], key: Annotated[str, Depends(key_hash)]
+) -> TenantRow:
+    """The owner of the request's API key, found by the key's hash, once for each request. A missing and a wrong key
+    answer the same: :class:`Unauthorized`."""
+    owner: TenantRow | None = getattr(connection.state, "owner", None)
+    if owner is None and key:
+        owner = connection.state.owner = await asyncio.to_thread(known.database.tenant_of_key, key)
     if owner is None:
         raise Unauthorized("no valid API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'")
     return owner
+
+
+class KeyFirst(APIRoute):
+    """A route that needs a key, and looks at it before the body is read. By itself FastAPI reads and parses a JSON body
+    before it asks any dependency, so that whoever has no key could make the service do that."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handler(request: Request) -> Response:
+            key = await key_hash(await _bearer(request), await _header(request))
+            await tenant(request, await parts(request), key)
+            return await handle(request)
+
+        return handler
 
 
 async def administrator(owner: Annotated[TenantRow, Depends(tenant)]) -> TenantRow:

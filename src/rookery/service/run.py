@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import uvicorn
 
+from rookery import wire
 from rookery.controller.controller import Controller
 from rookery.controller.hosts import SERVICE
 from rookery.controller.ports import RandomIds, SystemClock, ThreadLedger
@@ -32,7 +33,6 @@ from rookery.service.app import build
 from rookery.service.local import Local
 from rookery.service.models import Models
 from rookery.service.parts import Parts
-from rookery.service.wire_face import MAX_FRAME
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.database import Database
@@ -153,7 +153,7 @@ class Service:
             ids=ids,
             ledger=ledger,
             chat=prepared.chat,
-            check_environment=lambda id, options: find(id)(options),
+            check_environment=lambda id, options: find(id).vet(options),
             provide=local.provide,
             authenticate=authenticate,
             worker_token=token,
@@ -194,7 +194,7 @@ class Service:
             access_log=False,
             lifespan="off",
             http="httptools",
-            ws_max_size=MAX_FRAME,
+            ws_max_size=wire.MAX_FRAME,
             ws_per_message_deflate=False,  # frames are small and frequent
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=max(1, round(self.settings.stop_seconds)),

@@ -24,9 +24,6 @@ from rookery.errors import NotFound, RookeryError
 from rookery.service.answers import answer
 from rookery.service.parts import Service
 
-MAX_FRAME = 64 << 20
-"""Bytes of one frame. Frames are small; the largest are a slice of long prompts from an environment host."""
-
 HOP_BYTES = 1 << 20
 """Handed to another thread at once: a hop costs more than writing what a socket gives at a time."""
 

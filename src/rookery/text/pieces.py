@@ -19,6 +19,9 @@ from tokenizers import Tokenizer
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 """How tokenizers with byte fallback write a byte that belongs to no token."""
 
+_IDS = range(1 << 32)
+"""What can be a token's id: the library cannot even be asked about other numbers."""
+
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """How the same tokenizers write a space."""
 
@@ -41,7 +44,7 @@ class Pieces:
         """Whether a text's first space is left out."""
 
     def known(self, token: int) -> bool:
-        return self._tokenizer.id_to_token(token) is not None
+        return token in _IDS and self._tokenizer.id_to_token(token) is not None
 
     def of(self, token: int) -> bytes:
         """What the token adds to a text; nothing for special tokens."""
