@@ -472,6 +472,36 @@ async def test_a_new_version_reaches_what_runs_what_waits_and_what_is_parked(tmp
     await room.close()
 
 
+@pytest.mark.parametrize(
+    "changes", [{"prompt": [1, 5, 7]}, {"temperature": 0.5}, {"max_tokens": 11}, {"adapter": NEWER}, {"seed": 10**6}]
+)
+async def test_what_returns_for_another_text_begins_anew(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """As after a new reset of its environment: nothing of before is gone on with, or taken for it."""
+    room = Room(tmp_path)
+    worker = await room.worker()
+    worker.generating.clear()
+    seed = full(1)[0]
+    reply = room.sample(seed)
+    await eventually(lambda: bool(worker.active))
+    await worker.say(wire.Output(epoch=0, chunks=parts(seed, (0, 3))))
+    await eventually(lambda: room.rollouts.sampled == 3)
+    reply.cancel()
+    await asyncio.gather(reply, return_exceptions=True)
+    reply = room.sample(seed, **changes)
+    await eventually(lambda: len(worker.generates) == 2)
+    again = worker.generates[1]
+    assert again.given == []
+    await worker.say(wire.Output(epoch=0, chunks=parts(seed, (3, 6))))  # said before the worker heard of either
+    await settle()
+    assert (room.rollouts.sampled, room.rollouts.late_chunks) == (3, 1)
+    worker.generating.set()
+    got = await reply
+    assert again.adapter is not None
+    assert (got.tokens, got.logprobs, got.finish) == text_of(again.seed, again.max_tokens)
+    assert set(got.versions) == {again.adapter.version}
+    await room.close()
+
+
 @pytest.mark.parametrize(("in_flight", "claims"), [("switch", True), ("finish", True), ("switch", False)])
 async def test_older_tokens_are_taken_from_who_had_the_request_before_only(
     tmp_path: Path, in_flight: Any, claims: bool

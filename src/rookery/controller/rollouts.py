@@ -3,7 +3,8 @@
 * Every request ends exactly once: with its reply, with an error, or by its caller's cancellation.
 * Tokens that arrived are never generated again: when a worker is lost or gives a request up, or another one can go on
   with it sooner, it moves there with the tokens received so far, ahead of those that never ran. A cancelled request of
-  an episode parks its tokens, and takes them up when it returns.
+  an episode parks its tokens, and takes them up when it returns; where it returns with another prompt, as after a new
+  reset of its environment, it begins anew.
 * Tenants take turns of several requests; a worker holds at most its rows and a few more, everything else waits here,
   where it can be seen. Requests that somebody waits for go ahead of the others, on a bounded share of each worker's
   rows.
@@ -24,7 +25,7 @@ from rookery.controller.desks import Desks
 from rookery.controller.fleet import Fleet
 from rookery.controller.ports import Clock
 from rookery.controller.request import GenerationFailed as GenerationFailed
-from rookery.controller.request import Live, newer
+from rookery.controller.request import Live, newer, same_text
 from rookery.controller.request import Reply as Reply
 from rookery.controller.request import Request as Request
 from rookery.controller.worker import Worker
@@ -78,14 +79,17 @@ class Rollouts:
         if request.id in self._live:
             raise RuntimeError(f"request {request.id} is under way already")
         before = self._parked.get(request.job, {}).pop(request.id, None)
-        if before is not None and before.reply.finish:
-            return before.reply
+        kept = before if before is not None and same_text(before.request, request) else None
+        if kept is not None and kept.reply.finish:
+            return kept.reply
         now = self._clock.monotonic()
         live = Live(request, Reply(), asyncio.get_running_loop().create_future(), grown, since=now, queued=now)
         if before is not None:
-            live.reply, live.left, live.returns = before.reply, before.left, before.returns
-            if newer(before.request.adapter, request):
-                live.request = request = replace(request, adapter=before.request.adapter)
+            live.left, live.returns = before.left, before.returns  # its chunks may still be on their way
+        if kept is not None:
+            live.reply = kept.reply
+            if newer(kept.request.adapter, request):
+                live.request = request = replace(request, adapter=kept.request.adapter)
         self._live[request.id] = live
         self._jobs[request.job][live] = None
         claim = self._claims.get(request.id)
