@@ -415,6 +415,28 @@ async def test_a_new_controller_takes_up_what_a_worker_still_holds(tmp_path: Pat
     await room.close()
 
 
+async def test_what_a_worker_brought_along_binds_nobody_for_ever(tmp_path: Path) -> None:
+    """It drops what was not asked for in time: then its gate and its rows count again. An ended job's goes at once."""
+    room = Room(tmp_path, claim_seconds=15)
+    room.rollouts.gate = lambda worker: False
+    holder = ScriptedWorker(room.fleet.serve, room.tickets)
+    room.workers.append(await holder.join(running=["job-1", "job-2", "job-3", "another-1"]))
+    room.clock.now += 14
+    check(await room.sample(1), 1)
+    room.clock.now += 2
+    late = room.sample(2)
+    await settle()
+    assert room.rollouts.waiting() == 1
+    assert [generate.request for generate in holder.generates] == ["job-1"]
+    room.rollouts.gate = lambda worker: True
+    room.rollouts.dispatch()
+    check(await late, 2)
+    assert set(room.rollouts._claims) == {"job-3", "another-1"}
+    room.rollouts.forget("job")
+    assert set(room.rollouts._claims) == {"another-1"}
+    await room.close()
+
+
 # --- versions that change under way, and who may take what ------------------------------------------------------------
 
 NEWER = wire.AdapterRef(policy="p", version=8, hash="1" * 64, rank=8, alpha=16.0)
