@@ -405,3 +405,22 @@ async def test_policies_spread_over_training_workers_that_come_later(room: Room)
              for worker in (first, second)}  # fmt: skip
     assert steps == {"first": ["r", "s"] * 3, "second": ["p", "q"] * 3}
     assert set(room.leases.values()) == {2}, "nobody moves twice"
+
+
+async def test_a_policy_comes_back_to_the_worker_that_stays(room: Room) -> None:
+    """Once it has nothing uncommitted; one that may vanish trains it only while no other can."""
+    stays = await room.worker("stays")
+    spot = await room.worker("spot", kind="preemptible")
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+    await stays.die()
+    await step(trainee, ref, 1, commit=False)
+    await stays.join()
+    done = await step(trainee, ref, 2, commit=True)
+    ref = room.commit(trainee, done.manifest)
+    for number in (3, 4):
+        done = await step(trainee, ref, number, commit=True)
+        ref = room.commit(trainee, done.manifest)
+    steps = {worker.name: sum(isinstance(op, wire.OptimStep) for op in worker.operations) for worker in (stays, spot)}
+    assert steps == {"stays": 2, "spot": 2}
+    await eventually(lambda: wire.Forget(policy="p") in spot.other)

@@ -157,9 +157,11 @@ class Training:
 
     def level(self, policy: str, model: str) -> None:
         """``policy`` has nothing uncommitted: it may as well train elsewhere, where its worker has more policies than
-        others. Else those that came while one worker was there would crowd it for ever, as after each restart."""
-        held = self._leases.get(policy)
-        if held is not None and crowded(self._load(model), held.name):
+        others, or is one that is given none now. Else those that came while one worker was there would crowd it for
+        ever, as after each restart, and those whose reserved worker was away for a moment would stay on one that may
+        vanish."""
+        held, load = self._leases.get(policy), self._load(model)
+        if held is not None and load and (held.name not in load or crowded(load, held.name)):
             self.forget(policy)
 
     async def call(self, worker: Worker, message: Operation) -> wire.Done:
