@@ -151,9 +151,7 @@ class Training:
 
     def _load(self, model: str) -> dict[str, int]:
         """How many policies each worker holds that may be given one."""
-        able = self._fleet.serving("train", model)
-        stay = [worker for worker in able if worker.hello.kind == "reserved"]
-        return {worker.name: self._leases.count(worker) for worker in stay or able}
+        return {worker.name: self._leases.count(worker) for worker in self._fleet.trainers(model)}
 
     def level(self, policy: str, model: str) -> None:
         """``policy`` has nothing uncommitted: it may as well train elsewhere, where its worker has more policies than
