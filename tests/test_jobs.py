@@ -468,6 +468,29 @@ async def test_an_orderly_stop_is_a_restart_like_any_other(tmp_path: Path) -> No
     await service.close()
 
 
+async def test_a_model_that_is_gone_after_a_restart_pauses_its_jobs(tmp_path: Path) -> None:
+    """It can be mended, as a hub that does not answer; a job that never ran is refused for it."""
+    service = Service(tmp_path)
+    await service.start()
+    await service.worker().join()
+    host = await service.host().join()
+    job = await run(service, stop__steps=20)
+    await eventually(lambda: service.database.get_job("alice", job).step > 0)
+    await service.crash()
+    service.no_model = "base_model: the hub does not answer"
+    await service.start()
+    assert (await service.ends(job, "paused")).reason == service.no_model
+    new = await run(service)
+    assert (await service.ends(new, "failed")).reason == service.no_model
+    service.no_model = ""
+    await service.worker().join()
+    await service.reconnect(host).join()
+    await service.controller.resume("alice", job)
+    await service.ends(job)
+    service.check_history(job)
+    await service.close()
+
+
 async def test_a_corrupt_head_is_stepped_back_from(tmp_path: Path) -> None:
     service = Service(tmp_path)
     await service.start()

@@ -15,11 +15,12 @@ from rookery.controller.intake import Intake
 from rookery.controller.job import Job
 from rookery.controller.views import JobState
 from rookery.controller.world import World
-from rookery.errors import RookeryError, StorageFull, Unavailable
+from rookery.errors import RookeryError, StorageFull, Unavailable, UserError
 from rookery.spec import JobSpec
 from rookery.storage.rows import JobRow
 from rookery.telemetry.metrics import MetricsLog
 from rookery.telemetry.sinks import Sinks
+from rookery.text.chat import Chat
 
 log = logging.getLogger("rookery.controller")
 
@@ -85,12 +86,21 @@ class Running:
             policies[0],
             owner=row.tenant if spec.environment.hosted is not None else SERVICE,
             options=await self._intake.options(row.tenant, spec),
-            chat=await world.chat(spec.base_model),
+            chat=await self._chat(spec.base_model),
             warm_start=await self._intake.warm_start(row.tenant, spec, policies[0])
             if policies[0].head_version is None
             else None,
             metrics=MetricsLog(self._folder),
         )
+
+    async def _chat(self, model: str) -> Chat:
+        """The base model's. A job that has run before had it: what keeps it away now can be mended."""
+        try:
+            return await self._world.chat(model)
+        except UserError as error:
+            if self.row.started is None:
+                raise
+            raise Unavailable(str(error)) from None
 
     def measured(self, row: dict[str, Any]) -> None:
         """Hand a committed step's metrics to where the operator wants them."""
