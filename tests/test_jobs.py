@@ -881,6 +881,28 @@ async def test_a_warm_started_job_needs_its_source_once(tmp_path: Path) -> None:
     await service.close()
 
 
+async def test_the_source_of_a_warm_start_stays_until_it_is_read(service: Service) -> None:
+    """Its own job may let it go while the other waits for a worker."""
+    worker = await service.worker().join()
+    await service.host().join()
+    source = await run(service, stop__steps=2, checkpoints={"keep_last": 3})
+    await service.ends(source)
+    policy, found = service.database.policies("alice", source)[0], service.check_history(source)[1]
+    content = service.artifacts.path(found.hash, ADAPTER).read_bytes()
+    worker.training.clear()
+    before = len(worker.operations)
+    job = await run(service, policies={"main": {"warm_start": {"job": source, "version": 1}}}, stop__steps=1)
+    await eventually(lambda: len(worker.operations) > before)
+    world = service.controller.world
+    await world.let_go(service.database.retire_version, policy.id, 1)
+    assert found.hash in service.artifacts.hashes()
+    worker.training.set()
+    await service.ends(job)
+    zero = service.check_history(job)[0]
+    assert service.artifacts.path(zero.hash, ADAPTER).read_bytes() == content
+    assert not world.read and not world.left
+
+
 async def test_others_answer_as_if_nothing_were_there(service: Service) -> None:
     await service.worker().join()
     await service.host().join()

@@ -118,8 +118,10 @@ class Job:
         for line in await self.policy.load():
             await self.progress.say("corrupt", line)
         if self.policy.head is None:
-            manifest = await self._trainee.init(partial(first_adapter, self.spec, self.policy.row.id), self._warm_start)
-            await self._commit_version(manifest, [], {})
+            first, source = partial(first_adapter, self.spec, self.policy.row.id), self._warm_start
+            async with world.reading(source):  # it may wait for long, and the source's job let it go meanwhile
+                manifest = await self._trainee.init(first, source)
+                await self._commit_version(manifest, [], {})
         assert self.policy.head is not None
         self.world.fleet.announce(self.spec.base_model, self.policy.ref(self.policy.head.version))
         self.step = self.policy.head.step
