@@ -216,6 +216,30 @@ async def test_stop_by_wall_time(service: Service, waiting: bool) -> None:
     service.check_history(job)
 
 
+@pytest.mark.parametrize("restart", [False, True])
+async def test_wall_time_counts_what_was_not_committed(service: Service, restart: bool) -> None:
+    """Over pauses and restarts, whose own time does not count."""
+    await service.worker().join()
+    host = await service.host().join()
+    host.answering.clear()
+    job = await run(service, stop={"wall_time": 100}, environment__step_timeout="1h")
+    await eventually(lambda: bool(service.database.policies("alice", job)[0].head_version is not None))
+    service.clock.now += 60
+    if restart:
+        await service.close()
+        service.clock.now += 1000
+        await service.start()
+    else:
+        await service.controller.pause("alice", job)
+        service.clock.now += 1000
+        await service.controller.resume("alice", job)
+    await eventually(lambda: service.controller._running[job].job is not None)
+    assert service.controller._running[job].job.progress.seconds() == 60  # type: ignore[union-attr]
+    service.clock.now += 41
+    await service.clock.advance(1, steps=1)
+    assert "reached 100 s" in (await service.ends(job)).reason
+
+
 async def test_what_a_job_did_not_use_is_closed_with_it(service: Service) -> None:
     worker = await service.worker().join()
     host = await service.host(turns=3).join()

@@ -84,6 +84,10 @@ class Job:
         self._taken: list[_Taken] = []
         self._evaluated: set[int] = set()
 
+    def rng(self) -> dict[str, Any]:
+        """What a later run goes on with, beside the counters: the seed, and how long the job has run."""
+        return {"seed": self.spec.seed, "seconds": self.progress.seconds()}
+
     async def run(self) -> str:
         """Train until a stop condition holds; answers which."""
         seeding, policy = self.world.seeding, self.policy.row.id
@@ -242,7 +246,7 @@ class Job:
             groups=groups,
             step=self.step,
             counters=dict(self.progress.counters),
-            rng={"seed": self.spec.seed, "seconds": self.progress.seconds()},
+            rng=self.rng(),
             metrics=metrics,
         )
         self._trainee.committed(ref)

@@ -119,11 +119,12 @@ class Running:
             await asyncio.to_thread(self._sinks.close)
 
     async def _store_counters(self) -> None:
+        save = self._world.database.save_counters
         try:
             if self.job is not None:
                 counters = dict(self.job.progress.counters)
-                await asyncio.shield(self._world.ledger(self._world.database.save_counters, self.row.id, counters))
-        except Exception:  # they are only shown
+                await asyncio.shield(self._world.ledger(save, self.row.id, counters, self.job.rng()))
+        except Exception:  # the job goes on without: they are shown, and its wall time is that of its last commit
             extra = {"tenant": self.row.tenant, "job": self.row.id}
             log.exception("counters of job %s are not saved", self.row.id, extra=extra)
 
