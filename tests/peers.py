@@ -30,6 +30,7 @@ from rookery.controller.ports import RandomIds, ThreadLedger
 from rookery.controller.rollouts import AGAIN
 from rookery.controller.tickets import Tickets
 from rookery.controller.views import JobView
+from rookery.errors import UserError
 from rookery.settings import Settings
 from rookery.simulation.links import MemoryLink, link_pair
 from rookery.spec import TARGETS
@@ -523,6 +524,8 @@ class Service:
             self.database.create_tenant(tenant, tenant.title(), 1.0)
         self.artifacts = Artifacts(folder / "artifacts")
         self.chat = Chat.load(model_folder(folder / "model"))
+        self.no_model = ""
+        """Why base models cannot be prepared."""
         self.lives = 0
         self.peers: list[Any] = []
         self.ledger: MortalLedger
@@ -532,6 +535,8 @@ class Service:
         """A new process on the same data."""
 
         async def chat(model: str) -> Chat:
+            if self.no_model:
+                raise UserError(self.no_model)
             return self.chat
 
         async def authenticate(token: str) -> str | None:

@@ -18,7 +18,10 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 
 import faulty
 from rookery import wire
+from rookery.environments.base import Environment
 from rookery.environments.builtins import BUILTINS
+from rookery.environments.calls import Calls
+from rookery.environments.episodes import Episodes
 from rookery.environments.host import Host, Hosted, link_url
 from rookery.errors import UserError
 
@@ -253,6 +256,24 @@ async def test_episodes_outlive_a_broken_link() -> None:
         assert (await asyncio.wait_for(waiting, 20)).reward == 1
         assert not faulty.Stuck.entered.acquire(blocking=False)
         assert (await controller.ask(step("e1", 1, "b"))).turns[0].content == "Step 2."
+
+
+async def test_no_episode_is_closed_for_the_sake_of_others() -> None:
+    """However many there are, and however long it has been idle."""
+
+    async def prototype(name: str, options: dict[str, Any]) -> Environment:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    episodes = Episodes(Calls(), prototype)
+    names = [f"e{number}" for number in range(10_001)]
+    turns = [episodes.reset(reset(name)) for name in names]
+    await asyncio.sleep(0)
+    assert set(episodes.names()) == set(names)
+    assert episodes.reset(reset("e0")) is turns[0]
+    for turn in turns:
+        turn.cancel()
+    await asyncio.gather(*turns, return_exceptions=True)
 
 
 async def test_stuck_environments_delay_nobody() -> None:

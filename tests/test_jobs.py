@@ -216,6 +216,30 @@ async def test_stop_by_wall_time(service: Service, waiting: bool) -> None:
     service.check_history(job)
 
 
+@pytest.mark.parametrize("restart", [False, True])
+async def test_wall_time_counts_what_was_not_committed(service: Service, restart: bool) -> None:
+    """Over pauses and restarts, whose own time does not count."""
+    await service.worker().join()
+    host = await service.host().join()
+    host.answering.clear()
+    job = await run(service, stop={"wall_time": 100}, environment__step_timeout="1h")
+    await eventually(lambda: bool(service.database.policies("alice", job)[0].head_version is not None))
+    service.clock.now += 60
+    if restart:
+        await service.close()
+        service.clock.now += 1000
+        await service.start()
+    else:
+        await service.controller.pause("alice", job)
+        service.clock.now += 1000
+        await service.controller.resume("alice", job)
+    await eventually(lambda: service.controller._running[job].job is not None)
+    assert service.controller._running[job].job.progress.seconds() == 60  # type: ignore[union-attr]
+    service.clock.now += 41
+    await service.clock.advance(1, steps=1)
+    assert "reached 100 s" in (await service.ends(job)).reason
+
+
 async def test_what_a_job_did_not_use_is_closed_with_it(service: Service) -> None:
     worker = await service.worker().join()
     host = await service.host(turns=3).join()
@@ -465,6 +489,29 @@ async def test_an_orderly_stop_is_a_restart_like_any_other(tmp_path: Path) -> No
     service.check_history(job)
     assert set(host.executed.values()) == {1}
     assert worker.generates
+    await service.close()
+
+
+async def test_a_model_that_is_gone_after_a_restart_pauses_its_jobs(tmp_path: Path) -> None:
+    """It can be mended, as a hub that does not answer; a job that never ran is refused for it."""
+    service = Service(tmp_path)
+    await service.start()
+    await service.worker().join()
+    host = await service.host().join()
+    job = await run(service, stop__steps=20)
+    await eventually(lambda: service.database.get_job("alice", job).step > 0)
+    await service.crash()
+    service.no_model = "base_model: the hub does not answer"
+    await service.start()
+    assert (await service.ends(job, "paused")).reason == service.no_model
+    new = await run(service)
+    assert (await service.ends(new, "failed")).reason == service.no_model
+    service.no_model = ""
+    await service.worker().join()
+    await service.reconnect(host).join()
+    await service.controller.resume("alice", job)
+    await service.ends(job)
+    service.check_history(job)
     await service.close()
 
 
@@ -856,6 +903,28 @@ async def test_a_warm_started_job_needs_its_source_once(tmp_path: Path) -> None:
     await service.reconnect(host).join()
     await service.ends(job)
     await service.close()
+
+
+async def test_the_source_of_a_warm_start_stays_until_it_is_read(service: Service) -> None:
+    """Its own job may let it go while the other waits for a worker."""
+    worker = await service.worker().join()
+    await service.host().join()
+    source = await run(service, stop__steps=2, checkpoints={"keep_last": 3})
+    await service.ends(source)
+    policy, found = service.database.policies("alice", source)[0], service.check_history(source)[1]
+    content = service.artifacts.path(found.hash, ADAPTER).read_bytes()
+    worker.training.clear()
+    before = len(worker.operations)
+    job = await run(service, policies={"main": {"warm_start": {"job": source, "version": 1}}}, stop__steps=1)
+    await eventually(lambda: len(worker.operations) > before)
+    world = service.controller.world
+    await world.let_go(service.database.retire_version, policy.id, 1)
+    assert found.hash in service.artifacts.hashes()
+    worker.training.set()
+    await service.ends(job)
+    zero = service.check_history(job)[0]
+    assert service.artifacts.path(zero.hash, ADAPTER).read_bytes() == content
+    assert not world.read and not world.left
 
 
 async def test_others_answer_as_if_nothing_were_there(service: Service) -> None:

@@ -415,6 +415,28 @@ async def test_a_new_controller_takes_up_what_a_worker_still_holds(tmp_path: Pat
     await room.close()
 
 
+async def test_what_a_worker_brought_along_binds_nobody_for_ever(tmp_path: Path) -> None:
+    """It drops what was not asked for in time: then its gate and its rows count again. An ended job's goes at once."""
+    room = Room(tmp_path, claim_seconds=15)
+    room.rollouts.gate = lambda worker: False
+    holder = ScriptedWorker(room.fleet.serve, room.tickets)
+    room.workers.append(await holder.join(running=["job-1", "job-2", "job-3", "another-1"]))
+    room.clock.now += 14
+    check(await room.sample(1), 1)
+    room.clock.now += 2
+    late = room.sample(2)
+    await settle()
+    assert room.rollouts.waiting() == 1
+    assert [generate.request for generate in holder.generates] == ["job-1"]
+    room.rollouts.gate = lambda worker: True
+    room.rollouts.dispatch()
+    check(await late, 2)
+    assert set(room.rollouts._claims) == {"job-3", "another-1"}
+    room.rollouts.forget("job")
+    assert set(room.rollouts._claims) == {"another-1"}
+    await room.close()
+
+
 # --- versions that change under way, and who may take what ------------------------------------------------------------
 
 NEWER = wire.AdapterRef(policy="p", version=8, hash="1" * 64, rank=8, alpha=16.0)
@@ -469,6 +491,36 @@ async def test_a_new_version_reaches_what_runs_what_waits_and_what_is_parked(tmp
     assert [tokens for tokens, _ in texts] == [text_of(s, 12)[0] for s in (runs, finishes, waits, parked)]
     assert [versions for _, versions in texts] == [[7] * 8 + [8] * 4, [7] * 12, [8] * 12, [7] * 4 + [8] * 8]
     assert (await other).versions == [7] * 12, "another job's stays"
+    await room.close()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"prompt": [1, 5, 7]}, {"temperature": 0.5}, {"max_tokens": 11}, {"adapter": NEWER}, {"seed": 10**6}]
+)
+async def test_what_returns_for_another_text_begins_anew(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """As after a new reset of its environment: nothing of before is gone on with, or taken for it."""
+    room = Room(tmp_path)
+    worker = await room.worker()
+    worker.generating.clear()
+    seed = full(1)[0]
+    reply = room.sample(seed)
+    await eventually(lambda: bool(worker.active))
+    await worker.say(wire.Output(epoch=0, chunks=parts(seed, (0, 3))))
+    await eventually(lambda: room.rollouts.sampled == 3)
+    reply.cancel()
+    await asyncio.gather(reply, return_exceptions=True)
+    reply = room.sample(seed, **changes)
+    await eventually(lambda: len(worker.generates) == 2)
+    again = worker.generates[1]
+    assert again.given == []
+    await worker.say(wire.Output(epoch=0, chunks=parts(seed, (3, 6))))  # said before the worker heard of either
+    await settle()
+    assert (room.rollouts.sampled, room.rollouts.late_chunks) == (3, 1)
+    worker.generating.set()
+    got = await reply
+    assert again.adapter is not None
+    assert (got.tokens, got.logprobs, got.finish) == text_of(again.seed, again.max_tokens)
+    assert set(got.versions) == {again.adapter.version}
     await room.close()
 
 

@@ -13,6 +13,7 @@ import pytest
 from peers import ADAPTER, ManualClock, ScriptedWorker, Service, eventually, job_of, settle
 from rookery import wire
 from rookery.controller.fleet import Fleet
+from rookery.controller.places import Guest, Places
 from rookery.controller.ports import RandomIds, ThreadLedger
 from rookery.controller.tickets import Tickets
 from rookery.controller.trainee import Forward, Trainee
@@ -405,3 +406,52 @@ async def test_policies_spread_over_training_workers_that_come_later(room: Room)
              for worker in (first, second)}  # fmt: skip
     assert steps == {"first": ["r", "s"] * 3, "second": ["p", "q"] * 3}
     assert set(room.leases.values()) == {2}, "nobody moves twice"
+
+
+async def test_a_policy_comes_back_to_the_worker_that_stays(room: Room) -> None:
+    """Once it has nothing uncommitted; one that may vanish trains it only while no other can."""
+    stays = await room.worker("stays")
+    spot = await room.worker("spot", kind="preemptible")
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+    await stays.die()
+    await step(trainee, ref, 1, commit=False)
+    await stays.join()
+    done = await step(trainee, ref, 2, commit=True)
+    ref = room.commit(trainee, done.manifest)
+    for number in (3, 4):
+        done = await step(trainee, ref, number, commit=True)
+        ref = room.commit(trainee, done.manifest)
+    steps = {worker.name: sum(isinstance(op, wire.OptimStep) for op in worker.operations) for worker in (stays, spot)}
+    assert steps == {"stays": 2, "spot": 2}
+    await eventually(lambda: wire.Forget(policy="p") in spot.other)
+
+
+async def test_places_are_those_of_the_workers_that_are_given_policies(tmp_path: Path) -> None:
+    """Fewer than there were, once a worker that stays is there: who has begun no gradient queues for its next one."""
+    room = Room(tmp_path, training_places=1)
+    places, rested, begun = Places(room.fleet, room.settings, room.clock), list[str](), {"one"}
+
+    def guest(name: str) -> Guest:
+        return Guest(name, "alice", name, MODEL, rest=lambda: rested.append(name), gradient=lambda: name in begun)
+
+    one, two = guest("one"), guest("two")
+    for name in ("spot", "another"):
+        await room.worker(name, kind="preemptible")
+    for each in (one, two):
+        await asyncio.wait_for(places.come(each), 1)
+    await room.worker("stays")
+    await asyncio.wait_for(places.come(one), 1)
+    assert rested == []
+    begun.clear()
+    coming = asyncio.create_task(places.come(one))
+    await settle()
+    assert not coming.done() and not one.busy
+    assert places.reason(one) == f"all 1 training places for {MODEL} are in use; 0 others wait before this one"
+    assert rested == ["one"]
+    places.idle(two)
+    await asyncio.wait_for(coming, 1)
+    assert one.busy and rested == ["one", "two"]
+    for worker in room.workers:
+        await worker.die()
+    room.ledger.close()

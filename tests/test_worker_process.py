@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
+from safetensors import SafetensorError
 
 from dialled import PATIENCE_SECONDS, Connection, Dialled
+from peers import eventually
 from rookery import wire
-from rookery.errors import EXIT_REFUSED
+from rookery.errors import EXIT_REFUSED, UserError
 from rookery.worker.compute import Status, Turn, next_turn
+from rookery.worker.fetch import CorruptArtifact, TransferFailed
 from rookery.worker.link import progress
 from rookery.worker.model.prepare import prepare
+from rookery.worker.operations import Operations
 from small_model import save_small_model
 
 PROMPT = [40, 41, 42, 43, 44, 45]
@@ -518,6 +526,44 @@ def test_an_operation_that_fails_is_never_stepped_over(service: Dialled, start: 
     link.send(optim("after", parent, steps=1))
     assert link.done("after").category == "stale"
     assert [done for done in link.of(wire.Done) if done.op == "cancelled"] == []
+
+
+NO_ROOM = "Error while serializing: I/O error: No space left on device (os error 28)"
+
+
+@pytest.mark.parametrize(
+    ("error", "category"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "lost"),
+        (SafetensorError(NO_ROOM), "lost"),
+        (MemoryError(), "lost"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "lost"),
+        (TransferFailed("PUT: the service's disk is full"), "lost"),
+        (CorruptArtifact("artifact 0123 is corrupt"), "failed"),
+        (UserError("the adapter to start from has rank 8, the policy asks for 4"), "failed"),
+        (SafetensorError("Error while serializing: unknown dtype"), "failed"),
+        (RuntimeError("shapes do not match"), "failed"),
+    ],
+)
+async def test_a_workers_own_trouble_is_no_fault_of_what_it_was_asked(error: Exception, category: str) -> None:
+    """An operation that failed ends its job; one that was lost goes to another worker, and pauses the job at last."""
+
+    class Troubled:
+        def call(self, function: Callable[..., Any]) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.set_exception(error)
+            return future
+
+    answers: list[tuple[str, str]] = []
+
+    async def answer(op: str, **told: Any) -> None:
+        answers.append((op, told["category"]))
+
+    operations = Operations(Troubled(), None, answer)  # type: ignore[arg-type]
+    operations.initialise(wire.InitAdapter(op="i", policy="p", rank=4, alpha=8.0, targets=["q"], seed=1, commit="u"))
+    await eventually(lambda: bool(answers))
+    assert answers == [("i", category)]
+    assert operations.failed == 1
 
 
 def test_a_step_that_was_cut_off_is_begun_anew(service: Dialled, start: Start) -> None:

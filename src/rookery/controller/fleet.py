@@ -101,6 +101,11 @@ class Fleet:
         """Who :meth:`plays <Worker.plays>` the role now. The list stays as it is when that changes."""
         return self._able.get((role, model), [])
 
+    def trainers(self, model: str) -> Sequence[Worker]:
+        """Who is given policies to train now: of those that may be, the ones that stay, where there are any."""
+        able = self.serving("train", model)
+        return [worker for worker in able if worker.hello.kind == "reserved"] or able
+
     def all(self) -> list[Worker]:
         return list(self._workers.values())
 

@@ -84,6 +84,10 @@ class Job:
         self._taken: list[_Taken] = []
         self._evaluated: set[int] = set()
 
+    def rng(self) -> dict[str, Any]:
+        """What a later run goes on with, beside the counters: the seed, and how long the job has run."""
+        return {"seed": self.spec.seed, "seconds": self.progress.seconds()}
+
     async def run(self) -> str:
         """Train until a stop condition holds; answers which."""
         seeding, policy = self.world.seeding, self.policy.row.id
@@ -118,8 +122,10 @@ class Job:
         for line in await self.policy.load():
             await self.progress.say("corrupt", line)
         if self.policy.head is None:
-            manifest = await self._trainee.init(partial(first_adapter, self.spec, self.policy.row.id), self._warm_start)
-            await self._commit_version(manifest, [], {})
+            first, source = partial(first_adapter, self.spec, self.policy.row.id), self._warm_start
+            async with world.reading(source):  # it may wait for long, and the source's job let it go meanwhile
+                manifest = await self._trainee.init(first, source)
+                await self._commit_version(manifest, [], {})
         assert self.policy.head is not None
         self.world.fleet.announce(self.spec.base_model, self.policy.ref(self.policy.head.version))
         self.step = self.policy.head.step
@@ -240,7 +246,7 @@ class Job:
             groups=groups,
             step=self.step,
             counters=dict(self.progress.counters),
-            rng={"seed": self.spec.seed, "seconds": self.progress.seconds()},
+            rng=self.rng(),
             metrics=metrics,
         )
         self._trainee.committed(ref)

@@ -1,6 +1,7 @@
 """Places for client-driven policies in the training workers' memory: who has one, who waits.
 
 * More policies than places queue, tenants by turns; nobody is refused. An idle one makes room and comes back on use.
+  Where there are fewer places than there were, those that have one queue for their next gradient too.
 * Who waits can be told how many are before it.
 """
 
@@ -44,6 +45,8 @@ class Places:
     async def come(self, guest: Guest) -> None:
         """Returns when ``guest`` has a place; it is busy until :meth:`idle`."""
         seated = self._seated.setdefault(guest.base_model, {})
+        if len(seated) > self._capacity(guest.base_model) and not guest.gradient():
+            self.leave(guest)
         if guest.name not in seated:
             queue = self._queues.setdefault(guest.base_model, RoundRobin())
             guest.waiting = asyncio.get_running_loop().create_future()
@@ -92,7 +95,7 @@ class Places:
             self._admit(base_model)
 
     def _capacity(self, base_model: str) -> int:
-        workers = len(self._fleet.serving("train", base_model))
+        workers = len(self._fleet.trainers(base_model))
         return self._settings.training_places * max(1, workers)  # without one, training says who is missing
 
     def _admit(self, base_model: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rookery import wire
@@ -110,3 +110,20 @@ def newer(ref: wire.AdapterRef | None, request: Request) -> bool:
     if ref is None or old is None or request.in_flight == "finish":
         return False
     return ref.policy == old.policy and ref.version > old.version
+
+
+def same_text(before: Request, now: Request) -> bool:
+    """Whether what was sampled for ``before`` is the beginning of what ``now`` asks for: everything that decides about
+    the text is the same, but for the version where that may change under way. Workers judge claims alike
+    (:meth:`rookery.worker.requests.Held.continues`)."""
+    if _essence(before) != _essence(now):
+        return False
+    old, new = before.adapter, now.adapter
+    if old is None or new is None:
+        return old is new
+    return old.policy == new.policy and (old.version == new.version or now.in_flight != "finish")
+
+
+def _essence(request: Request) -> Request:
+    """All but the version and its place among those that wait."""
+    return replace(request, adapter=None, first=False, continues=False)

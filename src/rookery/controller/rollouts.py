@@ -3,7 +3,8 @@
 * Every request ends exactly once: with its reply, with an error, or by its caller's cancellation.
 * Tokens that arrived are never generated again: when a worker is lost or gives a request up, or another one can go on
   with it sooner, it moves there with the tokens received so far, ahead of those that never ran. A cancelled request of
-  an episode parks its tokens, and takes them up when it returns.
+  an episode parks its tokens, and takes them up when it returns; where it returns with another prompt, as after a new
+  reset of its environment, it begins anew.
 * Tenants take turns of several requests; a worker holds at most its rows and a few more, everything else waits here,
   where it can be seen. Requests that somebody waits for go ahead of the others, on a bounded share of each worker's
   rows.
@@ -17,14 +18,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rookery import wire
 from rookery.controller.desks import Desks
 from rookery.controller.fleet import Fleet
 from rookery.controller.ports import Clock
 from rookery.controller.request import GenerationFailed as GenerationFailed
-from rookery.controller.request import Live, newer
+from rookery.controller.request import Live, newer, same_text
 from rookery.controller.request import Reply as Reply
 from rookery.controller.request import Request as Request
 from rookery.controller.worker import Worker
@@ -40,6 +41,17 @@ AGAIN = "~"
 """Between a request's id and the number of its return, in the name that it has where it had been before."""
 
 
+@dataclass(frozen=True)
+class _Claim:
+    """A request that a worker brought along from a controller before this one."""
+
+    worker: Worker
+    name: str
+    """What the worker calls it."""
+    since: float
+    """When the worker dialled in."""
+
+
 class Rollouts:
     def __init__(self, fleet: Fleet, settings: Settings, clock: Clock) -> None:
         self._fleet = fleet
@@ -53,8 +65,8 @@ class Rollouts:
         """Those that a worker has, by what it calls them."""
         self._jobs: defaultdict[str, dict[Live, None]] = defaultdict(dict)
         self._parked: dict[str, dict[str, Live]] = {}
-        self._claims: dict[str, tuple[Worker, str]] = {}
-        """Requests that workers brought along from a controller before this one, and what they call them."""
+        self._claims: dict[str, _Claim] = {}
+        """By request, until that is asked for."""
         self._returning = 0.0
         """Until then workers that had requests before this controller came are dialling in."""
         self._on_sampled: list[Callable[[Worker, Request, int], None]] = []
@@ -78,19 +90,22 @@ class Rollouts:
         if request.id in self._live:
             raise RuntimeError(f"request {request.id} is under way already")
         before = self._parked.get(request.job, {}).pop(request.id, None)
-        if before is not None and before.reply.finish:
-            return before.reply
+        kept = before if before is not None and same_text(before.request, request) else None
+        if kept is not None and kept.reply.finish:
+            return kept.reply
         now = self._clock.monotonic()
         live = Live(request, Reply(), asyncio.get_running_loop().create_future(), grown, since=now, queued=now)
         if before is not None:
-            live.reply, live.left, live.returns = before.reply, before.left, before.returns
-            if newer(before.request.adapter, request):
-                live.request = request = replace(request, adapter=before.request.adapter)
+            live.left, live.returns = before.left, before.returns  # its chunks may still be on their way
+        if kept is not None:
+            live.reply = kept.reply
+            if newer(kept.request.adapter, request):
+                live.request = request = replace(request, adapter=kept.request.adapter)
         self._live[request.id] = live
         self._jobs[request.job][live] = None
         claim = self._claims.get(request.id)
-        if claim is not None:
-            self._hand(live, claim[0], request.first)
+        if claim is not None and self._binds(claim):
+            self._hand(live, claim.worker, request.first)
         else:
             self._lane(request).put(request.tenant, request.job, live, first=request.continues)
             self._dispatch(request.model)
@@ -140,8 +155,10 @@ class Rollouts:
     # --- what others decide -------------------------------------------------------------------------------------------
 
     def forget(self, job: str) -> None:
-        """The job has ended: what was parked for it will not be asked for."""
+        """The job has ended: what was parked for it, or brought along, will not be asked for."""
         self._parked.pop(job, None)
+        for request in [name for name in self._claims if name.startswith(f"{job}-")]:  # as its episodes' names do
+            del self._claims[request]
 
     def dispatch(self, *workers: Worker) -> None:
         """The gate has changed, for these workers or for all."""
@@ -238,8 +255,9 @@ class Rollouts:
         live.heard = self._clock.monotonic()
         live.reply.queued += live.heard - live.queued
         live.had = {live.applied[1]}
-        claimant, live.name = self._claims.pop(request.id, (None, request.id))
-        live.claimed = claimant is worker
+        claim = self._claims.pop(request.id, None)
+        live.claimed = claim is not None and claim.worker is worker
+        live.name = claim.name if claim is not None and live.claimed else request.id
         if not live.claimed and worker.epoch in live.left:
             live.returns += 1
             live.name = f"{request.id}{AGAIN}{live.returns}"
@@ -274,16 +292,23 @@ class Rollouts:
         for name in sorted(worker.held):  # claims need no room, and no gate: the worker computes them already
             request = name.partition(AGAIN)[0]
             live = self._live.get(request)
+            before = self._claims.get(request)
+            claim = _Claim(worker, name, self._clock.monotonic())
             if live is None:
-                self._claims.setdefault(request, (worker, name))
+                if before is None or not self._binds(before):
+                    self._claims[request] = claim
             elif live.worker is None and not live.done.done():
-                self._claims[request] = worker, name
+                self._claims[request] = claim
                 self._lane(live.request).remove(live.request.tenant, live.request.job, live)
                 self._hand(live, worker, live.request.first)
         worker.held.clear()
         rows = min(one.hello.max_rows for one in self._fleet.serving("rollout", worker.hello.model))
         self._queues[worker.hello.model].common.turn = max(1, int(rows * self._settings.turn_share))
         self._dispatch(worker.hello.model)
+
+    def _binds(self, claim: _Claim) -> bool:
+        """Whether its worker surely has the request still: what is asked for later goes where there is room."""
+        return self._clock.monotonic() - claim.since <= self._settings.claim_seconds
 
     def _beat(self, worker: Worker, beat: wire.Beat) -> None:
         self._desks.beat(worker, beat)
@@ -334,7 +359,7 @@ class Rollouts:
         self._release(live)
 
     def _lost(self, worker: Worker) -> None:
-        for request in [request for request, (claimant, _) in self._claims.items() if claimant is worker]:
+        for request in [request for request, claim in self._claims.items() if claim.worker is worker]:
             del self._claims[request]
         for live in reversed(self._desks.leave(worker)):
             self._again(live, "lost")

@@ -15,11 +15,12 @@ from rookery.controller.intake import Intake
 from rookery.controller.job import Job
 from rookery.controller.views import JobState
 from rookery.controller.world import World
-from rookery.errors import RookeryError, StorageFull, Unavailable
+from rookery.errors import RookeryError, StorageFull, Unavailable, UserError
 from rookery.spec import JobSpec
 from rookery.storage.rows import JobRow
 from rookery.telemetry.metrics import MetricsLog
 from rookery.telemetry.sinks import Sinks
+from rookery.text.chat import Chat
 
 log = logging.getLogger("rookery.controller")
 
@@ -85,12 +86,21 @@ class Running:
             policies[0],
             owner=row.tenant if spec.environment.hosted is not None else SERVICE,
             options=await self._intake.options(row.tenant, spec),
-            chat=await world.chat(spec.base_model),
+            chat=await self._chat(spec.base_model),
             warm_start=await self._intake.warm_start(row.tenant, spec, policies[0])
             if policies[0].head_version is None
             else None,
             metrics=MetricsLog(self._folder),
         )
+
+    async def _chat(self, model: str) -> Chat:
+        """The base model's. A job that has run before had it: what keeps it away now can be mended."""
+        try:
+            return await self._world.chat(model)
+        except UserError as error:
+            if self.row.started is None:
+                raise
+            raise Unavailable(str(error)) from None
 
     def measured(self, row: dict[str, Any]) -> None:
         """Hand a committed step's metrics to where the operator wants them."""
@@ -109,11 +119,12 @@ class Running:
             await asyncio.to_thread(self._sinks.close)
 
     async def _store_counters(self) -> None:
+        save = self._world.database.save_counters
         try:
             if self.job is not None:
                 counters = dict(self.job.progress.counters)
-                await asyncio.shield(self._world.ledger(self._world.database.save_counters, self.row.id, counters))
-        except Exception:  # they are only shown
+                await asyncio.shield(self._world.ledger(save, self.row.id, counters, self.job.rng()))
+        except Exception:  # the job goes on without: they are shown, and its wall time is that of its last commit
             extra = {"tenant": self.row.tenant, "job": self.row.id}
             log.exception("counters of job %s are not saved", self.row.id, extra=extra)
 

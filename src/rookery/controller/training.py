@@ -151,15 +151,15 @@ class Training:
 
     def _load(self, model: str) -> dict[str, int]:
         """How many policies each worker holds that may be given one."""
-        able = self._fleet.serving("train", model)
-        stay = [worker for worker in able if worker.hello.kind == "reserved"]
-        return {worker.name: self._leases.count(worker) for worker in stay or able}
+        return {worker.name: self._leases.count(worker) for worker in self._fleet.trainers(model)}
 
     def level(self, policy: str, model: str) -> None:
         """``policy`` has nothing uncommitted: it may as well train elsewhere, where its worker has more policies than
-        others. Else those that came while one worker was there would crowd it for ever, as after each restart."""
-        held = self._leases.get(policy)
-        if held is not None and crowded(self._load(model), held.name):
+        others, or is one that is given none now. Else those that came while one worker was there would crowd it for
+        ever, as after each restart, and those whose reserved worker was away for a moment would stay on one that may
+        vanish."""
+        held, load = self._leases.get(policy), self._load(model)
+        if held is not None and load and (held.name not in load or crowded(load, held.name)):
             self.forget(policy)
 
     async def call(self, worker: Worker, message: Operation) -> wire.Done:

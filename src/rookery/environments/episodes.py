@@ -3,6 +3,8 @@
 * Calls on one environment never overlap, and each turn happens once: what it gave is kept, and a call for a turn that
   has happened (or is happening) is answered with that.
 * What an environment raises, or returns wrongly, is the answer of that call, in one line.
+* An episode lives until the controller closes it, which it does with each that nobody comes back for: those that a host
+  brings along when its link is back included. None is closed for the sake of others, which may be other tenants'.
 """
 
 from __future__ import annotations
@@ -23,9 +25,6 @@ from rookery.environments.calls import Calls, cancellable
 from rookery.errors import UserError
 
 log = logging.getLogger("rookery.environments")
-
-MAX_EPISODES = 10_000
-"""More live episodes than a controller keeps in flight: beyond it, the one idle longest is one it has forgotten."""
 
 CLOSE_SECONDS = 5.0
 """How long a host that ends waits for environments to close."""
@@ -60,23 +59,17 @@ class Episodes:
 
     def reset(self, message: wire.Reset) -> asyncio.Task[wire.Observed]:
         """What the episode's reset gives, or gave: its ``call`` is for the caller to fill in."""
-        episode = self._live.pop(message.episode, None)
+        episode = self._live.get(message.episode)
         if episode is None:
-            episode = _Episode(message.job, self._calls.threads(message.job))
+            episode = self._live[message.episode] = _Episode(message.job, self._calls.threads(message.job))
             self._play(episode, message.episode, self._begin(episode, message))
-        self._live[message.episode] = episode  # last in the order: touched most recently
-        if len(self._live) > MAX_EPISODES:
-            forgotten = next(iter(self._live))
-            log.warning("closing episode %s: idle longest of more than %d", forgotten, MAX_EPISODES)
-            self.close(forgotten)
         return episode.turns[0]
 
     def step(self, message: wire.StepEpisode) -> asyncio.Task[wire.Observed]:
         """What the step gives, or gave for the same reply. Raises :class:`UserError` for a turn that cannot be."""
-        episode = self._live.pop(message.episode, None)
+        episode = self._live.get(message.episode)
         if episode is None:
             raise UserError("the episode is not alive in this environment host")
-        self._live[message.episode] = episode
         stands = len(episode.replies)
         if message.turn < stands:
             if episode.replies[message.turn] != message.tokens:

@@ -129,11 +129,12 @@ class Jobs(Store):
                 drop_alive(connection, schema.groups.c.job == job, time, f"its job is {state}")
         return JobRow(**row._mapping)
 
-    def save_counters(self, job: str, counters: Mapping[str, Any]) -> None:
-        """Between commits, for what is only shown; a commit writes its own."""
+    def save_counters(self, job: str, counters: Mapping[str, Any], rng: Mapping[str, Any]) -> None:
+        """Between commits, for what is only shown, and for how long it has run; a commit writes its own."""
         table = schema.jobs
+        values = {"counters": dict(counters), "rng": dict(rng)}
         with self._writing() as connection:
-            if connection.execute(update(table).where(table.c.id == job).values(counters=dict(counters))).rowcount == 0:
+            if connection.execute(update(table).where(table.c.id == job).values(values)).rowcount == 0:
                 raise NotFound(f"no job {job}")
 
     def add_policy(self, tenant: str, job: str, policy: NewPolicy) -> PolicyRow:

@@ -8,7 +8,8 @@ Promises:
   an operation begins a step anew (``fresh``). For those that reached it, the trainer sees to the same.
 * An operation whose parent is not held loads the parent by its hash if it is the first of its step, else ``stale``.
 * A commit is uploaded while computing goes on.
-* An operation that fails answers with one line; it touches no other policy and never ends the process.
+* An operation that fails answers with one line; it touches no other policy and never ends the process. Where it is this
+  worker's own trouble (its disk or its memory is full), the answer is ``lost``: another worker may do better.
 * The link's end ends every operation: the controller sends anew what it still wants.
 """
 
@@ -21,6 +22,9 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from safetensors import SafetensorError
 
 from rookery import wire
 from rookery.worker.compute import Compute, Core
@@ -270,8 +274,7 @@ class Operations:
             await self._answer(op.op, error=str(error), category="stale")
         except Exception as error:  # whatever it is, it is this operation's alone
             self._failed(op, one_line(error), traceback=not is_plain(error))
-            again = isinstance(error, TransferFailed) and not isinstance(error, CorruptArtifact)
-            await self._answer(op.op, error=one_line(error), category="lost" if again else "failed")
+            await self._answer(op.op, error=one_line(error), category="lost" if _own_trouble(error) else "failed")
 
     def _over(self, op: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(op) is task:
@@ -295,6 +298,15 @@ class Operations:
 
     async def _call(self, function: Callable[[Core], T]) -> T:
         return await asyncio.wrap_future(self._compute.call(function))
+
+
+def _own_trouble(error: Exception) -> bool:
+    """Whether this worker, or its link, is what an operation failed for: another one may carry it out as it is."""
+    if isinstance(error, TransferFailed):
+        return not isinstance(error, CorruptArtifact)
+    if isinstance(error, SafetensorError):  # tells so of a file that it could not write, in words alone
+        return "os error" in str(error)
+    return isinstance(error, OSError | MemoryError | torch.OutOfMemoryError)
 
 
 def _rest(core: Core, policy: str) -> None:
