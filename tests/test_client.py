@@ -13,7 +13,7 @@ import pytest
 import rookery
 from faces import MODEL, ScriptedWorker, adapter_files, job, served, tokenizer
 from rookery.client import Client, Record, Refused, WaitedTooLong
-from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable
+from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable, UserError
 from rookery.service.embedded import Embedded
 from rookery.settings import Settings
 
@@ -161,12 +161,23 @@ def test_finding_the_service_and_the_key(service: Embedded, tmp_path: Path, monk
     monkeypatch.setenv("ROOKERY_KEY", service.key)
     with rookery.Client() as found:
         assert found.models()
+    monkeypatch.setenv("ROOKERY_KEY", f"{service.key}\n")  # as a file has it
+    with rookery.Client() as found:
+        assert found.models()
     with Client(service.url, "tml-wrong") as wrong, pytest.raises(Unauthorized):
         wrong.jobs()
     with pytest.raises(Unauthorized, match="ROOKERY_KEY"):
         Client(settings=Settings.load({}, url=service.url, data=tmp_path))
     with pytest.raises(Unavailable, match="rookery serve"):
         Client(settings=Settings.load({}, url="http://127.0.0.1:9", data=tmp_path))
+
+
+def test_a_key_that_no_header_takes_is_refused_and_not_shown(service: Embedded) -> None:
+    with Client(service.url, f"{service.key}\nmore") as broken:
+        for ask in (broken.jobs, lambda: list(broken.stream(MODEL, "2+2?"))):
+            with pytest.raises(UserError, match="ROOKERY_KEY") as caught:
+                ask()
+            assert service.key not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_following_goes_on_after_the_service_was_away(tmp_path: Path) -> None:

@@ -18,6 +18,12 @@ TOKEN_VARIABLE = "ROOKERY_TOKEN"
 """Where workers and hosts find their token if it is not given: an argument would show in the list of processes."""
 
 
+def token_of(given: str | None, environment: Mapping[str, str] = os.environ) -> str:
+    """The token that was given, else that of the environment. Space around it is none of it: a secret that was made of
+    the file ``worker.token`` has its newline."""
+    return (given or environment.get(TOKEN_VARIABLE, "")).strip()
+
+
 class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -48,7 +48,7 @@ def record(value: Any) -> Any:
 
 class Connection:
     """Requests to the service at ``url`` with ``key``. Raises :class:`Broken` where it is not there, :class:`Refused`
-    or the error of :mod:`rookery.errors` that the answer's status stands for."""
+    or the error of :mod:`rookery.errors` that the answer's status stands for. No error shows the key."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url.rstrip("/")
@@ -104,7 +104,12 @@ class Connection:
             _refuse(response)
         return response
 
-    def _broken(self, error: Exception) -> Broken:
+    def _broken(self, error: Exception) -> errors.RookeryError:
+        if isinstance(error, httpx.LocalProtocolError):  # its text would show the whole header, which may be the key
+            return errors.UserError(
+                f"a request to {self.url} cannot be sent: a key may have no line breaks or control characters;"
+                " check ROOKERY_KEY"
+            )
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return Broken(
                 f"no Rookery service answers at {self.url}; start one with: rookery serve (or set ROOKERY_URL)"
