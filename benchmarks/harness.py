@@ -11,9 +11,11 @@ import json
 import os
 import platform
 import re
+import shutil
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -90,15 +92,31 @@ class Result:
         print(f"  {verdict}", flush=True)
 
     def save(self) -> None:
-        """Write it, with the machine and the versions. A process that ends meanwhile leaves the file as it was."""
+        """Write it whole, with the machine and the versions."""
         self.machine = machine()
         self.versions = {**versions("torch", "rookery"), **self.versions}
         RESULTS.mkdir(exist_ok=True)
         path = RESULTS / f"{self.name}.json"
-        aside = path.with_suffix(".new")
-        aside.write_text(json.dumps(asdict(self), indent=1) + "\n")
-        aside.replace(path)
+        write_result(path, asdict(self))
         print(f"wrote {path.relative_to(ROOT)}")
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """A process that ends meanwhile leaves the file as it was."""
+    aside = path.with_suffix(".new")
+    aside.write_text(json.dumps(result, indent=1) + "\n")
+    aside.replace(path)
+
+
+@contextmanager
+def whole(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes ``folder`` once that is done: a process that ends meanwhile leaves none."""
+    aside = folder.with_name(f"{folder.name}.new")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    yield aside
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.rename(folder)
 
 
 def machine() -> str:

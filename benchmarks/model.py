@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from contender import Contender, ContenderFailed
-from harness import HERE, MODEL, WORK, peer_python
+from harness import HERE, MODEL, WORK, peer_python, whole
 from orders import trained_adapter
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -37,11 +37,15 @@ def ours() -> Path:
 def published() -> Path:
     """The same weights under the names of a ``LlamaForCausalLM`` checkpoint."""
     target = WORK / "model"
-    if (target / "model.safetensors").exists():
-        return target
+    if not (target / "model.safetensors").exists():
+        with whole(target) as folder:
+            _publish(folder)
+    return target
+
+
+def _publish(target: Path) -> None:
     source = ours()
     config = DecoderConfig.from_hf(json.loads((source / "config.json").read_text()))
-    target.mkdir(parents=True, exist_ok=True)
     for name in FILES:
         if (source / name).exists():
             shutil.copy(source / name, target)
@@ -63,7 +67,6 @@ def published() -> Path:
                 for part, weight in zip(parts, file.get_tensor(here + site).split(sizes), strict=True):
                     tensors[f"{there}{room}.{part}_proj.weight"] = weight.contiguous()
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    return target
 
 
 def start_peer(name: str, home: str, script: str, *more: str, environment: dict[str, str] | None = None) -> Contender:
@@ -89,7 +92,7 @@ def adapters(count: int) -> list[Path]:
     for seed in range(count):
         folder = WORK / f"adapter-{seed}"
         if not (folder / "adapter_model.safetensors").exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            write_adapter(folder, trained_adapter(config, seed), MODEL)
+            with whole(folder) as made:
+                write_adapter(made, trained_adapter(config, seed), MODEL)
         folders.append(folder)
     return folders

@@ -12,7 +12,7 @@ import asynchrony_figures
 import curve_figures
 import lag_figures
 import pages
-from harness import HERE, RESULTS, ROOT
+from harness import HERE, RESULTS, ROOT, write_result
 from pages import VERDICT, markdown
 from plots import draw
 
@@ -69,7 +69,7 @@ def _read(path: Path) -> dict[str, Any]:
         kept = {name: result["data"][name] for name in ("plan", "cells")}
         told = {name: said[name] for name in ("title", "rows", "verdicts", "notes")}
         result |= {**told, "data": {**said["data"], **kept}}
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(path, result)
     return result
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import pytest
 import rookery
 from faces import MODEL, ScriptedWorker, adapter_files, job, served, tokenizer
 from rookery.client import Client, Record, Refused, WaitedTooLong
-from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable
+from rookery.client.connection import Broken, Connection
+from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable, UserError
 from rookery.service.embedded import Embedded
 from rookery.settings import Settings
 
@@ -129,6 +131,37 @@ def test_submitting_under_one_key_makes_one_job(client: Client) -> None:
     assert client.submit(spec).id != client.submit(spec).id
 
 
+def test_a_job_with_rare_line_ends_in_its_rows_is_followed_to_its_end(client: Client) -> None:
+    """JSON leaves them as they are inside a string; only a newline ends a line of the stream."""
+    rows = [{"prompt": f"{a}+{a}?\u2028line\u2029paragraph\x85next", "answer": "4"} for a in range(4)]
+    environment = {"id": "jsonl", "rows": rows, "verifier": "exact"}
+    submitted = client.submit(job(name="lines", environment=environment, stop={"steps": 1}))
+    said = list(submitted.follow())
+    assert [kind for kind, _ in said if kind in ("metrics", "end")] == ["metrics", "end"]
+    assert {data.spec.environment.rows[0].prompt for kind, data in said if kind == "job"} == {rows[0]["prompt"]}
+
+
+@pytest.mark.parametrize("data", [b'{"step": 1', b'{"text": "\xff"}'], ids=["cut off", "no UTF-8"])
+def test_an_event_that_is_no_json_is_a_broken_connection(data: bytes) -> None:
+    class Events(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'event: metrics\ndata: {"step": 0}\n\ndata: %b\n\n' % data)
+
+        def log_message(self, *about: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Events) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        connection = Connection(f"http://127.0.0.1:{server.server_port}", None)
+        events = connection.stream("/")
+        assert next(events) == ("metrics", {"step": 0})
+        with pytest.raises(Broken, match=r"try again$"):
+            next(events)
+        connection.close()
+
+
 def test_steering_and_waiting(client: Client) -> None:
     stuck = client.submit(job(name="stuck", environment={"hosted": "nobody"}))
     with pytest.raises(WaitedTooLong, match="goes on"):
@@ -161,12 +194,23 @@ def test_finding_the_service_and_the_key(service: Embedded, tmp_path: Path, monk
     monkeypatch.setenv("ROOKERY_KEY", service.key)
     with rookery.Client() as found:
         assert found.models()
+    monkeypatch.setenv("ROOKERY_KEY", f"{service.key}\n")  # as a file has it
+    with rookery.Client() as found:
+        assert found.models()
     with Client(service.url, "tml-wrong") as wrong, pytest.raises(Unauthorized):
         wrong.jobs()
     with pytest.raises(Unauthorized, match="ROOKERY_KEY"):
         Client(settings=Settings.load({}, url=service.url, data=tmp_path))
     with pytest.raises(Unavailable, match="rookery serve"):
         Client(settings=Settings.load({}, url="http://127.0.0.1:9", data=tmp_path))
+
+
+def test_a_key_that_no_header_takes_is_refused_and_not_shown(service: Embedded) -> None:
+    with Client(service.url, f"{service.key}\nmore") as broken:
+        for ask in (broken.jobs, lambda: list(broken.stream(MODEL, "2+2?"))):
+            with pytest.raises(UserError, match="ROOKERY_KEY") as caught:
+                ask()
+            assert service.key not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_following_goes_on_after_the_service_was_away(tmp_path: Path) -> None:

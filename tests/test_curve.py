@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import harness
 import pytest
+import report
 from cells import Cells
 from curve_figures import (
     LATENCIES,
@@ -209,6 +212,31 @@ def test_a_second_start_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch
     start(anew=True)
     assert ran == [1, 0, 2, 3, 1, 2, 3]
     assert not list(tmp_path.glob("*.new"))
+
+
+def test_a_result_said_anew_is_there_whole_whenever_it_is_read(tmp_path: Path) -> None:
+    """Whoever opened the file before reads what it was to its end; the new one is another file."""
+    path = tmp_path / "curve.json"
+    stored = asdict(figures(curve_cells(seeds=(0,))))
+    stored["title"] = "As it was said before"
+    stored["data"] |= {"plan": {}, "cells": curve_cells(seeds=(0,))}
+    path.write_text(json.dumps(stored))
+    with path.open() as before:
+        assert report._read(path)["title"] != stored["title"]
+        assert json.loads(before.read()) == stored
+    assert json.loads(path.read_text())["title"] != stored["title"]
+    assert [file.name for file in tmp_path.iterdir()] == ["curve.json"]
+
+
+def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    for ends_early in (True, True, False):
+        with suppress(Ended), harness.whole(tmp_path / "work" / "model") as folder:
+            (folder / str(len(list(folder.iterdir())))).write_text("x")
+            if ends_early:
+                raise Ended
+        assert (tmp_path / "work" / "model").exists() != ends_early
+    assert [file.name for file in (tmp_path / "work" / "model").iterdir()] == ["0"]  # nothing of the attempts before
+    assert [file.name for file in (tmp_path / "work").iterdir()] == ["model"]
 
 
 def test_cells_of_another_plan_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

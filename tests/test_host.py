@@ -364,10 +364,11 @@ async def test_the_process_of_the_built_ins_dies_with_its_parent() -> None:
         port = controller.server.sockets[0].getsockname()[1]
         command = [sys.executable, "-m", "rookery.environments.process", "--die-with-parent"]
         process = await asyncio.create_subprocess_exec(
-            *command, "--connect", f"http://127.0.0.1:{port}", "--token", "t", stdin=subprocess.PIPE
+            *command, "--connect", f"http://127.0.0.1:{port}", "--token", "t\n", stdin=subprocess.PIPE
         )
         try:
             hello = await asyncio.wait_for(controller.joined(), 30)
+            assert hello.token == "t"  # as a file has it, with its newline
             assert {offer.name for offer in hello.environments} == {f"builtin:{id}" for id in BUILTINS}
             options = {"rows": [{"prompt": "Say 3.", "answer": 3}], "verifier": "exact"}
             listed = await controller.ask(prompts("builtin:jsonl", count=1, **options))

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import socket
+import struct
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -93,6 +100,92 @@ def test_the_module_prints_the_folder(tmp_path: Path) -> None:
     assert Path(done.stdout.strip()).is_dir()
     done = subprocess.run([*command, "no-such-model"], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "no model is called" in done.stderr and "Traceback" not in done.stderr
+
+
+COMMIT = "c0ffee00" * 5
+
+
+@contextmanager
+def hub(folder: Path, cut: str = "") -> Iterator[str]:
+    """A hub, as much of it as a download asks for, with ``folder`` as ``org/model``. Its link breaks within ``cut``."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.split("?")[0]
+            if path.startswith("/api/models/org/model/revision/"):
+                return self.say(json.dumps({"id": "org/model", "sha": COMMIT}).encode())
+            if path.startswith("/api/models/org/model/tree/"):
+                files = [
+                    {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": file.name}
+                    for file in folder.iterdir()
+                ]
+                return self.say(json.dumps(files).encode())
+            file = folder / path.removeprefix(f"/org/model/resolve/{COMMIT}/")
+            return self.say(file.read_bytes(), file.name) if file.is_file() else self.send_error(404)
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def say(self, content: bytes, name: str = "listing") -> None:
+            self.send_response(200)
+            for header, value in {"X-Repo-Commit": COMMIT, "ETag": f'"{name}"', "Content-Length": len(content)}.items():
+                self.send_header(header, str(value))
+            self.end_headers()
+            if self.command == "HEAD":
+                return
+            self.wfile.write(content[: len(content) // 2] if name == cut else content)
+            if name == cut:  # closed without lingering: the other end is told of a reset, not of an end
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                os.close(self.connection.detach())
+
+        def log_message(self, *about: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+def prepare_from(url: str, cache: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: the hub's library reads its variables once."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    return subprocess.run(
+        [sys.executable, "-m", "rookery.worker.model.prepare", "--cache", str(cache), "org/model"],
+        env={**inherited, "HF_ENDPOINT": url, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_what_the_hub_sends_lies_in_the_cache_until_its_model_is_prepared(tmp_path: Path) -> None:
+    publish(tmp_path / "published", "llama")
+    with hub(tmp_path / "published") as url:
+        done = prepare_from(url, tmp_path / "cache", HOME=str(tmp_path / "home"))
+        assert done.returncode == 0, done.stderr
+        assert catalogue.status(tmp_path / "cache", "org/model").state == "prepared"
+        assert not list(tmp_path.rglob("models--*"))
+        done = prepare_from(url, tmp_path / "other", HF_HOME=str(tmp_path / "shared"))
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "shared" / "hub" / "models--org--model").is_dir()
+        (tmp_path / "home" / ".cache" / "huggingface" / "hub").mkdir(parents=True)
+        done = prepare_from(url, tmp_path / "third", HOME=str(tmp_path / "home"))
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "home" / ".cache" / "huggingface" / "hub" / "models--org--model").is_dir()
+        assert not (tmp_path / "other" / "hub").exists() and not (tmp_path / "third" / "hub").exists()
+
+
+def test_a_download_that_breaks_in_the_middle_is_one_line_and_is_tried_again(tmp_path: Path) -> None:
+    publish(tmp_path / "published", "llama")
+    with hub(tmp_path / "published", cut="model.safetensors") as url:
+        done = prepare_from(url, tmp_path / "cache")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "base_model: org/model cannot be fetched: the hub did not give org/model" in done.stderr
+    with hub(tmp_path / "published") as url:
+        assert prepare_from(url, tmp_path / "cache").returncode == 0
 
 
 def test_smollm2_comes_from_the_hub_or_the_package() -> None:

@@ -212,3 +212,12 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="setting ROOKERY_PORT: given 'x'"):
         Settings.load({"ROOKERY_PORT": "x"})
     assert Settings.load({}, data=Path("~/x")).data.is_absolute()
+
+
+def test_a_log_level_is_one_of_logging_in_any_case_of_letters() -> None:
+    for level in ("debug", "Debug", "DEBUG"):
+        assert Settings.load({"ROOKERY_LOG_LEVEL": level}).log_level == "DEBUG"
+    assert Settings(log_level="warning").log_level == "WARNING"  # type: ignore[arg-type]
+    for level in ("trace", ""):
+        with pytest.raises(UserError, match=r"ROOKERY_LOG_LEVEL.*'DEBUG', 'INFO', 'WARNING', 'ERROR' or 'CRITICAL'"):
+            Settings.load({"ROOKERY_LOG_LEVEL": level})

@@ -187,6 +187,11 @@ def test_it_dials_in_before_its_model_is_there_and_beats_meanwhile(
     assert (last.hello.loading, last.hello.max_context, last.hello.model_hash) == (False, 512, ready.model_hash)
 
 
+def test_a_token_that_was_read_from_a_file_may_have_its_newline(service: Dialled, start: Start) -> None:
+    start(token="token\n")
+    assert service.connection(0).hello.token == "token"
+
+
 def test_a_model_that_cannot_be_prepared_ends_it_with_the_reason(
     service: Dialled, start: Start, tmp_path: Path
 ) -> None:

@@ -8,14 +8,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from rookery.errors import UserError
 
 TOKEN_VARIABLE = "ROOKERY_TOKEN"
 """Where workers and hosts find their token if it is not given: an argument would show in the list of processes."""
+
+
+def token_of(given: str | None, environment: Mapping[str, str] = os.environ) -> str:
+    """The token that was given, else that of the environment. Space around it is none of it: a secret that was made of
+    the file ``worker.token`` has its newline."""
+    return (given or environment.get(TOKEN_VARIABLE, "")).strip()
 
 
 class Settings(BaseModel):
@@ -45,7 +51,8 @@ class Settings(BaseModel):
     checked. JSON has a lower limit of its own (:mod:`rookery.service.body_limit`)."""
     stop_seconds: float = Field(5.0, gt=0)
     """How long open connections and child processes get to end by themselves when the service stops."""
-    log_level: str = "INFO"
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
+    """Of Python's ``logging``, in any case of letters."""
     tensorboard: bool = False
     """Also write each job's metrics as TensorBoard events in its folder."""
     wandb_project: str = ""
@@ -175,6 +182,11 @@ class Settings(BaseModel):
     """… among this many."""
     trajectory_keep: int = Field(2000, ge=1)
     """Finished episodes per job whose text stays readable after their group was consumed."""
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _upper(cls, given: Any) -> Any:
+        return given.upper() if isinstance(given, str) else given
 
     @property
     def base_url(self) -> str:

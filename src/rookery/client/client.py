@@ -24,13 +24,14 @@ class Client:
 
     ``url``: else ``ROOKERY_URL``, else the default address. ``key``: else ``ROOKERY_KEY``, else the admin key in the
     data folder, which a service on this machine makes. Raises :class:`~rookery.errors.Unauthorized` where there is no
-    key to use, :class:`~rookery.errors.Unavailable` where there is none because no service runs.
+    key to use, :class:`~rookery.errors.Unavailable` where there is none because no service runs. Space around a key is
+    none of it: one that was read from a file has its newline.
     """
 
     def __init__(self, url: str | None = None, key: str | None = None, *, settings: Settings | None = None) -> None:
         settings = settings if settings is not None else Settings.load()
         self.url = (url or settings.base_url).rstrip("/")
-        self._key = key or settings.key or read_secret(settings.data, ADMIN_KEY_FILE) or ""
+        self._key = (key or settings.key).strip() or read_secret(settings.data, ADMIN_KEY_FILE) or ""
         self._connection = Connection(self.url, self._key or None)
         self._hosted: dict[str, Hosting] = {}
         if not self._key:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import httpx
@@ -48,7 +48,7 @@ def record(value: Any) -> Any:
 
 class Connection:
     """Requests to the service at ``url`` with ``key``. Raises :class:`Broken` where it is not there, :class:`Refused`
-    or the error of :mod:`rookery.errors` that the answer's status stands for."""
+    or the error of :mod:`rookery.errors` that the answer's status stands for. No error shows the key."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url.rstrip("/")
@@ -72,7 +72,8 @@ class Connection:
         return self._answered("GET", path).content
 
     def stream(self, path: str, method: str = "GET", **request: Any) -> Iterator[tuple[str, Record]]:
-        """Server-sent events as (kind, data); comments are ``("beat", {})``."""
+        """Server-sent events as (kind, data); comments are ``("beat", {})``. One that is no JSON is a broken
+        connection."""
         timeout = httpx.Timeout(5.0, read=QUIET_SECONDS)
         try:
             with self._http.stream(method, path, timeout=timeout, **request) as response:
@@ -80,14 +81,14 @@ class Connection:
                     response.read()
                     _refuse(response)
                 kind = ""
-                for line in response.iter_lines():
-                    if line.startswith("event: "):
-                        kind = line.removeprefix("event: ")
-                    elif line == "data: [DONE]":
+                for line in _lines(response.iter_bytes()):
+                    if line.startswith(b"event: "):
+                        kind = line.removeprefix(b"event: ").decode(errors="replace")
+                    elif line == b"data: [DONE]":
                         return
-                    elif line.startswith("data: "):
-                        yield kind, record(json.loads(line.removeprefix("data: ")))
-                    elif line.startswith(":"):
+                    elif line.startswith(b"data: "):
+                        yield kind, self._data(line.removeprefix(b"data: "))
+                    elif line.startswith(b":"):
                         yield "beat", Record()
         except httpx.TransportError as error:
             raise self._broken(error) from None
@@ -104,12 +105,36 @@ class Connection:
             _refuse(response)
         return response
 
-    def _broken(self, error: Exception) -> Broken:
+    def _data(self, line: bytes) -> Record:
+        try:
+            data: Record = record(json.loads(line))
+        except ValueError as error:
+            raise self._broken(error) from None
+        return data
+
+    def _broken(self, error: Exception) -> errors.RookeryError:
+        if isinstance(error, httpx.LocalProtocolError):  # its text would show the whole header, which may be the key
+            return errors.UserError(
+                f"a request to {self.url} cannot be sent: a key may have no line breaks or control characters;"
+                " check ROOKERY_KEY"
+            )
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return Broken(
                 f"no Rookery service answers at {self.url}; start one with: rookery serve (or set ROOKERY_URL)"
             )
         return Broken(f"the connection to {self.url} broke ({type(error).__name__}: {error}); try again")
+
+
+def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The whole lines of a stream, each without its end. Only a newline ends one: ``str.splitlines``, and httpx after
+    it, would also cut at characters that may stand inside a JSON string."""
+    begun: list[bytes] = []
+    for chunk in chunks:
+        *ends, rest = chunk.split(b"\n")
+        for end in ends:
+            yield b"".join([*begun, end])
+            begun.clear()
+        begun.append(rest)
 
 
 _KINDS = {

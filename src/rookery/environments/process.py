@@ -18,6 +18,7 @@ import threading
 from rookery.environments.builtins import BUILTINS
 from rookery.environments.host import Host
 from rookery.errors import UserError
+from rookery.settings import TOKEN_VARIABLE, token_of
 
 
 async def serve(url: str, token: str, *, die_with_parent: bool) -> None:
@@ -45,12 +46,12 @@ def _until_orphaned(loop: asyncio.AbstractEventLoop, running: asyncio.Task[None]
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rookery.environments.process", description="Host built-ins.")
     parser.add_argument("--connect", required=True, metavar="URL", help="the service's address")
-    parser.add_argument("--token", default=os.environ.get("ROOKERY_TOKEN", ""), help="or in ROOKERY_TOKEN")
+    parser.add_argument("--token", help=f"or in {TOKEN_VARIABLE}")
     parser.add_argument("--die-with-parent", action="store_true", help="end when standard input ends")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        asyncio.run(serve(arguments.connect, arguments.token, die_with_parent=arguments.die_with_parent))
+        asyncio.run(serve(arguments.connect, token_of(arguments.token), die_with_parent=arguments.die_with_parent))
     except UserError as error:
         sys.exit(str(error))
 

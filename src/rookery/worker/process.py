@@ -29,7 +29,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from rookery.errors import EXIT_REFUSED, UserError
-from rookery.settings import TOKEN_VARIABLE, Settings
+from rookery.settings import TOKEN_VARIABLE, Settings, token_of
 from rookery.text import catalogue
 from rookery.worker.adapter_cache import ADAPTERS
 from rookery.worker.compute import Compute, Core
@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
         listening, address = listen(base, given.address, given.peer_port)
         options = Options(
             base=base,
-            token=given.token or os.environ.get(TOKEN_VARIABLE, ""),
+            token=token_of(given.token),
             model=given.model,
             roles=roles,
             kind="preemptible" if given.preemptible else "reserved",

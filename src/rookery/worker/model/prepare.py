@@ -5,6 +5,9 @@ Promises:
 * The folder appears whole or not at all (written aside, renamed), and concurrent processes prepare it once (a lock).
 * A prepared folder is never touched again; its ``rookery.json`` carries the SHA-256 of the weights.
 * What cannot be served is refused with a ``UserError`` before anything large is read, where its config already tells.
+* Nothing has to be written outside the cache, unless the hub's own is there or wanted: a worker may have no home.
+* A hub that breaks off in the middle is a source that is not there: the next is tried. Files that came whole are
+  kept until the model is prepared.
 
 ``python -m rookery.worker.model.prepare NAME --cache DIR`` prints the folder.
 """
@@ -17,6 +20,7 @@ import hashlib
 import importlib.util
 import json
 import logging
+import os
 import shutil
 import sys
 import tempfile
@@ -25,7 +29,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -59,6 +62,16 @@ _GGUF_READERS = ("gguf", "accelerate")
 _HUB_SECONDS = 10.0
 """How long the hub may take to answer at all before the next source is tried."""
 
+_HUB = "hub"
+"""What the hub sends lies here in the cache, until its model is prepared …"""
+
+_HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE")
+"""… unless one of these says that the hub's files have their own place, which other programs share, or that place is
+there already: it may have the model."""
+
+_XET_VARIABLE = "HF_XET_CACHE"
+"""Where the library that fetches large files writes its notes; it cannot be told otherwise."""
+
 
 def prepare(name: str, cache: Path) -> Path:
     """The prepared folder of ``name`` (catalogue name, local folder or hub id), made if it is not there yet."""
@@ -68,21 +81,22 @@ def prepare(name: str, cache: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_name(folder.name + ".lock")):
         if not (folder / catalogue.PREPARED).is_file():
-            _prepare(catalogue.resolve(name), folder)
+            _prepare(catalogue.resolve(name), folder, cache / _HUB / folder.name)
     return folder
 
 
-def _prepare(model: catalogue.Model, folder: Path) -> None:
+def _prepare(model: catalogue.Model, folder: Path, fetched: Path) -> None:
     refusals = []
     for source in model.sources:
         aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
             log.info("preparing %s from %s %s", model.name, source.kind, source.where)
-            raw, published = _read(source, aside)
+            raw, published = _read(source, aside, fetched)
             _write(model, source, raw, published, aside)
             if folder.exists():  # without its mark: an older, broken attempt by other means
                 shutil.rmtree(folder)
             aside.rename(folder)
+            shutil.rmtree(fetched, ignore_errors=True)
             return
         except _SourceMissing as missing:
             log.info("%s: %s", model.name, missing)
@@ -96,11 +110,11 @@ class _SourceMissing(Exception):
     """This source is not there; another may be."""
 
 
-def _read(source: catalogue.Source, aside: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read(source: catalogue.Source, aside: Path, fetched: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Config dictionary and published weights; tokenizer files are put into ``aside``."""
     if source.kind == "gguf-package":
         return _read_gguf(source, aside)
-    published = Path(source.where) if source.kind == "folder" else _download(source.where)
+    published = Path(source.where) if source.kind == "folder" else _download(source.where, fetched)
     catalogue.inspect(published)
     for name in _BESIDE:
         if (published / name).is_file():
@@ -126,17 +140,21 @@ def _weights(folder: Path) -> dict[str, Tensor]:
     return published
 
 
-def _download(hub_id: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+def _download(hub_id: str, fetched: Path) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
+    shared = any(name in os.environ for name in _HUB_VARIABLES) or os.access(constants.HF_HUB_CACHE, os.W_OK)
+    place = None if shared else fetched
+    if place is not None:
+        os.environ.setdefault(_XET_VARIABLE, str(fetched.parent / "xet"))
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=_HUB_PATTERNS, etag_timeout=_HUB_SECONDS))
+        return Path(snapshot_download(hub_id, cache_dir=place, allow_patterns=_HUB_PATTERNS, etag_timeout=_HUB_SECONDS))
     except GatedRepoError:
         raise _SourceMissing(f"{hub_id} is gated: accept its licence on the hub and set HF_TOKEN") from None
     except RepositoryNotFoundError:
         raise _SourceMissing(f"the hub knows no {hub_id}") from None
-    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
+    except Exception as error:  # of the hub's library, or of any below it: which ones changes with their releases
         log.debug("hub", exc_info=error)
         raise _SourceMissing(f"the hub did not give {hub_id} ({type(error).__name__})") from None
 
