@@ -110,8 +110,9 @@ def test_files_that_a_job_names_are_uploaded(client: Client, tmp_path: Path) -> 
     (tmp_path / "rows.jsonl").write_text('{"prompt": "2+2?", "answer": "4"}\n')
     (tmp_path / "held.jsonl").write_text('{"prompt": "1+3?", "answer": "4"}\n')
     (tmp_path / "peft").mkdir()
-    for name, content in adapter_files(1.0).items():
-        (tmp_path / "peft" / name).write_bytes(content)
+    for name, content in adapter_files(1.0).items():  # as the hub's cache has them: links
+        (tmp_path / f"blob-{name}").write_bytes(content)
+        (tmp_path / "peft" / name).symlink_to(tmp_path / f"blob-{name}")
     environment = {"id": "jsonl", "path": "rows.jsonl", "eval_path": "held.jsonl", "verifier": "exact"}
     policies = {"main": {"rank": 4, "targets": ["q"], "warm_start": {"peft": str(tmp_path / "peft")}}}
     spec = job(name="files", environment=environment, policies=policies, stop={"steps": 1}, evaluation={"prompts": 1})

@@ -30,7 +30,7 @@ def add_dataset(connection: Connection, path: Path) -> str:
 def add_adapter(connection: Connection, folder: Path) -> str:
     """Uploads a PEFT folder; answers the hash that ``warm_start.upload`` takes."""
     tar = io.BytesIO()
-    with tarfile.open(fileobj=tar, mode="w") as archive:
+    with tarfile.open(fileobj=tar, mode="w", dereference=True) as archive:
         for name in ADAPTER_FILES:
             try:
                 archive.add(folder / name, name)
