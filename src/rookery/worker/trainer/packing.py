@@ -13,8 +13,10 @@ Promises:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -88,6 +90,37 @@ class PackedUnit:
             list(read), [[]], datum.rows, datum.targets, datum.logprobs, datum.advantages, datum.weights,
             [0] * len(datum.rows),
         )  # fmt: skip
+
+    def cut(self, most: int) -> list[PackedUnit]:
+        """In pieces of consecutive members, of at most ``most`` tokens each or of one member, every one with the whole
+        prompt. A trajectory stays whole, and a gradient is a sum: what is computed is the same."""
+        if self.tokens <= most or len(self.tails) < 2:
+            return [self]
+        edges, tokens = [0], len(self.prompt)
+        for number, tail in enumerate(self.tails):
+            if number > edges[-1] and tokens + len(tail) > most:
+                edges.append(number)
+                tokens = len(self.prompt)
+            tokens += len(tail)
+        before = list(accumulate(map(len, self.tails), initial=0))
+        targets = list(accumulate(Counter(self.members).values(), initial=0))  # every tail has some, in its order
+        last = len(self.prompt) - 1
+        pieces = []
+        for first, end in pairwise([*edges, len(self.tails)]):
+            loss = slice(targets[first], targets[end])
+            pieces.append(
+                PackedUnit(
+                    prompt=self.prompt,
+                    tails=self.tails[first:end],
+                    sources=[source - before[first] if source > last else last for source in self.sources[loss]],
+                    targets=self.targets[loss],
+                    logprobs=self.logprobs[loss],
+                    advantages=self.advantages[loss],
+                    weights=self.weights[loss],
+                    members=self.members[loss],
+                )
+            )
+        return pieces
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 Promises:
 
-* ``step`` is one bounded slice: one packed pass of at most ``slice_tokens`` tokens (a larger unit runs alone), or one
-  optimizer step. Slices go round the tenants, within a tenant round its policies, within a policy in order of arrival.
+* ``step`` is one bounded slice: one packed pass of at most ``slice_tokens`` tokens, or one optimizer step. A larger
+  unit is cut between its members. A trajectory stays whole: a longer one runs alone, and where memory does not hold it,
+  its operation is answered ``failed``. Slices go round the tenants, within a tenant round its policies, within a policy
+  in order of arrival.
 * An operation runs only on the state it names: (policy, lease, parent, steps). Anything else is answered ``stale``. So
   is an optimizer step whose gradient is not whole (an operation before it failed or was cancelled).
 * What is wrong with one policy's operation is answered for that operation. A loss or gradient that is not finite skips
@@ -42,6 +44,11 @@ from rookery.worker.trainer.policy import Export, PolicyState
 
 log = logging.getLogger("rookery.worker.trainer")
 
+PROMPT_SHARE = 0.5
+"""What a prompt may take of a piece of a unit that is cut. Every piece computes the prompt once more, so those of a
+long prompt may be longer than a slice, up to about twice the shortest possible, and are not nearly all prompt. What
+memory holds bounds them all the same."""
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -78,16 +85,19 @@ class Trainer:
         max_rank: int,
         slice_tokens: int,
         recompute_tokens: int | None = None,
+        most_tokens: int | None = None,
         attention: Attention | None = None,
         base_model: str = "",
         aside_bytes: int = 0,
     ) -> None:
-        """Without them, ``recompute_tokens`` and ``attention`` are those of the decoder's device. ``base_model`` is the
-        name that exported adapters give as theirs; ``aside_bytes`` of states that rest stay in main memory."""
+        """Without them, ``recompute_tokens``, ``most_tokens`` (a pass that memory holds) and ``attention`` are those of
+        the decoder's device. ``base_model`` is the name that exported adapters give as theirs; ``aside_bytes`` of
+        states that rest stay in main memory."""
         self._decoder = decoder
         self._max_rank = max_rank
         fits = lengths_for(decoder)
-        self._slice_tokens = min(slice_tokens, fits.most)
+        self._most_tokens = fits.most if most_tokens is None else most_tokens
+        self._slice_tokens = min(slice_tokens, self._most_tokens)
         self._recompute_tokens = fits.kept if recompute_tokens is None else recompute_tokens
         self._attention = attention or attention_for(decoder)
         self._base_model = base_model
@@ -96,7 +106,7 @@ class Trainer:
         self._queues: dict[str, dict[str, deque[Work | wire.OptimStep]]] = {}  # tenant → policy → operations
         self._finished: list[Finished] = []
         self.trained = 0
-        """Tokens trained on so far, prompts counted once."""
+        """Tokens trained on so far, prompts counted once (in each piece of a unit that is cut)."""
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -158,7 +168,7 @@ class Trainer:
         try:
             packed = [PackedUnit.from_wire(unit) for unit in batch.units]
             packed += [PackedUnit.from_datum(datum) for datum in batch.data]
-            units = [self._checked(unit) for unit in packed if unit.targets]
+            units = [piece for unit in packed if unit.targets for piece in self._pieces(self._checked(unit))]
             _check_loss(op.loss)
         except ValueError as error:
             self._finished.append(Finished(op.op, str(error), "failed"))
@@ -294,10 +304,18 @@ class Trainer:
         longest = len(unit.prompt) + max(map(len, unit.tails), default=0)
         if longest > config.context:
             raise ValueError(f"a trajectory of {longest} tokens is longer than the model's context of {config.context}")
+        if longest > self._most_tokens:
+            bound = f"the {self._most_tokens} that fit this worker's memory"
+            raise ValueError(f"a trajectory of {longest} tokens is longer than {bound}")
         read = [*unit.prompt, *unit.targets, *(token for tail in unit.tails for token in tail)]
         if min(read) < 0 or max(read) >= config.vocab:
             raise ValueError(f"a token id is outside of the vocabulary of {config.vocab}")
         return unit
+
+    def _pieces(self, unit: PackedUnit) -> list[PackedUnit]:
+        """``unit`` as slices take it."""
+        most = max(self._slice_tokens, int(len(unit.prompt) / PROMPT_SHARE))
+        return unit.cut(min(most, self._most_tokens))
 
     def _queue(self, policy: str) -> deque[Work | wire.OptimStep]:
         return next((p[policy] for p in self._queues.values() if policy in p), deque())
