@@ -167,6 +167,22 @@ def test_recorded_steps_are_dropped_when_the_adapters_move_and_only_then() -> No
     assert runner.store.k.data_ptr() == address
 
 
+def test_prefill_leaves_adapters_where_recorded_steps_know_them() -> None:
+    """Also where it multiplies each one's rows apart, and those that run have not stood side by side for long."""
+    decoder = small("llama", torch.float32)
+    engine = pooled(decoder, batched)
+    runner = engine._runner
+    assert isinstance(runner, PooledRunner)
+    runner.arrange(["a", "c", "b"])  # the one of the largest rank between
+    turns = [[order(f"{key}{turn}", key, [5, 6, 7 + turn], 0) for key in "ab"] for turn in range(2)]
+    texts = run(engine, turns[0])
+    kept, state = dict(runner._steps._kept), engine.bank.state
+    texts |= run(engine, turns[1])
+    assert kept and engine.bank.state == state
+    assert all(runner._steps._kept[of] is step for of, step in kept.items())
+    same(texts, run(dense(decoder), [*turns[0], *turns[1]]))
+
+
 def _whole(engine: NativeEngine) -> bool:
     """Whether what is free and what is parked is the whole pool again."""
     pool = engine._runner.store
