@@ -13,6 +13,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -26,7 +27,9 @@ from rookery.worker.model.adapter import PARTS, init_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.weights import fuse
+from rookery.worker.trainer import microbatch
 from rookery.worker.trainer.attention import Chunks, PackedAttention
+from rookery.worker.trainer.backbone import Lengths, forward
 from rookery.worker.trainer.fused import FusedAttention
 from rookery.worker.trainer.microbatch import Attention
 from rookery.worker.trainer.policy import Export
@@ -301,7 +304,7 @@ def test_bfloat16_is_as_exact_as_bfloat16_can_be(tmp_path: Path) -> None:
 def test_recomputing_layers_and_small_slices_change_nothing(tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path / "p", 8, 2)
     gradients = []
-    for given in ({}, {"recompute_tokens": 0}, {"slice_tokens": 16}):
+    for given in ({}, {"lengths": Lengths(kept=0, most=4096)}, {"slice_tokens": 16}):
         one = trainer(decoder(), {"p": folder}, **given)
         one.forward_backward(forward_backward(), wire.Batch(units=units(4)))
         finish(one)
@@ -341,7 +344,7 @@ def test_a_group_larger_than_a_slice_is_cut_between_its_members(tmp_path: Path, 
 
 def test_what_memory_does_not_hold_is_cut_and_a_trajectory_that_it_does_not_hold_is_refused(tmp_path: Path) -> None:
     """However much of its pieces a prompt is; and who asks for what fits is not touched."""
-    at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)}, most_tokens=32)
+    at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)}, lengths=Lengths(kept=32, most=32))
     rng = random.Random(0)
     fits = wire.Batch(units=[unit(rng, 24, [9] * 5)])  # the last token is not read
     at.forward_backward(forward_backward(op="fits"), fits)
@@ -355,6 +358,37 @@ def test_what_memory_does_not_hold_is_cut_and_a_trajectory_that_it_does_not_hold
     at.forward_backward(forward_backward(fresh=True), fits)
     at.optim_step(optim())
     assert finish(at)["opt"].error == ""
+
+
+def test_copies_of_a_prompt_take_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of 64 tokens whose members copy its prompt of 16 at half a token's room each wants 112: of the pieces, of
+    40 tokens, each fills a memory of 64, and is computed twice where less is kept."""
+    twice: list[bool] = []
+
+    def counted(*given: Any, recompute: bool) -> Any:
+        twice.append(recompute)
+        return forward(*given, recompute=recompute)
+
+    monkeypatch.setattr(microbatch, "forward", counted)
+    folder, rng = adapter_folder(tmp_path / "p", 4, 3), random.Random(0)
+    batch = wire.Batch(units=[unit(rng, 16, [9] * 6), unit(rng, 8, [3])])  # the last token is not read
+    gradients = []
+    for lengths, wanted in (
+        (Lengths(kept=74, most=74), [74]),
+        (Lengths(kept=64, most=64, copied=0.5), [40, 40, 10]),
+        (Lengths(kept=63, most=64, copied=0.5), [40, 40, 10]),
+    ):
+        at, slices = trainer(decoder(), {"p": folder}, lengths=lengths), []
+        at.forward_backward(forward_backward(), batch)
+        while at.pending:
+            before = at.trained
+            at.step()
+            slices.append(at.trained - before)
+        assert slices == wanted
+        gradients.append(gradient(at))
+    assert twice == [False] + [False] * 3 + [True, True, False]
+    close(gradients[1], gradients[0])
+    close(gradients[2], gradients[0])
 
 
 def test_environment_tokens_are_attended_to_but_carry_no_loss(tmp_path: Path) -> None:

@@ -52,6 +52,11 @@ class PackedUnit:
         """Tokens in the stream."""
         return len(self.prompt) + sum(map(len, self.tails))
 
+    def room(self, copied: float) -> float:
+        """Of memory, in tokens, where a key that is copied takes ``copied`` of a token: a GPU's attention copies a
+        prompt's for each of the members that share it."""
+        return self.tokens + (copied * len(self.prompt) * len(self.tails) if len(self.tails) > 1 else 0.0)
+
     @classmethod
     def from_wire(cls, unit: wire.Unit) -> PackedUnit:
         """Raises ``ValueError`` for an empty prompt or lists of unlike length."""
@@ -91,14 +96,19 @@ class PackedUnit:
             [0] * len(datum.rows),
         )  # fmt: skip
 
-    def cut(self, most: int) -> list[PackedUnit]:
-        """In pieces of consecutive members, of at most ``most`` tokens each or of one member, every one with the whole
-        prompt. A trajectory stays whole, and a gradient is a sum: what is computed is the same."""
-        if self.tokens <= most or len(self.tails) < 2:
+    def cut(self, most: int, room: float, copied: float) -> list[PackedUnit]:
+        """In pieces of consecutive members, each of one member or of at most ``most`` tokens that take at most ``room``
+        of memory, every one with the whole prompt. A trajectory stays whole, and a gradient is a sum: what is computed
+        is the same."""
+
+        def fits(tokens: int, members: int) -> bool:
+            return tokens <= most and tokens + copied * len(self.prompt) * members <= room
+
+        if len(self.tails) < 2 or fits(self.tokens, len(self.tails)):
             return [self]
         edges, tokens = [0], len(self.prompt)
         for number, tail in enumerate(self.tails):
-            if number > edges[-1] and tokens + len(tail) > most:
+            if number > edges[-1] and not fits(tokens + len(tail), number + 1 - edges[-1]):
                 edges.append(number)
                 tokens = len(self.prompt)
             tokens += len(tail)

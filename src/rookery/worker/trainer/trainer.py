@@ -36,7 +36,7 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.trainer.aside import Aside
 from rookery.worker.trainer.attention import Chunks, PackedAttention
-from rookery.worker.trainer.backbone import lengths_for
+from rookery.worker.trainer.backbone import Lengths, lengths_for
 from rookery.worker.trainer.fused import FusedAttention
 from rookery.worker.trainer.microbatch import Attention, Item, Work, run
 from rookery.worker.trainer.packing import PackedUnit
@@ -84,21 +84,17 @@ class Trainer:
         *,
         max_rank: int,
         slice_tokens: int,
-        recompute_tokens: int | None = None,
-        most_tokens: int | None = None,
+        lengths: Lengths | None = None,
         attention: Attention | None = None,
         base_model: str = "",
         aside_bytes: int = 0,
     ) -> None:
-        """Without them, ``recompute_tokens``, ``most_tokens`` (a pass that memory holds) and ``attention`` are those of
-        the decoder's device. ``base_model`` is the name that exported adapters give as theirs; ``aside_bytes`` of
-        states that rest stay in main memory."""
+        """Without them, ``lengths`` and ``attention`` are those of the decoder's device. ``base_model`` is the name
+        that exported adapters give as theirs; ``aside_bytes`` of states that rest stay in main memory."""
         self._decoder = decoder
         self._max_rank = max_rank
-        fits = lengths_for(decoder)
-        self._most_tokens = fits.most if most_tokens is None else most_tokens
-        self._slice_tokens = min(slice_tokens, self._most_tokens)
-        self._recompute_tokens = fits.kept if recompute_tokens is None else recompute_tokens
+        self._lengths = lengths or lengths_for(decoder)
+        self._slice_tokens = min(slice_tokens, self._lengths.most)
         self._attention = attention or attention_for(decoder)
         self._base_model = base_model
         self._held: dict[str, _Held] = {}
@@ -232,16 +228,19 @@ class Trainer:
         is as quick per token without company: turns are whole passes."""
         ready = [work for work in works if work.op.forward_only == works[0].op.forward_only and self._begin(work)]
         chosen: dict[Work, list[PackedUnit]] = {work: [] for work in ready}
-        room = self._slice_tokens
+        fits, left, room = self._lengths, self._slice_tokens, float(self._lengths.most)
         for work in ready:
-            if 2 * room <= self._slice_tokens:
+            if 2 * left <= self._slice_tokens:
                 break
-            while work.left and (work.left[0].tokens <= room or room == self._slice_tokens):
+            while work.left:
+                unit, first = work.left[0], left == self._slice_tokens
+                if not first and (unit.tokens > left or unit.room(fits.copied) > room):
+                    break
                 chosen[work].append(work.left.popleft())
-                room -= chosen[work][-1].tokens
+                left, room = left - unit.tokens, room - unit.room(fits.copied)
         items = [Item(work, self._held[work.op.policy].state, units) for work in ready if (units := chosen[work])]
         if items:
-            self.trained += run(self._decoder, items, self._attention, self._recompute_tokens)
+            self.trained += run(self._decoder, items, self._attention, fits.kept, fits.copied)
         for work in ready:
             if not work.left:
                 self._remove(work.op.policy, work)
@@ -304,8 +303,8 @@ class Trainer:
         longest = len(unit.prompt) + max(map(len, unit.tails), default=0)
         if longest > config.context:
             raise ValueError(f"a trajectory of {longest} tokens is longer than the model's context of {config.context}")
-        if longest > self._most_tokens:
-            bound = f"the {self._most_tokens} that fit this worker's memory"
+        if longest > self._lengths.most:
+            bound = f"the {self._lengths.most} that fit this worker's memory"
             raise ValueError(f"a trajectory of {longest} tokens is longer than {bound}")
         read = [*unit.prompt, *unit.targets, *(token for tail in unit.tails for token in tail)]
         if min(read) < 0 or max(read) >= config.vocab:
@@ -315,7 +314,7 @@ class Trainer:
     def _pieces(self, unit: PackedUnit) -> list[PackedUnit]:
         """``unit`` as slices take it."""
         most = max(self._slice_tokens, int(len(unit.prompt) / PROMPT_SHARE))
-        return unit.cut(min(most, self._most_tokens))
+        return unit.cut(most, self._lengths.most, self._lengths.copied)
 
     def _queue(self, policy: str) -> deque[Work | wire.OptimStep]:
         return next((p[policy] for p in self._queues.values() if policy in p), deque())
