@@ -6,6 +6,7 @@ Log-probabilities agree within 1e-4 (sums in another order). Only the fused kern
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from rookery import wire
 from rookery.worker.engine.attention import Stream
@@ -148,6 +150,26 @@ def test_what_is_wrong_in_one_adapter_stays_there() -> None:
         assert run(engine, [order("r2", "a", [1, 2, 3], 3)])["r2"][0] == clean
 
 
+@pytest.mark.parametrize("most", [50, 200])
+def test_a_slice_of_prefill_copies_a_bounded_number_of_keys(most: int) -> None:
+    """However few tokens each text adds to a long shared prompt; one alone is computed whatever it looks at."""
+    decoder = small("llama", torch.float32)
+    engine, seen = pooled(decoder, prefill_keys=most), []
+    prefill = engine._runner.prefill
+
+    def counted(streams: Sequence[Stream]) -> tuple[Tensor, Tensor]:
+        seen.append([s.prefix_length + s.start + len(s.tokens) for s in streams])
+        return prefill(streams)
+
+    engine._runner.prefill = counted  # type: ignore[method-assign]
+    text = prompt(decoder, 0, 60)
+    orders = [order(f"r{i}", "", [*text, i, i + 1], len(text), seed=i) for i in range(12)]
+    orders += [order(f"w{i}", "", prompt(decoder, i, 20), 20, seed=i) for i in range(30)]  # more than there are rows
+    same(run(engine, orders), run(dense(decoder), orders))
+    assert all(sum(keys) <= most or len(keys) == 1 for keys in seen)
+    assert max(map(len, seen)) == (2 if most == 50 else 3), "and no fewer than it may"
+
+
 def test_recorded_steps_are_dropped_when_the_adapters_move_and_only_then() -> None:
     decoder = small("llama", torch.float32)
     engine = pooled(decoder)
@@ -165,6 +187,22 @@ def test_recorded_steps_are_dropped_when_the_adapters_move_and_only_then() -> No
     now = runner._steps._kept
     assert all((now.get(of) is step) == (of.adapters == 0) for of, step in kept.items())
     assert runner.store.k.data_ptr() == address
+
+
+def test_prefill_leaves_adapters_where_recorded_steps_know_them() -> None:
+    """Also where it multiplies each one's rows apart, and those that run have not stood side by side for long."""
+    decoder = small("llama", torch.float32)
+    engine = pooled(decoder, batched)
+    runner = engine._runner
+    assert isinstance(runner, PooledRunner)
+    runner.arrange(["a", "c", "b"])  # the one of the largest rank between
+    turns = [[order(f"{key}{turn}", key, [5, 6, 7 + turn], 0) for key in "ab"] for turn in range(2)]
+    texts = run(engine, turns[0])
+    kept, state = dict(runner._steps._kept), engine.bank.state
+    texts |= run(engine, turns[1])
+    assert kept and engine.bank.state == state
+    assert all(runner._steps._kept[of] is step for of, step in kept.items())
+    same(texts, run(dense(decoder), [*turns[0], *turns[1]]))
 
 
 def _whole(engine: NativeEngine) -> bool:

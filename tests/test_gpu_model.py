@@ -238,6 +238,17 @@ def test_what_does_not_fit_is_computed_twice_and_what_does_not_fit_then_is_cut()
     assert lengths(config, 4, 1e8).kept == pytest.approx(many.kept / 2, abs=1)
 
 
+def test_what_attention_copies_of_shared_prompts_is_counted_as_room() -> None:
+    base, rng = small("llama", torch.float32), random.Random(0)
+    units = [_unit(rng, 300, [20, 40, 1]), _unit(rng, 50, [7])]
+    stream = pack(units)
+    keys = FusedAttention(base, stream)._keys
+    assert keys is not None
+    assert sum(unit.room(1.0) for unit in units) == len(keys) == len(stream.tokens) + 3 * 300
+    copied = lengths(base.config, 2, 1e6).copied
+    assert copied * layer_numbers(base.config) == pytest.approx(2 * base.config.kv_heads * base.config.head_dim)
+
+
 def _weights(base: object) -> list[Tensor]:
     layers = base.layers  # type: ignore[attr-defined]
     return [site.weight for layer in layers for site in (layer.qkv, layer.o, layer.gate_up, layer.down)]

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -26,7 +27,9 @@ from rookery.worker.model.adapter import PARTS, init_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.weights import fuse
+from rookery.worker.trainer import microbatch
 from rookery.worker.trainer.attention import Chunks, PackedAttention
+from rookery.worker.trainer.backbone import Lengths, forward
 from rookery.worker.trainer.fused import FusedAttention
 from rookery.worker.trainer.microbatch import Attention
 from rookery.worker.trainer.policy import Export
@@ -44,6 +47,7 @@ HF = {
 }
 LLAMA = transformers.LlamaConfig(**HF)
 AIPO = wire.Loss(name="aipo", params={"rho": 4.0})
+GSPO = wire.Loss(name="gspo", params={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
 ATTENTIONS: dict[str, Attention] = {
     "whole": partial(PackedAttention, chunks=Chunks()),
     "chunked": partial(PackedAttention, chunks=Chunks(queries=4, scores=64)),
@@ -233,7 +237,7 @@ def test_packed_equals_solo(tmp_path: Path) -> None:
     losses = {
         "a": AIPO,
         "b": wire.Loss(name="cross_entropy"),
-        "c": wire.Loss(name="gspo", params={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+        "c": GSPO,
         "d": wire.Loss(name="ppo", params={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
         "e": wire.Loss(name="dro", params={"beta": 0.05}),
     }
@@ -300,11 +304,89 @@ def test_bfloat16_is_as_exact_as_bfloat16_can_be(tmp_path: Path) -> None:
 def test_recomputing_layers_and_small_slices_change_nothing(tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path / "p", 8, 2)
     gradients = []
-    for given in ({}, {"recompute_tokens": 0}, {"slice_tokens": 16}):
+    for given in ({}, {"lengths": Lengths(kept=0, most=4096)}, {"slice_tokens": 16}):
         one = trainer(decoder(), {"p": folder}, **given)
         one.forward_backward(forward_backward(), wire.Batch(units=units(4)))
         finish(one)
         gradients.append(gradient(one))
+    close(gradients[1], gradients[0])
+    close(gradients[2], gradients[0])
+
+
+@pytest.mark.parametrize("loss", [AIPO, GSPO], ids=["aipo", "gspo"])
+def test_a_group_larger_than_a_slice_is_cut_between_its_members(tmp_path: Path, loss: wire.Loss) -> None:
+    """Gradient, sums and the order of log-probs are those of one pass; no slice is longer than the longest trajectory,
+    or than twice a prompt, of which a slice then is no more than half. A trajectory stays whole: gspo looks at it."""
+    folder = adapter_folder(tmp_path / "p", 8, 2)
+    rng = random.Random(3)
+    groups = [unit(rng, 6, [9, 1, 14, 5, 12, 30, 7], every=4), unit(rng, 20, [3] * 12), unit(rng, 4, [2, 2])]
+    groups[0].members[2].weights[:] = [0.0] * 14  # a member without loss
+    batch = wire.Batch(units=groups)
+    whole, cut = (trainer(decoder(), {"p": folder}, slice_tokens=tokens) for tokens in (4096, 32))
+    for at in (whole, cut):
+        at.forward_backward(forward_backward(op="only", loss=loss, forward_only=True), batch)
+        at.forward_backward(forward_backward(loss=loss), batch)
+    slices, before = [], 0
+    while cut.step():
+        slices.append(cut.trained - before)
+        before = cut.trained
+    assert len(slices) > 8 and max(slices) <= 2 * 20
+    wanted, given = finish(whole), {finished.op: finished for finished in cut.drain()}
+    assert [finished.error for finished in given.values()] == ["", ""]
+    close(gradient(cut), gradient(whole))
+    for op, finished in given.items():
+        assert finished.metrics.keys() == wanted[op].metrics.keys()
+        for name in ("tokens", "loss:sum", "ratio:sum", "clipped:sum"):
+            assert finished.metrics[name] == pytest.approx(wanted[op].metrics[name], rel=1e-4)
+    logp, there = (torch.frombuffer(bytearray(of["only"].logprobs), dtype=torch.float32) for of in (given, wanted))
+    assert logp.tolist() == pytest.approx(there.tolist(), abs=2e-5)
+
+
+def test_what_memory_does_not_hold_is_cut_and_a_trajectory_that_it_does_not_hold_is_refused(tmp_path: Path) -> None:
+    """However much of its pieces a prompt is; and who asks for what fits is not touched."""
+    at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)}, lengths=Lengths(kept=32, most=32))
+    rng = random.Random(0)
+    fits = wire.Batch(units=[unit(rng, 24, [9] * 5)])  # the last token is not read
+    at.forward_backward(forward_backward(op="fits"), fits)
+    at.step()
+    assert at.trained == 32
+    finish(at)
+    at.forward_backward(forward_backward(op="long"), wire.Batch(units=[unit(rng, 24, [3, 10])]))
+    refused = finish(at)["long"]
+    assert refused.category == "failed"
+    assert refused.error == "a trajectory of 33 tokens is longer than the 32 that fit this worker's memory"
+    at.forward_backward(forward_backward(fresh=True), fits)
+    at.optim_step(optim())
+    assert finish(at)["opt"].error == ""
+
+
+def test_copies_of_a_prompt_take_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of 64 tokens whose members copy its prompt of 16 at half a token's room each wants 112: of the pieces, of
+    40 tokens, each fills a memory of 64, and is computed twice where less is kept."""
+    twice: list[bool] = []
+
+    def counted(*given: Any, recompute: bool) -> Any:
+        twice.append(recompute)
+        return forward(*given, recompute=recompute)
+
+    monkeypatch.setattr(microbatch, "forward", counted)
+    folder, rng = adapter_folder(tmp_path / "p", 4, 3), random.Random(0)
+    batch = wire.Batch(units=[unit(rng, 16, [9] * 6), unit(rng, 8, [3])])  # the last token is not read
+    gradients = []
+    for lengths, wanted in (
+        (Lengths(kept=74, most=74), [74]),
+        (Lengths(kept=64, most=64, copied=0.5), [40, 40, 10]),
+        (Lengths(kept=63, most=64, copied=0.5), [40, 40, 10]),
+    ):
+        at, slices = trainer(decoder(), {"p": folder}, lengths=lengths), []
+        at.forward_backward(forward_backward(), batch)
+        while at.pending:
+            before = at.trained
+            at.step()
+            slices.append(at.trained - before)
+        assert slices == wanted
+        gradients.append(gradient(at))
+    assert twice == [False] + [False] * 3 + [True, True, False]
     close(gradients[1], gradients[0])
     close(gradients[2], gradients[0])
 
@@ -596,7 +678,7 @@ for i in range(12):
 from rookery.worker.model.adapter import init_adapter, PARTS
 folder = Path({folder!r}); folder.mkdir()
 t.Export(init_adapter(config, 8, 16.0, list(PARTS), 0), {{}}, 0, "").write(folder)
-at = t.trainer(Decoder(config, weights), {{"p": folder}}, slice_tokens=1024)
+at = t.trainer(Decoder(config, weights), {{"p": folder}}, slice_tokens=8192)
 def peak(prompt, tails):
     at.forward_backward(t.forward_backward(), t.wire.Batch(units=[t.unit(random.Random(0), prompt, tails)]))
     assert not t.finish(at)["fb"].error

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import httpx
 import msgspec
 import pytest
+from safetensors import SafetensorError
 
 from dialled import Dialled
 from peers import eventually, settle
 from rookery import wire
 from rookery.errors import UserError
+from rookery.worker import transfer
 from rookery.worker.ahead import Ahead
 from rookery.worker.fetch import CorruptArtifact, TransferFailed
 from rookery.worker.lender import AT_ONCE, Lender, listen
@@ -171,6 +174,79 @@ async def test_what_was_not_used_for_longest_goes_first(service: Dialled, tmp_pa
     here.forget(manifests[3].hash)
     assert not here._cache._pins and manifests[3].hash not in here._locks, "nothing is kept of what is over"
     await here.close()
+
+
+async def test_what_is_over_leaves_a_full_disk(
+    service: Dialled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On which nothing more can be made."""
+    here, ref = transfers(service, tmp_path), service.ref(service.store(FILES), 1)
+    async with here.pulled(ref):
+        pass
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "mkdir", full)
+    here.forget(ref.hash)
+    assert here.here() == []
+    await eventually(lambda: not any((tmp_path / "adapters").iterdir()))
+    await here.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+    ids=["the system's", "safetensors'"],
+)
+async def test_on_a_full_disk_what_nobody_uses_makes_room(
+    service: Dialled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """For a pull and for a commit, of 10 kB each, where 25 kB fit; what is in use stays."""
+    here, root, size = transfers(service, tmp_path), tmp_path / "adapters", 10 << 10
+    old, used, new = (service.store({"adapter_model.safetensors": os.urandom(size)}) for _ in range(3))
+    fill, tries = transfer.fill, []
+
+    def unused(*digests: str) -> None:
+        """They were last used an hour ago."""
+        for digest in digests:
+            long_ago = (root / digest).stat().st_mtime - 3600
+            os.utime(root / digest, (long_ago, long_ago))
+
+    def take() -> None:
+        if sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) + size > 25 << 10:
+            raise error
+
+    async def limited(*given: Any) -> None:
+        take()
+        await fill(*given)
+
+    def write(folder: Path) -> None:
+        tries.append(folder)
+        if len(tries) == 1:
+            (folder / "begun").write_bytes(b"half")
+        take()
+        (folder / "adapter_model.safetensors").write_bytes(os.urandom(size))
+
+    monkeypatch.setattr(transfer, "fill", limited)
+    async with here.pulled(service.ref(old, 1)), here.pulled(service.ref(used, 1)):
+        pass
+    async with here.pulled(service.ref(used, 1)):
+        unused(old.hash, used.hash)
+        async with here.pulled(service.ref(new, 1)):
+            assert set(here.here()) == {used.hash, new.hash}
+        unused(new.hash)
+        manifest = await here.upload(service.tickets.upload(), write)
+        assert len(tries) == 2 and [shard.name for shard in manifest.shards] == ["adapter_model.safetensors"]
+        assert set(here.here()) == {used.hash, manifest.hash}
+        with pytest.raises(type(error)):  # all of it is in use, or was a moment ago
+            async with here.pulled(service.ref(old, 1)):
+                pass
+    await here.close()
+    assert all(not path.name.startswith(".") for path in root.iterdir())
 
 
 @pytest.mark.parametrize("name", ["../escape", ".hidden/x", "/etc/x"])

@@ -701,6 +701,31 @@ def test_bytes_are_progress_only_while_nothing_computes() -> None:
         assert progress(hangs, 100) == progress(hangs, 200)
 
 
+HANGS = """
+import time
+from rookery.worker.engine.native import NativeEngine
+from rookery.worker.trainer.trainer import Trainer
+NativeEngine.step = Trainer.step = lambda self: time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("part", ["engine", "trainer"])
+def test_a_first_slice_that_hangs_is_told_of_as_work_without_progress(
+    service: Dialled, start: Start, part: str
+) -> None:
+    """Or an idle worker's first slice could hang for ever: who has nothing to do need not make progress."""
+    start(before=HANGS)
+    link = service.connection(0)
+    parent = make_policy(service, link, "p")  # calls alone
+    link.send(generate("r") if part == "engine" else forward("a", parent, batch(service)))
+
+    def busy() -> list[bool]:
+        return [beat.active + beat.waiting + beat.training > 0 for beat in link.of(wire.Beat)]
+
+    service.until(lambda: len(busy()) >= 10 and all(busy()[-5:]))  # to the end, not while its adapter came
+    assert {beat.progress for beat in link.of(wire.Beat)[-5:]} == {link.of(wire.Beat)[-1].progress}
+
+
 def test_engine_and_trainer_share_the_time() -> None:
     decode, train = Turn(NOTHING, lambda: True), Turn(NOTHING, lambda: training)
 

@@ -155,7 +155,7 @@ class Beat(Message, kw_only=True):
     generated: int
     """Tokens sampled since the process began."""
     trained: int
-    """Tokens trained on since the process began (loss or not, prompts counted once)."""
+    """Tokens trained on since the process began (loss or not, prompts counted once in each pass)."""
     decode_seconds: float
     train_seconds: float
     memory_bytes: int

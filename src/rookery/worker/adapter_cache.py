@@ -4,7 +4,8 @@ Promises:
 
 * A file appears whole, under its name, or not at all: it is written as a private ``.part`` and renamed.
 * Bytes on disk are hashed again before this process first uses them.
-* The cache stays below its bound: folders not used for longest go first, never one that a caller has pinned.
+* The cache stays below its bound: folders not used for longest go first, never one that a caller has pinned. Nothing is
+  made in order to remove something: that works on a full disk.
 * What a process that no longer lives left half-written is removed by the next.
 """
 
@@ -16,6 +17,7 @@ import os
 import shutil
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -116,25 +118,28 @@ class AdapterCache:
         if not self._pins[digest]:
             self._remove(self._root / digest)
 
-    def _remove(self, folder: Path) -> None:
-        """Gone at once; its bytes are freed in a thread."""
-        gone = self.aside() / "gone"
+    def _remove(self, folder: Path) -> asyncio.Future[None]:
+        """Gone at once; its bytes are freed in a thread, by when the answer is done."""
+        gone = self._root / f".{os.getpid()}.{uuid.uuid4().hex}"  # a name that ``_sweep`` knows
         with suppress(FileNotFoundError):  # another worker of this machine was faster
             folder.rename(gone)
         self._verified = {path for path in self._verified if path.parent != folder}
-        asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, gone.parent, True)
+        return asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, gone, True)
 
-    async def evict(self) -> None:
-        """Remove what has not been used for longest while there is too much."""
+    async def evict(self, *, full: bool = False) -> None:
+        """Remove what has not been used for longest while there is too much: while there is anything, where the disk is
+        ``full``."""
         folders = await asyncio.to_thread(_survey, self._root)
         total = sum(size for _, size, _ in folders)
-        before = time.time() - RECENT_SECONDS
+        cap, before = 0 if full else self._cap_bytes, time.time() - RECENT_SECONDS
+        freed: list[asyncio.Future[None]] = []
         for folder, size, used in sorted(folders, key=lambda entry: entry[2]):
-            if total <= self._cap_bytes or used > before:
-                return
+            if total <= cap or used > before:
+                break
             if not self._pins[folder.name]:
-                self._remove(folder)
+                freed.append(self._remove(folder))
                 total -= size
+        await asyncio.gather(*freed)
 
 
 def sha256(path: Path) -> str:

@@ -40,7 +40,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Status:
-    """What a heartbeat tells of the compute thread; a consistent picture taken between two slices."""
+    """What a heartbeat tells of the compute thread; a consistent picture taken between two slices. What calls brought
+    is in it before the slice that computes it: one that hangs is seen by work without progress."""
 
     progress: int = 0
     active: int = 0
@@ -236,17 +237,19 @@ class Compute:
                         future.set_result(function(core))
                     except Exception as error:  # belongs to the caller
                         future.set_exception(error)
+            if calls:
+                self._publish(core, turns, stepped=False)
             turn = next_turn(turns)
-            stepped = False
             if turn is not None:
                 began = time.perf_counter()
                 stepped = turn.part.step()
                 spent = time.perf_counter() - began
                 turn.clock += spent
                 turn.seconds += spent
-            self._publish(core, turns, stepped)
+                self._publish(core, turns, stepped)
 
     def _publish(self, core: Core, turns: list[Turn], stepped: bool) -> None:
+        """After every slice, and after calls before the next one: if that hangs, what it hangs with is known."""
         decode, train = turns
         chunks, finished = core.engine.drain(), core.trainer.drain()
         self.status = Status(

@@ -11,21 +11,24 @@ Promises:
   asked again and again. Peers' bytes that are not what their hash says cost one fetch from the service. The trainer's
   state comes from the service alone.
 * Every pull that ends is told of: what arrived, and what could not be had.
+* Where this disk is full, what the cache holds for nobody goes, and what found no room is tried once more.
 * A ticket that the service no longer honours is replaced once, by asking over the control link.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+from safetensors import SafetensorError
 
 from rookery import wire
 from rookery.worker.adapter_cache import MANIFEST, TRAINER_STATE, AdapterCache, part_of, sha256, write_whole
@@ -45,6 +48,8 @@ from rookery.worker.fetch import (
 from rookery.worker.peers import Peers
 
 log = logging.getLogger("rookery.worker.transfer")
+
+T = TypeVar("T")
 
 ATTEMPTS = 6
 """Tries without a new byte before a transfer fails: with the pauses between them about six seconds."""
@@ -146,15 +151,31 @@ class Transfers:
         folder = self._cache.folder(digest)
         async with self._locks.setdefault(digest, asyncio.Lock()):
             self._cache.wanted(folder)
-            manifest = await self._manifest(digest, folder)
-            needed = [shard for shard in manifest.shards if state or shard.name != TRAINER_STATE]
-            fetched = [shard.name for shard in needed if await self._shard(digest, folder, shard)]
-            self._cache.complete(folder)
+            fetched = await self._with_room(lambda: self._fetch(digest, folder, state))
         self._arrived(digest)
         if fetched:
             log.info("pulled %s of artifact %s", ", ".join(fetched), digest[:12])
             await self._cache.evict()
         return folder
+
+    async def _fetch(self, digest: str, folder: Path, state: bool) -> list[str]:
+        """The shards that had to be fetched."""
+        manifest = await self._manifest(digest, folder)
+        needed = [shard for shard in manifest.shards if state or shard.name != TRAINER_STATE]
+        fetched = [shard.name for shard in needed if await self._shard(digest, folder, shard)]
+        self._cache.complete(folder)
+        return fetched
+
+    async def _with_room(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """``work``, once more where the disk was full and the cache held what nobody uses."""
+        try:
+            return await work()
+        except Exception as error:
+            if not _is_full(error):
+                raise
+            log.warning("the disk is full: what nobody uses leaves the cache")
+        await self._cache.evict(full=True)
+        return await work()
 
     async def _manifest(self, digest: str, folder: Path) -> wire.Manifest:
         path = folder / MANIFEST
@@ -223,9 +244,8 @@ class Transfers:
     async def upload(self, ticket: str, write: Callable[[Path], object]) -> wire.Manifest:
         """Bring what ``write(folder)`` puts into an empty folder under an upload ticket. What generating needs of it is
         kept in the cache as well, so that this worker need not pull its own commit. Raises :class:`TransferFailed`."""
-        aside = self._cache.aside()
+        aside, manifest = await self._with_room(lambda: self._written(write))
         try:
-            manifest = await asyncio.to_thread(_write_aside, write, aside)
             for shard in manifest.shards:
                 url = f"/wire/uploads/{ticket}/{shard.name}"
                 await self._request("PUT", url, content=(aside / shard.name, shard.size))
@@ -235,6 +255,15 @@ class Transfers:
             await asyncio.to_thread(shutil.rmtree, aside, True)
         await self._cache.evict()
         return manifest
+
+    async def _written(self, write: Callable[[Path], object]) -> tuple[Path, wire.Manifest]:
+        """A folder of this process's own with what ``write`` puts into it; none is left where that fails."""
+        aside = self._cache.aside()
+        try:
+            return aside, await asyncio.to_thread(_write_aside, write, aside)
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, aside, True)
+            raise
 
     @property
     def lent(self) -> int:
@@ -274,6 +303,13 @@ async def _read(path: Path) -> AsyncIterator[bytes]:
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             yield chunk
+
+
+def _is_full(error: Exception) -> bool:
+    """Whether there was no room on the disk; safetensors says so in words alone."""
+    if isinstance(error, SafetensorError):
+        return f"(os error {errno.ENOSPC})" in str(error)
+    return isinstance(error, OSError) and error.errno == errno.ENOSPC
 
 
 def _write_aside(write: Callable[[Path], object], folder: Path) -> wire.Manifest:

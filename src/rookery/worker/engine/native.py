@@ -7,7 +7,8 @@ Promises:
 * Full means wait: beyond ``max_rows`` or the cache's budget, requests queue, first come first served. When growing
   texts fill the budget, the youngest goes back to the head of the queue and later goes on where it was.
 * Requests marked ``first`` stand before the others in the queue and take their rows, the youngest's first.
-* One ``step`` is one bounded slice: at most ``prefill_tokens`` prompt tokens, or one token for every running row.
+* One ``step`` is one bounded slice: at most ``prefill_tokens`` prompt tokens that look at no more than ``prefill_keys``
+  (or those of one request), or one token for every running row.
 * Trouble in one request (logits that are no numbers) ends that request alone.
 * A request that switches to another version of its policy is sampled by it from its next token on. Computed anew, it is
   from there bit for bit the request that begins with the newer version and these tokens given. With its cache kept,
@@ -49,6 +50,11 @@ the slice takes about as long as a few decode steps."""
 GPU_PREFILL_TOKENS = 4096
 """The same on a GPU, where a slice must outlast the launches of its kernels."""
 
+PREFILL_KEYS = 1 << 17
+"""Cached tokens that the requests of a slice look at, a shared prompt counted for each: a GPU's prefill copies them,
+layer by layer, 512 MB where a token's keys and values take 4 kB. One context of 128 k tokens, or the ends of 32 texts
+upon a prompt of 4,000."""
+
 PREFILLS_IN_A_ROW = 4
 """Slices for which running rows may wait: about a second on the 135M model with two cores."""
 
@@ -72,6 +78,7 @@ class NativeEngine:
         kv_budget_bytes: int,
         max_context: int | None = None,
         prefill_tokens: int | None = None,
+        prefill_keys: int = PREFILL_KEYS,
         finished_kept: int = FINISHED_KEPT,
         runner: Runner | None = None,
     ) -> None:
@@ -90,6 +97,7 @@ class NativeEngine:
         self._admission = Admission(self._store, bank, max_rows, self.stats)
         default = GPU_PREFILL_TOKENS if decoder.device.type == "cuda" else PREFILL_TOKENS
         self._prefill_tokens = prefill_tokens or default
+        self._prefill_keys = prefill_keys
         self._finished_kept = finished_kept
         self._requests: dict[str, Request] = {}
         self._finished: OrderedDict[str, Request] = OrderedDict()
@@ -249,10 +257,12 @@ class NativeEngine:
         who wait: rows become free one by one, and a slice for each one's prompt costs twice as much as its share of
         one slice for several."""
         work: list[tuple[Request | Segment, Stream]] = []
-        widest, begun = 0, set()
+        widest, keys, begun = 0, 0, set()
 
-        def fits(count: int) -> bool:
-            return max(widest, count) * (len(work) + 1) <= self._prefill_tokens
+        def fits(count: int, before: int = 0) -> bool:
+            """Whether there is room for so many tokens that look at those and at so many ``before``."""
+            padded = max(widest, count) * (len(work) + 1)
+            return padded <= self._prefill_tokens and keys + before + count <= self._prefill_keys
 
         rows = [row for row in self._admission.rows if not self._cached(row)]
         for row in sorted(rows, key=lambda row: row.key != rows[0].key):
@@ -268,9 +278,10 @@ class NativeEngine:
                 assert row.place is not None
                 target, tokens, begin, place, prefix = row, row.tail, row.filled, row.place, row.segment
             count = min(len(tokens) - begin, self._prefill_tokens)
-            if work and not fits(count):
+            before = begin + (len(prefix.tokens) if prefix is not None else 0)
+            if work and not fits(count, before):
                 break
-            widest = max(widest, count)
+            widest, keys = max(widest, count), keys + before + count
             stream = Stream(row.key, tokens[begin : begin + count], begin, place)
             if prefix is not None:
                 stream.prefix, stream.prefix_length = prefix.place, len(prefix.tokens)
@@ -278,7 +289,7 @@ class NativeEngine:
         if not work:
             return False
         for segment in self._admission.ahead(fits):
-            widest = max(widest, len(segment.tokens))
+            widest, keys = max(widest, len(segment.tokens)), keys + len(segment.tokens)
             work.append((segment, Stream(segment.key[0], segment.tokens, 0, segment.place)))
         self._runner.arrange(stream.key for _, stream in work)
         work.sort(key=lambda item: (self.bank.order(item[1].key), item[1].key))

@@ -66,7 +66,7 @@ class PooledRunner:
                 ends = torch.tensor(self._bank.ends(keys, counts, sum(counts)), dtype=torch.int32, device=device)
                 lora = self._bank.sorted_lora(ends, grouped)
             else:  # so many rows want groups padded to the largest, not all rows by all places
-                lora = self._bank.select(keys, counts)
+                lora = self._bank.select(keys, counts, still=True)  # recorded steps know where adapters are
         hidden = self._decoder.forward(attend.tokens, attend.positions, attend, lora)
         return hidden, attend.last
 

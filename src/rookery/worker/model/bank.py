@@ -165,12 +165,13 @@ class LoraBank:
             del self._residents[key]
             self._stack.forget(key)
 
-    def select(self, keys: Sequence[str], counts: Sequence[int]) -> BatchLora | None:
+    def select(self, keys: Sequence[str], counts: Sequence[int], *, still: bool = False) -> BatchLora | None:
         """The ``Lora`` for a stream whose first ``counts[0]`` tokens belong to ``keys[0]`` and so on; the empty key
-        is the base model. Each key appears once. None when every token belongs to the base."""
+        is the base model. Each key appears once. None when every token belongs to the base. With ``still``, what
+        ``seat`` has put somewhere stays there."""
         if not any(keys):
             return None
-        slots = self._stack.seat({key: self._residents[key] for key in keys if key})
+        slots = self._stack.seat({key: self._residents[key] for key in keys if key}, still=still)
         return BatchLora(self._stack, [slots[key] if key else -1 for key in keys], counts)
 
 

@@ -33,22 +33,25 @@ _LAYER_AT_WORK = 3
 
 @dataclass(frozen=True)
 class Lengths:
-    """``kept``: the longest stream whose activations are kept. ``most``: the longest that is computed at all if it can
-    be cut."""
+    """``kept``: the longest stream whose activations are kept. ``most``: the longest that is computed at all.
+    ``copied``: what a key that attention copies, for one more sequence, takes of a token's room."""
 
     kept: int
     most: int
+    copied: float = 0.0
 
 
 def lengths(config: DecoderConfig, number_bytes: int, room: float) -> Lengths:
     """What fits into ``room`` bytes when numbers have ``number_bytes``."""
     recomputed = config.layers * config.hidden + _LAYER_AT_WORK * layer_numbers(config)
     kept = (config.layers + _LAYER_AT_WORK) * layer_numbers(config)
-    return Lengths(*(int(room / (number_bytes * numbers)) for numbers in (kept, recomputed)))
+    kept_fit, recomputed_fit = (int(room / (number_bytes * numbers)) for numbers in (kept, recomputed))
+    # of a token whose layers are kept; of one whose layers are computed twice it is less
+    return Lengths(kept_fit, recomputed_fit, 2 * config.kv_heads * config.head_dim / layer_numbers(config))
 
 
 def lengths_for(decoder: Decoder) -> Lengths:
-    """On the decoder's device, as it is now. A CPU computes streams of any length."""
+    """On the decoder's device, as it is now. A CPU computes streams of any length, and keeps no copies."""
     if decoder.device.type != "cuda":
         return Lengths(RECOMPUTE_TOKENS, sys.maxsize)
     return lengths(decoder.config, decoder.dtype.itemsize, PASS_SHARE * free_bytes(decoder.device))

@@ -74,10 +74,14 @@ class Item:
     units: list[PackedUnit]
 
 
-def run(decoder: Decoder, items: Sequence[Item], attention: Attention, recompute_tokens: int) -> int:
-    """Runs ``items`` in one pass (all forward-only or none) and books the results; returns the stream's tokens."""
+def run(
+    decoder: Decoder, items: Sequence[Item], attention: Attention, recompute_tokens: int, copied: float = 0.0
+) -> int:
+    """Runs ``items`` in one pass (all forward-only or none) and books the results; returns the stream's tokens. Where
+    they take more room than ``recompute_tokens``, copied keys counted as ``copied``, layers are computed twice."""
     began = time.perf_counter()
-    stream = pack([unit for item in items for unit in item.units], decoder.device)
+    units = [unit for item in items for unit in item.units]
+    stream = pack(units, decoder.device)
     attend = attention(decoder, stream)
     spans, loss_spans = _spans(items, stream.spans), _spans(items, stream.loss_spans)
     lora = PackedLora([Segment(s.start, s.stop, i.policy) for i, s in zip(items, spans, strict=True)])
@@ -89,7 +93,8 @@ def run(decoder: Decoder, items: Sequence[Item], attention: Attention, recompute
             item.work.add_logprobs(logp[span])
             _value(item, stream, span, logp[span])
     else:
-        passed = forward(decoder, stream, attend, lora, recompute=len(stream.tokens) > recompute_tokens)
+        recompute = sum(unit.room(copied) for unit in units) > recompute_tokens
+        passed = forward(decoder, stream, attend, lora, recompute=recompute)
         scores = score(decoder, passed.hidden[stream.rows], stream.targets, temperatures, derivatives=True)
         assert scores.slopes is not None and scores.entropy is not None
         base = _base_logprobs(decoder, items, loss_spans, scores.logp, temperatures, attention)

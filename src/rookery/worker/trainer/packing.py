@@ -13,8 +13,10 @@ Promises:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -49,6 +51,11 @@ class PackedUnit:
     def tokens(self) -> int:
         """Tokens in the stream."""
         return len(self.prompt) + sum(map(len, self.tails))
+
+    def room(self, copied: float) -> float:
+        """Of memory, in tokens, where a key that is copied takes ``copied`` of a token: a GPU's attention copies a
+        prompt's for each of the members that share it."""
+        return self.tokens + (copied * len(self.prompt) * len(self.tails) if len(self.tails) > 1 else 0.0)
 
     @classmethod
     def from_wire(cls, unit: wire.Unit) -> PackedUnit:
@@ -88,6 +95,42 @@ class PackedUnit:
             list(read), [[]], datum.rows, datum.targets, datum.logprobs, datum.advantages, datum.weights,
             [0] * len(datum.rows),
         )  # fmt: skip
+
+    def cut(self, most: int, room: float, copied: float) -> list[PackedUnit]:
+        """In pieces of consecutive members, each of one member or of at most ``most`` tokens that take at most ``room``
+        of memory, every one with the whole prompt. A trajectory stays whole, and a gradient is a sum: what is computed
+        is the same."""
+
+        def fits(tokens: int, members: int) -> bool:
+            return tokens <= most and tokens + copied * len(self.prompt) * members <= room
+
+        if len(self.tails) < 2 or fits(self.tokens, len(self.tails)):
+            return [self]
+        edges, tokens = [0], len(self.prompt)
+        for number, tail in enumerate(self.tails):
+            if number > edges[-1] and not fits(tokens + len(tail), number + 1 - edges[-1]):
+                edges.append(number)
+                tokens = len(self.prompt)
+            tokens += len(tail)
+        before = list(accumulate(map(len, self.tails), initial=0))
+        targets = list(accumulate(Counter(self.members).values(), initial=0))  # every tail has some, in its order
+        last = len(self.prompt) - 1
+        pieces = []
+        for first, end in pairwise([*edges, len(self.tails)]):
+            loss = slice(targets[first], targets[end])
+            pieces.append(
+                PackedUnit(
+                    prompt=self.prompt,
+                    tails=self.tails[first:end],
+                    sources=[source - before[first] if source > last else last for source in self.sources[loss]],
+                    targets=self.targets[loss],
+                    logprobs=self.logprobs[loss],
+                    advantages=self.advantages[loss],
+                    weights=self.weights[loss],
+                    members=self.members[loss],
+                )
+            )
+        return pieces
 
 
 @dataclass(frozen=True)

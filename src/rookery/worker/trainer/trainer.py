@@ -2,8 +2,10 @@
 
 Promises:
 
-* ``step`` is one bounded slice: one packed pass of at most ``slice_tokens`` tokens (a larger unit runs alone), or one
-  optimizer step. Slices go round the tenants, within a tenant round its policies, within a policy in order of arrival.
+* ``step`` is one bounded slice: one packed pass of at most ``slice_tokens`` tokens, or one optimizer step. A larger
+  unit is cut between its members. A trajectory stays whole: a longer one runs alone, and where memory does not hold it,
+  its operation is answered ``failed``. Slices go round the tenants, within a tenant round its policies, within a policy
+  in order of arrival.
 * An operation runs only on the state it names: (policy, lease, parent, steps). Anything else is answered ``stale``. So
   is an optimizer step whose gradient is not whole (an operation before it failed or was cancelled).
 * What is wrong with one policy's operation is answered for that operation. A loss or gradient that is not finite skips
@@ -34,13 +36,18 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.trainer.aside import Aside
 from rookery.worker.trainer.attention import Chunks, PackedAttention
-from rookery.worker.trainer.backbone import lengths_for
+from rookery.worker.trainer.backbone import Lengths, lengths_for
 from rookery.worker.trainer.fused import FusedAttention
 from rookery.worker.trainer.microbatch import Attention, Item, Work, run
 from rookery.worker.trainer.packing import PackedUnit
 from rookery.worker.trainer.policy import Export, PolicyState
 
 log = logging.getLogger("rookery.worker.trainer")
+
+PROMPT_SHARE = 0.5
+"""What a prompt may take of a piece of a unit that is cut. Every piece computes the prompt once more, so those of a
+long prompt may be longer than a slice, up to about twice the shortest possible, and are not nearly all prompt. What
+memory holds bounds them all the same."""
 
 
 @dataclass(frozen=True)
@@ -77,18 +84,17 @@ class Trainer:
         *,
         max_rank: int,
         slice_tokens: int,
-        recompute_tokens: int | None = None,
+        lengths: Lengths | None = None,
         attention: Attention | None = None,
         base_model: str = "",
         aside_bytes: int = 0,
     ) -> None:
-        """Without them, ``recompute_tokens`` and ``attention`` are those of the decoder's device. ``base_model`` is the
-        name that exported adapters give as theirs; ``aside_bytes`` of states that rest stay in main memory."""
+        """Without them, ``lengths`` and ``attention`` are those of the decoder's device. ``base_model`` is the name
+        that exported adapters give as theirs; ``aside_bytes`` of states that rest stay in main memory."""
         self._decoder = decoder
         self._max_rank = max_rank
-        fits = lengths_for(decoder)
-        self._slice_tokens = min(slice_tokens, fits.most)
-        self._recompute_tokens = fits.kept if recompute_tokens is None else recompute_tokens
+        self._lengths = lengths or lengths_for(decoder)
+        self._slice_tokens = min(slice_tokens, self._lengths.most)
         self._attention = attention or attention_for(decoder)
         self._base_model = base_model
         self._held: dict[str, _Held] = {}
@@ -96,7 +102,7 @@ class Trainer:
         self._queues: dict[str, dict[str, deque[Work | wire.OptimStep]]] = {}  # tenant → policy → operations
         self._finished: list[Finished] = []
         self.trained = 0
-        """Tokens trained on so far, prompts counted once."""
+        """Tokens trained on so far, prompts counted once (in each piece of a unit that is cut)."""
 
     # --- state ------------------------------------------------------------------------------------------------------
 
@@ -158,7 +164,7 @@ class Trainer:
         try:
             packed = [PackedUnit.from_wire(unit) for unit in batch.units]
             packed += [PackedUnit.from_datum(datum) for datum in batch.data]
-            units = [self._checked(unit) for unit in packed if unit.targets]
+            units = [piece for unit in packed if unit.targets for piece in self._pieces(self._checked(unit))]
             _check_loss(op.loss)
         except ValueError as error:
             self._finished.append(Finished(op.op, str(error), "failed"))
@@ -222,16 +228,19 @@ class Trainer:
         is as quick per token without company: turns are whole passes."""
         ready = [work for work in works if work.op.forward_only == works[0].op.forward_only and self._begin(work)]
         chosen: dict[Work, list[PackedUnit]] = {work: [] for work in ready}
-        room = self._slice_tokens
+        fits, left, room = self._lengths, self._slice_tokens, float(self._lengths.most)
         for work in ready:
-            if 2 * room <= self._slice_tokens:
+            if 2 * left <= self._slice_tokens:
                 break
-            while work.left and (work.left[0].tokens <= room or room == self._slice_tokens):
+            while work.left:
+                unit, first = work.left[0], left == self._slice_tokens
+                if not first and (unit.tokens > left or unit.room(fits.copied) > room):
+                    break
                 chosen[work].append(work.left.popleft())
-                room -= chosen[work][-1].tokens
+                left, room = left - unit.tokens, room - unit.room(fits.copied)
         items = [Item(work, self._held[work.op.policy].state, units) for work in ready if (units := chosen[work])]
         if items:
-            self.trained += run(self._decoder, items, self._attention, self._recompute_tokens)
+            self.trained += run(self._decoder, items, self._attention, fits.kept, fits.copied)
         for work in ready:
             if not work.left:
                 self._remove(work.op.policy, work)
@@ -294,10 +303,18 @@ class Trainer:
         longest = len(unit.prompt) + max(map(len, unit.tails), default=0)
         if longest > config.context:
             raise ValueError(f"a trajectory of {longest} tokens is longer than the model's context of {config.context}")
+        if longest > self._lengths.most:
+            bound = f"the {self._lengths.most} that fit this worker's memory"
+            raise ValueError(f"a trajectory of {longest} tokens is longer than {bound}")
         read = [*unit.prompt, *unit.targets, *(token for tail in unit.tails for token in tail)]
         if min(read) < 0 or max(read) >= config.vocab:
             raise ValueError(f"a token id is outside of the vocabulary of {config.vocab}")
         return unit
+
+    def _pieces(self, unit: PackedUnit) -> list[PackedUnit]:
+        """``unit`` as slices take it."""
+        most = max(self._slice_tokens, int(len(unit.prompt) / PROMPT_SHARE))
+        return unit.cut(most, self._lengths.most, self._lengths.copied)
 
     def _queue(self, policy: str) -> deque[Work | wire.OptimStep]:
         return next((p[policy] for p in self._queues.values() if policy in p), deque())
