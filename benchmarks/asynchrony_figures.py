@@ -242,8 +242,10 @@ def figures(cells: Mapping[str, Cell]) -> Result:
     for gain in made:
         target = f"gain as predicted, within {TOLERANCE:.0%}: {gain.what}"
         shown = f"{gain.measured:.2f} x, predicted {gain.predicted:.2f} x"
-        why = "" if abs(gain.predicted - 1) > TOLERANCE else "less than runs differ by: it shows no more than that"
-        result.verdicts.append(Verdict(target, shown, abs(gain.measured / gain.predicted - 1) <= TOLERANCE, why))
+        met = abs(gain.measured / gain.predicted - 1) <= TOLERANCE
+        small = met and abs(gain.predicted - 1) < TOLERANCE
+        why = "less than runs differ by: it shows no more than that" if small else ""
+        result.verdicts.append(Verdict(target, shown, met, why))
     lengths = [cell["length_mean"] for key, cell in cells.items() if key.startswith("job/")]
     if lengths:
         told = f"Tokens per reply in the jobs: {min(lengths):.1f} to {max(lengths):.1f}"
