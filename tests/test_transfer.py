@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -173,6 +174,19 @@ async def test_what_was_not_used_for_longest_goes_first(service: Dialled, tmp_pa
     assert here.here() == [manifests[3].hash]
     here.forget(manifests[3].hash)
     assert not here._cache._pins and manifests[3].hash not in here._locks, "nothing is kept of what is over"
+    await here.close()
+
+
+async def test_what_is_being_removed_is_not_here(
+    service: Dialled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, ref = transfers(service, tmp_path), service.ref(service.store(FILES), 1)
+    async with here.pulled(ref):
+        assert here.here() == [ref.hash]
+    monkeypatch.setattr(shutil, "rmtree", lambda *_: None)  # as slow as it can be
+    here.forget(ref.hash)
+    assert here.here() == []
+    assert len(list((tmp_path / "adapters").iterdir())) == 1
     await here.close()
 
 

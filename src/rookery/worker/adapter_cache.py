@@ -60,7 +60,11 @@ class AdapterCache:
 
     def here(self) -> list[str]:
         """Hashes of the artifacts whose adapter lies in the cache."""
-        return [folder.name for folder in self._root.iterdir() if (folder / MARK).exists()]
+        return [
+            folder.name
+            for folder in self._root.iterdir()
+            if not folder.name.startswith(".") and (folder / MARK).exists()  # not what is being made, or removed
+        ]
 
     @contextmanager
     def pinned(self, digest: str) -> Iterator[None]:
