@@ -151,10 +151,10 @@ def hub(folder: Path, cut: str = "") -> Iterator[str]:
 
 def prepare_from(url: str, cache: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: the hub's library reads its variables once."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
     return subprocess.run(
         [sys.executable, "-m", "rookery.worker.model.prepare", "--cache", str(cache), "org/model"],
-        env={**inherited, "HF_ENDPOINT": url, **variables},
+        env={**inherited, "HOME": str(cache.with_name("nobody")), "HF_ENDPOINT": url, **variables},
         capture_output=True,
         text=True,
         check=False,

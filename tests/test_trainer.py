@@ -353,7 +353,7 @@ def test_what_memory_does_not_hold_is_cut_and_a_trajectory_that_it_does_not_hold
     finish(at)
     at.forward_backward(forward_backward(op="long"), wire.Batch(units=[unit(rng, 24, [3, 10])]))
     refused = finish(at)["long"]
-    assert refused.category == "failed"
+    assert refused.category == "lost"  # another worker may have more
     assert refused.error == "a trajectory of 33 tokens is longer than the 32 that fit this worker's memory"
     at.forward_backward(forward_backward(fresh=True), fits)
     at.optim_step(optim())

@@ -4,8 +4,8 @@ Promises:
 
 * ``step`` is one bounded slice: one packed pass of at most ``slice_tokens`` tokens, or one optimizer step. A larger
   unit is cut between its members. A trajectory stays whole: a longer one runs alone, and where memory does not hold it,
-  its operation is answered ``failed``. Slices go round the tenants, within a tenant round its policies, within a policy
-  in order of arrival.
+  its operation is answered ``lost``: another worker may have more. Slices go round the tenants, within a tenant round
+  its policies, within a policy in order of arrival.
 * An operation runs only on the state it names: (policy, lease, parent, steps). Anything else is answered ``stale``. So
   is an optimizer step whose gradient is not whole (an operation before it failed or was cancelled).
 * What is wrong with one policy's operation is answered for that operation. A loss or gradient that is not finite skips
@@ -159,15 +159,16 @@ class Trainer:
     # --- operations -------------------------------------------------------------------------------------------------
 
     def forward_backward(self, op: wire.ForwardBackward, batch: wire.Batch) -> None:
-        """Queue it. A batch that cannot be computed is answered ``failed`` at once."""
+        """Queue it. A batch that cannot be computed is answered at once: ``failed``, or ``lost`` if not here."""
         units: list[PackedUnit] | None
         try:
             packed = [PackedUnit.from_wire(unit) for unit in batch.units]
             packed += [PackedUnit.from_datum(datum) for datum in batch.data]
             units = [piece for unit in packed if unit.targets for piece in self._pieces(self._checked(unit))]
             _check_loss(op.loss)
-        except ValueError as error:
-            self._finished.append(Finished(op.op, str(error), "failed"))
+        except (ValueError, MemoryError) as error:
+            category: Literal["failed", "lost"] = "failed" if isinstance(error, ValueError) else "lost"
+            self._finished.append(Finished(op.op, str(error), category))
             units = None
         self._enqueue(op.tenant, op.policy, Work(op, units))
 
@@ -305,7 +306,7 @@ class Trainer:
             raise ValueError(f"a trajectory of {longest} tokens is longer than the model's context of {config.context}")
         if longest > self._lengths.most:
             bound = f"the {self._lengths.most} that fit this worker's memory"
-            raise ValueError(f"a trajectory of {longest} tokens is longer than {bound}")
+            raise MemoryError(f"a trajectory of {longest} tokens is longer than {bound}")
         read = [*unit.prompt, *unit.targets, *(token for tail in unit.tails for token in tail)]
         if min(read) < 0 or max(read) >= config.vocab:
             raise ValueError(f"a token id is outside of the vocabulary of {config.vocab}")
