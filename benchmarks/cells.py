@@ -34,9 +34,8 @@ class Cells:
         self._plan = dict(plan)
         self._path = harness.RESULTS / f"{figures({}).name}.json"
         self.cells: dict[str, Cell] = {}
-        self._change_machines()
-        if self._path.exists() and not anew:
-            stored = json.loads(self._path.read_text())
+        stored = self._of_this_machine()
+        if stored is not None and not anew:
             there, here = stored["data"]["plan"], json.loads(json.dumps(self._plan))
             if there != here:
                 told = f"{self._path.name} has cells of another plan: {there}, not {here}"
@@ -45,17 +44,23 @@ class Cells:
         else:
             self.result().save()  # whoever goes on from here is held to this plan
 
-    def _change_machines(self) -> None:
-        """Put another machine's cells aside, and take back those that this machine's were put as."""
+    def _of_this_machine(self) -> dict[str, Any] | None:
+        """What is stored. Another machine's is put aside, and what was put aside of this one taken back."""
+        stored, here = self._stored(), harness.machine()
+        if stored is None or stored["machine"] == here:
+            return stored
+        kept, mine = self._aside(stored["machine"]), self._aside(here)
+        self._path.replace(kept)
+        print(f"{self._path.name} was of another machine, {stored['machine']}: it is {kept.name} now", flush=True)
+        if mine.exists():
+            mine.replace(self._path)
+        return self._stored()
+
+    def _stored(self) -> dict[str, Any] | None:
         if not self._path.exists():
-            return
-        there = json.loads(self._path.read_text())["machine"]
-        if there != harness.machine():
-            kept = self._aside(there)
-            self._path.replace(kept)
-            print(f"{self._path.name} was of another machine, {there}: it is {kept.name} now", flush=True)
-            if (mine := self._aside(harness.machine())).exists():
-                mine.replace(self._path)
+            return None
+        content: dict[str, Any] = json.loads(self._path.read_text())
+        return content
 
     def _aside(self, of: str) -> Path:
         return self._path.with_name(f"{self._path.name}.{sha256(of.encode()).hexdigest()[:8]}")

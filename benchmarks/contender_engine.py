@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from child import serve
 from model import adapters, ours
-from orders import RANK, generate, ref
+from orders import RANK, generate, linear_layers, ref
 
 from rookery import wire
 from rookery.settings import Settings
@@ -81,7 +81,7 @@ class Engine:
     def floor(self, rows: int) -> dict[str, float]:
         """Seconds of one decode step's linear layers alone, the output projection not counted, the best of many: as
         ``torch.nn.functional.linear`` multiplies by them (``seconds``), and as this engine does (``ours``)."""
-        sites = [site for layer in self.decoder.layers for site in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+        sites = linear_layers(self.decoder)
         inputs = {site.weight.shape[1]: torch.randn(rows, site.weight.shape[1]) for site in sites}
         inputs = {width: x.to(self.decoder.dtype) for width, x in inputs.items()}
         best = {"seconds": float("inf"), "ours": float("inf")}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from child import serve
 from model import ours
-from orders import member, optimizer_steps, trainer_of, unit
+from orders import linear_layers, member, optimizer_steps, trainer_of, unit
 from workload import random_ids
 
 from rookery import wire
@@ -84,11 +84,10 @@ class Training:
                 began = time.perf_counter()
                 for start in range(0, tokens, most):
                     count = min(most, tokens - start)
-                    for layer in self.decoder.layers:
-                        for site in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                            weight = site.weight
-                            site(rows(count, weight.shape[1]))
-                            torch.mm(rows(count, weight.shape[0]), weight)
+                    for site in linear_layers(self.decoder):
+                        weight = site.weight
+                        site(rows(count, weight.shape[1]))
+                        torch.mm(rows(count, weight.shape[0]), weight)
                     for first in range(0, count, PROJECTED_ROWS):
                         part = min(PROJECTED_ROWS, count - first)
                         head = self.decoder.head

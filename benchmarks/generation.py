@@ -13,11 +13,10 @@ from __future__ import annotations
 import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from contender import Contender, ContenderFailed
 from harness import HERE, WORK, Result, Row, command, ratio, repeats
-from model import adapters, chat_ids, number_type, published, start_peer
+from model import adapters, attempt, chat_ids, number_type, published, start_peer
 from workload import questions
 
 from rookery.cluster.allocator import PRELOAD
@@ -70,8 +69,8 @@ def main() -> None:
                         floor = ours.run(what="floor", rows=count)
                         floors.append(1000 * floor["seconds"])
                         own_floors.append(1000 * floor["ours"])
-            for name, peer in list(peers.items()):
-                answer = _try(result, peers, name, peer, warm) and _try(result, peers, name, peer, task)
+            for name in list(peers):
+                answer = attempt(result, peers, name, **warm) and attempt(result, peers, name, **task)
                 if turn and answer is not None:
                     speeds.setdefault(name, []).append(answer["tokens"] / answer["seconds"])
         for name, values in speeds.items():
@@ -105,17 +104,6 @@ def _vllm(name: str, how: list[str]) -> Contender:
     """In this mode and with these adapters, loaded. Raises :class:`ContenderFailed`."""
     more = {PRELOAD: str(OPENMP)} if OPENMP.exists() else {}
     return start_peer(name, "vllm", "vllm_generation.py", *how, environment=WITHIN | more)
-
-
-def _try(
-    result: Result, peers: dict[str, Contender], name: str, peer: Contender, task: dict[str, Any]
-) -> dict[str, Any] | None:
-    try:
-        return peer.run(**task)
-    except ContenderFailed as error:
-        result.notes.append(f"{name} failed: {error}")
-        del peers[name]
-        return None
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from contender import Contender, ContenderFailed
-from harness import HERE, MODEL, WORK, peer_python, whole
+from harness import HERE, MODEL, WORK, Result, peer_python, whole
 from orders import trained_adapter
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -77,6 +78,20 @@ def start_peer(name: str, home: str, script: str, *more: str, environment: dict[
         raise ContenderFailed("its environment is missing: make bench-peers")
     command = [str(python), str(HERE / "peers" / script), str(published()), number_type(), *more]
     return Contender(name, command, environment)
+
+
+def attempt(result: Result, peers: dict[str, Contender], name: str, **task: Any) -> dict[str, Any] | None:
+    """What this peer measured. None, with a note, where it fails: then it is ended, and among ``peers`` no more. None
+    if it is not among them."""
+    if name not in peers:
+        return None
+    try:
+        return peers[name].run(**task)
+    except ContenderFailed as error:
+        result.notes.append(f"{name} failed: {error}")
+        print(result.notes[-1], flush=True)
+        peers.pop(name).close()
+        return None
 
 
 def chat_ids(texts: list[str]) -> list[list[int]]:

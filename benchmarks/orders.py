@@ -17,6 +17,7 @@ from rookery.worker.engine.native import NativeEngine
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
+from rookery.worker.model.projection import Projection
 from rookery.worker.trainer.trainer import Trainer, initial
 
 RANK, ALPHA = 16, 32.0
@@ -105,3 +106,8 @@ def optimizer_steps(trainer: Trainer, batches: Sequence[wire.Batch], loss: wire.
     if problems:
         raise RuntimeError(problems[0])
     return seconds
+
+
+def linear_layers(decoder: Decoder) -> list[Projection]:
+    """Of all layers, in their order; the output projection is none of them."""
+    return [site for layer in decoder.layers for site in (layer.qkv, layer.o, layer.gate_up, layer.down)]

@@ -12,13 +12,14 @@ import sys
 
 from contender import Contender, ContenderFailed
 from harness import HERE, Result, Row, command, ratio, repeats
-from model import number_type, start_peer
+from model import attempt, number_type, start_peer
 
 WARM = (8, 128)
 SHAPES = {"8 x 128": (8, 128), "8 x 512": (8, 512)}
 LEAST = {"8 x 128": (2.2, 0.55), "8 x 512": (4.0, 0.45)}
 TENANTS = 4
 PACKED_LEAST = 0.95
+PEER = "PEFT + transformers"
 PAIRS = 3
 """Of a packed and an unpacked step, for each repeat: they differ by less than two steps of the same kind may."""
 
@@ -30,16 +31,16 @@ def main() -> None:
     )
     ours = Contender("trainer", [sys.executable, str(HERE / "contender_trainer.py")])
     result.versions.update({"trainer threads": str(ours.about["threads"])})
-    peers: list[Contender] = []
+    peers: dict[str, Contender] = {}
     try:
-        peers.append(start_peer("peft", "trl", "peft_training.py"))
-        result.versions.update({name: peers[0].about[name] for name in ("peft", "transformers")})
+        peers[PEER] = start_peer("peft", "trl", "peft_training.py")
+        result.versions.update({name: peers[PEER].about[name] for name in ("peft", "transformers")})
     except ContenderFailed as error:
-        result.notes.append(f"PEFT + transformers did not run: {error}")
+        result.notes.append(f"{PEER} did not run: {error}")
     for name, (count, length) in SHAPES.items():
         _shape(result, ours, peers, name, count, length, times)
     _packed(result, ours, PAIRS * times)
-    for contender in (ours, *peers):
+    for contender in (ours, *peers.values()):
         contender.close()
     result.save()
 
@@ -63,10 +64,11 @@ def _packed(result: Result, ours: Contender, pairs: int) -> None:
 
 
 def _shape(
-    result: Result, ours: Contender, peers: list[Contender], name: str, count: int, length: int, times: int
+    result: Result, ours: Contender, peers: dict[str, Contender], name: str, count: int, length: int, times: int
 ) -> None:
-    """A peer that fails at something is among ``peers`` no more, and has no figures of this shape."""
+    """A peer that fails has no figures of this shape."""
     speeds: dict[str, list[float]] = {}
+    rivals: dict[int, list[float]] = {}
     micro_batches: tuple[int, ...] = (count, 4, 2, 1)
     for turn in range(times + 1):  # the first warms up
         ours.run(shapes=[[WARM[1]] * WARM[0]])
@@ -75,34 +77,35 @@ def _shape(
         if turn:
             speeds.setdefault("Rookery", []).append(answer["tokens"] / answer["seconds"])
             speeds.setdefault("floor", []).append(answer["tokens"] / floor)
-        theirs: dict[int, float] = {}
-        for peer in list(peers):
-            try:
-                peer.run(sequences=WARM[0], length=WARM[1], micro_batch=micro_batches[-1])
-                for size in micro_batches:
-                    theirs[size] = peer.run(sequences=count, length=length, micro_batch=size)["seconds"]
-            except ContenderFailed as error:
-                result.notes.append(f"PEFT + transformers failed at {name}: {error}")
-                print(result.notes[-1], flush=True)
-                peers.remove(peer)
-                peer.close()
-                speeds = {who: values for who, values in speeds.items() if not who.startswith("PEFT")}
-                theirs = {}
+        theirs = _peer_seconds(result, peers, count, length, micro_batches)
         if theirs and not turn:
             micro_batches = (min(theirs, key=lambda size: theirs[size]),)
         for size, seconds in theirs.items() if turn else ():
-            speeds.setdefault(f"PEFT, micro-batch {size}", []).append(count * length / seconds)
+            rivals.setdefault(size, []).append(count * length / seconds)
+    if PEER in peers:
+        speeds |= {f"PEFT, micro-batch {size}": values for size, values in rivals.items()}
     rows: dict[str, Row] = {who: result.add(f"{name}, {who}", values, "tokens/s") for who, values in speeds.items()}
     least_ratio, least_share = LEAST[name]
     share = ratio(rows["Rookery"], rows["floor"])
     result.judge(f"{name} >= {least_share:.0%} of the floor", f"{share:.0%}", share >= least_share)
-    rivals = [row for who, row in rows.items() if who.startswith("PEFT")]
-    target = f"{name} >= {least_ratio} x PEFT + transformers at its best"
-    if rivals:
-        times_faster = ratio(rows["Rookery"], max(rivals, key=lambda row: row.median))
+    best = [row for who, row in rows.items() if who.startswith("PEFT")]
+    target = f"{name} >= {least_ratio} x {PEER} at its best"
+    if best:
+        times_faster = ratio(rows["Rookery"], max(best, key=lambda row: row.median))
         result.judge(target, f"{times_faster:.2f} x", times_faster >= least_ratio)
     else:
         result.judge(target, "-", None, "the peer did not run")
+
+
+def _peer_seconds(
+    result: Result, peers: dict[str, Contender], count: int, length: int, micro_batches: tuple[int, ...]
+) -> dict[int, float]:
+    """By micro-batch, after a step that does not count; empty where the peer did not run."""
+    attempt(result, peers, PEER, sequences=WARM[0], length=WARM[1], micro_batch=micro_batches[-1])
+    answers = {
+        size: attempt(result, peers, PEER, sequences=count, length=length, micro_batch=size) for size in micro_batches
+    }
+    return {size: answer["seconds"] for size, answer in answers.items() if answer is not None}
 
 
 if __name__ == "__main__":

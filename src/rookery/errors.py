@@ -62,12 +62,21 @@ class CorruptArtifact(RookeryError):
     """Stored bytes do not have the hash that names them."""
 
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""The system's numbers for a disk that takes no more."""
+
+
+def short(text: str) -> str:
+    """``text`` as it fits into a line beside what is wrong with it."""
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 @contextmanager
 def disk_errors(disk: str) -> Iterator[None]:
     """Within, a disk that has no room is :class:`StorageFull`; ``disk`` says in words which one it is."""
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in NO_ROOM:
             raise StorageFull(f"{disk} is full; free some space, nothing was half-written") from error
         raise

@@ -27,7 +27,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from rookery.errors import UserError
+from rookery.errors import UserError, short
 
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 """The linear layers of a decoder block that can carry a LoRA."""
@@ -389,8 +389,7 @@ def _problem(error: ErrorDetails) -> str:
 
 def _shown(value: Any) -> str:
     """``value`` as JSON, short enough for a line."""
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return short(json.dumps(value, default=str))
 
 
 def parse_job(data: Any) -> JobSpec:

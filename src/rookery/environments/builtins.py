@@ -19,7 +19,7 @@ from rookery.environments.calculator import Calculator, CalculatorOptions
 from rookery.environments.jsonl import Jsonl, JsonlOptions
 from rookery.environments.reasoning_gym import ReasoningGym, ReasoningGymOptions, require_library
 from rookery.environments.verifiers import VERIFIERS
-from rookery.errors import UserError
+from rookery.errors import UserError, short
 
 
 @dataclass(frozen=True)
@@ -88,5 +88,4 @@ def _problem(error: Any, model: type[BaseModel]) -> str:
     elif error["type"] == "value_error" and isinstance(error["input"], dict):
         return f"{path}: {message}"
     given = error["input"].get("name") if error["type"].startswith("union_tag") else error["input"]
-    shown = json.dumps(given, default=str, ensure_ascii=False)
-    return f"{path}: given {shown if len(shown) <= 80 else shown[:77] + '...'}, allowed: {message}"
+    return f"{path}: given {short(json.dumps(given, default=str, ensure_ascii=False))}, allowed: {message}"

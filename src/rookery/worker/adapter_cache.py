@@ -15,7 +15,6 @@ import asyncio
 import hashlib
 import os
 import shutil
-import tempfile
 import time
 import uuid
 from collections import Counter
@@ -60,11 +59,7 @@ class AdapterCache:
 
     def here(self) -> list[str]:
         """Hashes of the artifacts whose adapter lies in the cache."""
-        return [
-            folder.name
-            for folder in self._root.iterdir()
-            if not folder.name.startswith(".") and (folder / MARK).exists()  # not what is being made, or removed
-        ]
+        return [folder.name for folder in _artifacts(self._root) if (folder / MARK).exists()]
 
     @contextmanager
     def pinned(self, digest: str) -> Iterator[None]:
@@ -103,7 +98,13 @@ class AdapterCache:
 
     def aside(self) -> Path:
         """A new folder of this process's own, which no one takes for an artifact."""
-        return Path(tempfile.mkdtemp(prefix=f".{os.getpid()}.", dir=self._root))
+        folder = self._hidden()
+        folder.mkdir(0o700)
+        return folder
+
+    def _hidden(self) -> Path:
+        """A name of this process's own: of what is being made, or removed."""
+        return self._root / f".{os.getpid()}.{uuid.uuid4().hex}"
 
     def keep(self, manifest: wire.Manifest, aside: Path) -> None:
         """What generating needs of the files in ``aside`` becomes the artifact ``manifest``."""
@@ -124,7 +125,7 @@ class AdapterCache:
 
     def _remove(self, folder: Path) -> asyncio.Future[None]:
         """Gone at once; its bytes are freed in a thread, by when the answer is done."""
-        gone = self._root / f".{os.getpid()}.{uuid.uuid4().hex}"  # a name that ``_sweep`` knows
+        gone = self._hidden()
         with suppress(FileNotFoundError):  # another worker of this machine was faster
             folder.rename(gone)
         self._verified = {path for path in self._verified if path.parent != folder}
@@ -165,13 +166,17 @@ def write_whole(path: Path, content: bytes) -> None:
     part.rename(path)
 
 
+def _artifacts(root: Path) -> Iterator[Path]:
+    """Folders that are no process's own."""
+    return (folder for folder in root.iterdir() if not folder.name.startswith("."))
+
+
 def _survey(root: Path) -> list[tuple[Path, int, float]]:
     """(folder, bytes, time of last use) of every cached artifact."""
     found = []
-    for folder in root.iterdir():
+    for folder in _artifacts(root):
         try:
-            if not folder.name.startswith("."):
-                found.append((folder, sum(e.stat().st_size for e in os.scandir(folder)), folder.stat().st_mtime))
+            found.append((folder, sum(e.stat().st_size for e in os.scandir(folder)), folder.stat().st_mtime))
         except FileNotFoundError:  # another worker of this machine removes it
             continue
     return found

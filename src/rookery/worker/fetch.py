@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
 import msgspec
+from safetensors import SafetensorError
 
 from rookery import wire
 from rookery.errors import RookeryError
@@ -60,6 +62,15 @@ def one_line(error: BaseException) -> str:
     """What went wrong, for the other end; an error that nobody wrote for people to read is named."""
     text = " ".join(str(error).split())
     return text if is_plain(error) else f"{type(error).__name__}: {text}"
+
+
+def system_error(error: BaseException) -> int:
+    """The system's number for why a file could not be read or written; 0 if it was something else. safetensors tells
+    it in words alone."""
+    if isinstance(error, SafetensorError):
+        said = re.search(r"\(os error (\d+)\)", str(error))
+        return int(said[1]) if said else 0
+    return (error.errno or 0) if isinstance(error, OSError) else 0
 
 
 def is_plain(error: BaseException) -> bool:

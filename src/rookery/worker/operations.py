@@ -24,11 +24,10 @@ from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
-from safetensors import SafetensorError
 
 from rookery import wire
 from rookery.worker.compute import Compute, Core
-from rookery.worker.fetch import CorruptArtifact, TransferFailed, is_plain, one_line
+from rookery.worker.fetch import CorruptArtifact, TransferFailed, is_plain, one_line, system_error
 from rookery.worker.trainer.policy import Export
 from rookery.worker.trainer.trainer import Finished
 from rookery.worker.transfer import Transfers
@@ -304,9 +303,7 @@ def _own_trouble(error: Exception) -> bool:
     """Whether this worker, or its link, is what an operation failed for: another one may carry it out as it is."""
     if isinstance(error, TransferFailed):
         return not isinstance(error, CorruptArtifact)
-    if isinstance(error, SafetensorError):  # tells so of a file that it could not write, in words alone
-        return "os error" in str(error)
-    return isinstance(error, OSError | MemoryError | torch.OutOfMemoryError)
+    return isinstance(error, OSError | MemoryError | torch.OutOfMemoryError) or system_error(error) != 0
 
 
 def _rest(core: Core, policy: str) -> None:

@@ -18,7 +18,6 @@ Promises:
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -28,9 +27,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
-from safetensors import SafetensorError
 
 from rookery import wire
+from rookery.errors import NO_ROOM
 from rookery.worker.adapter_cache import MANIFEST, TRAINER_STATE, AdapterCache, part_of, sha256, write_whole
 from rookery.worker.fetch import (
     Again,
@@ -44,6 +43,7 @@ from rookery.worker.fetch import (
     manifest_in,
     one_line,
     size_of,
+    system_error,
 )
 from rookery.worker.peers import Peers
 
@@ -171,7 +171,7 @@ class Transfers:
         try:
             return await work()
         except Exception as error:
-            if not _is_full(error):
+            if system_error(error) not in NO_ROOM:
                 raise
             log.warning("the disk is full: what nobody uses leaves the cache")
         await self._cache.evict(full=True)
@@ -303,13 +303,6 @@ async def _read(path: Path) -> AsyncIterator[bytes]:
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             yield chunk
-
-
-def _is_full(error: Exception) -> bool:
-    """Whether there was no room on the disk; safetensors says so in words alone."""
-    if isinstance(error, SafetensorError):
-        return f"(os error {errno.ENOSPC})" in str(error)
-    return isinstance(error, OSError) and error.errno == errno.ENOSPC
 
 
 def _write_aside(write: Callable[[Path], object], folder: Path) -> wire.Manifest:

@@ -55,7 +55,11 @@ class PackedUnit:
     def room(self, copied: float) -> float:
         """Of memory, in tokens, where a key that is copied takes ``copied`` of a token: a GPU's attention copies a
         prompt's for each of the members that share it."""
-        return self.tokens + (copied * len(self.prompt) * len(self.tails) if len(self.tails) > 1 else 0.0)
+        return self._room(self.tokens, len(self.tails), copied)
+
+    def _room(self, tokens: int, members: int, copied: float) -> float:
+        """The same, of a piece with so many ``tokens`` and ``members``."""
+        return tokens + (copied * len(self.prompt) * members if members > 1 else 0.0)
 
     @classmethod
     def from_wire(cls, unit: wire.Unit) -> PackedUnit:
@@ -102,7 +106,7 @@ class PackedUnit:
         is the same."""
 
         def fits(tokens: int, members: int) -> bool:
-            return tokens <= most and tokens + copied * len(self.prompt) * members <= room
+            return tokens <= most and self._room(tokens, members, copied) <= room
 
         if len(self.tails) < 2 or fits(self.tokens, len(self.tails)):
             return [self]
