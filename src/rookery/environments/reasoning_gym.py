@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from rookery.environments.base import Environment, Message, Reply, Split, Step
-from rookery.errors import UserError
+from rookery.errors import UserError, installs
 
 
 class ReasoningGymOptions(BaseModel):
@@ -37,7 +37,7 @@ class ReasoningGymOptions(BaseModel):
     """Only the text inside the reply's last ``<tag>…</tag>`` is the answer; the whole reply when absent."""
 
 
-NOT_INSTALLED = "environment reasoning-gym: not installed; run: pip install 'rookery[reasoning-gym]'"
+NOT_INSTALLED = f"environment reasoning-gym: not installed; run: {installs('reasoning-gym')}"
 
 
 def require_library() -> None:
