@@ -14,6 +14,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from rookery.worker.engine.attention import Stream
 from rookery.worker.engine.pooled import PooledRunner, Step
+from rookery.worker.engine.runner import DenseRunner
 from rookery.worker.model import fused
 from rookery.worker.model.adapter import init_adapter
 from rookery.worker.model.bank import LoraBank
@@ -28,10 +30,12 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.grouped import Product, batched, grouped
 from rookery.worker.model.weights import fuse
+from rookery.worker.trainer.attention import Chunks, PackedAttention
 from rookery.worker.trainer.backbone import forward
 from rookery.worker.trainer.fused import FusedAttention
 from rookery.worker.trainer.head import score
 from rookery.worker.trainer.lora import PackedLora, Segment
+from rookery.worker.trainer.microbatch import Attention
 from rookery.worker.trainer.packing import PackedUnit, pack
 from rookery.worker.trainer.policy import PolicyState
 from tiny import reference
@@ -59,12 +63,16 @@ def main(family: str) -> None:
     weights = fuse(config, {name: weight.detach() for name, weight in model.state_dict().items()})
     device = torch.device("numberless", 0)
     with FakeTensorMode():
-        there = {name: torch.empty(weight.shape, dtype=DTYPE, device=device) for name, weight in weights.items()}
-        decoder = Decoder(config, there)
+        decoder, wide = (
+            Decoder(config, {name: torch.empty(w.shape, dtype=dtype, device=device) for name, w in weights.items()})
+            for dtype in (DTYPE, torch.float32)
+        )
         _device_has_no_numbers(device)
         for product in (grouped, batched):
             _generates(decoder, product)
-        _trains(decoder)
+        _trains(decoder, FusedAttention)
+        _generates_as_a_cpu_does(wide)
+        _trains(wide, partial(PackedAttention, chunks=Chunks()))
 
 
 def _device_has_no_numbers(device: torch.device) -> None:
@@ -79,11 +87,7 @@ def _device_has_no_numbers(device: torch.device) -> None:
 def _generates(decoder: Decoder, product: Product) -> None:
     """A slice of prefill after a shared prompt (where it is one product: the other way begins with numbers of the
     host), then decode steps with the shared prompt and without."""
-    bank = LoraBank(decoder.config, DTYPE, decoder.device, 64)
-    FakeTensor.__bool__ = lambda self: True  # that an adapter is finite is asked when it comes, not when it is used
-    for seed, rank in enumerate((4, 16, 32)):
-        bank.add(str(seed), init_adapter(decoder.config, rank, 2.0 * rank, EVERY, seed))
-    del FakeTensor.__bool__
+    bank = _bank(decoder)
     runner = PooledRunner(decoder, bank, 1 << 20, product)
     runner._step = lambda of, filled: Step(decoder, bank, runner.store, of, product)  # not recorded: runs as it is
     runner.arrange(["0", "1", "2"])
@@ -102,22 +106,51 @@ def _generates(decoder: Decoder, product: Product) -> None:
             assert (len(logits) >= len(keys), logits.device, logits.dtype) == (True, decoder.device, DTYPE)
 
 
-def _trains(decoder: Decoder) -> None:
+def _generates_as_a_cpu_does(decoder: Decoder) -> None:
+    """What a GPU without fused kernels does: prefill after a shared prompt, and decode steps of rows in any order."""
+    bank = _bank(decoder)
+    runner = DenseRunner(decoder, bank, 1 << 24)
+    prompt = runner.store.seat("shared", 20)
+    keys = ["0", "1", "2", "0", ""]
+    with torch.no_grad():
+        for shared in (prompt, None):
+            length = 20 if shared is not None else 0
+            streams = [Stream(key, [1, 2, 3], 0, runner.store.seat("tail", 64), shared, length) for key in sorted(keys)]
+            hidden, last = runner.prefill(streams)
+            assert (hidden.shape, last.shape) == ((3 * len(keys), decoder.config.hidden), (len(keys),))
+            for stream in streams:
+                stream.tokens, stream.start = [4], 3
+            logits = runner.decode(streams)
+            assert (len(logits), logits.device, logits.dtype) == (len(keys), decoder.device, decoder.dtype)
+
+
+def _bank(decoder: Decoder) -> LoraBank:
+    """With three adapters of unlike rank."""
+    bank = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
+    FakeTensor.__bool__ = lambda self: True  # that an adapter is finite is asked when it comes, not when it is used
+    for seed, rank in enumerate((4, 16, 32)):
+        bank.add(str(seed), init_adapter(decoder.config, rank, 2.0 * rank, EVERY, seed))
+    del FakeTensor.__bool__
+    return bank
+
+
+def _trains(decoder: Decoder, attention: Attention) -> None:
     """A packed pass of two policies forward and back, its layers kept and computed twice."""
+    dtype = decoder.dtype
     some, all_of_them = (
-        PolicyState(init_adapter(decoder.config, rank, 16.0, sites, rank), decoder.config, DTYPE, decoder.device)
+        PolicyState(init_adapter(decoder.config, rank, 16.0, sites, rank), decoder.config, dtype, decoder.device)
         for rank, sites in ((8, ["q", "v", "o", "down"]), (16, EVERY))
     )
     stream = pack([_unit(7, [5, 9, 1]), _unit(1, [12]), _unit(11, [7, 2])], decoder.device)
     (first, _), (_, second), (third, end) = stream.spans
     for recompute in (False, True):
         lora = PackedLora([Segment(first, second, some), Segment(third, end, all_of_them)])
-        attend = FusedAttention(decoder, stream)
+        attend = attention(decoder, stream)
         passed = forward(decoder, stream, attend, lora, recompute=recompute)
         scores = score(decoder, passed.hidden[stream.rows], stream.targets, None, derivatives=True)
         assert scores.slopes is not None
         back = torch.zeros(passed.hidden.shape, dtype=scores.slopes.dtype, device=decoder.device)
-        passed.backward(back.index_add_(0, stream.rows, scores.slopes).to(DTYPE))
+        passed.backward(back.index_add_(0, stream.rows, scores.slopes).to(dtype))
 
 
 def _unit(prompt: int, tails: list[int]) -> PackedUnit:

@@ -146,7 +146,8 @@ def test_a_preparation_ends_with_the_service_that_began_it(tmp_path: Path) -> No
     folder.parent.mkdir(parents=True)
     with folder.with_name(folder.name + ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # so that it lasts
-        service = subprocess.Popen([sys.executable, "-c", SERVICE, str(tmp_path / "published"), str(tmp_path / "cache")])
+        asked = [str(tmp_path / "published"), str(tmp_path / "cache")]
+        service = subprocess.Popen([sys.executable, "-c", SERVICE, *asked])
         try:
             while not (children := psutil.Process(service.pid).children()):
                 assert service.poll() is None

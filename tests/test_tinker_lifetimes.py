@@ -15,8 +15,9 @@ import pytest
 from driven import ADAM, AddingWorker, Client, forward, join
 from peers import Service, eventually, settle
 from rookery import wire
-from rookery.controller import calls
+from rookery.controller import calls, client_model
 from rookery.controller.futures import Gone, Waiting
+from rookery.controller.world import World
 from rookery.errors import NotFound, Unavailable, UserError
 
 HOUR = 3600.0
@@ -133,6 +134,39 @@ async def test_expired_checkpoints_go_and_what_is_in_use_stays(service: Service)
     assert isinstance(failed, calls.Failed) and failed.category == "user"
     await visitor.gradient()
     assert isinstance(await visitor.step(), calls.Stepped), "the model itself goes on"
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+async def test_a_checkpoint_that_is_being_loaded_stays_until_it_is_the_models(
+    service: Service, optimizer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner deletes it meanwhile."""
+    visitor = await Client(service).begin()
+    await visitor.gradient()
+    await visitor.step()
+    path = await visitor.save("kept")
+    digest = next(row.hash for row in await visitor.sessions.checkpoints("alice"))
+    await visitor.gradient()
+    await visitor.step()
+    await visitor.save("other")  # the model's head is another
+    found = client_model.checkpoint
+    looks: list[str] = []
+
+    async def look(world: World, tenant: str, asked: str) -> Any:
+        row = await found(world, tenant, asked)
+        looks.append(asked)
+        if len(looks) == 2:  # the last one before it is taken up
+            await visitor.sessions.delete_checkpoint("alice", visitor.model, "weights", "kept")
+            assert digest in service.artifacts.hashes()
+        return row
+
+    monkeypatch.setattr(client_model, "checkpoint", look)
+    loaded = await visitor.do(calls.LoadState(path=path, optimizer=optimizer))
+    assert isinstance(loaded, calls.Loaded), loaded
+    assert (digest in service.artifacts.hashes()) == optimizer, "with the optimizer's state it is the head itself"
+    assert not service.controller.world.read and not service.controller.world.left
+    await visitor.gradient()
+    assert isinstance(await visitor.step(), calls.Stepped)
 
 
 async def test_results_expire_unless_their_model_may_have_to_replay_them(service: Service) -> None:

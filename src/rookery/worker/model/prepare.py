@@ -107,7 +107,8 @@ def _prepare(model: catalogue.Model, folder: Path, fetched: Path) -> None:
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     problem = f"base_model: {model.name} cannot be fetched: {'; '.join(map(str, refusals))}"
-    raise Unavailable(problem) if any(isinstance(refusal, _SourceSilent) for refusal in refusals) else UserError(problem)
+    another_time = any(isinstance(refusal, _SourceSilent) for refusal in refusals)
+    raise Unavailable(problem) if another_time else UserError(problem)
 
 
 class _SourceMissing(Exception):
