@@ -14,7 +14,6 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -30,12 +29,10 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.grouped import Product, batched, grouped
 from rookery.worker.model.weights import fuse
-from rookery.worker.trainer.attention import Chunks, PackedAttention
 from rookery.worker.trainer.backbone import forward
 from rookery.worker.trainer.fused import FusedAttention
 from rookery.worker.trainer.head import score
 from rookery.worker.trainer.lora import PackedLora, Segment
-from rookery.worker.trainer.microbatch import Attention
 from rookery.worker.trainer.packing import PackedUnit, pack
 from rookery.worker.trainer.policy import PolicyState
 from tiny import reference
@@ -70,9 +67,8 @@ def main(family: str) -> None:
         _device_has_no_numbers(device)
         for product in (grouped, batched):
             _generates(decoder, product)
-        _trains(decoder, FusedAttention)
+        _trains(decoder)
         _generates_as_a_cpu_does(wide)
-        _trains(wide, partial(PackedAttention, chunks=Chunks()))
 
 
 def _device_has_no_numbers(device: torch.device) -> None:
@@ -134,23 +130,22 @@ def _bank(decoder: Decoder) -> LoraBank:
     return bank
 
 
-def _trains(decoder: Decoder, attention: Attention) -> None:
+def _trains(decoder: Decoder) -> None:
     """A packed pass of two policies forward and back, its layers kept and computed twice."""
-    dtype = decoder.dtype
     some, all_of_them = (
-        PolicyState(init_adapter(decoder.config, rank, 16.0, sites, rank), decoder.config, dtype, decoder.device)
+        PolicyState(init_adapter(decoder.config, rank, 16.0, sites, rank), decoder.config, DTYPE, decoder.device)
         for rank, sites in ((8, ["q", "v", "o", "down"]), (16, EVERY))
     )
     stream = pack([_unit(7, [5, 9, 1]), _unit(1, [12]), _unit(11, [7, 2])], decoder.device)
     (first, _), (_, second), (third, end) = stream.spans
     for recompute in (False, True):
         lora = PackedLora([Segment(first, second, some), Segment(third, end, all_of_them)])
-        attend = attention(decoder, stream)
+        attend = FusedAttention(decoder, stream)
         passed = forward(decoder, stream, attend, lora, recompute=recompute)
         scores = score(decoder, passed.hidden[stream.rows], stream.targets, None, derivatives=True)
         assert scores.slopes is not None
         back = torch.zeros(passed.hidden.shape, dtype=scores.slopes.dtype, device=decoder.device)
-        passed.backward(back.index_add_(0, stream.rows, scores.slopes).to(dtype))
+        passed.backward(back.index_add_(0, stream.rows, scores.slopes).to(DTYPE))
 
 
 def _unit(prompt: int, tails: list[int]) -> PackedUnit:
