@@ -28,7 +28,7 @@ from workload import random_ids
 
 from rookery import wire
 from rookery.settings import Settings
-from rookery.worker.device import cache_bytes
+from rookery.worker.device import cache_bytes, fuses
 from rookery.worker.engine.native import NativeEngine
 from rookery.worker.model.bank import LoraBank
 from rookery.worker.model.config import DecoderConfig
@@ -99,6 +99,9 @@ def main() -> int:
         return 0
     device = torch.device("cuda", torch.cuda.current_device())
     name = torch.cuda.get_device_name(device)
+    if not fuses(device, torch.bfloat16):
+        print(f"GPU: not measured here, {name} has no fused attention in bfloat16")
+        return 0
     result = Result("gpu", f"GPU: {name}, random weights in bf16, rank {RANK}", command())
     result.versions = {"GPU": name, "CUDA": str(torch.version.cuda), **versions("transformers", "peft")}
     budget = Budget(result, given.minutes)

@@ -85,6 +85,7 @@ def test_the_manifest_drains_and_its_arguments_are_options() -> None:
     assert manifest["spec"]["selector"]["matchLabels"] == manifest["spec"]["template"]["metadata"]["labels"]
     environment = {entry["name"]: entry for entry in container["env"]}
     assert "value" not in environment[TOKEN_VARIABLE], "the token is a secret's"
+    assert environment["ROOKERY_THREADS"]["value"] == container["resources"]["requests"]["cpu"]
     named = set(re.findall(r"\$\((\w+)\)", " ".join(container["args"])))
     assert named <= environment.keys()
     options = worker_options(container["args"])

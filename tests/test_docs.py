@@ -21,6 +21,7 @@ from rookery import spec
 from rookery.cli.app import app
 from rookery.client import Client
 from rookery.environments.builtins import BUILTINS, find
+from rookery.environments.reasoning_gym import REPLIES_ARE_CODE
 from rookery.environments.verifiers import VERIFIERS, Expectation, Options
 from rookery.settings import Settings
 from rookery.spec import LOSS_PARAMETERS, parse_job
@@ -142,6 +143,11 @@ def test_every_loss_and_every_verifier_is_documented() -> None:
         assert all(f"`{key}: {value}`" in line for key, value in parameters.items()), name
     assert set(VERIFIERS) <= set(documented)
     assert set(VERIFIERS["math"].model_fields) == {*Options.model_fields, "name"}
+
+
+def test_every_task_that_is_refused_is_documented() -> None:
+    documented = sections(ROOT / "docs" / "environments.md")["The reasoning-gym extra"]
+    assert all(f"`{task}`" in documented for task in REPLIES_ARE_CODE) and len(REPLIES_ARE_CODE) == 10
 
 
 @pytest.mark.parametrize("name", Settings.model_fields)

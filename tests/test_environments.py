@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import json
+import os
 import sys
-import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from rookery.environments.builtins import BUILTINS, find
 from rookery.environments.calculator import calculate
 from rookery.environments.jsonl import read_jsonl
 from rookery.environments.order import Prompts
+from rookery.environments.reasoning_gym import REPLIES_ARE_CODE, ReasoningGym, ReasoningGymOptions
+from rookery.environments.reasoning_judge import LITERAL, restored, stored
 from rookery.errors import UserError
 
 ROWS = [{"prompt": f"{number} + 1 = ?", "answer": number + 1} for number in range(10)]
@@ -140,36 +144,127 @@ def test_reasoning_gym_names_its_extra() -> None:
         find("reasoning-gym")({"task": "spell_backward"})
 
 
-def test_reasoning_gym_holds_out_other_entries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library's interface, as far as we use it: entry i of a dataset is drawn from its seed + i."""
+GYM = """
+import os
 
-    class Dataset:
-        def __init__(self, task: str, size: int, seed: int, config: dict[str, Any]) -> None:
-            if task != "count":
-                raise ValueError(f"Dataset '{task}' not registered")
-            self.size, self.seed, self.config = size, seed, config
 
-        def __getitem__(self, number: int) -> dict[str, Any]:
-            assert 0 <= number < self.size
-            return {"question": "?", "answer": str(self.seed + number), "metadata": {"shape": (1, {2}), **self.config}}
+class Dataset:
+    def __init__(self, task, size, seed, config):
+        if task != "count":
+            raise ValueError(f"Dataset '{task}' not registered")
+        self.size, self.seed, self.config = size, seed, config
 
-        def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
-            return float(answer == entry["answer"])
+    def __getitem__(self, number):
+        assert 0 <= number < self.size
+        return {"question": "?", "answer": str(self.seed + number), "metadata": {"shape": (1, {2}), **self.config}}
 
-    library = types.ModuleType("reasoning_gym")
-    create = lambda task, size, seed, **config: Dataset(task, size, seed, config)  # noqa: E731
-    monkeypatch.setattr(library, "create_dataset", create, raising=False)
-    monkeypatch.setitem(sys.modules, "reasoning_gym", library)
+    def score_answer(self, answer, entry):
+        print("not an answer")
+        while answer == "for ever":
+            pass
+        if answer == "open":
+            open(os.devnull)
+        if answer == "exit":
+            raise SystemExit
+        if answer == "variables":
+            return any(name.startswith("ROOKERY_") for name in os.environ)
+        if answer == "shape":
+            return entry["metadata"]["shape"] == (1, {2})
+        return answer == entry["answer"] if answer != "raise" else entry[answer]
+
+
+def create_dataset(task, size, seed, **config):
+    return Dataset(task, size, seed, config)
+"""
+"""The library's interface, as far as we use it: entry i of a dataset is drawn from its seed + i."""
+
+
+@pytest.fixture
+def gym(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A library in the place of reasoning-gym, here and in the processes that score."""
+    (tmp_path / "reasoning_gym").mkdir()
+    (tmp_path / "reasoning_gym" / "__init__.py").write_text(GYM)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delitem(sys.modules, "reasoning_gym", raising=False)
+    yield
+    sys.modules.pop("reasoning_gym", None)
+
+
+def test_reasoning_gym_holds_out_other_entries(gym: None) -> None:
     environment = find("reasoning-gym")(
         {"task": "count", "size": 5, "eval_size": 3, "tag": "answer", "config": {"x": 1}}
     )
     train, held_out = list(environment.prompts("train")), list(environment.prompts("eval"))
     assert [entry["answer"] for entry in train + held_out] == [str(number) for number in range(8)]
     assert (len(train), train[0]["metadata"]) == (5, {"shape": [1, "{2}"], "x": 1})
-    assert play(environment, train[2], "hm <answer> 2 </answer>")[:2] == (1, {"right": 1})
+    assert play(environment, train[2], "hm <answer> 2 </answer>")[:2] == (1, {"right": 1, "unjudged": 0})
     assert play(environment, train[2], "2")[0] == 0
     with pytest.raises(UserError, match=r"environment\.task: absent: Dataset 'absent' not registered"):
         find("reasoning-gym")({"task": "absent"})
+
+
+def test_reasoning_gym_scores_by_the_entry_as_the_library_made_it(gym: None) -> None:
+    """Which JSON does not give back; a prompt that was stored without it is scored as it is."""
+    environment = find("reasoning-gym")({"task": "count"})
+    prompt = json.loads(json.dumps(next(iter(environment.prompts("train")))))
+    assert play(environment, prompt, "shape")[0] == 1
+    del prompt[LITERAL]
+    assert play(environment, prompt, "shape")[0] == 0
+    assert play(environment, prompt, "0")[0] == 1
+
+
+def test_an_entry_is_stored_beside_its_literal_only_where_that_helps() -> None:
+    for entry in ({"a": (1, [2])}, {"a": {2: {3}}}):
+        assert restored(json.loads(json.dumps(stored(entry)))) == entry
+    for entry in ({"a": [1, None]}, {"a": (1, float("nan"))}, {"a": ({1}, object())}):
+        assert list(stored(entry)) == ["a"]
+
+
+def test_a_reply_that_computes_for_ever_scores_nothing_and_delays_no_other(gym: None) -> None:
+    environment = ReasoningGym(ReasoningGymOptions(task="count"), limit=2.0)
+    prompt = next(iter(environment.prompts("train")))
+    with ThreadPoolExecutor() as threads:
+        late = threads.submit(play, environment, prompt, "for ever")
+        assert play(environment, prompt, "0")[0] == 1
+        assert not late.done(), "the honest reply waited for the other"
+        assert late.result()[:2] == (0, {"right": 0, "unjudged": 1})
+    assert play(environment, prompt, "0")[:2] == (1, {"right": 1, "unjudged": 0})
+
+
+def test_a_reply_on_which_the_scorer_raises_scores_nothing(gym: None) -> None:
+    environment = find("reasoning-gym")({"task": "count"})
+    prompt = next(iter(environment.prompts("train")))
+    for reply in ("raise", "exit"):
+        assert play(environment, prompt, reply)[:2] == (0, {"right": 0, "unjudged": 1})
+    assert play(environment, prompt, "0")[:2] == (1, {"right": 1, "unjudged": 0})
+
+
+def test_what_scores_replies_has_no_secrets_and_opens_no_file(gym: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOKERY_TOKEN", "secret")
+    environment = find("reasoning-gym")({"task": "count"})
+    prompt = next(iter(environment.prompts("train")))
+    assert play(environment, prompt, "variables")[:2] == (0, {"right": 0, "unjudged": 0})
+    assert play(environment, prompt, "open")[:2] == (0, {"right": 0, "unjudged": 1})
+
+
+@pytest.mark.parametrize("task", REPLIES_ARE_CODE)
+def test_a_task_that_runs_replies_as_code_is_refused(task: str) -> None:
+    """When the job is submitted: the service makes no such environment, its host would."""
+    says = rf'environment\.task: given "{task}", allowed: a task that only reads replies; .* Python code, by .*; host'
+    for refuse in (find("reasoning-gym"), find("reasoning-gym").vet):
+        with pytest.raises(UserError, match=says) as caught:
+            refuse({"task": task})
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="the extra is not installed")
+def test_no_other_task_of_the_library_runs_replies_as_code() -> None:
+    factory = importlib.import_module("reasoning_gym.factory")
+    runs = {"eval", "exec", "compile", "parse_expr", "sympify"}
+    found = {name for name, (made, _) in factory.DATASETS.items() if runs & {*made.score_answer.__code__.co_names}}
+    # number_sorting runs its own answer, which the reply has no part in; composite asks the others.
+    assert found - {"number_sorting"} == {*REPLIES_ARE_CODE} - {"composite"}
 
 
 # --- calculator -----------------------------------------------------------------------------------------------------

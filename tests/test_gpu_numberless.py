@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from rookery.worker.engine.attention import Stream
 from rookery.worker.engine.pooled import PooledRunner, Step
+from rookery.worker.engine.runner import DenseRunner
 from rookery.worker.model import fused
 from rookery.worker.model.adapter import init_adapter
 from rookery.worker.model.bank import LoraBank
@@ -59,12 +60,15 @@ def main(family: str) -> None:
     weights = fuse(config, {name: weight.detach() for name, weight in model.state_dict().items()})
     device = torch.device("numberless", 0)
     with FakeTensorMode():
-        there = {name: torch.empty(weight.shape, dtype=DTYPE, device=device) for name, weight in weights.items()}
-        decoder = Decoder(config, there)
+        decoder, wide = (
+            Decoder(config, {name: torch.empty(w.shape, dtype=dtype, device=device) for name, w in weights.items()})
+            for dtype in (DTYPE, torch.float32)
+        )
         _device_has_no_numbers(device)
         for product in (grouped, batched):
             _generates(decoder, product)
         _trains(decoder)
+        _generates_as_a_cpu_does(wide)
 
 
 def _device_has_no_numbers(device: torch.device) -> None:
@@ -79,11 +83,7 @@ def _device_has_no_numbers(device: torch.device) -> None:
 def _generates(decoder: Decoder, product: Product) -> None:
     """A slice of prefill after a shared prompt (where it is one product: the other way begins with numbers of the
     host), then decode steps with the shared prompt and without."""
-    bank = LoraBank(decoder.config, DTYPE, decoder.device, 64)
-    FakeTensor.__bool__ = lambda self: True  # that an adapter is finite is asked when it comes, not when it is used
-    for seed, rank in enumerate((4, 16, 32)):
-        bank.add(str(seed), init_adapter(decoder.config, rank, 2.0 * rank, EVERY, seed))
-    del FakeTensor.__bool__
+    bank = _bank(decoder)
     runner = PooledRunner(decoder, bank, 1 << 20, product)
     runner._step = lambda of, filled: Step(decoder, bank, runner.store, of, product)  # not recorded: runs as it is
     runner.arrange(["0", "1", "2"])
@@ -100,6 +100,34 @@ def _generates(decoder: Decoder, product: Product) -> None:
                 stream.tokens, stream.start = [4], 3
             logits = runner.decode(streams)
             assert (len(logits) >= len(keys), logits.device, logits.dtype) == (True, decoder.device, DTYPE)
+
+
+def _generates_as_a_cpu_does(decoder: Decoder) -> None:
+    """What a GPU without fused kernels does: prefill after a shared prompt, and decode steps of rows in any order."""
+    bank = _bank(decoder)
+    runner = DenseRunner(decoder, bank, 1 << 24)
+    prompt = runner.store.seat("shared", 20)
+    keys = ["0", "1", "2", "0", ""]
+    with torch.no_grad():
+        for shared in (prompt, None):
+            length = 20 if shared is not None else 0
+            streams = [Stream(key, [1, 2, 3], 0, runner.store.seat("tail", 64), shared, length) for key in sorted(keys)]
+            hidden, last = runner.prefill(streams)
+            assert (hidden.shape, last.shape) == ((3 * len(keys), decoder.config.hidden), (len(keys),))
+            for stream in streams:
+                stream.tokens, stream.start = [4], 3
+            logits = runner.decode(streams)
+            assert (len(logits), logits.device, logits.dtype) == (len(keys), decoder.device, decoder.dtype)
+
+
+def _bank(decoder: Decoder) -> LoraBank:
+    """With three adapters of unlike rank."""
+    bank = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
+    FakeTensor.__bool__ = lambda self: True  # that an adapter is finite is asked when it comes, not when it is used
+    for seed, rank in enumerate((4, 16, 32)):
+        bank.add(str(seed), init_adapter(decoder.config, rank, 2.0 * rank, EVERY, seed))
+    del FakeTensor.__bool__
+    return bank
 
 
 def _trains(decoder: Decoder) -> None:

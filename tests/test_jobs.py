@@ -25,6 +25,7 @@ from peers import (
     settle,
 )
 from rookery import wire
+from rookery.controller.policy import Policy
 from rookery.controller.progress import RATE_SECONDS
 from rookery.errors import Conflict, NotFound, RookeryError, StorageFull, Unavailable, UserError
 from rookery.spec import SpecError
@@ -555,6 +556,49 @@ async def test_a_corrupt_head_is_stepped_back_from(tmp_path: Path) -> None:
     await service.close()
 
 
+async def test_what_was_stepped_back_over_is_no_part_of_the_history(tmp_path: Path) -> None:
+    """Versions between the corrupt head and the best one, to which the job goes back, are not kept."""
+    service = Service(tmp_path)
+    await service.start()
+    worker = await service.worker().join()
+
+    def script(message: Any) -> Any:
+        if isinstance(message, wire.StepEpisode):
+            taken = sum(isinstance(operation, wire.OptimStep) for operation in worker.operations)
+            return {"reward": 10.0 if taken == 2 else 0.1, "done": True}
+        return None
+
+    host = await service.host(script=script).join()
+    job = await run(service, stop__steps=40, checkpoints={"keep_last": 1})
+    await eventually(lambda: service.database.get_job("alice", job).step >= 9)
+    host.answering.clear()
+    policy = service.database.policies("alice", job)[0]
+
+    def kept() -> list[int]:
+        return [row.version for row in service.database.versions("alice", policy.id) if row.kept]
+
+    await eventually(lambda: len(kept()) == 2 and kept()[1] > kept()[0] + 1)
+    await service.crash()
+    best, newest = kept()
+    head = service.database.version("alice", policy.id, newest)
+    path = service.artifacts.path(head.hash, ADAPTER)
+    path.write_bytes(b"x" * path.stat().st_size)
+    row = service.database.get_job("alice", job)
+    spec = {**row.spec, "stop": {**row.spec["stop"], "steps": head.step + 1}}
+    with service.database._writing() as connection:
+        connection.execute(update(schema.jobs).values(spec=spec))
+    await service.start()
+    again = await service.worker().join()
+    await service.host(instance="host-2").join()
+    await service.ends(job)
+    rows = await service.controller.metrics("alice", job)
+    assert [row["step"] for row in rows] == list(range(1, head.step + 2))
+    anew = range(head.version + 1, head.version + 1 + len(rows) - best)
+    assert [row["version"] for row in rows] == [*range(1, best + 1), *anew]
+    assert not {op.parent.version for op in again.operations} & set(range(best + 1, head.version + 1))
+    await service.close()
+
+
 async def test_nothing_left_to_step_back_to(tmp_path: Path) -> None:
     service = Service(tmp_path)
     await service.start()
@@ -673,6 +717,43 @@ async def test_without_evaluations_the_version_that_earned_the_best_reward_is_ke
     versions = service.check_history(job)
     assert [version.metrics.get("reward") for version in versions[2:5]] == [0.01, 10.0, 0.03]
     assert [version.version for version in versions if version.kept] == [2, 7]
+
+
+async def test_a_version_is_judged_by_the_best_of_the_steps_that_were_taken_from_it(service: Service) -> None:
+    """Two steps a version, of which the first earned the most."""
+    await service.worker().join()
+
+    def script(message: Any) -> Any:
+        if isinstance(message, wire.StepEpisode):
+            group = int(message.episode.split("-")[-2].removeprefix("g"))
+            return {"reward": 10.0 if group in (8, 9) else 0.1, "done": True}  # the fifth step's
+        return None
+
+    await service.host(script=script).join()
+    checkpoints = {"keep_last": 1, "commit_every": 2}
+    job = await run(service, stop__steps=12, algorithm__max_staleness=1, checkpoints=checkpoints)
+    await service.ends(job)
+    versions = service.check_history(job)
+    rows = await service.controller.metrics("alice", job)
+    best = max(rows, key=lambda row: float(row["reward"]))
+    taken_from = versions[int(best["version"])].parent
+    assert versions[int(best["version"])].step > best["step"], "not its version's last step"
+    assert [version.version for version in versions if version.kept] == [taken_from, versions[-1].version]
+
+
+async def test_a_version_stays_until_its_evaluation_is_known(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the best, and by then not among the last."""
+    await service.worker().join()
+    await service.host().join()
+    evaluated, held = Policy.evaluated, []
+
+    def told(self: Policy, version: int, mean: float) -> None:
+        held.append(self._pinned[version])
+        evaluated(self, version, mean)
+
+    monkeypatch.setattr(Policy, "evaluated", told)
+    await service.ends(await run(service, stop__steps=3, evaluation={"every": 1, "prompts": 2}))
+    assert len(held) == 4 and all(held)
 
 
 # --- uploads that no version names ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from peers import ADAPTER, HANG, ScriptedHost, Service, eventually, job_of
 from rookery import wire
-from rookery.controller.batch import CompleteGroup
+from rookery.controller.batch import CompleteGroup, build
 from rookery.controller.portions import OpenStep
 from rookery.controller.recipe import adam, forward_backward
 from rookery.controller.trajectory import Outcome, Trajectory
@@ -86,6 +86,25 @@ def test_a_step_in_portions_is_the_same_step(tmp_path: Path, name: str) -> None:
         assert sums["tokens"] == losses[0]["tokens"]
         for figure in ("loss:sum", "kl:sum", "entropy:sum", "ratio:sum", "logp_diff:max"):
             assert sums[figure] == pytest.approx(losses[0][figure], rel=1e-4, abs=1e-5), figure
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sent"), [({}, False), ({"kl_weight": 0.1}, True), ({"loss": {"name": "dro", "beta": 0.1}}, True)]
+)
+def test_tokens_without_advantage_are_computed_where_something_else_pulls_at_them(
+    algorithm: dict[str, Any], sent: bool
+) -> None:
+    even = group(Random(1), 1)
+    for outcome in even.outcomes:
+        outcome.reward = 1.0
+    uneven = group(Random(2), 2)
+    for outcome, reward in zip(uneven.outcomes, (0.0, 0.5, 1.0), strict=True):
+        outcome.reward = reward
+    batch = build(spec(**algorithm), [even, uneven])
+    members = [member for unit in batch.units for member in unit.members]
+    trajectories = [t for one in (even, uneven) for outcome in one.outcomes for t in outcome.trajectories]
+    assert len(members) == (len(trajectories) if sent else sum(any(m.advantages) for m in members))
+    assert len(members) >= 2
 
 
 @pytest.mark.parametrize("scale", [0.125, 1.0, 3.0])

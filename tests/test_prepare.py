@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import signal
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import transformers
@@ -23,7 +27,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from rookery.errors import UserError
+from processes import alive
+from rookery.errors import EXIT_REFUSED, Unavailable, UserError
+from rookery.service.models import Models
+from rookery.settings import Settings
 from rookery.text import catalogue
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.prepare import prepare
@@ -99,7 +106,67 @@ def test_the_module_prints_the_folder(tmp_path: Path) -> None:
     done = subprocess.run([*command, str(tmp_path / "published")], capture_output=True, text=True, check=True)
     assert Path(done.stdout.strip()).is_dir()
     done = subprocess.run([*command, "no-such-model"], capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "no model is called" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == EXIT_REFUSED
+    assert "no model is called" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_a_killed_attempt_left_is_removed(tmp_path: Path) -> None:
+    publish(tmp_path / "published", "llama")
+    folder = catalogue.model_folder(tmp_path / "cache", str(tmp_path / "published"))
+    began = subprocess.Popen([
+        *(sys.executable, "-c", KILLED, str(tmp_path / "published"), str(tmp_path / "cache")),
+    ])  # fmt: skip
+    assert began.wait(60) == -signal.SIGKILL
+    assert any(path.is_dir() for path in folder.parent.iterdir())
+    assert prepare(str(tmp_path / "published"), tmp_path / "cache") == folder
+    assert [path for path in folder.parent.iterdir() if path.is_dir()] == [folder]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from rookery.worker.model import prepare
+prepare.save_file = lambda *_: os.kill(os.getpid(), 9)
+prepare.prepare(sys.argv[1], Path(sys.argv[2]))
+"""
+"""A preparation that is killed when it comes to writing the weights."""
+
+SERVICE = """
+import asyncio, sys
+from rookery.service.models import Models
+from rookery.settings import Settings
+asyncio.run(Models(Settings(cache=sys.argv[2])).chat(sys.argv[1]))
+"""
+"""As much of a service as prepares a model."""
+
+
+def test_a_preparation_ends_with_the_service_that_began_it(tmp_path: Path) -> None:
+    publish(tmp_path / "published", "llama")
+    folder = catalogue.model_folder(tmp_path / "cache", str(tmp_path / "published"))
+    folder.parent.mkdir(parents=True)
+    with folder.with_name(folder.name + ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # so that it lasts
+        asked = [str(tmp_path / "published"), str(tmp_path / "cache")]
+        service = subprocess.Popen([sys.executable, "-c", SERVICE, *asked])
+        try:
+            while not (children := psutil.Process(service.pid).children()):
+                assert service.poll() is None
+                time.sleep(0.05)
+        finally:
+            service.kill()
+            service.wait()
+        psutil.wait_procs(children, timeout=60)
+        assert not any(map(alive, children))
+
+
+async def test_a_hub_that_does_not_answer_is_no_fault_of_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(Unavailable, match="the hub did not give org/model"):
+        await Models(Settings(cache=tmp_path / "cache")).chat("org/model")
+    with pytest.raises(UserError, match="no model is called"):
+        await Models(Settings(cache=tmp_path / "cache")).chat("no-such-model")
 
 
 COMMIT = "c0ffee00" * 5

@@ -44,6 +44,10 @@ REFUSED: list[tuple[Any, str]] = [
     (job_of(algorithm__group_size=1), "algorithm.group_size: given 1, allowed: greater than or equal to 2"),
     (job_of(algorithm__max_staleness=65), "algorithm.max_staleness: given 65, allowed: less than or equal to 64"),
     (job_of(algorithm__kl_weight=-1), "algorithm.kl_weight: given -1, allowed: greater than or equal to 0"),
+    (
+        job_of(algorithm__kl_weight=0.1, algorithm__loss="cross_entropy"),
+        "algorithm: kl_weight: with the loss cross_entropy, allowed is 0",
+    ),
     (job_of(algorithm__loss="pppo"), "algorithm.loss.name: given \"pppo\", allowed: 'cross_entropy', "),
     (job_of(algorithm__loss={"name": "aipo", "rhoo": 3}), "algorithm.loss: aipo has no parameter 'rhoo'; it has rho"),
     (job_of(algorithm__loss={"name": "aipo", "rho": -3}), "algorithm.loss: rho is a number above 0, given -3"),

@@ -17,6 +17,7 @@ from peers import Service, eventually, settle
 from rookery import wire
 from rookery.controller import calls
 from rookery.controller.futures import Gone, Waiting
+from rookery.controller.trainee import Trainee
 from rookery.errors import NotFound, Unavailable, UserError
 
 HOUR = 3600.0
@@ -133,6 +134,42 @@ async def test_expired_checkpoints_go_and_what_is_in_use_stays(service: Service)
     assert isinstance(failed, calls.Failed) and failed.category == "user"
     await visitor.gradient()
     assert isinstance(await visitor.step(), calls.Stepped), "the model itself goes on"
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+async def test_a_checkpoint_that_is_being_loaded_stays_until_it_is_the_models(
+    service: Service, optimizer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner deletes it meanwhile."""
+    visitor = await Client(service).begin()
+    await visitor.gradient()
+    await visitor.step()
+    path = await visitor.save("kept")
+    digest = next(row.hash for row in await visitor.sessions.checkpoints("alice"))
+    await visitor.gradient()
+    await visitor.step()
+    await visitor.save("other")  # the model's head is another
+
+    def late(work: Any) -> Any:
+        async def deleted_first(self: Trainee, *given: Any) -> Any:
+            if any(row.path == path for row in await visitor.sessions.checkpoints("alice")):
+                await visitor.sessions.delete_checkpoint("alice", visitor.model, "weights", "kept")
+            assert digest in service.artifacts.hashes()
+            return await work(self, *given)
+
+        return deleted_first
+
+    for name in ("init", "renew"):  # one of them comes between looking it up and committing it
+        monkeypatch.setattr(Trainee, name, late(getattr(Trainee, name)))
+    loaded = await visitor.do(calls.LoadState(path=path, optimizer=optimizer))
+    assert isinstance(loaded, calls.Loaded), loaded
+    await eventually(lambda: not service.controller.world.read)
+    await wait(service, 1)  # what nothing names is removed in the ledger
+    checkpoints = {row.hash for row in await visitor.sessions.checkpoints("alice")}
+    assert service.artifacts.hashes() == await heads(visitor) | checkpoints
+    assert not service.controller.world.left
+    await visitor.gradient()
+    assert isinstance(await visitor.step(), calls.Stepped)
 
 
 async def test_results_expire_unless_their_model_may_have_to_replay_them(service: Service) -> None:

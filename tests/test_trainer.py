@@ -28,6 +28,7 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.weights import fuse
 from rookery.worker.trainer import microbatch
+from rookery.worker.trainer import trainer as trainer_module
 from rookery.worker.trainer.attention import Chunks, PackedAttention
 from rookery.worker.trainer.backbone import Lengths, forward
 from rookery.worker.trainer.fused import FusedAttention
@@ -474,6 +475,36 @@ def test_entropy_and_kl_to_the_base(tmp_path: Path) -> None:
     assert metrics["entropy:sum"] == pytest.approx(-(on.exp() * on).sum().item(), rel=1e-4)
     added = metrics["loss:sum"] - done["plain"].metrics["loss:sum"]
     assert added == pytest.approx(0.3 * (torch.tensor(one.members[0].weights) * k3).sum().item(), rel=1e-3)
+
+
+def test_a_pass_without_memory_is_answered_lost_and_the_next_ones_are_shorter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, in the middle of the pass back: what it was computed for is begun anew, as if nothing had been."""
+    folders = {p: adapter_folder(tmp_path / p, 4, i) for i, p in enumerate("xy")}
+    at = trainer(decoder(), folders, slice_tokens=4096)
+    run = trainer_module.run
+
+    def full(*given: Any) -> int:
+        monkeypatch.setattr(trainer_module, "run", run)
+        run(*given)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(trainer_module, "run", full)
+    for policy in "xy":
+        at.forward_backward(forward_backward(policy, op=f"fb {policy}"), wire.Batch(units=units(0)))
+        at.optim_step(optim(policy, op=f"opt {policy}"))
+    at.forward_backward(forward_backward("x", op="again", fresh=True), wire.Batch(units=units(0)))
+    at.optim_step(optim("x", op="opt again"))
+    done = finish(at)
+    assert {op: answer.category for op, answer in done.items()} == {
+        "fb x": "lost", "fb y": "lost", "opt x": "stale", "opt y": "stale", "again": "", "opt again": "",
+    }  # fmt: skip
+    assert at._slice_tokens == 2048 and not at.pending
+    alone = trainer(decoder(), folders, slice_tokens=2048)
+    alone.forward_backward(forward_backward("x", op="again"), wire.Batch(units=units(0)))
+    alone.optim_step(optim("x", op="opt again"))
+    assert finish(alone)["opt again"].metrics["grad_norm"] == done["opt again"].metrics["grad_norm"]
 
 
 def test_nan_skips_one_policy_and_leaves_the_others_untouched(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from processes import runs
-from rookery.environments import math_judge
+from rookery.environments import judging
 from rookery.environments.math_judge import MathJudge
 from rookery.environments.verifiers import VERIFIERS, Exact, Json, Number, Regex
 from rookery.errors import UserError
@@ -179,7 +179,7 @@ def test_replies_that_run_away_delay_no_other_and_cost_no_import(ours: Callable[
         assert late.result() is None
         many = threads.map(judge.same, ["1", "2", "3", "4"], ["1", "1", "3", "3"])
         assert list(many) == [True, False, True, False]
-        assert before <= ours() and len(ours()) <= math_judge.SIDE_BY_SIDE
+        assert before <= ours() and len(ours()) <= judging.SIDE_BY_SIDE
 
 
 @needs_math
@@ -187,7 +187,7 @@ def test_a_judge_that_nobody_asks_keeps_no_process(
     ours: Callable[[], set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And is asked again without a reply being lost, whenever that is."""
-    monkeypatch.setattr(math_judge, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(judging, "IDLE_SECONDS", 0.05)
     judge = MathJudge()
     for wait in (0.0, 0.05):
         assert judge.same("2", "2") is True

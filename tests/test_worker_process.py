@@ -192,18 +192,20 @@ def test_a_token_that_was_read_from_a_file_may_have_its_newline(service: Dialled
     assert service.connection(0).hello.token == "token"
 
 
+@pytest.mark.parametrize(("kind", "ends"), [("UserError", EXIT_REFUSED), ("Unavailable", 1)])
 def test_a_model_that_cannot_be_prepared_ends_it_with_the_reason(
-    service: Dialled, start: Start, tmp_path: Path
+    service: Dialled, start: Start, tmp_path: Path, kind: str, ends: int
 ) -> None:
+    """With code 1 where another time may do."""
     go = tmp_path / "go"
-    broken = HELD_BACK.format(go=str(go)).replace("return prepare", "raise process.UserError('no such weights') #")
+    broken = HELD_BACK.format(go=str(go)).replace("return prepare", f"raise process.{kind}('no such weights') #")
     worker = start(before=broken)
     link = service.connection(0)
     service.until(lambda: link.of(wire.Beat))
     go.touch()
     code, said = ended(worker)
-    assert code == EXIT_REFUSED
-    assert "no such weights" in said
+    assert code == ends
+    assert "no such weights" in said and "Traceback" not in said
     assert isinstance(link.frames[-1], wire.Bye)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXIT_REFUSED = 2
-"""Exit code of a worker or environment host that cannot work as it was started: starting it again does not help."""
+"""Exit code of a child (worker, environment host, preparing a model) that cannot work as it was started: starting it
+again does not help."""
 
 
 class RookeryError(Exception):
@@ -64,6 +66,12 @@ class CorruptArtifact(RookeryError):
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """The system's numbers for a disk that takes no more."""
+
+
+def installs(extra: str) -> str:
+    """The command that installs ``extra`` for this interpreter. A ``pip`` of another one would take the package of this
+    name that an index has, which is not this one."""
+    return f"{sys.executable} -m pip install 'rookery[{extra}]'"
 
 
 def short(text: str) -> str:

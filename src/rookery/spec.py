@@ -243,6 +243,12 @@ class AlgorithmSpec(Part):
     kl_weight: float = Field(0.0, ge=0)
     """Weight of the KL penalty to the base model, added to the loss per token."""
 
+    @model_validator(mode="after")
+    def _penalty_has_weights(self) -> AlgorithmSpec:
+        if self.kl_weight > 0 and self.loss.name == "cross_entropy":
+            raise ValueError("kl_weight: with the loss cross_entropy, allowed is 0: it weighs only the better episodes")
+        return self
+
 
 class SamplingSpec(Part):
     temperature: float = Field(1.0, gt=0, le=10)

@@ -20,7 +20,7 @@ from rich.text import Text
 from rookery.cli.common import FAILED, Data, Json, Key, Url, console, print_json, settings_of
 from rookery.client import Client
 from rookery.cluster.allocator import PRELOAD, preloaded
-from rookery.errors import RookeryError
+from rookery.errors import RookeryError, installs
 from rookery.settings import Settings
 from rookery.text.catalogue import status
 
@@ -39,6 +39,8 @@ EXTRAS = {
     "math": "the math verifier",
     "reasoning-gym": "the reasoning-gym environments",
     "postgres": "PostgreSQL",
+    "tinker": "clients of the tinker SDK",
+    "plots": "pictures of a simulation",
     "tensorboard": "metrics in TensorBoard",
     "wandb": "metrics in Weights & Biases",
 }
@@ -183,7 +185,7 @@ def _extra(extra: str, use: str) -> Finding:
         found = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
         return Finding(f"extra {extra}", "good", found)
     except importlib.metadata.PackageNotFoundError:
-        return Finding(f"extra {extra}", "optional", f"not installed: {use}", f"pip install 'rookery[{extra}]'")
+        return Finding(f"extra {extra}", "optional", f"not installed: {use}", installs(extra))
 
 
 def _service(settings: Settings) -> Finding:

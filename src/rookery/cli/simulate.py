@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rookery.cli.common import Json, console, print_json
+from rookery.errors import installs
 
 if TYPE_CHECKING:
     from rookery.simulation.replay import Outcome
@@ -102,6 +103,6 @@ def _draw(outcomes: list[Outcome], out: Path) -> None:
     try:
         made = draw(outcomes, out)
     except ModuleNotFoundError as error:
-        typer.echo(f"{out}/results.json is written; plots need {error.name}: pip install 'rookery[plots]'", err=True)
+        typer.echo(f"{out}/results.json is written; plots need {error.name}: {installs('plots')}", err=True)
     else:
         typer.echo("written: " + ", ".join(str(path) for path in [out / "results.json", *made]), err=True)

@@ -12,6 +12,9 @@ from rookery.algorithms.advantages import advantages, step_scale, token_weights
 from rookery.controller.trajectory import Outcome
 from rookery.spec import JobSpec
 
+ANCHORED = ("dro",)
+"""Losses that pull towards who sampled a token, or away, also where its advantage is 0."""
+
 STAGES = ("queue", "generation", "environment")
 """Where an episode's time goes (:attr:`~rookery.controller.trajectory.Outcome.seconds`)."""
 
@@ -36,9 +39,10 @@ class CompleteGroup:
 
 def build(spec: JobSpec, groups: Sequence[CompleteGroup]) -> wire.Batch:
     """The training batch of these groups of a step, weighed up to the step's :func:`scale`. A group whose rewards are
-    all equal has no advantage: it counts in the normalisation, and is differentiated only where a KL penalty gives it a
-    gradient."""
+    all equal has no advantage: it counts in the normalisation, and is differentiated only where a KL penalty or the
+    loss itself gives it a gradient."""
     algorithm = spec.algorithm
+    always = algorithm.kl_weight > 0 or algorithm.loss.name in ANCHORED
     all_trajectories = [t for group in groups for outcome in group.outcomes for t in outcome.trajectories]
     longest = spec.sampling.max_tokens * spec.environment.max_turns
     weights = iter(token_weights(algorithm.name, [t.own for t in all_trajectories], longest))
@@ -51,7 +55,7 @@ def build(spec: JobSpec, groups: Sequence[CompleteGroup]) -> wire.Batch:
                 weight = next(weights)
                 if algorithm.loss.name == "cross_entropy":
                     weight *= max(score, 0.0)  # imitation of what was better than its group
-                if trajectory.own and (score != 0.0 or algorithm.kl_weight > 0):
+                if trajectory.own and (score != 0.0 or always):
                     members.setdefault(tuple(trajectory.prompt), []).append(
                         wire.Member(
                             tokens=trajectory.tokens,

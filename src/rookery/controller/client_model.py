@@ -303,17 +303,19 @@ class ClientModel:
         mine = (self.row.base_model, self.policy.rank, list(self.policy.targets))
         if (model.base_model, policy.rank, list(policy.targets)) != mine:
             raise UserError(f"{call.path} is of another base model, rank or layers than model {self.row.id}")
-        if call.optimizer:
-            manifest = source.manifest
-            await self._trainee.renew()
-        else:
-            found = wire.AdapterRef(
-                policy=self.policy.id, version=0, hash=source.hash, rank=policy.rank, alpha=policy.alpha
-            )
-            manifest = await self._init(0, found)
-        loaded = calls.Loaded(path=call.path, model=self.row.id)
-        done, step = future.seq, self._head.step
-        await self._commit(manifest, (future, loaded), done=done, step=step, uploaded=not call.optimizer, anew=True)
+        found = wire.AdapterRef(
+            policy=self.policy.id, version=0, hash=source.hash, rank=policy.rank, alpha=policy.alpha
+        )
+        async with world.reading(found):  # its owner may delete it, or its time be over, before it is this model's
+            await checkpoint(world, self.row.tenant, call.path)
+            if call.optimizer:
+                manifest = source.manifest
+                await self._trainee.renew()
+            else:
+                manifest = await self._init(0, found)
+            loaded = calls.Loaded(path=call.path, model=self.row.id)
+            done, step = future.seq, self._head.step
+            await self._commit(manifest, (future, loaded), done=done, step=step, uploaded=not call.optimizer, anew=True)
 
     async def _commit(
         self,

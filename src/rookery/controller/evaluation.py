@@ -42,36 +42,36 @@ def summarise(results: list[HeldOut]) -> tuple[float, float]:
 async def evaluate(job: Episodes, version: int) -> None:
     """Evaluate ``version`` of the job whose episodes these are, and store the result."""
     world, spec = job.world, job.spec
-    with job.policy.pinned(version) as ref:
+    with job.policy.pinned(version) as ref:  # until its score is known: it may be the best
         prompts = await held_out_prompts(job)
         async with TaskGroup() as episodes:
             runs = [
                 episodes.create_task(_one(job, version, ref, number, prompt)) for number, prompt in enumerate(prompts)
             ]
-    results = [run.result() for run in runs]
-    mean, spread = summarise(results)
-    failed = [result.error for result in results if result.error]
-    job.progress.counters["evaluation_failures"] += len(failed)
-    if math.isnan(mean):
-        await job.progress.say(
-            "evaluation", f"version {version}: all {len(results)} held-out episodes failed: {failed[0]}"
+        results = [run.result() for run in runs]
+        mean, spread = summarise(results)
+        failed = [result.error for result in results if result.error]
+        job.progress.counters["evaluation_failures"] += len(failed)
+        if math.isnan(mean):
+            await job.progress.say(
+                "evaluation", f"version {version}: all {len(results)} held-out episodes failed: {failed[0]}"
+            )
+            return
+        answered = len(results) - len(failed)
+        await world.ledger(
+            world.database.add_evaluation,
+            policy=job.policy.row.id,
+            version=version,
+            prompts=answered,
+            mean=mean,
+            stderr=spread,
+            results={"split": "eval", "seed": spec.evaluation.seed, "held_out": msgspec.to_builtins(results)},
+            created=world.clock.time(),
         )
-        return
-    answered = len(results) - len(failed)
-    await world.ledger(
-        world.database.add_evaluation,
-        policy=job.policy.row.id,
-        version=version,
-        prompts=answered,
-        mean=mean,
-        stderr=spread,
-        results={"split": "eval", "seed": spec.evaluation.seed, "held_out": msgspec.to_builtins(results)},
-        created=world.clock.time(),
-    )
-    job.policy.evaluated(version, mean)
-    await job.progress.say(
-        "evaluation", f"version {version}: mean reward {mean:.3f} ± {spread:.3f} on {answered} prompts"
-    )
+        job.policy.evaluated(version, mean)
+        await job.progress.say(
+            "evaluation", f"version {version}: mean reward {mean:.3f} ± {spread:.3f} on {answered} prompts"
+        )
 
 
 async def held_out_prompts(job: Episodes) -> list[bytes]:

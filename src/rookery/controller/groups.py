@@ -75,14 +75,16 @@ class Groups:
         for group in await world.ledger(world.database.ready_groups, self._row.id):
             outcomes = [outcome_decoder.decode(e.trajectories) for e in group.episodes if e.state == "done"]
             self.ready.append(self._complete(group, outcomes))
-        orphans = [group for group in self.ready if any(self._lost & outcome.versions for outcome in group.outcomes)]
+        lost = self._lost
+        orphans = [group for group in self.ready if any(lost & outcome.versions for outcome in group.outcomes)]
         if orphans:
             await self._drop(orphans, "its version was lost")
 
     @property
     def _lost(self) -> set[int]:
-        """Versions whose bytes were lost."""
-        return {version.version for version in self._policy.history if version.lost}
+        """Versions that the head does not descend from: they were stepped back over."""
+        policy = self._policy
+        return {row.version for row in policy.history} - {row.version for row in policy.lineage}
 
     async def resume(self, tasks: TaskGroup) -> None:
         """Go on with the open groups of an earlier run."""

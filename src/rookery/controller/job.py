@@ -20,9 +20,9 @@ from rookery.controller.batch import CompleteGroup
 from rookery.controller.episodes import Episodes
 from rookery.controller.evaluation import evaluate
 from rookery.controller.groups import Groups
-from rookery.controller.policy import Policy
+from rookery.controller.policy import EARLIER, Policy
 from rookery.controller.portions import OpenStep
-from rookery.controller.progress import EARLIER, Progress, per_token
+from rookery.controller.progress import Progress, per_token
 from rookery.controller.pulse import Pulse
 from rookery.controller.recipe import adam, first_adapter, forward_backward
 from rookery.controller.tasks import TaskGroup
@@ -130,7 +130,7 @@ class Job:
         self.world.fleet.announce(self.spec.base_model, self.policy.ref(self.policy.head.version))
         self.step = self.policy.head.step
         self._open = OpenStep(self.spec, self.step)
-        await self.progress.recover(self.step, self.policy.history)
+        await self.progress.recover(self.step, self.policy.lineage)
         self._evaluated = {
             row.version for row in await world.ledger(world.database.evaluations, self.row.tenant, self.row.id)
         }

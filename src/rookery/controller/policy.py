@@ -24,6 +24,14 @@ from rookery.storage.rows import PolicyRow, VersionRow
 
 log = logging.getLogger("rookery.controller.policy")
 
+EARLIER = "earlier_steps"
+"""Where a version's metrics keep the rows of the steps before its last, so that a crash loses none of them."""
+
+
+def steps_of(version: VersionRow) -> list[Mapping[str, Any]]:
+    """The metrics of each step that led from its parent to ``version``."""
+    return [*version.metrics.get(EARLIER, []), version.metrics] if version.metrics else []
+
 
 class Policy:
     def __init__(self, world: World, row: PolicyRow, checkpoints: CheckpointSpec) -> None:
@@ -82,6 +90,15 @@ class Policy:
         """Every version, oldest first."""
         return list(self._versions.values())
 
+    @property
+    def lineage(self) -> list[VersionRow]:
+        """The head and what it descends from, oldest first; no version that was stepped back over."""
+        found, version = [], self.head
+        while version is not None:
+            found.append(version)
+            version = None if version.parent is None else self._versions[version.parent]
+        return found[::-1]
+
     def version(self, version: int) -> VersionRow | None:
         return self._versions.get(version)
 
@@ -139,7 +156,7 @@ class Policy:
         kept = [row for row in self._versions.values() if row.kept]
         scores = {row.version: row.evaluation for row in kept}
         if not any(score is not None for score in scores.values()):  # the two do not compare: they are of other prompts
-            scores |= earned((row.parent, row.metrics.get("reward")) for row in self._versions.values())
+            scores |= earned((row.parent, _best(row)) for row in self._versions.values())
         going = retire(
             [Candidate(row.version, scores[row.version]) for row in kept],
             keep_last=self._checkpoints.keep_last,
@@ -149,3 +166,9 @@ class Policy:
         for version in going:
             await world.let_go(world.database.retire_version, self.row.id, version)
             self._versions[version] = msgspec.structs.replace(self._versions[version], kept=False)
+
+
+def _best(version: VersionRow) -> float | None:
+    """The best mean reward among the steps that led to it."""
+    rewards = [metrics["reward"] for metrics in steps_of(version) if "reward" in metrics]
+    return max(rewards, default=None)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rookery.controller.episode import Phases
+from rookery.controller.policy import EARLIER, steps_of
 from rookery.controller.world import World
 from rookery.spec import JobSpec
 from rookery.storage.rows import JobRow, VersionRow
@@ -24,9 +25,6 @@ SHOWN_REWARDS = 64
 
 OWN_OPERATIONS = 2
 """Of one step, with its trainer: forward-backward and the optimizer's."""
-
-EARLIER = "earlier_steps"
-"""Where a version's metrics keep the rows of the steps before its last, so that a crash loses none of them."""
 
 _SHOWN = {
     "entropy:sum": "entropy",
@@ -67,19 +65,18 @@ class Progress:
         world = self._world
         await world.ledger(world.database.add_event, self._row.tenant, self._row.id, world.clock.time(), kind, text)
 
-    async def recover(self, step: int, history: Sequence[VersionRow]) -> None:
+    async def recover(self, step: int, lineage: Sequence[VersionRow]) -> None:
         """Bring metrics and rewards to those of the committed steps, and only those: a crash may have come between a
         commit and its row."""
-        for row in await self._world.ledger(self._recover, step, history):
+        for row in await self._world.ledger(self._recover, step, lineage):
             self.rewards.append(row["reward"])
 
-    def _recover(self, step: int, history: Sequence[VersionRow]) -> list[dict[str, Any]]:
+    def _recover(self, step: int, lineage: Sequence[VersionRow]) -> list[dict[str, Any]]:
         self._metrics.truncate_after(step)
         rows = self._metrics.read()
         last = rows[-1]["step"] if rows else 0
-        for version in history:
-            steps = [*version.metrics.get(EARLIER, []), version.metrics] if version.metrics and not version.lost else []
-            for metrics in steps:
+        for version in lineage:
+            for metrics in steps_of(version):
                 if metrics["step"] > last:
                     row = {name: value for name, value in metrics.items() if name != EARLIER}
                     rows.append({**row, "version": version.version})

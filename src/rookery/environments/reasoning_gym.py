@@ -1,7 +1,8 @@
 """Tasks of the reasoning-gym library, by name. Needs the ``reasoning-gym`` extra.
 
 An entry is stored whole as the episode's prompt and scored from there: some tasks give different entries in different
-processes for one seed, so nothing is ever made again from its number.
+processes for one seed, so nothing is ever made again from its number. Replies are scored in processes of their own
+(:mod:`rookery.environments.reasoning_judge`), and no task is offered whose scorer runs them as code.
 """
 
 from __future__ import annotations
@@ -9,14 +10,35 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from rookery.environments import reasoning_judge
 from rookery.environments.base import Environment, Message, Reply, Split, Step
-from rookery.errors import UserError
+from rookery.environments.judging import LIMIT_SECONDS, Judges, Late, Raised
+from rookery.errors import UserError, installs
+
+log = logging.getLogger("rookery.environments")
+
+REPLIES_ARE_CODE = {
+    "binary_matrix": "eval",
+    "countdown": "sympy's parse_expr",
+    "intermediate_integration": "sympy's parse_expr",
+    "n_queens": "eval",
+    "polynomial_multiplication": "sympy's parse_expr",
+    "puzzle24": "sympy's parse_expr",
+    "simple_integration": "sympy's parse_expr",
+    "spiral_matrix": "eval",
+    "string_insertion": "eval",
+    "composite": "other tasks",
+}
+"""Tasks of reasoning-gym 0.1.25 whose scorers hand the reply to what runs it as Python code: ``eval``, ``parse_expr``,
+which is one, or (``composite``) the scorers of any others. They are refused: a process of its own and its limits are no
+wall around code, which has the rights of the service's user."""
 
 
 class ReasoningGymOptions(BaseModel):
@@ -36,8 +58,18 @@ class ReasoningGymOptions(BaseModel):
     tag: str | None = Field(None, pattern=r"^\w+$")
     """Only the text inside the reply's last ``<tag>…</tag>`` is the answer; the whole reply when absent."""
 
+    @field_validator("task")
+    @classmethod
+    def _reads_replies(cls, task: str) -> str:
+        if task in REPLIES_ARE_CODE:
+            raise ValueError(
+                f"a task that only reads replies; this one runs them as Python code, by {REPLIES_ARE_CODE[task]}, with"
+                " the service's rights; host an environment of your own for it"
+            )
+        return task
 
-NOT_INSTALLED = "environment reasoning-gym: not installed; run: pip install 'rookery[reasoning-gym]'"
+
+NOT_INSTALLED = f"environment reasoning-gym: not installed; run: {installs('reasoning-gym')}"
 
 
 def require_library() -> None:
@@ -51,25 +83,29 @@ class ReasoningGym(Environment):
 
     deterministic = True
 
-    def __init__(self, options: ReasoningGymOptions) -> None:
+    def __init__(self, options: ReasoningGymOptions, limit: float = LIMIT_SECONDS) -> None:
+        """``limit``: seconds of processor time for one score."""
+        self._options = options
+        arguments: dict[str, Any] = {
+            "task": options.task,
+            "size": options.size + options.eval_size,
+            "seed": options.seed,
+            "config": options.config,
+        }
         try:
-            import reasoning_gym
+            self._dataset = reasoning_judge.create(**arguments)
         except ImportError:
             raise UserError(NOT_INSTALLED) from None
-        self._options = options
-        try:
-            self._dataset = reasoning_gym.create_dataset(
-                options.task, size=options.size + options.eval_size, seed=options.seed, **options.config
-            )
         except (ValueError, TypeError, AssertionError) as error:
             raise UserError(f"environment.task: {options.task}: {' '.join(str(error).split())}") from None
+        self._judges = Judges(reasoning_judge.__name__, json.dumps(arguments), limit=limit)
 
     def prompts(self, split: Split) -> Iterable[Any]:
         size, whole = self._options.size, self._options.size + self._options.eval_size
         # Entry i is drawn from seed + i, so the next seed would give the same entries over again: the eval entries are
-        # those after the training entries. default=str keeps readable what JSON cannot say (dates and the like).
+        # those after the training entries.
         numbers = range(size) if split == "train" else range(size, whole)
-        return (json.loads(json.dumps(self._dataset[number], default=str)) for number in numbers)
+        return (reasoning_judge.stored(self._dataset[number]) for number in numbers)
 
     def reset(self, prompt: Any, seed: int) -> Sequence[Message]:
         return [{"role": "user", "content": prompt["question"] + self._options.suffix}]
@@ -79,8 +115,13 @@ class ReasoningGym(Environment):
         if self._options.tag is not None:
             found = re.findall(rf"<{self._options.tag}>(.*?)</{self._options.tag}>", reply.text, re.DOTALL)
             answer = found[-1].strip() if found else None
-        score = float(self._dataset.score_answer(answer=answer, entry=self.prompt))
-        return Step(reward=score, done=True, metrics={"right": float(score >= 1.0)})
+        score, unjudged = 0.0, False
+        try:
+            score = self._judges.ask({"answer": answer, "prompt": self.prompt})
+        except (Late, Raised) as error:
+            log.warning("reasoning-gym's %s: %s; the reply scores 0", self._options.task, error)
+            unjudged = True
+        return Step(reward=score, done=True, metrics={"right": float(score >= 1.0), "unjudged": float(unjudged)})
 
     def for_episode(self) -> Environment:
         return copy.copy(self)

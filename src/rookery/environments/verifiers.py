@@ -20,7 +20,7 @@ import regex
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from rookery.environments.math_judge import MathJudge
-from rookery.errors import UserError
+from rookery.errors import UserError, installs
 
 Row = Mapping[str, Any]
 Verdict = tuple[float, dict[str, float]]
@@ -255,7 +255,7 @@ class Math(Options):
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if importlib.util.find_spec("math_verify") is None:
-            raise UserError("verifier math: needs the math extra; run: pip install 'rookery[math]'")
+            raise UserError(f"verifier math: needs the math extra; run: {installs('math')}")
 
     def judge(self, text: str, row: Row) -> Verdict:
         same = self._judge.same(text, _as_text(self.expected(row)))

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import sys
 
-from rookery.errors import UserError
+from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.settings import Settings
 from rookery.text.catalogue import PREPARED, model_folder
 from rookery.text.chat import Chat
@@ -24,7 +24,8 @@ class Models:
         self._loading: dict[str, asyncio.Task[Chat]] = {}
 
     async def chat(self, model: str) -> Chat:
-        """Prepares ``model`` if it was not. Raises :class:`UserError` where it cannot be; a later call tries again."""
+        """Prepares ``model`` if it was not. Raises :class:`UserError` where it cannot be, :class:`Unavailable` where it
+        can perhaps another time; a later call tries again."""
         loading = self._loading.get(model)
         if loading is None or (loading.done() and (loading.cancelled() or loading.exception() is not None)):
             loading = self._loading[model] = asyncio.create_task(self._load(model), name=f"model {model}")
@@ -46,13 +47,16 @@ class Models:
         log.info("preparing base model %s; the first time takes a while", model)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "rookery.worker.model.prepare", model, "--cache", str(self._cache)),
-            stdin=asyncio.subprocess.DEVNULL,
+            "--die-with-parent",
+            stdin=asyncio.subprocess.PIPE,  # never written to: its end tells the child that this process is gone
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
         try:
-            _, said = await process.communicate()
+            assert process.stderr is not None
+            said = await process.stderr.read()
+            await process.wait()
         except asyncio.CancelledError:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
@@ -60,5 +64,6 @@ class Models:
             raise
         if process.returncode != 0:
             lines = said.decode(errors="replace").strip().splitlines()
-            raise UserError(lines[-1] if lines else f"base_model: preparing {model} ended with {process.returncode}")
+            problem = lines[-1] if lines else f"base_model: preparing {model} ended with {process.returncode}"
+            raise UserError(problem) if process.returncode == EXIT_REFUSED else Unavailable(problem)
         log.info("base model %s is prepared", model)

@@ -32,7 +32,7 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.pool import StaticPool
 
-from rookery.errors import StorageFull, Unavailable, UserError
+from rookery.errors import StorageFull, Unavailable, UserError, installs
 from rookery.storage import schema
 
 LOCK_WAIT_SECONDS = 30.0
@@ -73,7 +73,7 @@ class Store:
                     options["poolclass"] = StaticPool
             self._engine: Engine = create_engine(parsed, **options)
         except ModuleNotFoundError as error:
-            raise UserError(f"database: {error.name} is missing; pip install 'rookery[postgres]'") from None
+            raise UserError(f"database: {error.name} is missing; {installs('postgres')}") from None
         except (ArgumentError, NoSuchModuleError) as error:
             raise UserError(f"database: {error}; give a URL like sqlite:////path/rookery.db") from None
         if self._engine.dialect.name == "sqlite":

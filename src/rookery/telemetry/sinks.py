@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from rookery.errors import UserError
+from rookery.errors import UserError, installs
 from rookery.settings import Settings
 
 log = logging.getLogger("rookery.telemetry")
@@ -70,7 +70,7 @@ def check(settings: Settings) -> None:
         (bool(settings.wandb_project), "ROOKERY_WANDB_PROJECT", "wandb"),
     ):
         if wanted and importlib.util.find_spec(package) is None:
-            raise UserError(f"{setting} needs the package {package}: pip install 'rookery[{package}]', or unset it")
+            raise UserError(f"{setting} needs the package {package}: {installs(package)}, or unset it")
 
 
 class Sinks:

@@ -5,6 +5,7 @@ Promise: nothing here touches a GPU unless ``cuda`` was asked for, or ``auto`` w
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal
 
 import torch
@@ -25,6 +26,21 @@ def choose(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
     if wanted == "cuda" and not there:
         raise UserError("setting ROOKERY_DEVICE: given 'cuda', but PyTorch sees no CUDA device here")
     return torch.device("cuda", torch.cuda.current_device()) if there and wanted != "cpu" else torch.device("cpu")
+
+
+@cache
+def fuses(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether PyTorch has fused attention over sequences of unlike length there: FlashAttention-2 wants numbers of 16
+    bits and compute capability 8.0."""
+    fits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    return fits and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def finish(device: torch.device) -> None:
+    """Returns when all that a GPU was given so far is computed, so that its time is told of who gave it. A CPU
+    computes while it is asked."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def cache_bytes(wanted: int, device: torch.device) -> int:

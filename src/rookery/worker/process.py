@@ -5,8 +5,8 @@ Promises:
 * The main thread does I/O only (:mod:`rookery.worker.link`); :mod:`rookery.worker.compute` owns torch. It dials in at
   once; the base model is prepared and loaded beside that, however long it takes.
 * SIGTERM drains: the slice at work ends, what was sampled is sent, results are uploaded, ``Bye``, exit code 0.
-* A failure that is no single operation's ends the process with code 1, after what was sampled has been sent. What
-  trying again cannot mend (no such model, wrong token) ends it with code 2.
+* A failure that is no single operation's ends the process with code 1, after what was sampled has been sent; so does a
+  hub that does not answer. What trying again cannot mend (no such model, wrong token) ends it with code 2.
 * With ``--die-with-parent`` it ends at once when its standard input does.
 """
 
@@ -14,21 +14,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from rookery.errors import EXIT_REFUSED, UserError
+from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.settings import TOKEN_VARIABLE, Settings, token_of
 from rookery.text import catalogue
 from rookery.worker.adapter_cache import ADAPTERS
@@ -36,6 +33,7 @@ from rookery.worker.compute import Compute, Core
 from rookery.worker.lender import Lender, listen
 from rookery.worker.link import Link, Options, Refusal
 from rookery.worker.model.prepare import prepare
+from rookery.worker.parent import die_with_parent
 
 log = logging.getLogger("rookery.worker")
 
@@ -88,6 +86,9 @@ async def run(options: Options, settings: Settings, listening: socket.socket | N
     except (Refusal, UserError) as error:
         log.error("%s", error)
         code = EXIT_REFUSED
+    except Unavailable as error:
+        log.error("%s", error)
+        code = FAILED
     except Exception:
         log.exception("this worker ends")
         code = FAILED
@@ -113,18 +114,6 @@ def base_url(address: str) -> str:
     if scheme not in ("http", "https") or not url.netloc:
         raise UserError(f"--connect: given {address!r}, allowed is an address like http://host:7077")
     return urlunsplit((scheme, url.netloc, url.path.rstrip("/"), "", ""))
-
-
-def die_with_parent(end: Callable[[], None]) -> None:
-    """Call ``end`` when standard input is at its end: the other end is held by the process that started this one."""
-
-    def watch() -> None:
-        with contextlib.suppress(OSError):  # closed from the start: there is no parent to live for
-            while os.read(0, 4096):
-                pass
-        end()
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rookery.errors import installs
+
 SUPPORTED = "0.38"
 """The newest minor version of the SDK that is tested; its protocol is spoken."""
 
@@ -38,7 +40,7 @@ def load() -> Any:
     """The generated module. Raises :class:`Missing`."""
     package = importlib.util.find_spec("tinker")
     if package is None or package.origin is None:
-        raise Missing("the tinker package is not installed: pip install 'rookery[tinker]'")
+        raise Missing(f"the tinker package is not installed: {installs('tinker')}")
     path = Path(package.origin).parent / "proto" / "tinker_public_pb2.py"
     spec: ModuleSpec | None = importlib.util.spec_from_file_location("rookery_tinker_public_pb2", path)
     if spec is None or spec.loader is None or not path.is_file():

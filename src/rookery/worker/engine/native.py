@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from rookery import wire
+from rookery.worker import device
 from rookery.worker.engine.admission import Admission
 from rookery.worker.engine.attention import Stream
 from rookery.worker.engine.device_sampler import sample_on_device
@@ -95,7 +96,7 @@ class NativeEngine:
         self._runner = runner or runner_for(decoder, bank, kv_budget_bytes)
         self._store = self._runner.store
         self._admission = Admission(self._store, bank, max_rows, self.stats)
-        default = GPU_PREFILL_TOKENS if decoder.device.type == "cuda" else PREFILL_TOKENS
+        default = GPU_PREFILL_TOKENS if device.fuses(decoder.device, decoder.dtype) else PREFILL_TOKENS
         self._prefill_tokens = prefill_tokens or default
         self._prefill_keys = prefill_keys
         self._finished_kept = finished_kept
@@ -223,6 +224,7 @@ class NativeEngine:
     def _timed(self, what: str, work: Callable[[], bool]) -> bool:
         began = time.perf_counter()
         did = work()
+        device.finish(self.decoder.device)
         self.stats[what] += time.perf_counter() - began
         return did
 
@@ -383,6 +385,8 @@ class NativeEngine:
 
 
 def runner_for(decoder: Decoder, bank: LoraBank, kv_budget_bytes: int) -> Runner:
-    """What computes on the decoder's device."""
-    made: type[DenseRunner | PooledRunner] = PooledRunner if decoder.device.type == "cuda" else DenseRunner
+    """What computes on the decoder's device: the pooled one wants the fused kernels, or every row's keys are gathered
+    at the length of the longest."""
+    pools = device.fuses(decoder.device, decoder.dtype)
+    made: type[DenseRunner | PooledRunner] = PooledRunner if pools else DenseRunner
     return made(decoder, bank, kv_budget_bytes)

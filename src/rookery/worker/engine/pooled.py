@@ -46,6 +46,8 @@ class PooledRunner:
         self._steps: Kept[Step] = Kept()
         self._memory = torch.cuda.graph_pool_handle() if decoder.device.type == "cuda" else None
         """Recorded steps share what they compute in: one runs at a time."""
+        self._aside = torch.cuda.Stream(decoder.device) if decoder.device.type == "cuda" else None
+        """Where steps run before they are recorded: libraries keep a workspace for every stream that they met."""
 
     def arrange(self, keys: Iterable[str]) -> None:
         self._places = self._bank.seat(dict.fromkeys(keys))
@@ -84,7 +86,8 @@ class PooledRunner:
 
     def _step(self, of: Bucket, first: np.ndarray) -> Step:
         step = Step(self._decoder, self._bank, self.store, of, self._product)
-        step.record(first, self._memory)
+        if self._aside is not None:
+            step.record(first, self._memory, self._aside)
         return step
 
 
@@ -178,12 +181,11 @@ class Step:
 
         self._run: Callable[[], Tensor] = compute
 
-    def record(self, first: np.ndarray, memory: Any) -> None:
-        """As a CUDA graph, on a device that has them. ``first`` is a plan that may be computed meanwhile, ``memory``
-        where the graph may compute."""
-        if self._device.type == "cuda":
-            self._load(first)
-            self._run = recorded(self._run, self._device, memory)
+    def record(self, first: np.ndarray, memory: Any, aside: torch.cuda.Stream) -> None:
+        """As a CUDA graph. ``first`` is a plan that may be computed meanwhile, ``memory`` where the graph may compute,
+        ``aside`` what it is warmed up on."""
+        self._load(first)
+        self._run = recorded(self._run, memory, aside)
 
     def __call__(self, filled: np.ndarray) -> Tensor:
         """Hidden states [rows, hidden], good until the next call."""
@@ -211,9 +213,9 @@ class DecodeAttention:
         return merge(tail, prefix[0]) if prefix else tail[0]
 
 
-def recorded(compute: Callable[[], Tensor], device: torch.device, memory: Any) -> Callable[[], Tensor]:
+def recorded(compute: Callable[[], Tensor], memory: Any, aside: torch.cuda.Stream) -> Callable[[], Tensor]:
     """``compute`` as a CUDA graph that gives the same tensor each time."""
-    aside = torch.cuda.Stream(device)
+    device = aside.device
     aside.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(aside):
         for _ in range(_WARM_UPS):

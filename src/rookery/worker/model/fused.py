@@ -3,8 +3,8 @@
 Promises:
 
 * Sequences do not meet: what is wrong in one (a NaN) reaches no other, nor does what lies between their keys.
-* The fused and the plain way compute the same function; the fused one runs where its kernels exist (CUDA, bfloat16 or
-  float16), the plain one everywhere else, which is where it is tested.
+* The fused and the plain way compute the same function; the fused one runs where its kernels exist
+  (``device.fuses``), the plain one everywhere else, which is where it is tested.
 * ``spans`` has shapes that depend on its arguments' shapes and on ``most`` alone and never asks the device anything, so
   that a CUDA graph can hold it.
 
@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from rookery.worker import device
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def flash() -> Callable[..., Any]:
 
 def fuses(q: Tensor) -> bool:
     """Whether the fused kernels take it."""
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    return device.fuses(q.device, q.dtype)
 
 
 def _longest(starts: list[int]) -> int:

@@ -7,9 +7,9 @@ Promises:
 * What cannot be served is refused with a ``UserError`` before anything large is read, where its config already tells.
 * Nothing has to be written outside the cache, unless the hub's own is there or wanted: a worker may have no home.
 * A hub that breaks off in the middle is a source that is not there: the next is tried. Files that came whole are
-  kept until the model is prepared.
+  kept until the model is prepared. Where no other source has it, it is ``Unavailable``: another time may do.
 
-``python -m rookery.worker.model.prepare NAME --cache DIR`` prints the folder.
+``python -m rookery.worker.model.prepare NAME --cache DIR`` prints the folder; exit code 2 where another time cannot do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import logging
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,11 +33,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rookery.errors import UserError
+from rookery.errors import EXIT_REFUSED, RookeryError, Unavailable, UserError, installs
 from rookery.text import catalogue
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import WEIGHTS
 from rookery.worker.model.weights import fuse
+from rookery.worker.parent import die_with_parent
 
 log = logging.getLogger("rookery.worker")
 
@@ -74,7 +74,8 @@ _XET_VARIABLE = "HF_XET_CACHE"
 
 
 def prepare(name: str, cache: Path) -> Path:
-    """The prepared folder of ``name`` (catalogue name, local folder or hub id), made if it is not there yet."""
+    """The prepared folder of ``name`` (catalogue name, local folder or hub id), made if it is not there yet. Raises
+    ``UserError``; ``Unavailable`` where another time may do: the hub did not answer."""
     folder = catalogue.model_folder(cache, name)
     if (folder / catalogue.PREPARED).is_file():
         return folder
@@ -86,9 +87,11 @@ def prepare(name: str, cache: Path) -> Path:
 
 
 def _prepare(model: catalogue.Model, folder: Path, fetched: Path) -> None:
-    refusals = []
+    refusals: list[_SourceMissing] = []
     for source in model.sources:
-        aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        aside = folder.with_name(f".{folder.name}")  # one at a time: the lock
+        shutil.rmtree(aside, ignore_errors=True)  # of an attempt that was killed
+        aside.mkdir(0o700)
         try:
             log.info("preparing %s from %s %s", model.name, source.kind, source.where)
             raw, published = _read(source, aside, fetched)
@@ -100,14 +103,20 @@ def _prepare(model: catalogue.Model, folder: Path, fetched: Path) -> None:
             return
         except _SourceMissing as missing:
             log.info("%s: %s", model.name, missing)
-            refusals.append(str(missing))
+            refusals.append(missing)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-    raise UserError(f"base_model: {model.name} cannot be fetched: {'; '.join(refusals)}")
+    problem = f"base_model: {model.name} cannot be fetched: {'; '.join(map(str, refusals))}"
+    another_time = any(isinstance(refusal, _SourceSilent) for refusal in refusals)
+    raise Unavailable(problem) if another_time else UserError(problem)
 
 
 class _SourceMissing(Exception):
     """This source is not there; another may be."""
+
+
+class _SourceSilent(_SourceMissing):
+    """… or it may be there another time."""
 
 
 def _read(source: catalogue.Source, aside: Path, fetched: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -156,7 +165,7 @@ def _download(hub_id: str, fetched: Path) -> Path:
         raise _SourceMissing(f"the hub knows no {hub_id}") from None
     except Exception as error:  # of the hub's library, or of any below it: which ones changes with their releases
         log.debug("hub", exc_info=error)
-        raise _SourceMissing(f"the hub did not give {hub_id} ({type(error).__name__})") from None
+        raise _SourceSilent(f"the hub did not give {hub_id} ({type(error).__name__})") from None
 
 
 def _read_gguf(source: catalogue.Source, aside: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -167,7 +176,7 @@ def _read_gguf(source: catalogue.Source, aside: Path) -> tuple[dict[str, Any], d
     package = Path(spec.submodule_search_locations[0])
     missing = [name for name in _GGUF_READERS if importlib.util.find_spec(name) is None]
     if missing:
-        raise _SourceMissing(f"{' and '.join(missing)} not installed: pip install 'rookery[gguf]'")
+        raise _SourceMissing(f"{' and '.join(missing)} not installed: {installs('gguf')}")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(package, gguf_file=source.file, dtype=torch.float32)
@@ -208,11 +217,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rookery.worker.model.prepare")
     parser.add_argument("name", help="a catalogue name, a local folder or a hub id")
     parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--die-with-parent", action="store_true", help="end when standard input ends")
     given = parser.parse_args()
+    if given.die_with_parent:
+        die_with_parent(lambda: os._exit(1))  # what it has begun, the next attempt removes
     try:
         print(prepare(given.name, given.cache.expanduser()))
-    except UserError as error:
-        sys.exit(str(error))
+    except RookeryError as error:
+        print(error, file=sys.stderr)
+        sys.exit(EXIT_REFUSED if isinstance(error, UserError) else 1)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from rookery import wire
 from rookery.algorithms.losses import LOSSES, kl_penalty
+from rookery.worker.device import finish
 from rookery.worker.model.decoder import Attend, Decoder
 from rookery.worker.trainer.backbone import forward, infer
 from rookery.worker.trainer.head import score
@@ -107,6 +108,7 @@ def run(
         d_hidden = torch.zeros(passed.hidden.shape, dtype=scores.slopes.dtype, device=decoder.device)
         d_hidden.index_add_(0, stream.rows, scores.slopes.mul_(d_logp[:, None]))
         passed.backward(d_hidden.to(decoder.dtype))
+    finish(decoder.device)
     seconds = time.perf_counter() - began
     for item, span in zip(items, spans, strict=True):
         item.work.add({"seconds": seconds * (span.stop - span.start) / len(stream.tokens)})

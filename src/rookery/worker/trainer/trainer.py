@@ -4,8 +4,8 @@ Promises:
 
 * ``step`` is one bounded slice: one packed pass of at most ``slice_tokens`` tokens, or one optimizer step. A larger
   unit is cut between its members. A trajectory stays whole: a longer one runs alone, and where memory does not hold it,
-  its operation is answered ``lost``: another worker may have more. Slices go round the tenants, within a tenant round
-  its policies, within a policy in order of arrival.
+  or a GPU's not the pass, the operation is answered ``lost``: another worker may have more. Slices go round the
+  tenants, within a tenant round its policies, within a policy in order of arrival.
 * An operation runs only on the state it names: (policy, lease, parent, steps). Anything else is answered ``stale``. So
   is an optimizer step whose gradient is not whole (an operation before it failed or was cancelled).
 * What is wrong with one policy's operation is answered for that operation. A loss or gradient that is not finite skips
@@ -31,6 +31,7 @@ import torch
 from rookery import wire
 from rookery.algorithms.losses import LOSSES
 from rookery.errors import UserError
+from rookery.worker.device import finish, fuses
 from rookery.worker.model.adapter import init_adapter, read_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
@@ -240,12 +241,24 @@ class Trainer:
                 chosen[work].append(work.left.popleft())
                 left, room = left - unit.tokens, room - unit.room(fits.copied)
         items = [Item(work, self._held[work.op.policy].state, units) for work in ready if (units := chosen[work])]
-        if items:
-            self.trained += run(self._decoder, items, self._attention, fits.kept, fits.copied)
+        try:
+            if items:
+                self.trained += run(self._decoder, items, self._attention, fits.kept, fits.copied)
+        except torch.OutOfMemoryError as error:
+            self._too_much(items, str(error))
         for work in ready:
-            if not work.left:
+            if not work.left and not work.given_up:
                 self._remove(work.op.policy, work)
                 self._finished.append(Finished(work.op.op, metrics=work.summary(), logprobs=work.logprobs()))
+
+    def _too_much(self, items: list[Item], error: str) -> None:
+        """A GPU had no memory for this pass: its operations are answered ``lost``, and passes are half as long now."""
+        torch.cuda.empty_cache()
+        self._slice_tokens = max(1, self._slice_tokens // 2)
+        log.warning("no memory for a pass; passes have %d tokens now: %s", self._slice_tokens, error)
+        for item in items:
+            item.work.give_up()  # the gradient may have a part of it
+            self._finished.append(Finished(item.work.op.op, "this worker's memory did not hold the pass", "lost"))
 
     def _begin(self, work: Work) -> bool:
         """Whether ``work`` can go on, on the state that it names; else it is gone, and answered if it was not yet."""
@@ -289,6 +302,7 @@ class Trainer:
         export = None
         if op.commit:
             export, held.exported = held.state.export(self._base_model), held.taken
+        finish(self._decoder.device)
         metrics["seconds"] = time.perf_counter() - began
         self._finished.append(Finished(op.op, metrics=metrics, export=export))
 
@@ -334,8 +348,9 @@ class Trainer:
 
 
 def attention_for(decoder: Decoder) -> Attention:
-    """What computes attention over packed streams on the decoder's device."""
-    return FusedAttention if decoder.device.type == "cuda" else partial(PackedAttention, chunks=Chunks())
+    """What computes attention over packed streams on the decoder's device: without fused kernels all of a sequence's
+    scores would be there at once, in chunks they are not."""
+    return FusedAttention if fuses(decoder.device, decoder.dtype) else partial(PackedAttention, chunks=Chunks())
 
 
 def _check_loss(loss: wire.Loss) -> None:
