@@ -244,7 +244,8 @@ def figures(cells: Mapping[str, Cell]) -> Result:
         if point is None:
             result.verdicts.append(Verdict(target, "-", None))
         else:
-            shown = f"the bound is {point.efficiency:.0%} of the makespan, {point.makespan:.0f} s; medians of {point.runs}"
+            share, makespan = f"{point.efficiency:.0%}", f"{point.makespan:.0f} s"
+            shown = f"the bound is {share} of the makespan, {makespan}; medians of {point.runs}"
             result.verdicts.append(Verdict(target, shown, point.efficiency >= LEAST_EFFICIENCY))
     _judge_rewards(result, cells)
     _judge_trl(result, found, largest.get("0"))
