@@ -601,6 +601,24 @@ class Service:
                 assert view.state not in ("completed", "failed", "cancelled", "paused"), (view.state, view.reason)
                 await asyncio.sleep(0)
 
+    # --- between a crash and the next start ---------------------------------------------------------------------------
+
+    def corrupt(self, digest: str) -> None:
+        """The artifact's weights are as many bytes as they were, and others."""
+        path = self.artifacts.path(digest, ADAPTER)
+        path.write_bytes(b"x" * path.stat().st_size)
+
+    def stop_at(self, job: str, steps: int, tenant: str = "alice") -> None:
+        """The job, the only one there is, ends after so many steps."""
+        from sqlalchemy import update
+
+        from rookery.storage import schema
+
+        row = self.database.get_job(tenant, job)
+        spec = {**row.spec, "stop": {**row.spec["stop"], "steps": steps}}
+        with self.database._writing() as connection:
+            connection.execute(update(schema.jobs).values(spec=spec))
+
     # --- what must hold of a finished history -------------------------------------------------------------------------
 
     def check_history(self, job: str, tenant: str = "alice") -> list[Any]:

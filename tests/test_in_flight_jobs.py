@@ -11,15 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import update
 
-from peers import ADAPTER, ScriptedWorker, Service, job_of
+from peers import ScriptedWorker, Service, job_of
 from rookery import wire
 from rookery.controller.links import LinkClosed
 from rookery.controller.trajectory import said_before
 from rookery.simulation.clock import InlineLedger, VirtualClock
 from rookery.simulation.clock import run as run_virtually
-from rookery.storage import schema
 
 MODES = ["finish", "switch", "recompute"]
 LONG = 60
@@ -274,12 +272,8 @@ def test_what_a_lost_version_sampled_is_dropped(tmp_path: Path) -> None:
         await until(lambda: head_of(service, job) >= 3 and said_by_the_head())
         await service.crash()
         policy, lost = service.database.policies("alice", job)[0], head_of(service, job)
-        path = service.artifacts.path(service.database.version("alice", policy.id, lost).hash, ADAPTER)
-        path.write_bytes(b"x" * path.stat().st_size)
-        row = service.database.get_job("alice", job)
-        spec = {**row.spec, "stop": {**row.spec["stop"], "steps": lost + 3}}
-        with service.database._writing() as connection:
-            connection.execute(update(schema.jobs).values(spec=spec))
+        service.corrupt(service.database.version("alice", policy.id, lost).hash)
+        service.stop_at(job, lost + 3)
         await service.start()
         worker = await Paced(service).join()
         await service.reconnect(host).join()

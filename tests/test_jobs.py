@@ -527,12 +527,8 @@ async def test_a_corrupt_head_is_stepped_back_from(tmp_path: Path) -> None:
     await service.crash()
     policy = service.database.policies("alice", job)[0]
     head = service.database.version("alice", policy.id, int(policy.head_version or 0))
-    path = service.artifacts.path(head.hash, ADAPTER)
-    path.write_bytes(b"x" * path.stat().st_size)
-    row = service.database.get_job("alice", job)
-    spec = {**row.spec, "stop": {**row.spec["stop"], "steps": head.step + 2}}
-    with service.database._writing() as connection:
-        connection.execute(update(schema.jobs).values(spec=spec))
+    service.corrupt(head.hash)
+    service.stop_at(job, head.step + 2)
     await service.start()
     worker = await service.worker().join()
     await service.host(instance="host-2").join()
@@ -581,12 +577,8 @@ async def test_what_was_stepped_back_over_is_no_part_of_the_history(tmp_path: Pa
     await service.crash()
     best, newest = kept()
     head = service.database.version("alice", policy.id, newest)
-    path = service.artifacts.path(head.hash, ADAPTER)
-    path.write_bytes(b"x" * path.stat().st_size)
-    row = service.database.get_job("alice", job)
-    spec = {**row.spec, "stop": {**row.spec["stop"], "steps": head.step + 1}}
-    with service.database._writing() as connection:
-        connection.execute(update(schema.jobs).values(spec=spec))
+    service.corrupt(head.hash)
+    service.stop_at(job, head.step + 1)
     await service.start()
     again = await service.worker().join()
     await service.host(instance="host-2").join()

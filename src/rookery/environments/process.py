@@ -10,18 +10,18 @@ import argparse
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import sys
-import threading
+from functools import partial
 
 from rookery.environments.builtins import BUILTINS
 from rookery.environments.host import Host
 from rookery.errors import UserError
+from rookery.parent import die_with_parent
 from rookery.settings import TOKEN_VARIABLE, token_of
 
 
-async def serve(url: str, token: str, *, die_with_parent: bool) -> None:
+async def serve(url: str, token: str, *, orphans_end: bool) -> None:
     """Host the built-ins until told to end. Raises :class:`UserError` when the service refuses."""
     host = Host(url, token, {f"builtin:{id}": builtin for id, builtin in BUILTINS.items()})
     running = asyncio.create_task(host.run())
@@ -29,16 +29,13 @@ async def serve(url: str, token: str, *, die_with_parent: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         with contextlib.suppress(NotImplementedError):  # not on Windows, where Ctrl-C cancels anyway
             loop.add_signal_handler(number, running.cancel)
-    if die_with_parent:
-        threading.Thread(target=_until_orphaned, args=(loop, running), daemon=True, name="parent").start()
+    if orphans_end:
+        die_with_parent(partial(_end, loop, running))
     with contextlib.suppress(asyncio.CancelledError):
         await running
 
 
-def _until_orphaned(loop: asyncio.AbstractEventLoop, running: asyncio.Task[None]) -> None:
-    with contextlib.suppress(OSError):
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
+def _end(loop: asyncio.AbstractEventLoop, running: asyncio.Task[None]) -> None:
     with contextlib.suppress(RuntimeError):  # the loop has closed: it is ending already
         loop.call_soon_threadsafe(running.cancel)
 
@@ -51,7 +48,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        asyncio.run(serve(arguments.connect, token_of(arguments.token), die_with_parent=arguments.die_with_parent))
+        asyncio.run(serve(arguments.connect, token_of(arguments.token), orphans_end=arguments.die_with_parent))
     except UserError as error:
         sys.exit(str(error))
 

@@ -26,6 +26,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
+from rookery.parent import die_with_parent
 from rookery.settings import TOKEN_VARIABLE, Settings, token_of
 from rookery.text import catalogue
 from rookery.worker.adapter_cache import ADAPTERS
@@ -33,7 +34,6 @@ from rookery.worker.compute import Compute, Core
 from rookery.worker.lender import Lender, listen
 from rookery.worker.link import Link, Options, Refusal
 from rookery.worker.model.prepare import prepare
-from rookery.worker.parent import die_with_parent
 
 log = logging.getLogger("rookery.worker")
 

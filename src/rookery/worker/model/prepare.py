@@ -34,11 +34,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rookery.errors import EXIT_REFUSED, RookeryError, Unavailable, UserError, installs
+from rookery.parent import die_with_parent
 from rookery.text import catalogue
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import WEIGHTS
 from rookery.worker.model.weights import fuse
-from rookery.worker.parent import die_with_parent
 
 log = logging.getLogger("rookery.worker")
 
