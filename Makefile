@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
+# Tests that wait are many, so two processes share even two cores; each has torch in its memory.
+PROCESSES ?= 2
+
 # The oldest Tinker SDK that is supported (service/tinker/schema.py); the newest is among the tests' requirements.
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
@@ -17,7 +20,7 @@ demo: install
 test: $(VENV)/.tests $(VENV)/sdks/$(OLDEST_SDK)
 	@$(BIN)/ruff check src tests demo benchmarks
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal
 
 # The whole flow of a Tinker client with other versions of the SDK: make test-sdks SDKS="0.25.0 0.30.4"
 test-sdks: $(SDKS:%=$(VENV)/sdks/%)
@@ -42,18 +45,21 @@ chaos-at-scale: $(VENV)/.tests
 # Peers, each in an environment of its own, for the measures that stand beside them.
 bench-peers: .bench/vllm/.installed .bench/trl/.installed
 
-# The quick measures, on a quiet machine; RESULTS.md is made from what all of them wrote.
+# One shape of each quick measure, on a quiet machine; RESULTS.md is made from what all of them wrote.
 bench: $(VENV)/.tests
-	$(BIN)/python benchmarks/generation.py
-	$(BIN)/python benchmarks/training.py
-	$(BIN)/python benchmarks/grpo_step.py
+	$(BIN)/python benchmarks/generation.py --quick
+	$(BIN)/python benchmarks/training.py --quick
+	$(BIN)/python benchmarks/grpo_step.py --quick
 	$(BIN)/python benchmarks/service_floor.py
 	$(BIN)/python benchmarks/report.py
 
-# The curve of tenants, asynchrony, the lag study, memory, spinning: hours on a quiet machine. What is measured is kept:
-# stopped and made again, it goes on with what is missing; another machine's cells are put aside, and found there again.
-# Each script can also measure a part (--help).
-bench-full: $(VENV)/.tests .bench/trl/.installed
+# These whole, then the curve of tenants, asynchrony, the lag study, memory, spinning: hours on a quiet machine. What the
+# curve and the two after it have measured is kept: stopped and made again, they go on with what is missing; another
+# machine's cells are put aside, and found there again. Each script can also measure a part (--help).
+bench-full: $(VENV)/.tests bench-peers
+	$(BIN)/python benchmarks/generation.py
+	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/grpo_step.py
 	$(BIN)/python benchmarks/curve.py
 	$(BIN)/python benchmarks/asynchrony.py
 	$(BIN)/python benchmarks/lag_study.py

@@ -14,6 +14,7 @@ import pytest
 from contender import Contender
 from workload import random_ids
 
+pytestmark = pytest.mark.alone
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 LEAST_TURNS, MOST_TURNS = 2, 8
 """What else runs on the machine for a while spoils two turns, seldom eight; what has become slow is so in all."""
