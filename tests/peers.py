@@ -20,6 +20,7 @@ from random import Random
 from typing import Any
 
 import msgspec
+from sqlalchemy import create_engine, select, update
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rookery import wire
@@ -34,6 +35,7 @@ from rookery.errors import UserError
 from rookery.settings import Settings
 from rookery.simulation.links import MemoryLink, link_pair
 from rookery.spec import TARGETS
+from rookery.storage import schema
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.database import Database
 from rookery.text.chat import Chat
@@ -610,10 +612,6 @@ class Service:
 
     def stop_at(self, job: str, steps: int, tenant: str = "alice") -> None:
         """The job, the only one there is, ends after so many steps."""
-        from sqlalchemy import update
-
-        from rookery.storage import schema
-
         row = self.database.get_job(tenant, job)
         spec = {**row.spec, "stop": {**row.spec["stop"], "steps": steps}}
         with self.database._writing() as connection:
@@ -640,10 +638,6 @@ class Service:
         return versions
 
     def groups(self, job: str) -> list[dict[str, Any]]:
-        from sqlalchemy import create_engine, select
-
-        from rookery.storage import schema
-
         engine = create_engine(f"sqlite:///{self.folder}/rookery.db")
         try:
             with engine.begin() as connection:
