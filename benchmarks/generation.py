@@ -15,7 +15,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from contender import Contender, ContenderFailed
-from harness import HERE, WORK, Result, Row, command, ratio, repeats
+from harness import HERE, WORK, Result, Row, command, options, ratio
 from model import adapters, attempt, chat_ids, number_type, published, start_peer
 from workload import questions
 
@@ -23,10 +23,13 @@ from rookery.cluster.allocator import PRELOAD
 
 NEW_TOKENS = 64
 COUNTS = (8, 64)
+QUICK_COUNTS = (64,)
 PEERS = {
     "vLLM, 4 adapters": ("eager", 4), "vLLM, no adapters": ("eager", 0), "vLLM, no adapters, compiled": ("compiled", 0),
 }  # fmt: skip
 """How each runs, and with how many adapters."""
+QUICK_PEERS = ("vLLM, 4 adapters", "vLLM, no adapters, compiled")
+"""The better way of each."""
 WITHIN = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 OPENMP = WORK / "vllm" / "lib" / "libiomp5.so"
 """As vLLM's packages bring it."""
@@ -35,15 +38,18 @@ WARM_UP_TOKENS = 4
 
 
 def main() -> None:
-    times = repeats(__doc__)
+    given = options(__doc__, "64 sequences only, and only the contenders that are judged").parse_args()
+    counts = QUICK_COUNTS if given.quick else COUNTS
+    peer_names = QUICK_PEERS if given.quick else tuple(PEERS)
+    own_ways = (4,) if given.quick else (4, 0)
     result = Result("generation", f"Generation, rank 16 on every linear layer, {number_type()}", command())
     ours = Contender("engine", [sys.executable, str(HERE / "contender_engine.py")])
     result.versions.update({"engine threads": str(ours.about["threads"])})
     peers: dict[str, Contender] = {}
     published()  # before both want it at once
-    given = {name: [mode, *map(str, adapters(count))] for name, (mode, count) in PEERS.items()}
+    ways = {name: [PEERS[name][0], *map(str, adapters(PEERS[name][1]))] for name in peer_names}
     with ThreadPoolExecutor() as pool:  # they take half a minute to load
-        starting = {name: pool.submit(_vllm, name, how) for name, how in given.items()}
+        starting = {name: pool.submit(_vllm, name, how) for name, how in ways.items()}
     for name, started in starting.items():
         try:
             peers[name] = started.result()
@@ -52,19 +58,20 @@ def main() -> None:
             result.notes.append(f"{name} did not run: {error}")
             print(result.notes[-1], flush=True)
     rows: dict[tuple[str, int], Row] = {}
-    for count in COUNTS:
+    for count in counts:
         speeds: dict[str, list[float]] = {}
         steps, floors, own_floors = [], [], []
         prompts = chat_ids(questions(count))
-        for turn in range(times + 1):
+        for turn in range(given.repeats + 1):
             task = {"prompts": prompts, "tokens": NEW_TOKENS if turn else WARM_UP_TOKENS}
             warm = {"prompts": prompts[: min(COUNTS)], "tokens": WARM_UP_TOKENS}
-            for name, extra in (("Rookery, 4 adapters", {"adapters": 4}), ("Rookery, no adapters", {"adapters": 0})):
-                ours.run(**warm, **extra)
-                answer = ours.run(**task, **extra)
+            for own in own_ways:
+                ours.run(**warm, adapters=own)
+                answer = ours.run(**task, adapters=own)
                 if turn:
+                    name = f"Rookery, {own or 'no'} adapters"
                     speeds.setdefault(name, []).append(answer["tokens"] / answer["seconds"])
-                    if extra["adapters"]:
+                    if own:
                         steps.append(1000 * answer["step_seconds"])
                         floor = ours.run(what="floor", rows=count)
                         floors.append(1000 * floor["seconds"])
@@ -77,20 +84,22 @@ def main() -> None:
             rows[name, count] = result.add(f"{count} sequences, {name}", values, "tokens/s")
         step = result.add(f"{count} sequences, Rookery's decode step, 4 adapters", steps, "ms")
         plain = result.add(f"{count} sequences, the linear layers of a step, by torch's linear", floors, "ms")
-        own = result.add(f"{count} sequences, floor: the same in Rookery's layout of the weights", own_floors, "ms")
+        packed = result.add(f"{count} sequences, floor: the same in Rookery's layout of the weights", own_floors, "ms")
         if count == 64:
             share = ratio(step, plain)
-            why = f"{ratio(step, own):.2f} x what they take in Rookery's layout"
+            why = f"{ratio(step, packed):.2f} x what they take in Rookery's layout"
             result.judge("decode step <= 2.7 x the linear layers, 64 sequences", f"{share:.2f} x", share <= 2.7, why)
     for count, peer_name, least in (
         (64, "vLLM, 4 adapters", 10.0),
         (64, "vLLM, no adapters", 1.8),
         (8, "vLLM, 4 adapters", 3.0),
     ):
+        if count not in counts:
+            continue
         target = f"{count} sequences over 4 adapters >= {least:g} x {peer_name}"
-        ways = [row for (name, number), row in rows.items() if number == count and name.startswith(peer_name)]
-        if ways:
-            best = max(ways, key=lambda row: statistics.median(row.values))
+        rivals = [row for (name, number), row in rows.items() if number == count and name.startswith(peer_name)]
+        if rivals:
+            best = max(rivals, key=lambda row: statistics.median(row.values))
             times_faster = ratio(rows["Rookery, 4 adapters", count], best)
             result.judge(target, f"{times_faster:.2f} x", times_faster >= least)
         else:

@@ -151,11 +151,18 @@ def command() -> str:
     return " ".join(["python", str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *sys.argv[1:]])
 
 
-def repeats(description: str | None, default: int = 3) -> int:
-    """The ``--repeats`` option of a script."""
+def options(description: str | None, quick: str = "") -> argparse.ArgumentParser:
+    """The options of a script: ``--repeats``, and ``--quick`` where ``quick`` says what that leaves."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=default, help=f"runs of each contender (default: {default})")
-    return int(parser.parse_args().repeats)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each contender (default: 3)")
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    return parser
+
+
+def repeats(description: str | None) -> int:
+    """The ``--repeats`` of a script that has no other option."""
+    return int(options(description).parse_args().repeats)
 
 
 def peer_python(name: str) -> Path | None:

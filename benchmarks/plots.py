@@ -71,13 +71,12 @@ def _speed(results: Mapping[str, dict[str, Any]]) -> Figure | None:
         ("training", "8 x 512, ", "training, 8 x 512: tokens/s"),
         ("grpo_step", "", "a GRPO step: seconds"),
     ]
-    shown = [(results[name]["rows"], prefix, title) for name, prefix, title in panels if name in results]
+    found = [(_bars(results[name]["rows"], prefix), prefix, title) for name, prefix, title in panels if name in results]
+    shown = [each for each in found if each[0]]  # a quick run leaves some out
     if not shown:
         return None
     figure, axes = _new(3.2, len(shown), squeeze=False)
-    for panel, (rows, prefix, title) in zip(axes[0], shown, strict=True):
-        bars = [row for row in rows if row["what"].startswith(prefix) and row["unit"] in ("tokens/s", "s")]
-        bars = [row for row in bars if "paired" not in row["what"]]
+    for panel, (bars, prefix, title) in zip(axes[0], shown, strict=True):
         for place, row in enumerate(bars):
             middle = median(row["values"])
             ours = row["what"].removeprefix(prefix).startswith("Rookery")
@@ -91,6 +90,12 @@ def _speed(results: Mapping[str, dict[str, Any]]) -> Figure | None:
         panel.set_title(title, fontsize=8)
     _plain(*axes[0])
     return figure
+
+
+def _bars(rows: list[dict[str, Any]], prefix: str) -> list[dict[str, Any]]:
+    """Those of a panel: times and speeds of one contender each."""
+    timed = [row for row in rows if row["what"].startswith(prefix) and row["unit"] in ("tokens/s", "s")]
+    return [row for row in timed if "paired" not in row["what"]]
 
 
 # --- the curve --------------------------------------------------------------------------------------------------------

@@ -11,11 +11,12 @@ import statistics
 import sys
 
 from contender import Contender, ContenderFailed
-from harness import HERE, Result, Row, command, ratio, repeats
+from harness import HERE, Result, Row, command, options, ratio
 from model import attempt, number_type, start_peer
 
 WARM = (8, 128)
 SHAPES = {"8 x 128": (8, 128), "8 x 512": (8, 512)}
+QUICK_SHAPES = ("8 x 128",)
 LEAST = {"8 x 128": (2.2, 0.55), "8 x 512": (4.0, 0.45)}
 TENANTS = 4
 PACKED_LEAST = 0.95
@@ -25,7 +26,8 @@ PAIRS = 3
 
 
 def main() -> None:
-    times = repeats(__doc__)
+    given = options(__doc__, "8 x 128 only, and a third of the packed pairs").parse_args()
+    times = given.repeats
     result = Result(
         "training", f"Training, rank 16 on every linear layer, {number_type()}, loss on every token", command()
     )
@@ -37,9 +39,9 @@ def main() -> None:
         result.versions.update({name: peers[PEER].about[name] for name in ("peft", "transformers")})
     except ContenderFailed as error:
         result.notes.append(f"{PEER} did not run: {error}")
-    for name, (count, length) in SHAPES.items():
-        _shape(result, ours, peers, name, count, length, times)
-    _packed(result, ours, PAIRS * times)
+    for name in QUICK_SHAPES if given.quick else SHAPES:
+        _shape(result, ours, peers, name, *SHAPES[name], times)
+    _packed(result, ours, times if given.quick else PAIRS * times)
     for contender in (ours, *peers.values()):
         contender.close()
     result.save()
