@@ -4,6 +4,7 @@ well-behaved one (:class:`Good`) shows what the others would have done."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from collections.abc import Iterable
@@ -83,11 +84,20 @@ class NeverEnds(Good):
         return base.Step(messages=[{"role": "user", "content": "Again."}], reward=0.125)
 
 
-class Stuck(Good):
+class Together(Good):
+    """Its episodes share what it holds, and nothing with another object of the class."""
+
+    def for_episode(self) -> base.Environment:
+        return copy.copy(self)
+
+
+class Stuck(Together):
     """``step`` does not return before ``release`` is set; ``entered`` counts the calls."""
 
-    release = threading.Event()
-    entered = threading.Semaphore(0)
+    def __init__(self) -> None:
+        super().__init__()
+        self.release = threading.Event()
+        self.entered = threading.Semaphore(0)
 
     def step(self, reply: base.Reply) -> Any:
         self.entered.release()
@@ -134,13 +144,16 @@ class WrongAnswers(Good):
         return 1.0 if self.which == "step" else super().step(reply)
 
 
-class Counting(Good):
-    """Not deterministic: three turns, and every reply's number is its place among all steps ever taken here."""
+class Counting(Together):
+    """Not deterministic: three turns, and every answer's number is its place among all that were given."""
 
     deterministic = False
-    steps = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answered: list[str] = []
 
     def step(self, reply: base.Reply) -> Any:
-        type(self).steps += 1
-        message = {"role": "user", "content": f"Step {type(self).steps}."}
+        self.answered.append(reply.text)
+        message = {"role": "user", "content": f"Step {len(self.answered)}."}
         return base.Step(messages=[message], reward=1.0, done=reply.turn >= 2)

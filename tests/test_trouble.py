@@ -88,15 +88,17 @@ class GrowsTooLong(faulty.Good):
         return rookery.Step(messages=[{"role": "user", "content": "x" * 600}], reward=float(reply.text == "4"))
 
 
-class Mended(faulty.Good):
+class Mended(faulty.Together):
     """Raises until somebody mends it. What began before that on other prompts than the first raises later on."""
 
-    broken = True
-    began = threading.Semaphore(0)
-    late = threading.Event()
+    def __init__(self) -> None:
+        super().__init__()
+        self.mended = threading.Event()
+        self.began = threading.Semaphore(0)
+        self.late = threading.Event()
 
     def step(self, reply: rookery.Reply) -> Any:
-        if type(self).broken:
+        if not self.mended.is_set():
             if self.prompt["number"] == 0:
                 self.began.acquire()
             else:
@@ -104,12 +106,6 @@ class Mended(faulty.Good):
                 self.late.wait()
             raise RuntimeError("not yet")
         return super().step(reply)
-
-
-class StuckHere(faulty.Stuck):
-    """With an event of its own, so that no other test lets it go."""
-
-    release = threading.Event()
 
 
 class TooMuch(faulty.Good):
@@ -144,13 +140,15 @@ class Troubled:
     health: Any
 
 
+STUCK = faulty.Stuck()
+
 PAUSED = {
     "raises-in-reset": (faulty.RaisesInReset(), {}, "RuntimeError: no beginning"),
     "raises-in-step": (faulty.RaisesInStep(), {}, "RuntimeError: no step"),
     "raises-in-prompts": (faulty.RaisesInPrompts(), {}, "RuntimeError: no prompts"),
     "nan": (faulty.NotANumber(), {}, "the environment's reward of turn 0 is nan, not a number"),
     "too-much": (TooMuch(), {}, "rewards add up to 1.7e+308, allowed"),
-    "stuck": (StuckHere(), {"step_timeout": 2}, "step was not answered within 2 s"),
+    "stuck": (STUCK, {"step_timeout": 2}, "step was not answered within 2 s"),
     "late": (faulty.SlowAsync(6), {"step_timeout": 2}, "step was not answered within 2 s"),
     "late-with-a-thread": (faulty.Slow(6), {"step_timeout": 2}, "step was not answered within 2 s"),
     "too-long": (TooLong(), {}, "the model's context is 512"),
@@ -176,7 +174,8 @@ def troubled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Troubled]:
         stack.enter_context(worker(service, root))
         keys = tenants(service, "unlucky", "neighbour")
         unlucky, neighbour = (stack.enter_context(Client(service.url, key)) for key in keys)
-        stack.callback(StuckHere.release.set)
+        STUCK.release.clear()
+        stack.callback(STUCK.release.set)
         every = {**{name: case[:2] for name, case in PAUSED.items()}, **GOES_ON}
         jobs = {
             name: unlucky.train(
@@ -249,12 +248,13 @@ def test_a_job_goes_on_once_its_environment_is_mended(tmp_path: Path) -> None:
         service = stack.enter_context(served(tmp_path, failing_window=4))
         stack.enter_context(worker(service, tmp_path))
         with Client(service.url, service.key) as client:
-            stack.callback(Mended.late.set)
-            stack.callback(Mended.began.release, 2)
-            mended = client.train(base_model=MODEL, environment=Mended(), stop={"steps": 3}, shuffle=False, **PARTS)
+            environment = Mended()
+            stack.callback(environment.late.set)
+            stack.callback(environment.began.release, 2)
+            mended = client.train(base_model=MODEL, environment=environment, stop={"steps": 3}, shuffle=False, **PARTS)
             assert "RuntimeError: not yet" in until(mended, "paused").reason
-            Mended.broken = False
-            Mended.late.set()  # what was under way when it paused fails, too, and that stops nothing
+            environment.mended.set()
+            environment.late.set()  # what was under way when it paused fails, too, and that stops nothing
             mended.resume()
             view = mended.wait(PATIENCE)
             assert (view.state, view.step) == ("completed", 3)
@@ -428,11 +428,14 @@ def test_equal_rewards_are_counted_and_have_no_gradient(real: dict[str, Learned]
 # --- artifacts that are not what their hash says ----------------------------------------------------------------------
 
 
-class Gated(faulty.Good):
+class Gated(faulty.Together):
     """Waits from the prompt of that number on until the gate opens. Its rewards differ within a group."""
 
-    gate = threading.Event()
     begins = 6
+
+    def __init__(self) -> None:
+        super().__init__(prompts=40)
+        self.gate = threading.Event()
 
     def step(self, reply: rookery.Reply) -> Any:
         if self.prompt["number"] >= self.begins:
@@ -442,15 +445,15 @@ class Gated(faulty.Good):
 
 @pytest.mark.parametrize("how", ["resumed", "restarted"])
 def test_a_corrupt_version_is_refused_and_the_one_before_it_used(tmp_path: Path, how: str) -> None:
-    Gated.gate = threading.Event()
+    gated = Gated()
     with ExitStack() as stack:
-        stack.callback(Gated.gate.set)
+        stack.callback(gated.gate.set)
         life = stack.enter_context(ExitStack())
         service = life.enter_context(served(tmp_path))
         life.enter_context(worker(service, tmp_path))
         client = life.enter_context(Client(service.url, service.key))
         made = client.train(
-            base_model=MODEL, environment=Gated(prompts=40), stop={"steps": 5}, shuffle=False, name="gated", **PARTS
+            base_model=MODEL, environment=gated, stop={"steps": 5}, shuffle=False, name="gated", **PARTS
         )
         for row in made.metrics():
             if row.step == 3:
@@ -466,13 +469,13 @@ def test_a_corrupt_version_is_refused_and_the_one_before_it_used(tmp_path: Path,
             stack.enter_context(worker(service, tmp_path))
             client = stack.enter_context(Client(service.url, service.key))
             made = client.job(made.id)
-            client.host(made.show().spec.environment.hosted, Gated(prompts=40))
+            client.host(made.show().spec.environment.hosted, gated)
         else:
             head = corrupted(tmp_path, artifacts, made)
             with pytest.raises(RookeryError, match="does not have the hash"):
                 made.adapter().download(tmp_path / "adapter")
             made.resume()
-        Gated.gate.set()
+        gated.gate.set()
         view = made.wait(PATIENCE)
         assert (view.state, view.step) == ("completed", 5), view.reason
         said = [event.text for event in made.events() if event.kind == "corrupt"]
@@ -511,16 +514,16 @@ def on_a_small_disk(root: Path) -> None:
                 file.write(b"\0")
 
     write_model(root / "cache")
-    Gated.gate = threading.Event()
+    gated = Gated()
     with served(root) as service, worker(service, root), Client(service.url, service.key) as client:
         made = client.train(
-            base_model=MODEL, environment=Gated(prompts=40), stop={"steps": 5}, shuffle=False, name="gated", **PARTS
+            base_model=MODEL, environment=gated, stop={"steps": 5}, shuffle=False, name="gated", **PARTS
         )
         for row in made.metrics():
             if row.step == 3:
                 break
         fill()
-        Gated.gate.set()
+        gated.gate.set()
         view = until(made, "paused")
         assert "full" in view.reason and "free some space" in view.reason, view.reason
         assert made.show().state == "paused"
