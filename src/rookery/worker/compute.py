@@ -29,6 +29,7 @@ from rookery.settings import Settings
 from rookery.text.chat import Chat
 from rookery.worker import device
 from rookery.worker.engine.native import NativeEngine
+from rookery.worker.exact import TILE_THREADS, no_tiles
 from rookery.worker.model.adapter import read_adapter
 from rookery.worker.model.bank import LoraBank
 from rookery.worker.model.decoder import Decoder
@@ -206,6 +207,8 @@ class Compute:
         try:
             if self._settings.threads:
                 torch.set_num_threads(self._settings.threads)
+            if torch.get_num_threads() > TILE_THREADS:
+                no_tiles()
             core = Core(self._prepare(), self._settings, self._model)
             self.ready.set_result(core)
             self._run(core)

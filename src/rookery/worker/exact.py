@@ -3,10 +3,15 @@
 A row of a matrix product must depend on that row alone, and zeros appended to the contraction must change nothing. In
 bfloat16 all products go through oneDNN, whose kernels add along the contraction in one fixed order. In float32 only the
 base model's projections do (``model/projection.py``); the others go through PyTorch's BLAS, whose kernels take rows
-by the block. What would break it, and every product of the engine is shaped to avoid:
+by the block, on Intel's processors only if they are told to be reproducible (``worker/__init__.py``). What would break
+it, and every product of the engine is shaped to avoid:
 
 * bfloat16: a lone row is multiplied by another kernel → at least two rows;
 * bfloat16: a product of at most ``_SMALL`` multiplications does not go to oneDNN at all → enough rows;
+* bfloat16 by tile instructions (AMX): a contraction longer than ``TILE_DEPTH`` is added up in an order that depends on
+  rows, columns and threads. Where columns are many it is one order up to ``TILE_ROWS`` rows → blocks of rows
+  (``model/projection.py``); where they are few there is none → pieces of the contraction (``depths``);
+* the same: a contraction of less than 32 goes by another kernel where a thread has one row → rows for all threads;
 * float32: rows that are left over, less than a block of them, are added up in another order where a thread has no
   others → whole blocks;
 * float32: a contraction is cut into pieces, and where depends on its length → ``exact_capacity`` and
@@ -17,6 +22,10 @@ Tests check the rules, bit for bit, on random models and on SmolLM2, in the type
 """
 
 from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -37,12 +46,72 @@ _DEPTH = 192
 longer one after every piece."""
 
 
+TILE_ROWS = 32
+"""Two tiles: up to so many rows oneDNN's kernels for tiles add up a long contraction in one order, by any number of
+threads up to ``TILE_THREADS`` and with at least 64 columns for each (14 shapes of models, 2 to 64 rows, 1 to 8
+threads; 33 rows are added up in another)."""
+
+TILE_DEPTH = 384
+"""A contraction up to this long has one order with any rows, columns, batches and threads; one of 512 has several."""
+
+TILE_THREADS = 8
+"""With 16 threads a product of 2 to 32 rows had several orders."""
+
+_TILE_THIN, _TILE_FEW = 32, 4
+"""A contraction shorter than the first wants at least so many rows, and two for each thread."""
+
+_CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""What tells oneDNN which instructions not to use, and its older name."""
+
+
+def no_tiles() -> None:
+    """oneDNN shall not use tile instructions, if nobody said what it shall use. For processes that have not multiplied
+    yet."""
+    if torch.cpu._is_amx_tile_supported() and not any(os.environ.get(name) for name in _CAPS):
+        os.environ[_CAPS[0]] = "AVX512_CORE_BF16"
+
+
+@cache
+def _tiles() -> bool:
+    cap = next((value.upper() for name in _CAPS if (value := os.environ.get(name))), "ALL")
+    return torch.cpu._is_amx_tile_supported() and (cap in ("ALL", "DEFAULT") or "AMX" in cap)
+
+
+def tiled(dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Whether products go by tile instructions."""
+    return dtype == torch.bfloat16 and torch.device(device).type == "cpu" and _tiles()
+
+
+def depths(depth: int, dtype: torch.dtype, device: torch.device | str) -> list[int]:
+    """In which pieces a contraction of this depth is exact, in order. The first ones do not depend on how many follow,
+    so zeros behind a contraction change nothing."""
+    if depth <= TILE_DEPTH or not tiled(dtype, device):
+        return [depth]
+    rest = depth % TILE_DEPTH
+    return [TILE_DEPTH] * (depth // TILE_DEPTH) + [rest] * (rest > 0)
+
+
+def deep(x: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+    """x [..., rows, depth] · w [..., depth, out], for ``w`` in the pieces that ``depths`` says. Several pieces are
+    rounded one by one."""
+    if len(pieces) == 1:
+        return x @ pieces[0]
+    first, *others = x.split([piece.shape[-2] for piece in pieces], -1)
+    sums = first @ pieces[0]
+    add = sums.addmm_ if sums.dim() == 2 else sums.baddbmm_
+    for part, piece in zip(others, pieces[1:], strict=True):
+        add(part, piece)
+    return sums
+
+
 def exact_rows(dtype: torch.dtype, rows: int, *products: tuple[int, int]) -> int:
     """With how many rows, at least ``rows``, every product [rows, inner] x [inner, outer] is exact; ``products`` are
     (inner, outer). Other types have no rule."""
     if dtype == torch.float32:
         return -(-rows // _BLOCK) * _BLOCK
     if dtype == torch.bfloat16:
+        if _tiles() and any(inner < _TILE_THIN for inner, _ in products):
+            rows = max(rows, _TILE_FEW, 2 * torch.get_num_threads())
         return max(rows, 2, *(_SMALL // (inner * outer) + 1 for inner, outer in products))
     return rows
 
@@ -55,6 +124,8 @@ def with_rows(x: Tensor, rows: int) -> Tensor:
 def alone_in(dtype: torch.dtype, inner: int) -> bool:
     """Whether a few numbers in a row, zeros before and behind them, are added in a contraction of ``inner`` as they
     are by themselves, wherever they stand."""
+    if dtype == torch.bfloat16 and _tiles():
+        return inner <= TILE_DEPTH
     return dtype != torch.float32 or inner <= _DEPTH
 
 

@@ -3,7 +3,8 @@
 Promise: a token's output is a function of its own request alone, bit for bit on CPU. Its keys are split
 where the request says (the shared prefix, then the private tail) and nowhere else; scores of both parts lie side by
 side, each part beginning at a multiple of ``LANES``, go through one softmax, and each part's values are summed by one
-plain product whose padding is zero. Chunk sizes, neighbours and capacities only change padding.
+plain product whose padding is zero (or by several, cut where ``exact.depths`` says). Chunk sizes, neighbours and
+capacities only change padding.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rookery.worker.engine.cache import Arena
-from rookery.worker.exact import LANES, exact_rows, with_rows
+from rookery.worker.exact import LANES, depths, exact_rows, with_rows
 from rookery.worker.model.config import DecoderConfig
 
 
@@ -196,10 +197,11 @@ class Batch:
         for own in self.own:
             part = p[own.rows, ..., self.before : self.before + own.arena.capacity]
             values = _read(own, own.arena.v[layer]).flatten(0, 1)
-            torch.bmm(part.reshape(len(values), rows, -1), values, out=out[own.rows].view(len(values), rows, size))
+            _weigh(part.reshape(len(values), rows, -1), values, out[own.rows].view(len(values), rows, size))
         for prefix in self.prefixes:
             values = prefix.arena.v[layer, : prefix.used].flatten(0, 1)
-            summed = torch.bmm(self._gather(prefix, p[..., : prefix.arena.capacity]), values)
+            weights = self._gather(prefix, p[..., : prefix.arena.capacity])
+            summed = _weigh(weights, values, out.new_empty(*weights.shape[:2], size))
             out.index_add_(0, prefix.streams, self._scatter(prefix, summed))
         out = out[:, :, :real]
         if not self.dense:
@@ -243,6 +245,16 @@ class Batch:
         heads, n = self.config.kv_heads, x.shape[-1]
         x = x.view(prefix.used, heads, prefix.width, -1, n).transpose(1, 2)
         return x.reshape(prefix.used * prefix.width, heads, -1, n).index_select(0, prefix.cells)
+
+
+def _weigh(weights: Tensor, values: Tensor, out: Tensor) -> Tensor:
+    """``out`` = weights [batch, rows, keys] · values [batch, keys, head_dim]; several pieces of the keys add up in
+    float32."""
+    pieces = depths(values.shape[1], values.dtype, values.device)
+    if len(pieces) == 1:
+        return torch.bmm(weights, values, out=out)
+    parts = zip(weights.split(pieces, 2), values.split(pieces, 1), strict=True)
+    return out.copy_(sum((torch.bmm(*part).float() for part in parts), torch.zeros(())))
 
 
 def _read(own: _Own, cache: Tensor) -> Tensor:

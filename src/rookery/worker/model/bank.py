@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rookery.errors import UserError
-from rookery.worker.exact import alone_in, exact_rows, with_rows
+from rookery.worker.exact import alone_in, deep, depths, exact_rows, with_rows
 from rookery.worker.model.adapter import Adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import SITES, outputs_of
@@ -158,7 +158,8 @@ class LoraBank:
 
     def sorted_lora(self, ends: Tensor, product: Product) -> SortedLora:
         """The ``Lora`` of batches that ``ends`` [places] int32 describes, good until ``state`` changes."""
-        return SortedLora(self._stack.a, self._stack.b, ends, product)
+        whole = {site: a for site, (a,) in self._stack.a.items()}  # a GPU knows no pieces
+        return SortedLora(whole, self._stack.b, ends, product)
 
     def _drop_if_over(self, key: str, resident: _Resident) -> None:
         if resident.doomed and resident.pins == 0:
@@ -176,10 +177,10 @@ class LoraBank:
 
 
 class _Stack:
-    """The adapters of recent batches side by side: per site A [layers, slots, parts·rank, in] and B
-    [layers, slots, parts·rank, out], so that one product serves all. A newcomer takes a slot that no batch used
-    lately, or a new one. Idle slots are computed with, so when they are most of the stack it starts over. The last slot
-    of the tensors is nobody's and zero."""
+    """The adapters of recent batches side by side: per site A [layers, slots, parts·rank, in], in pieces of ``in``
+    (``exact.depths``), and B [layers, slots, parts·rank, out], so that one product serves all. A newcomer takes a slot
+    that no batch used lately, or a new one. Idle slots are computed with, so when they are most of the stack it starts
+    over. The last slot of the tensors is nobody's and zero."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> None:
         self.config = config
@@ -190,7 +191,7 @@ class _Stack:
         self.used: list[int] = []
         self.finite: list[bool] = []
         self.tick = 0
-        self.a: dict[str, Tensor] = {}
+        self.a: dict[str, list[Tensor]] = {}
         self.b: dict[str, Tensor] = {}
         self.sites: set[str] = set()
         self.places = 0
@@ -209,8 +210,8 @@ class _Stack:
                 self._views.clear()
             found = self._views[first, end] = {
                 site: [
-                    _Views(a.transpose(1, 2), b, a.flatten(0, 1).t(), b.flatten(0, 1))
-                    for a, b in zip(self.a[site][:, first:end], self.b[site][:, first:end], strict=True)
+                    _views(a, b)
+                    for *a, b in zip(*(x[:, first:end] for x in (*self.a[site], self.b[site])), strict=True)
                 ]
                 for site in self.sites
             }
@@ -258,14 +259,15 @@ class _Stack:
             self._widen()
         for site in self.sites:
             parts = SITES[site]
-            inputs = self.config.site_shape(parts[0])[0]
             outputs = sum(self.config.site_shape(part)[1] for part in parts)
-            a = self.a[site][:, slot].view(layers, len(parts), self.rank, inputs)
+            a = [piece[:, slot].view(layers, len(parts), self.rank, -1) for piece in self.a[site]]
             b = self.b[site][:, slot].view(layers, len(parts), self.rank, outputs)
-            a.zero_()
-            b.zero_()
+            for zeroed in (*a, b):
+                zeroed.zero_()
             if site in resident.a:
-                a[:, :, : resident.rank] = resident.a[site]
+                sizes = [piece.shape[-1] for piece in a]
+                for piece, given in zip(a, resident.a[site].split(sizes, -1), strict=True):
+                    piece[:, :, : resident.rank] = given
                 for place, rows in enumerate(outputs_of(self.config, site).values()):
                     b[:, place, : resident.rank, rows] = resident.b[site][:, rows].transpose(1, 2)
         if slot == len(self.keys):
@@ -283,30 +285,39 @@ class _Stack:
         self._views.clear()
         for site in self.sites:
             parts = SITES[site]
-            ranks = len(parts) * self.rank
             outputs = sum(self.config.site_shape(part)[1] for part in parts)
-            for kept, shape in (
-                (self.a, (ranks, self.config.site_shape(parts[0])[0])),
-                (self.b, (ranks, outputs)),
-            ):
-                wide = torch.zeros(self.config.layers, self.places, *shape, dtype=self.dtype, device=self.device)
-                if site in kept:
-                    wide[:, :old] = kept[site][:, :old]
-                kept[site] = wide
+            pieces = depths(self.config.site_shape(parts[0])[0], self.dtype, self.device)
+            before = [*self.a[site], self.b[site]] if site in self.b else [None] * (len(pieces) + 1)
+            *self.a[site], self.b[site] = (
+                self._wider(len(parts) * self.rank, size, old, kept)
+                for size, kept in zip((*pieces, outputs), before, strict=True)
+            )
+
+    def _wider(self, ranks: int, size: int, old: int, kept: Tensor | None) -> Tensor:
+        """[layers, places, ranks, size] of zeros, the first ``old`` places of ``kept``."""
+        wide = torch.zeros(self.config.layers, self.places, ranks, size, dtype=self.dtype, device=self.device)
+        if kept is not None:
+            wide[:, :old] = kept[:, :old]
+        return wide
 
 
 @dataclass(frozen=True)
 class _Views:
     """Of a range of slots, in one layer and site: each slot's matrices, and all of them as one."""
 
-    a: Tensor
-    """[slots, in, parts·rank]"""
+    a: Sequence[Tensor]
+    """[slots, in, parts·rank], in pieces of ``in``"""
     b: Tensor
     """[slots, parts·rank, out]"""
-    whole_a: Tensor
-    """[in, slots·parts·rank]"""
+    whole_a: Sequence[Tensor]
+    """[in, slots·parts·rank], in pieces of ``in``"""
     whole_b: Tensor
     """[slots·parts·rank, out]"""
+
+
+def _views(a: Sequence[Tensor], b: Tensor) -> _Views:
+    """a [slots, parts·rank, in] in pieces of ``in``, b [slots, parts·rank, out]"""
+    return _Views([x.transpose(1, 2) for x in a], b, [x.flatten(0, 1).t() for x in a], b.flatten(0, 1))
 
 
 class BatchLora:
@@ -329,15 +340,16 @@ class BatchLora:
         first = min(seated)
         width = max(seated) + 1 - first
         total = sum(counts)
+        self.width = width
+        self.views = stack.views(first, first + width)
         # oneDNN's threshold depends on the site; the worst is the narrowest
-        cfg, rank = stack.config, stack.rank
-        narrow = (min(cfg.hidden, cfg.heads * cfg.head_dim), rank), (rank, cfg.hidden)
+        rank = stack.rank
+        thinnest = min(piece.shape[-2] for layers in self.views.values() for piece in layers[0].a)
+        narrow = (thinnest, rank), (rank, stack.config.hidden)
 
         def exact(rows: int) -> int:
             return exact_rows(stack.dtype, rows, *narrow)
 
-        self.width = width
-        self.views = stack.views(first, first + width)
         self.foreign: dict[int, Tensor] = {}
         """By columns of the wide product's middle: which of them are not the row's own [rows, columns]."""
         costs = [_cost(groups, alone, width, total) for alone in range(len(groups) + 1)]
@@ -373,22 +385,23 @@ class BatchLora:
         of = self.views[site][layer]
         out = y
         if self.foreign:
-            inner = with_rows(x, self.rows) @ of.whole_a
+            inner = deep(with_rows(x, self.rows), of.whole_a)
             inner[: len(x)].masked_fill_(self.foreign[inner.shape[1]], 0.0)
             return _add_product(out, inner, of.whole_b)
         if self.rows:
             shape = (self.width, self.rows, -1)
             if self.even:
-                out.view(shape).baddbmm_(torch.bmm(x.view(shape), of.a), of.b)
+                out.view(shape).baddbmm_(deep(x.view(shape), of.a), of.b)
                 return out
-            inner = torch.bmm(x.index_select(0, self.take).view(shape), of.a)
+            inner = deep(x.index_select(0, self.take).view(shape), of.a)
             sums = torch.baddbmm(y.index_select(0, self.take).view(shape), inner, of.b).flatten(0, 1)
             picked = sums.index_select(0, self.source)
             if self.whole:
                 return picked
             out.index_copy_(0, self.target, picked)
         for slot, start, end, rows in self.alone:
-            _add_product(out[start:end], with_rows(x[start:end], rows) @ of.a[slot], of.b[slot])
+            inner = deep(with_rows(x[start:end], rows), [piece[slot] for piece in of.a])
+            _add_product(out[start:end], inner, of.b[slot])
         return out
 
 

@@ -166,9 +166,9 @@ class Decoder:
         """The final norm: x [tokens, hidden] after the last layer → what ``project`` reads."""
         return rms_norm(x, self.norm, self.config.eps)
 
-    def project(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden] → logits [n, vocab] in the base dtype."""
-        return self._project(hidden)
+    def project(self, hidden: Tensor, *, whole: bool = False) -> Tensor:
+        """hidden [n, hidden] → logits [n, vocab] in the base dtype; ``whole`` as in ``Projection``."""
+        return self._project.whole(hidden) if whole else self._project(hidden)
 
     def _heads(self, layer: int, w: Layer, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """y [tokens, (heads + 2 kv_heads) · head_dim] → q, k, v by head."""

@@ -4,7 +4,8 @@ Promises: a product with a packed weight gives the numbers of the same product w
 and backward; in bfloat16 those of ``torch.nn.functional.linear``. A product with a plain weight lays it out anew in
 every call, which costs as much as some twenty rows of arithmetic; a packed one is laid out once, at the price of the
 weight's size in memory that processes do not share. In float32 PyTorch would take its BLAS, which is slower at few
-rows and whose results depend on their number (``worker/exact.py``).
+rows and whose results depend on their number (``worker/exact.py``). Where tile instructions multiply, rows go in blocks
+for the same reason.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from rookery.worker.exact import TILE_DEPTH, TILE_ROWS, tiled
 
 _PACKED_FOR_ROWS = 64
 """The number of rows that the layout is chosen for. It decides about speed alone, and hardly: a layout for 64 rows is
@@ -30,6 +33,8 @@ class Projection:
         self.bias = bias
         self._read: Tensor | None = None
         """What oneDNN multiplies by; None where the product is PyTorch's own affair."""
+        self._most_rows = TILE_ROWS if weight.shape[1] > TILE_DEPTH and tiled(weight.dtype, weight.device) else None
+        """Of a block."""
         if _multiplies(weight):
             if pack:
                 self._read = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
@@ -37,13 +42,20 @@ class Projection:
                 self._read = weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._read is None:
-            return F.linear(x, self.weight, self.bias)
-        if x.requires_grad and torch.is_grad_enabled():
+        if x.requires_grad and torch.is_grad_enabled() and self._read is not None:
             return _Product.apply(x, self)
         return self.forward(x)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Without a derivative."""
+        if self._most_rows is None or len(x) <= self._most_rows:
+            return self.whole(x)
+        return torch.cat([self.whole(rows) for rows in x.split(self._most_rows)])
+
+    def whole(self, x: Tensor) -> Tensor:
+        """As one product, whatever its rows depend on: for results that nobody compares bit for bit."""
+        if self._read is None:
+            return F.linear(x, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(x, self._read, self.bias, "none", [], "")
 
 

@@ -45,7 +45,7 @@ def score(
     projected, normalised = (GPU_ROWS, GPU_ROWS) if hidden.is_cuda else (PROJECTED_ROWS, NORMALISED_ROWS)
     for start in range(0, len(hidden), projected):
         rows = slice(start, min(start + projected, len(hidden)))
-        logits = decoder.project(hidden[rows])
+        logits = decoder.project(hidden[rows], whole=True)
         for first in range(0, len(logits), normalised):
             part = slice(first, min(first + normalised, len(logits)))
             whole = slice(start + part.start, start + part.stop)

@@ -1,0 +1,109 @@
+"""The rules of ``worker/exact.py``, on sums that cancel: what is left of them is rounding, which shows in which order
+they were added. In bfloat16, where workers compute in it, by the shapes of models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from rookery.worker import exact
+from rookery.worker.engine.attention import _weigh
+from rookery.worker.exact import LANES, deep, depths, exact_capacity, exact_rows, no_tiles, with_rows
+from rookery.worker.model.decoder import best_dtype
+from rookery.worker.model.projection import Projection
+
+DTYPE = best_dtype()
+THREADS = [1, 2, 3, 4, 8]
+pytestmark = pytest.mark.skipif(torch.bfloat16 != DTYPE, reason="these rules are bfloat16's")
+
+
+@pytest.fixture(params=THREADS)
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def cancelling(rows: int, depth: int, out: int, *lead: int) -> tuple[Tensor, Tensor]:
+    """x [..., rows, depth] and w [..., depth, out] whose product is zero but for rounding."""
+    generator = torch.Generator().manual_seed(depth * out)
+    x = torch.randn(*lead, rows, depth // 2, generator=generator)
+    w = torch.randn(*lead, depth // 2, out, generator=generator)
+    order = torch.randperm(depth, generator=generator)
+    x, w = torch.cat((x, x), -1)[..., order], torch.cat((w, -w), -2)[..., order, :]
+    return x.to(DTYPE), w.to(DTYPE)
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("shape", [(576, 960), (576, 576), (576, 3072), (1536, 576), (2048, 1024)])
+def test_a_projection_by_rows(threads: int, shape: tuple[int, int], pack: bool) -> None:
+    """The same bits in streams of 2 to 70 rows, wherever a row stands in them, by any number of threads."""
+    x, w = cancelling(160, *shape)
+    projection = Projection(w.t().contiguous(), pack=pack)
+    torch.set_num_threads(1)
+    wanted = torch.cat([projection(part) for part in x.split(4)])
+    torch.set_num_threads(threads)
+    assert wanted.count_nonzero() > wanted.numel() / 2, "these sums show nothing"
+    for rows in [*range(2, 40), 48, 63, 64, 65, 70]:
+        for start in (0, 90):
+            assert torch.equal(projection(x[start : start + rows]), wanted[start : start + rows]), rows
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 12])
+@pytest.mark.parametrize("shape", [(576, 16), (576, 48), (1536, 16), (16, 576), (48, 960), (32, 3072)])
+def test_the_products_of_adapters_by_rows(threads: int, shape: tuple[int, int], groups: int) -> None:
+    x, w = cancelling(96, *shape, groups)
+    pieces = w.split(depths(shape[0], w.dtype, w.device), 1)
+    least = min(piece.shape[1] for piece in pieces), shape[1]
+
+    def product(rows: int) -> Tensor:
+        return deep(with_rows(x[:, :rows], exact_rows(DTYPE, rows, least)), pieces)[:, :rows]
+
+    torch.set_num_threads(1)
+    wanted = product(96)
+    torch.set_num_threads(threads)
+    for rows in [*range(1, 34), 48, 64, 95]:
+        assert torch.equal(product(rows), wanted[:, :rows]), rows
+
+
+@pytest.mark.parametrize("batch", [3, 12, 96])
+@pytest.mark.parametrize("rows", [3, 9, 33, 171])
+def test_the_values_of_attention_by_keys(threads: int, batch: int, rows: int) -> None:
+    """Zeros behind the keys change nothing, whatever the capacity."""
+    length, size = 300, 64
+    rows = exact_rows(DTYPE, rows, (LANES, size))
+    weights, values = cancelling(rows, length, size, batch)
+    results = []
+    torch.set_num_threads(1)
+    for capacity in dict.fromkeys(exact_capacity(DTYPE, keys) for keys in (length, 500, 800, 1500)):
+        wide, keys = weights.new_zeros(batch, rows, capacity), values.new_zeros(batch, capacity, size)
+        wide[..., :length], keys[:, :length] = weights, values
+        results.append(_weigh(wide, keys, torch.empty(batch, rows, size, dtype=DTYPE)))
+        torch.set_num_threads(threads)
+    assert results[0].count_nonzero() > 0, "these sums show nothing"
+    for result in results[1:]:
+        assert torch.equal(result, results[0])
+
+
+def test_many_threads_do_without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in exact._CAPS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    no_tiles()
+    assert exact._CAPS[0] not in os.environ
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    monkeypatch.setenv(exact._CAPS[1], "AVX2")
+    no_tiles()
+    assert exact._CAPS[0] not in os.environ, "somebody said what it shall use"
+    monkeypatch.delenv(exact._CAPS[1])
+    monkeypatch.setenv(exact._CAPS[0], "")
+    no_tiles()
+    assert os.environ[exact._CAPS[0]] == "AVX512_CORE_BF16"
+    assert not exact._tiles.__wrapped__()
+    monkeypatch.setenv(exact._CAPS[0], "avx512_core_amx")
+    assert exact._tiles.__wrapped__()
