@@ -6,7 +6,6 @@ worker's resident set, the largest of many looks while the jobs run; every repea
 
 from __future__ import annotations
 
-import json
 import statistics
 import threading
 from typing import Self
@@ -68,7 +67,7 @@ def told(peaks: dict[int, list[float]], cache_bytes: int) -> Result:
     result = Result("memory", f"Resident memory of the worker with {TENANTS} tenants against 1", command())
     for tenants, found in peaks.items():
         result.add(f"{tenants} tenant{'s' * (tenants > 1)}, peak", found, "MiB")
-    config = DecoderConfig.from_hf(json.loads((ours() / "config.json").read_text()))
+    config = DecoderConfig.read(ours())
     numbers = sum(RANK * sum(config.site_shape(part)) for part in PARTS) * config.layers
     bound = ((TENANTS - 1) * numbers * (FLOATS + SERVED) + cache_bytes) / MEBIBYTE
     grown = [many - one for one, many in zip(peaks[1], peaks[TENANTS], strict=True)]

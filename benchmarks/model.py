@@ -46,7 +46,7 @@ def published() -> Path:
 
 def _publish(target: Path) -> None:
     source = ours()
-    config = DecoderConfig.from_hf(json.loads((source / "config.json").read_text()))
+    config = DecoderConfig.read(source)
     for name in FILES:
         if (source / name).exists():
             shutil.copy(source / name, target)
@@ -102,7 +102,7 @@ def chat_ids(texts: list[str]) -> list[list[int]]:
 
 def adapters(count: int) -> list[Path]:
     """PEFT folders of so many different adapters on every linear layer."""
-    config = DecoderConfig.from_hf(json.loads((ours() / "config.json").read_text()))
+    config = DecoderConfig.read(ours())
     folders = []
     for seed in range(count):
         folder = WORK / f"adapter-{seed}"

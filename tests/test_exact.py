@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rookery.worker import exact
 from rookery.worker.engine.attention import _weigh
-from rookery.worker.exact import LANES, deep, depths, exact_capacity, exact_rows, no_tiles, with_rows
+from rookery.worker.exact import LANES, deep, depths, exact_capacity, exact_rows, settle_tiles, with_rows
 from rookery.worker.model.decoder import best_dtype
 from rookery.worker.model.projection import Projection
 
@@ -58,17 +58,35 @@ def test_a_projection_by_rows(threads: int, shape: tuple[int, int], pack: bool) 
 @pytest.mark.parametrize("shape", [(576, 16), (576, 48), (1536, 16), (16, 576), (48, 960), (32, 3072)])
 def test_the_products_of_adapters_by_rows(threads: int, shape: tuple[int, int], groups: int) -> None:
     x, w = cancelling(96, *shape, groups)
-    pieces = w.split(depths(shape[0], w.dtype, w.device), 1)
+    # as the bank keeps them
+    pieces = [piece.mT.contiguous().mT for piece in w.split(depths(shape[0], w.dtype, w.device), 1)]
     least = min(piece.shape[1] for piece in pieces), shape[1]
 
     def product(rows: int) -> Tensor:
-        return deep(with_rows(x[:, :rows], exact_rows(DTYPE, rows, least)), pieces)[:, :rows]
+        padded = with_rows(x[:, :rows], exact_rows(DTYPE, rows, least))
+        if groups == 1:  # as for one adapter alone, and for all as one
+            return deep(padded[0], [piece[0] for piece in pieces])[None, :rows]
+        return deep(padded, pieces)[:, :rows]
 
     torch.set_num_threads(1)
     wanted = product(96)
     torch.set_num_threads(threads)
     for rows in [*range(1, 34), 48, 64, 95]:
         assert torch.equal(product(rows), wanted[:, :rows]), rows
+
+
+@pytest.mark.parametrize("rank", [16, 32, 64])
+def test_own_numbers_among_zeros(threads: int, rank: int) -> None:
+    """Wherever an adapter's middle stands among those of others, all zero, it gives the same. Ranks are the bank's."""
+    x, w = cancelling(40, rank, 576)
+    torch.set_num_threads(1)
+    wanted = deep(x, [w])
+    torch.set_num_threads(threads)
+    for wide in (rank, 128, 192, 384):
+        for start in range(0, wide - rank + 1, rank):
+            among, below = x.new_zeros(40, wide), w.new_zeros(wide, 576)
+            among[:, start : start + rank], below[start : start + rank] = x, w
+            assert torch.equal(deep(among, [below]), wanted), (wide, start)
 
 
 @pytest.mark.parametrize("batch", [3, 12, 96])
@@ -90,19 +108,24 @@ def test_the_values_of_attention_by_keys(threads: int, batch: int, rows: int) ->
         assert torch.equal(result, results[0])
 
 
-def test_many_threads_do_without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("known", [(9, [(4096, 4096)], 192), (8, [(576, 448)], 192), (2, [(64, 64)], 768)])
+def test_where_tiles_are_not_exact_they_are_left_alone(
+    known: tuple[int, list[tuple[int, int]], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in exact._CAPS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    no_tiles()
+    settle_tiles(*known)
     assert exact._CAPS[0] not in os.environ
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert not settle_tiles(8, [(1536, 576), (64, 64)], 192) and not settle_tiles(32, [(64, 64)], 192)
+    assert exact._CAPS[0] not in os.environ, "they are exact"
     monkeypatch.setenv(exact._CAPS[1], "AVX2")
-    no_tiles()
+    settle_tiles(*known)
     assert exact._CAPS[0] not in os.environ, "somebody said what it shall use"
     monkeypatch.delenv(exact._CAPS[1])
     monkeypatch.setenv(exact._CAPS[0], "")
-    no_tiles()
+    settle_tiles(*known)
     assert os.environ[exact._CAPS[0]] == "AVX512_CORE_BF16"
     assert not exact._tiles.__wrapped__()
     monkeypatch.setenv(exact._CAPS[0], "avx512_core_amx")

@@ -195,6 +195,6 @@ def test_how_threads_wait_is_set_before_torch_is_there() -> None:
     """The OpenMP runtime reads it when torch loads it; what the user set stays."""
     code = "import os, sys, rookery.worker; print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    for given, told in ({}, "3000 False\n"), ({"GOMP_SPINCOUNT": "7"}, "7 False\n"):
+    for given, told in ({}, "10000 False\n"), ({"GOMP_SPINCOUNT": "7"}, "7 False\n"):
         done = subprocess.run([sys.executable, "-c", code], env=environment | given, capture_output=True, text=True)
         assert done.stdout == told

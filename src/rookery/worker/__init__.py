@@ -22,5 +22,5 @@ _PROCESSORS = Path("/proc/cpuinfo")
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-if _PROCESSORS.exists() and "GenuineIntel" in _PROCESSORS.read_text():
+if _PROCESSORS.exists() and "GenuineIntel" in _PROCESSORS.read_text(errors="replace"):
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")

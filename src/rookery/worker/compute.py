@@ -14,6 +14,7 @@ Promises:
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -29,12 +30,15 @@ from rookery.settings import Settings
 from rookery.text.chat import Chat
 from rookery.worker import device
 from rookery.worker.engine.native import NativeEngine
-from rookery.worker.exact import TILE_THREADS, no_tiles
+from rookery.worker.exact import settle_tiles
 from rookery.worker.model.adapter import read_adapter
 from rookery.worker.model.bank import LoraBank
-from rookery.worker.model.decoder import Decoder
+from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.decoder import SITES, Decoder
 from rookery.worker.trainer.policy import Export
 from rookery.worker.trainer.trainer import Finished, Trainer, initial
+
+log = logging.getLogger("rookery.worker")
 
 T = TypeVar("T")
 
@@ -75,12 +79,25 @@ class Turn:
         self.idle = True
 
 
+def _spares_tiles(config: DecoderConfig, max_rank: int) -> bool:
+    """See ``settle_tiles``."""
+    shapes = [[config.site_shape(part) for part in parts] for parts in SITES.values()]
+    base = [(parts[0][0], sum(outputs for _, outputs in parts)) for parts in shapes]
+    return settle_tiles(torch.get_num_threads(), base, max(map(len, shapes)) * max_rank)
+
+
 class Core:
     """What the compute thread owns."""
 
     def __init__(self, folder: Path, settings: Settings, model: str) -> None:
         self.model = model
         where = device.choose(settings.device)
+        if where.type == "cpu" and _spares_tiles(DecoderConfig.read(folder), settings.max_rank):
+            log.warning(
+                "no tile instructions: texts would depend on batches with %d threads and ranks up to %d",
+                torch.get_num_threads(),
+                settings.max_rank,
+            )
         self.decoder = Decoder.load(folder, device=where, pack=settings.pack_weights)
         config = self.decoder.config
         self.bank = LoraBank(config, self.decoder.dtype, self.decoder.device, settings.max_rank)
@@ -207,8 +224,6 @@ class Compute:
         try:
             if self._settings.threads:
                 torch.set_num_threads(self._settings.threads)
-            if torch.get_num_threads() > TILE_THREADS:
-                no_tiles()
             core = Core(self._prepare(), self._settings, self._model)
             self.ready.set_result(core)
             self._run(core)

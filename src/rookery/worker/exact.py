@@ -1,10 +1,10 @@
 """The few rules that make a token's result on CPU independent of what else is in the batch.
 
 A row of a matrix product must depend on that row alone, and zeros appended to the contraction must change nothing. In
-bfloat16 all products go through oneDNN, whose kernels add along the contraction in one fixed order. In float32 only the
-base model's projections do (``model/projection.py``); the others go through PyTorch's BLAS, whose kernels take rows
-by the block, on Intel's processors only if they are told to be reproducible (``worker/__init__.py``). What would break
-it, and every product of the engine is shaped to avoid:
+bfloat16 all products go through oneDNN, whose kernels, but for those named below, add along it in one fixed order. In
+float32 only the base model's projections do (``model/projection.py``); the others go through PyTorch's BLAS, whose
+kernels take rows by the block, on Intel's processors only if they are told to be reproducible
+(``worker/__init__.py``). What would break it, and every product of the engine is shaped to avoid:
 
 * bfloat16: a lone row is multiplied by another kernel → at least two rows;
 * bfloat16: a product of at most ``_SMALL`` multiplications does not go to oneDNN at all → enough rows;
@@ -24,7 +24,7 @@ Tests check the rules, bit for bit, on random models and on SmolLM2, in the type
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
@@ -45,17 +45,16 @@ _DEPTH = 192
 """What MKL's float32 kernels add up in one piece. A contraction of less than two such pieces is cut in the middle, a
 longer one after every piece."""
 
-
 TILE_ROWS = 32
 """Two tiles: up to so many rows oneDNN's kernels for tiles add up a long contraction in one order, by any number of
-threads up to ``TILE_THREADS`` and with at least 64 columns for each (14 shapes of models, 2 to 64 rows, 1 to 8
+threads up to ``_TILE_THREADS`` and with at least ``_TILE_COLUMNS`` for each (14 shapes of models, 2 to 64 rows, 1 to 8
 threads; 33 rows are added up in another)."""
 
 TILE_DEPTH = 384
 """A contraction up to this long has one order with any rows, columns, batches and threads; one of 512 has several."""
 
-TILE_THREADS = 8
-"""With 16 threads a product of 2 to 32 rows had several orders."""
+_TILE_THREADS, _TILE_COLUMNS = 8, 64
+"""With 16 threads a product of 2 to 32 rows had several orders, as had 128 columns by 3 threads, and 320 by 8."""
 
 _TILE_THIN, _TILE_FEW = 32, 4
 """A contraction shorter than the first wants at least so many rows, and two for each thread."""
@@ -64,11 +63,18 @@ _CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """What tells oneDNN which instructions not to use, and its older name."""
 
 
-def no_tiles() -> None:
-    """oneDNN shall not use tile instructions, if nobody said what it shall use. For processes that have not multiplied
-    yet."""
-    if torch.cpu._is_amx_tile_supported() and not any(os.environ.get(name) for name in _CAPS):
-        os.environ[_CAPS[0]] = "AVX512_CORE_BF16"
+def settle_tiles(threads: int, base: Iterable[tuple[int, int]], ranks: int) -> bool:
+    """oneDNN shall not use tile instructions where products by them would not be exact: by so many ``threads``, with
+    the ``base``'s projections (inputs, outputs), and ``ranks`` of an adapter beside each other. Whether that is so
+    here; what the environment says stays. For processes that have not multiplied yet."""
+    deep = [outputs for inputs, outputs in base if inputs > TILE_DEPTH]
+    wide = not deep or (threads <= _TILE_THREADS and min(deep) >= _TILE_COLUMNS * threads)
+    if (wide and ranks <= TILE_DEPTH) or not torch.cpu._is_amx_tile_supported():
+        return False
+    if any(os.environ.get(name) for name in _CAPS):
+        return False
+    os.environ[_CAPS[0]] = "AVX512_CORE_BF16"
+    return True
 
 
 @cache
@@ -92,16 +98,15 @@ def depths(depth: int, dtype: torch.dtype, device: torch.device | str) -> list[i
 
 
 def deep(x: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-    """x [..., rows, depth] · w [..., depth, out], for ``w`` in the pieces that ``depths`` says. Several pieces are
-    rounded one by one."""
+    """x [..., rows, depth] · w [..., depth, out], for ``w`` in the pieces that ``depths`` says; several add up in
+    float32."""
     if len(pieces) == 1:
         return x @ pieces[0]
     first, *others = x.split([piece.shape[-2] for piece in pieces], -1)
-    sums = first @ pieces[0]
-    add = sums.addmm_ if sums.dim() == 2 else sums.baddbmm_
+    sums = (first @ pieces[0]).float()
     for part, piece in zip(others, pieces[1:], strict=True):
-        add(part, piece)
-    return sums
+        sums += part @ piece
+    return sums.to(x.dtype)
 
 
 def exact_rows(dtype: torch.dtype, rows: int, *products: tuple[int, int]) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rookery.worker.engine.cache import Arena
-from rookery.worker.exact import LANES, depths, exact_rows, with_rows
+from rookery.worker.exact import LANES, deep, depths, exact_rows, with_rows
 from rookery.worker.model.config import DecoderConfig
 
 
@@ -253,8 +253,7 @@ def _weigh(weights: Tensor, values: Tensor, out: Tensor) -> Tensor:
     pieces = depths(values.shape[1], values.dtype, values.device)
     if len(pieces) == 1:
         return torch.bmm(weights, values, out=out)
-    parts = zip(weights.split(pieces, 2), values.split(pieces, 1), strict=True)
-    return out.copy_(sum((torch.bmm(*part).float() for part in parts), torch.zeros(())))
+    return out.copy_(deep(weights, values.split(pieces, 1)))
 
 
 def _read(own: _Own, cache: Tensor) -> Tensor:

@@ -6,9 +6,11 @@ decoder cannot compute (an activation, a RoPE scaling, a family it does not know
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +68,11 @@ class DecoderConfig:
             "up": (self.hidden, self.inner),
             "down": (self.inner, self.hidden),
         }[part]
+
+    @classmethod
+    def read(cls, folder: Path) -> DecoderConfig:
+        """Of the model in ``folder``. Raises ``UserError``."""
+        return cls.from_hf(json.loads((folder / "config.json").read_text()))
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> DecoderConfig:

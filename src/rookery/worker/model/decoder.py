@@ -12,7 +12,6 @@ Promises:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -129,7 +128,7 @@ class Decoder:
     ) -> Decoder:
         """From a prepared model folder. On CPU, in the file's own dtype, the weights stay mapped and are shared between
         processes; packed copies of them are not."""
-        config = DecoderConfig.from_hf(json.loads((folder / "config.json").read_text()))
+        config = DecoderConfig.read(folder)
         dtype = dtype or best_dtype(device)
         with safe_open(folder / WEIGHTS, framework="pt", device=str(device)) as file:
             weights = {name: file.get_tensor(name).to(dtype) for name in file.keys()}  # noqa: SIM118 (no mapping)

@@ -42,7 +42,8 @@ class Projection:
                 self._read = weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.requires_grad and torch.is_grad_enabled() and self._read is not None:
+        own = self._read is not None or self._most_rows is not None
+        if own and x.requires_grad and torch.is_grad_enabled():
             return _Product.apply(x, self)
         return self.forward(x)
 
@@ -50,7 +51,8 @@ class Projection:
         """Without a derivative."""
         if self._most_rows is None or len(x) <= self._most_rows:
             return self.whole(x)
-        return torch.cat([self.whole(rows) for rows in x.split(self._most_rows)])
+        blocks = -(-len(x) // self._most_rows)
+        return torch.cat([self.whole(rows) for rows in x.tensor_split(blocks)])
 
     def whole(self, x: Tensor) -> Tensor:
         """As one product, whatever its rows depend on: for results that nobody compares bit for bit."""
@@ -60,7 +62,7 @@ class Projection:
 
 
 class _Product(torch.autograd.Function):
-    """oneDNN's product has no derivative of its own."""
+    """oneDNN's product has no derivative of its own, and blocks of rows need no blocks in theirs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, projection: Projection) -> Tensor:
