@@ -67,8 +67,8 @@ def settle_tiles(threads: int, base: Iterable[tuple[int, int]], ranks: int) -> b
     """oneDNN shall not use tile instructions where products by them would not be exact: by so many ``threads``, with
     the ``base``'s projections (inputs, outputs), and ``ranks`` of an adapter beside each other. Whether that is so
     here; what the environment says stays. For processes that have not multiplied yet."""
-    deep = [outputs for inputs, outputs in base if inputs > TILE_DEPTH]
-    wide = not deep or (threads <= _TILE_THREADS and min(deep) >= _TILE_COLUMNS * threads)
+    columns = [outputs for inputs, outputs in base if inputs > TILE_DEPTH]
+    wide = not columns or (threads <= _TILE_THREADS and min(columns) >= _TILE_COLUMNS * threads)
     if (wide and ranks <= TILE_DEPTH) or not torch.cpu._is_amx_tile_supported():
         return False
     if any(os.environ.get(name) for name in _CAPS):
