@@ -17,7 +17,7 @@ from rookery.worker.model.adapter import PARTS, Adapter, init_adapter, read_adap
 from rookery.worker.model.bank import LoraBank
 from rookery.worker.model.decoder import SITES, Decoder
 from test_decoder import Causal
-from tiny import reference, small
+from tiny import divide, reference, small
 
 
 def filled(decoder: Decoder, rank: int, seed: int, targets: list[str], rslora: bool = False) -> Adapter:
@@ -108,12 +108,28 @@ def test_what_is_no_lora_of_this_model_is_refused(tmp_path: Path) -> None:
         read_adapter(tmp_path, decoder.config)
 
 
-def test_many_adapters_of_different_ranks_in_one_batch() -> None:
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"k3": 30, "k0": 3, "": 2, "k4": 3, "k1": 1},
+        {"k0": 9, "k1": 9, "k2": 9},
+        {"k0": 3, "k4": 2},
+        {"k0": 14, "": 1, "k4": 9},
+        {"k2": 11},
+    ],
+    ids=["one far larger", "even", "few", "uneven", "one"],
+)
+def test_many_adapters_of_different_ranks_in_one_batch(
+    counts: dict[str, int], divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder = small("llama", torch.float32)
+    if divided:
+        divide(monkeypatch, depth=24, rows=8)
     made = {f"k{i}": filled(decoder, rank, i, list(PARTS)[i % 3 :]) for i, rank in enumerate([3, 16, 20, 64, 8])}
     keeper = bank(decoder, **made)
-    counts = {"k3": 30, "k0": 3, "": 2, "k4": 3, "k1": 1}
-    x, y = torch.randn(39, 64), torch.randn(39, 192)
+    keeper.select(list(counts)[:1], [1])  # room is made for the others beside it
+    x, y = torch.randn(sum(counts.values()), 64), torch.randn(sum(counts.values()), 192)
     lora = keeper.select(list(counts), list(counts.values()))
     assert lora is not None
     got = lora(1, "gate_up", x, y.clone())

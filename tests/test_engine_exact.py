@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from rookery import wire
 from rookery.worker.engine.native import NativeEngine
+from rookery.worker.exact import LANES
 from rookery.worker.model.adapter import Adapter, init_adapter
 from rookery.worker.model.bank import LoraBank
 from rookery.worker.model.decoder import Decoder
-from tiny import FAMILIES, small, smollm2
+from tiny import COMPUTED, FAMILIES, divide, small, smollm2
 
 TARGETS = ["q", "k", "v", "o", "gate", "up", "down"]
 RANKS = {"a": 16, "b": 4, "c": 32, "d": 16}
@@ -189,6 +190,13 @@ def test_smollm2(threads: int, length: int, shared: int, max_tokens: int) -> Non
         check_everything(smollm2(), "c", length, shared, max_tokens, max_tokens // 2, 1.0, 7)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(torch.bfloat16 != COMPUTED, reason="divided products are bfloat16's")
+def test_divided_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where tile instructions multiply, on any processor."""
+    divide(monkeypatch, depth=LANES, rows=8)
+    check_everything(small.__wrapped__("llama"), "b", 90, 40, 24, 11, 1.0, 7)
 
 
 def test_a_budget_too_small_for_all_only_delays() -> None:

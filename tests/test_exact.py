@@ -1,5 +1,6 @@
 """The rules of ``worker/exact.py``, on sums that cancel: what is left of them is rounding, which shows in which order
-they were added. In bfloat16, where workers compute in it, by the shapes of models."""
+they were added. In bfloat16, where workers compute in it, by the shapes of models. And what the rules divide gives what
+the whole would: on any processor, in short pieces."""
 
 from __future__ import annotations
 
@@ -15,10 +16,11 @@ from rookery.worker.engine.attention import _weigh
 from rookery.worker.exact import LANES, deep, depths, exact_capacity, exact_rows, settle_tiles, with_rows
 from rookery.worker.model.decoder import best_dtype
 from rookery.worker.model.projection import Projection
+from tiny import divide
 
 DTYPE = best_dtype()
 THREADS = [1, 2, 3, 4, 8]
-pytestmark = pytest.mark.skipif(torch.bfloat16 != DTYPE, reason="these rules are bfloat16's")
+rule = pytest.mark.skipif(torch.bfloat16 != DTYPE, reason="these rules are bfloat16's")
 
 
 @pytest.fixture(params=THREADS)
@@ -39,6 +41,13 @@ def cancelling(rows: int, depth: int, out: int, *lead: int) -> tuple[Tensor, Ten
     return x.to(DTYPE), w.to(DTYPE)
 
 
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of unequal size."""
+    divide(monkeypatch, depth=24, rows=8)
+
+
+@rule
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("shape", [(576, 960), (576, 576), (576, 3072), (1536, 576), (2048, 1024)])
 def test_a_projection_by_rows(threads: int, shape: tuple[int, int], pack: bool) -> None:
@@ -54,6 +63,7 @@ def test_a_projection_by_rows(threads: int, shape: tuple[int, int], pack: bool) 
             assert torch.equal(projection(x[start : start + rows]), wanted[start : start + rows]), rows
 
 
+@rule
 @pytest.mark.parametrize("groups", [1, 2, 4, 12])
 @pytest.mark.parametrize("shape", [(576, 16), (576, 48), (1536, 16), (16, 576), (48, 960), (32, 3072)])
 def test_the_products_of_adapters_by_rows(threads: int, shape: tuple[int, int], groups: int) -> None:
@@ -75,6 +85,7 @@ def test_the_products_of_adapters_by_rows(threads: int, shape: tuple[int, int], 
         assert torch.equal(product(rows), wanted[:, :rows]), rows
 
 
+@rule
 @pytest.mark.parametrize("rank", [16, 32, 64])
 def test_own_numbers_among_zeros(threads: int, rank: int) -> None:
     """Wherever an adapter's middle stands among those of others, all zero, it gives the same. Ranks are the bank's."""
@@ -89,6 +100,7 @@ def test_own_numbers_among_zeros(threads: int, rank: int) -> None:
             assert torch.equal(deep(among, [below]), wanted), (wide, start)
 
 
+@rule
 @pytest.mark.parametrize("batch", [3, 12, 96])
 @pytest.mark.parametrize("rows", [3, 9, 33, 171])
 def test_the_values_of_attention_by_keys(threads: int, batch: int, rows: int) -> None:
@@ -106,6 +118,28 @@ def test_the_values_of_attention_by_keys(threads: int, batch: int, rows: int) ->
     assert results[0].count_nonzero() > 0, "these sums show nothing"
     for result in results[1:]:
         assert torch.equal(result, results[0])
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9, 33])
+@pytest.mark.parametrize("pack", [True, False])
+def test_a_projection_in_blocks(in_pieces: None, rows: int, pack: bool) -> None:
+    """In float32, as many rows as make one block or several, with its derivative."""
+    torch.manual_seed(rows)
+    weight, bias, x = torch.randn(40, 64), torch.randn(40), torch.randn(rows, 64, requires_grad=True)
+    weights = torch.randn(rows, 40)
+    got = Projection(weight, bias, pack=pack)(x)
+    (got * weights).sum().backward()
+    wanted = x.detach().double() @ weight.double().t() + bias.double()
+    torch.testing.assert_close(got.detach().double(), wanted, atol=2e-5, rtol=1e-5)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.double(), weights.double() @ weight.double(), atol=2e-5, rtol=1e-5)
+
+
+def test_attention_in_pieces_of_the_keys(in_pieces: None) -> None:
+    weights, values = torch.rand(3, 7, 64), torch.randn(3, 64, 16)
+    assert len(depths(64, values.dtype, "cpu")) == 3
+    got = _weigh(weights, values, torch.empty(3, 7, 16))
+    torch.testing.assert_close(got.double(), weights.double() @ values.double(), atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("known", [(9, [(4096, 4096)], 192), (8, [(576, 448)], 192), (2, [(64, 64)], 768)])

@@ -1,4 +1,5 @@
-"""Random small models of every family, and the real SmolLM2, for tests."""
+"""Random small models of every family, and the real SmolLM2, for tests; and how to divide their products as where tile
+instructions multiply."""
 
 from __future__ import annotations
 
@@ -6,9 +7,12 @@ import os
 from functools import cache
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 
+from rookery.worker import exact
+from rookery.worker.model import projection
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder, best_dtype
 from rookery.worker.model.prepare import prepare
@@ -87,3 +91,12 @@ def smollm2_folder() -> Path:
 @cache
 def smollm2(dtype: torch.dtype = COMPUTED) -> Decoder:
     return Decoder.load(smollm2_folder(), dtype, pack=True)
+
+
+def divide(monkeypatch: pytest.MonkeyPatch, depth: int, rows: int) -> None:
+    """Products of decoders and banks that are made from now on are divided as where tile instructions multiply, of
+    whichever type: in pieces of ``depth``, in blocks of ``rows``."""
+    for module in (exact, projection):
+        monkeypatch.setattr(module, "tiled", lambda dtype, device: True)
+        monkeypatch.setattr(module, "TILE_DEPTH", depth)
+    monkeypatch.setattr(projection, "TILE_ROWS", rows)
