@@ -24,7 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout: waiting for others does not count
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """A test that is marked ``alone`` has all processes of the run (``pytest -n``) to itself."""
+    """No test of another process of the run (``pytest -n``) goes on beside one that is marked ``alone``. What fixtures
+    of whole modules have started there stays."""
     assert item.config.cache is not None
     folder = Path(item.config.cache.mkdir("alone"))
     alone = item.get_closest_marker("alone") is not None

@@ -191,10 +191,24 @@ def test_workers_are_what_the_settings_say(tmp_path: Path, monkeypatch: pytest.M
     assert (inherited.cache, inherited.data, inherited.workers) == (settings.cache, settings.data, 2)
 
 
+def without(name: str) -> dict[str, str]:
+    return {other: value for other, value in os.environ.items() if other != name}
+
+
 def test_how_threads_wait_is_set_before_torch_is_there() -> None:
     """The OpenMP runtime reads it when torch loads it; what the user set stays."""
     code = "import os, sys, rookery.worker; print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
-    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    environment = without("GOMP_SPINCOUNT")
     for given, told in ({}, "10000 False\n"), ({"GOMP_SPINCOUNT": "7"}, "7 False\n"):
         done = subprocess.run([sys.executable, "-c", code], env=environment | given, capture_output=True, text=True)
         assert done.stdout == told
+
+
+def test_products_are_reproducible_on_intels_processors() -> None:
+    """MKL reads it at its first product; what the user set stays."""
+    code = "import os, sys, rookery.worker; print(os.environ.get('MKL_CBWR'), 'torch' in sys.modules)"
+    intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    for given, told in ({}, "AUTO,STRICT" if intel else None), ({"MKL_CBWR": "AVX2"}, "AVX2"):
+        environment = without("MKL_CBWR") | given
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert done.stdout == f"{told} False\n"
