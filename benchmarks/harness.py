@@ -49,6 +49,8 @@ class Row:
         return f"{self.what}: {self.median:.4g} {self.unit}  {self.note}".rstrip()
 
 
+LEFT_OUT = "left out by --quick"
+"""Why a target has no figure."""
 MET = {True: "met", False: "not met", None: "not measured"}
 """In words."""
 

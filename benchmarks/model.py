@@ -20,6 +20,10 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import SITES, best_dtype
 from rookery.worker.model.prepare import prepare
 
+OURS = ("GOMP_SPINCOUNT", "MKL_CBWR")
+"""What a worker's package writes into the environment for its own threads and sums: a peer's are as its libraries have
+them. Large pages and the allocator are for everybody."""
+
 FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
 )  # fmt: skip
@@ -76,7 +80,8 @@ def start_peer(name: str, home: str, script: str, *more: str, environment: dict[
     python = peer_python(home)
     if python is None:
         raise ContenderFailed("its environment is missing: make bench-peers")
-    command = [str(python), str(HERE / "peers" / script), str(published()), number_type(), *more]
+    without = [part for name in OURS for part in ("-u", name)]
+    command = ["env", *without, str(python), str(HERE / "peers" / script), str(published()), number_type(), *more]
     return Contender(name, command, environment)
 
 
