@@ -94,7 +94,7 @@ class Core:
         where = device.choose(settings.device)
         if where.type == "cpu" and _spares_tiles(DecoderConfig.read(folder), settings.max_rank):
             log.warning(
-                "no tile instructions: texts would depend on batches with %d threads and ranks up to %d",
+                "no tile instructions: texts of this model would depend on batches with %d threads and ranks up to %d",
                 torch.get_num_threads(),
                 settings.max_rank,
             )

@@ -1,11 +1,11 @@
 """Frozen projections, kept also in the layout that the CPU's matrix kernels read.
 
 Promises: a product with a packed weight gives the numbers of the same product with a plain one, bit for bit, forward
-and backward; in bfloat16 those of ``torch.nn.functional.linear``. A product with a plain weight lays it out anew in
-every call, which costs as much as some twenty rows of arithmetic; a packed one is laid out once, at the price of the
-weight's size in memory that processes do not share. In float32 PyTorch would take its BLAS, which is slower at few
-rows and whose results depend on their number (``worker/exact.py``). Where tile instructions multiply, rows go in blocks
-for the same reason.
+and backward; in bfloat16 those of ``torch.nn.functional.linear`` of the same rows. A product with a plain weight lays
+it out anew in every call, which costs as much as some twenty rows of arithmetic; a packed one is laid out once, at the
+price of the weight's size in memory that processes do not share. In float32 PyTorch would take its BLAS, which is
+slower at few rows and whose results depend on their number (``worker/exact.py``). Where tile instructions multiply,
+rows go in blocks for the same reason, each a product of its own.
 """
 
 from __future__ import annotations
