@@ -24,7 +24,7 @@ test: $(VENV)/.tests $(VENV)/sdks/$(OLDEST_SDK)
 
 # The whole flow of a Tinker client with other versions of the SDK: make test-sdks SDKS="0.25.0 0.30.4"
 test-sdks: $(SDKS:%=$(VENV)/sdks/%)
-	@$(BIN)/python -m pytest tests/test_tinker_sdks.py
+	@$(BIN)/python -m pytest tests/server/tinker/test_sdks.py
 
 install: $(VENV)/.installed
 
@@ -36,7 +36,7 @@ types: $(VENV)/.tests
 
 # Long runs of random kills; `make test` has a short one.
 chaos: $(VENV)/.tests
-	ROOKERY_CHAOS_ROUNDS=20 $(BIN)/python -m pytest tests/test_chaos.py --timeout=3600
+	ROOKERY_CHAOS_ROUNDS=20 $(BIN)/python -m pytest tests/chaos/test_chaos.py --timeout=3600
 
 # The same in virtual time, at scale: about twenty minutes on one quiet core.
 chaos-at-scale: $(VENV)/.tests
@@ -69,7 +69,7 @@ bench-full: $(VENV)/.tests bench-peers
 
 # Ratios that hold on any machine, with generous bounds: part of the tests.
 bench-smoke: $(VENV)/.tests
-	@$(BIN)/python -m pytest tests/test_bench_smoke.py
+	@$(BIN)/python -m pytest tests/benchmarks/test_smoke.py
 
 # Losing workers, seeding: about half an hour.
 bench-preemption: $(VENV)/.tests

@@ -23,7 +23,7 @@ from workload import random_ids
 
 from rookery.settings import Settings
 from rookery.simulation.profile import load_profile
-from rookery.worker.engine.native import PREFILL_TOKENS
+from rookery.worker.engine.native.engine import PREFILL_TOKENS
 from rookery.worker.model.adapter import read_adapter
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)

@@ -1,6 +1,7 @@
 """Mistakes made in the controller on purpose, and which invariant of the simulated chaos noticed each, how soon.
 
-``python benchmarks/chaos_mutations.py``. The mistakes are those of ``tests/mutations.py``, whose test asks that each is
+``python benchmarks/chaos_mutations.py``. The mistakes are those of ``tests/chaos/mutations.py``, whose test asks that
+each is
 noticed.
 """
 
@@ -11,12 +12,13 @@ from dataclasses import replace
 
 from harness import ROOT, Result, command
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT))
 
-from mutations import MUTATIONS, Mutation, made
+from test_chaos_at_scale import SMALL, TRIES
+from tests.chaos.mutations import MUTATIONS, Mutation, made
+
 from rookery.simulation.chaos.events import Violation
 from rookery.simulation.chaos.run import play
-from test_chaos_at_scale import SMALL, TRIES
 
 
 def noticed(mutation: Mutation) -> tuple[int, Violation] | None:

@@ -15,13 +15,13 @@ from child import serve
 from model import adapters, ours
 from orders import RANK, generate, linear_layers, ref
 
-from rookery import wire
+from rookery import protocol
 from rookery.settings import Settings
-from rookery.text.chat import Chat
-from rookery.worker.engine.native import NativeEngine
+from rookery.tokenization.chat import Chat
+from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.model.adapter import read_adapter
-from rookery.worker.model.bank import LoraBank
 from rookery.worker.model.decoder import Decoder
+from rookery.worker.model.lora import LoraBank
 
 NEVER = "\x00rookery\x00"
 """A stop string that no text contains: the check for it is part of every step."""
@@ -62,9 +62,10 @@ class Engine:
         most = rows or len(prompts)
         engine = self._engine(most, shared)
         requests = [
-            wire.Generate(
+            protocol.Generate(
                 request=str(i), adapter=ref(i % adapters) if adapters else None, prompt=text,
-                shared=shared * len(text), max_tokens=tokens, temperature=1.0, seed=i, given=text[:1] * given,
+                shared_prefix=shared * len(text), max_tokens=tokens, temperature=1.0, seed=i, prefix_tokens=text[:1] *
+                given,
                 stop_tokens=[], stop=[NEVER],
             )
             for i, text in enumerate(prompts)

@@ -16,11 +16,11 @@ from model import ours
 from orders import linear_layers, member, optimizer_steps, trainer_of, unit
 from workload import random_ids
 
-from rookery import wire
+from rookery import protocol
 from rookery.settings import Settings
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.trainer.head import PROJECTED_ROWS
-from rookery.worker.trainer.trainer import Trainer
+from rookery.worker.trainer.native.loss_head import PROJECTED_ROWS
+from rookery.worker.trainer.native.trainer import Trainer
 
 FLOOR_TIMES = 2
 """The best counts."""
@@ -40,8 +40,10 @@ class Training:
         """``shapes[i]`` are the lengths of tenant i's sequences; loss on every token but the first of each."""
         longest = max(max(lengths) for lengths in shapes)
         rows = iter(random_ids(sum(map(len, shapes)), longest, self.decoder.config.vocab))
-        batches = [wire.Batch(units=[unit(next(rows)[:length]) for length in lengths]) for lengths in shapes]
-        seconds = self._step(batches, wire.Loss(name="cross_entropy"), Settings.load().slice_tokens)
+        batches = [
+            protocol.TrainingBatch(groups=[unit(next(rows)[:length]) for length in lengths]) for lengths in shapes
+        ]
+        seconds = self._step(batches, protocol.Loss(name="cross_entropy"), Settings.load().slice_tokens)
         return {"tokens": sum(map(sum, shapes)), "seconds": seconds}
 
     def groups(self, groups: int, prompt: int, members: int, reply: int, units: int) -> dict[str, Any]:
@@ -49,15 +51,15 @@ class Training:
         most memory that this process ever had."""
         ids = random_ids(groups * (members + 1), max(prompt, reply), self.decoder.config.vocab)
         made = [
-            wire.Unit(prompt=texts[0][:prompt], members=[member(text[:reply]) for text in texts[1:]])
+            protocol.SharedPrefixGroup(prompt=texts[0][:prompt], members=[member(text[:reply]) for text in texts[1:]])
             for texts in (ids[start : start + members + 1] for start in range(0, len(ids), members + 1))
         ]
         tokens = prompt + members * (reply - 1)
-        loss = wire.Loss(name="aipo", params={"rho": 4.0})
-        seconds = self._step([wire.Batch(units=made)], loss, units * tokens)
+        loss = protocol.Loss(name="aipo", params={"rho": 4.0})
+        seconds = self._step([protocol.TrainingBatch(groups=made)], loss, units * tokens)
         return {"seconds": seconds, "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIBIBYTE}
 
-    def _step(self, batches: list[wire.Batch], loss: wire.Loss, slice_tokens: int) -> float:
+    def _step(self, batches: list[protocol.TrainingBatch], loss: protocol.Loss, slice_tokens: int) -> float:
         """Seconds of one optimizer step for each tenant's batch, packed into passes of so many tokens. A trainer stays
         for the next step, as a worker's does."""
         kind = len(batches), slice_tokens

@@ -30,7 +30,7 @@ from typing import Any
 
 from harness import Result, command
 
-from rookery import wire
+from rookery import protocol
 from rookery.simulation.chaos.faults import Plan
 from rookery.simulation.chaos.links import Peer, Wire
 from rookery.simulation.chaos.run import MEMORY, Run
@@ -70,7 +70,7 @@ class Meter:
     def arrived(self, link: Wire, message: Any) -> None:
         """As of :class:`rookery.simulation.chaos.links.Watch`."""
         kind = type(message).__name__
-        self.events[kind] += max(1, len(message.chunks)) if isinstance(message, wire.Output) else 1
+        self.events[kind] += max(1, len(message.chunks)) if isinstance(message, protocol.Output) else 1
         self._came = (kind, time.thread_time_ns())
 
     def settled(self, link: Wire) -> None:

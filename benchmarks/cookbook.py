@@ -22,7 +22,7 @@ from harness import HERE, MODEL, Result, command, peer_python
 from tinkering import tinkering
 
 from rookery.settings import Settings
-from rookery.worker.model.prepare import prepare
+from rookery.worker.model.convert import prepare
 
 MODES = {
     "sync": ["loss_fn=importance_sampling"],

@@ -26,13 +26,13 @@ from harness import Result, command, versions
 from orders import RANK, generate, optimizer_steps, ref, trained_adapter, trainer_of, unit
 from workload import random_ids
 
-from rookery import wire
+from rookery import protocol
 from rookery.settings import Settings
 from rookery.worker.device import cache_bytes, fuses
-from rookery.worker.engine.native import NativeEngine
-from rookery.worker.model.bank import LoraBank
+from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder, best_dtype
+from rookery.worker.model.lora import LoraBank
 
 T = TypeVar("T")
 
@@ -228,9 +228,9 @@ class Generation:
         done = generate(
             self._engine,
             (
-                wire.Generate(
+                protocol.Generate(
                     request=f"{self._runs}-{i}", adapter=ref(i % prompts % adapters) if adapters else None,
-                    prompt=given[i % prompts], shared=PROMPT, max_tokens=NEW_TOKENS, temperature=1.0, seed=i,
+                    prompt=given[i % prompts], shared_prefix=PROMPT, max_tokens=NEW_TOKENS, temperature=1.0, seed=i,
                     stop_tokens=[],
                 )
                 for i in range(rows)
@@ -244,11 +244,11 @@ def trained(decoder: Decoder, tenants: int) -> Callable[[], tuple[int, float]]:
     """A step of each of the tenants, packed, the batch shared out among them: tokens and seconds."""
     trainer = trainer_of(decoder, tenants, Settings().gpu_slice_tokens)
     units = [unit(row) for row in random_ids(SEQUENCES, LENGTH, decoder.config.vocab)]
-    batches = [wire.Batch(units=units[i::tenants]) for i in range(tenants)]
+    batches = [protocol.TrainingBatch(groups=units[i::tenants]) for i in range(tenants)]
     taken = count()
 
     def run() -> tuple[int, float]:
-        return SEQUENCES * LENGTH, optimizer_steps(trainer, batches, wire.Loss(name="cross_entropy"), next(taken))
+        return SEQUENCES * LENGTH, optimizer_steps(trainer, batches, protocol.Loss(name="cross_entropy"), next(taken))
 
     return run
 

@@ -15,21 +15,21 @@ from gpu_models import random_weights
 from orders import RANK, ref, trained_adapter
 from torch import Tensor
 
-from rookery import wire
-from rookery.worker.engine.native import NativeEngine
-from rookery.worker.engine.pooled import PooledRunner
-from rookery.worker.engine.runner import DenseRunner
-from rookery.worker.model.bank import LoraBank
+from rookery import protocol
+from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
+from rookery.worker.engine.native.engine import NativeEngine
+from rookery.worker.engine.native.runner import DenseRunner
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.model.fused import Sequences, Spans, merge, spans, varlen
-from rookery.worker.model.grouped import product_for
-from rookery.worker.trainer.attention import Chunks, PackedAttention
-from rookery.worker.trainer.backbone import RECOMPUTE_TOKENS
-from rookery.worker.trainer.fused import FusedAttention
-from rookery.worker.trainer.microbatch import Attention, Item, Work, run
-from rookery.worker.trainer.packing import PackedUnit
-from rookery.worker.trainer.policy import PolicyState
+from rookery.worker.model.grouped_lora import product_for
+from rookery.worker.model.lora import LoraBank
+from rookery.worker.model.varlen_attention import Sequences, Spans, merge, spans, varlen
+from rookery.worker.trainer.native.attention import Chunks, PackedAttention
+from rookery.worker.trainer.native.backbone import RECOMPUTE_TOKENS
+from rookery.worker.trainer.native.microbatch import Attention, Item, Work, run
+from rookery.worker.trainer.native.optim import PolicyState
+from rookery.worker.trainer.native.packing import PackedGroup
+from rookery.worker.trainer.native.varlen_attention import FusedAttention
 
 SMALL = {
     "vocab_size": 4096,
@@ -162,29 +162,31 @@ _packed: Attention = partial(PackedAttention, chunks=Chunks())
 """The CPU's."""
 
 
-def _units(config: DecoderConfig) -> list[PackedUnit]:
+def _units(config: DecoderConfig) -> list[PackedGroup]:
     """A group that shares a prompt, and texts of their own."""
     generator = torch.Generator().manual_seed(0)
 
     def text(length: int) -> list[int]:
         return torch.randint(0, config.vocab, (length,), generator=generator).tolist()
 
-    def unit(prompt: int, tails: Sequence[int]) -> PackedUnit:
-        return PackedUnit.from_wire(wire.Unit(prompt=text(prompt), members=[_member(text(n)) for n in tails]))
+    def unit(prompt: int, tails: Sequence[int]) -> PackedGroup:
+        return PackedGroup.from_wire(
+            protocol.SharedPrefixGroup(prompt=text(prompt), members=[_member(text(n)) for n in tails])
+        )
 
     return [unit(90, [60, 100, 7, 33]), unit(1, [128]), unit(20, [64])]
 
 
-def _member(tokens: list[int]) -> wire.Member:
+def _member(tokens: list[int]) -> protocol.GroupMember:
     n = len(tokens)
     advantages = [(-1.0) ** i for i in range(n)]
-    return wire.Member(tokens=tokens, logprobs=[-8.0] * n, advantages=advantages, weights=[1.0 / n] * n)
+    return protocol.GroupMember(tokens=tokens, logprobs=[-8.0] * n, advantages=advantages, weights=[1.0 / n] * n)
 
 
-def _operation(forward_only: bool) -> wire.ForwardBackward:
-    return wire.ForwardBackward(
+def _operation(forward_only: bool) -> protocol.ForwardBackward:
+    return protocol.ForwardBackward(
         op="", policy="", lease=1, parent=ref(0), steps=0, batch_ticket="", temperature=1.0,
-        loss=wire.Loss(name="cross_entropy"), forward_only=forward_only, logprobs=True,
+        loss=protocol.Loss(name="cross_entropy"), forward_only=forward_only, logprobs=True,
     )  # fmt: skip
 
 
@@ -194,7 +196,7 @@ def _texts(decoder: Decoder, *, pooled: bool) -> dict[int, tuple[list[int], list
     bank = LoraBank(decoder.config, decoder.dtype, decoder.device, RANK)
     for seed in range(2):
         bank.add(str(seed), trained_adapter(decoder.config, seed, B_DEVIATION))
-    made = PooledRunner if pooled else DenseRunner
+    made = CudaGraphRunner if pooled else DenseRunner
     engine = NativeEngine(
         decoder, bank, lambda tokens: "", max_rows=REQUESTS, kv_budget_bytes=1 << 28,
         runner=made(decoder, bank, 1 << 28),
@@ -202,9 +204,9 @@ def _texts(decoder: Decoder, *, pooled: bool) -> dict[int, tuple[list[int], list
     for request in range(REQUESTS):
         prompt = _prompt(request)
         engine.submit(
-            wire.Generate(
+            protocol.Generate(
                 request=str(request), adapter=ref(request % 3) if request % 3 < 2 else None, prompt=prompt,
-                shared=len(prompt) if request < 6 else 0, max_tokens=TOKENS, temperature=1.0, seed=request,
+                shared_prefix=len(prompt) if request < 6 else 0, max_tokens=TOKENS, temperature=1.0, seed=request,
                 stop_tokens=[],
             )
         )  # fmt: skip
@@ -230,7 +232,7 @@ def _rescored(decoder: Decoder, texts: dict[int, tuple[list[int], list[float]]])
             for _, b in adapter.weights.values():
                 b.zero_()
         state = PolicyState(adapter, decoder.config, decoder.dtype, decoder.device)
-        unit = PackedUnit.from_wire(wire.Unit(prompt=_prompt(request), members=[_member(tokens)]))
+        unit = PackedGroup.from_wire(protocol.SharedPrefixGroup(prompt=_prompt(request), members=[_member(tokens)]))
         work = Work(_operation(True), [unit])
         run(decoder, [Item(work, state, [unit])], _packed, RECOMPUTE_TOKENS)
         found.append(torch.frombuffer(bytearray(work.logprobs()), dtype=torch.float32))

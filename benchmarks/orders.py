@@ -12,22 +12,22 @@ from typing import Any
 
 import torch
 
-from rookery import wire
-from rookery.worker.engine.native import NativeEngine
+from rookery import protocol
+from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.model.projection import Projection
-from rookery.worker.trainer.trainer import Trainer, initial
+from rookery.worker.model.packed_linear import PackedLinear
+from rookery.worker.trainer.native.trainer import Trainer, initial
 
 RANK, ALPHA = 16, 32.0
 B_DEVIATION = 0.01
 """Of an adapter's second factor, so that it changes the output: a fresh one's is zero, and could be skipped."""
 
 
-def ref(i: int, version: int = 0) -> wire.AdapterRef:
+def ref(i: int, version: int = 0) -> protocol.AdapterRef:
     """Policy ``i``'s."""
-    return wire.AdapterRef(policy=str(i), version=version, hash=str(i), rank=RANK, alpha=ALPHA)
+    return protocol.AdapterRef(policy=str(i), version=version, hash=str(i), rank=RANK, alpha=ALPHA)
 
 
 def trained_adapter(config: DecoderConfig, seed: int, deviation: float = B_DEVIATION) -> Adapter:
@@ -39,15 +39,17 @@ def trained_adapter(config: DecoderConfig, seed: int, deviation: float = B_DEVIA
     return adapter
 
 
-def unit(tokens: Sequence[int]) -> wire.Unit:
+def unit(tokens: Sequence[int]) -> protocol.SharedPrefixGroup:
     """A sequence with loss on every token but the first."""
-    return wire.Unit(prompt=list(tokens[:1]), members=[member(tokens[1:])])
+    return protocol.SharedPrefixGroup(prompt=list(tokens[:1]), members=[member(tokens[1:])])
 
 
-def member(tokens: Sequence[int]) -> wire.Member:
+def member(tokens: Sequence[int]) -> protocol.GroupMember:
     """A reply, each token of which counts alike."""
     own = len(tokens)
-    return wire.Member(tokens=list(tokens), logprobs=[0.0] * own, advantages=[1.0] * own, weights=[1.0 / own] * own)
+    return protocol.GroupMember(
+        tokens=list(tokens), logprobs=[0.0] * own, advantages=[1.0] * own, weights=[1.0 / own] * own
+    )
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Generated:
     prefill_seconds: float
 
 
-def generate(engine: NativeEngine, requests: Iterable[wire.Generate]) -> Generated:
+def generate(engine: NativeEngine, requests: Iterable[protocol.Generate]) -> Generated:
     """All of them to their ends."""
     before, generated = dict(engine.stats), engine.generated
     for request in requests:
@@ -82,21 +84,27 @@ def trainer_of(decoder: Decoder, policies: int, slice_tokens: int) -> Trainer:
         for i in range(policies):
             where = Path(folder) / str(i)
             where.mkdir()
-            op = wire.InitAdapter(op="", policy=str(i), rank=RANK, alpha=ALPHA, targets=list(PARTS), seed=i, commit="")
+            op = protocol.InitAdapter(
+                op="", policy=str(i), rank=RANK, alpha=ALPHA, targets=list(PARTS), seed=i, commit=""
+            )
             initial(decoder.config, op, None).write(where)
             trainer.load(str(i), 1, ref(i), where)
     return trainer
 
 
-def optimizer_steps(trainer: Trainer, batches: Sequence[wire.Batch], loss: wire.Loss, taken: int = 0) -> float:
+def optimizer_steps(
+    trainer: Trainer, batches: Sequence[protocol.TrainingBatch], loss: protocol.Loss, taken: int = 0
+) -> float:
     """One step of each policy on its batch, packed, after so many ``taken`` before: seconds, a GPU's work included.
     Raises ``RuntimeError`` for an operation that fails."""
     began = time.perf_counter()
     for i, batch in enumerate(batches):
         where: dict[str, Any] = {"policy": str(i), "lease": 1, "parent": ref(i), "steps": taken, "tenant": str(i)}
-        forward = wire.ForwardBackward(op=f"f{i}", batch_ticket="", loss=loss, temperature=1.0, fresh=True, **where)
+        forward = protocol.ForwardBackward(
+            op=f"f{i}", batch_ticket="", loss=loss, temperature=1.0, zero_grad=True, **where
+        )
         trainer.forward_backward(forward, batch)
-        trainer.optim_step(wire.OptimStep(op=f"o{i}", adam=wire.Adam(lr=1e-4, clip=1.0), **where))
+        trainer.optim_step(protocol.OptimStep(op=f"o{i}", adam=protocol.Adam(lr=1e-4, clip=1.0), **where))
     while trainer.step():
         pass
     if torch.cuda.is_available():
@@ -108,6 +116,6 @@ def optimizer_steps(trainer: Trainer, batches: Sequence[wire.Batch], loss: wire.
     return seconds
 
 
-def linear_layers(decoder: Decoder) -> list[Projection]:
+def linear_layers(decoder: Decoder) -> list[PackedLinear]:
     """Of all layers, in their order; the output projection is none of them."""
     return [site for layer in decoder.layers for site in (layer.qkv, layer.o, layer.gate_up, layer.down)]

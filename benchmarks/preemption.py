@@ -24,13 +24,14 @@ from harness import HERE, MODEL, ROOT, Result, command
 from model import chat_ids
 from workload import questions
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT))
 
-from chaos import Town, until
-from rookery.settings import Settings
-from rookery.worker.model.prepare import prepare
-from small_model import save_small_model
 from test_chaos import STEPS, end_of, submit
+from tests.chaos.driver import Town, until
+from tests.support.small_model import save_small_model
+
+from rookery.settings import Settings
+from rookery.worker.model.convert import prepare
 
 REQUESTS = 16
 TOKENS = 160
@@ -77,18 +78,18 @@ def kills(result: Result) -> None:
     again, differing, missing = 0, 0, 0
     flushed: list[float] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(REQUESTS) as pool:
-        with town(Path(folder) / "calm", MODEL, cache, chat_share="1") as place:
+        with town(Path(folder) / "calm", MODEL, cache, interactive_share="1") as place:
             place.join("one")
             place.serving("one")
             calm = told(ask(place, pool))
         total = sum(len(tokens) for tokens, _ in calm)
         for share in SHARES:
-            with town(Path(folder) / str(share), MODEL, cache, chat_share="1") as place:
+            with town(Path(folder) / str(share), MODEL, cache, interactive_share="1") as place:
                 place.join("one")
                 place.serving("one")
                 replies = ask(place, pool)
                 until(lambda place=place, share=share: place.total("sampled_tokens") >= share * total, "tokens came")
-                flushed.append(place.worker("one").unsent_most)
+                flushed.append(place.worker("one").max_flush_tokens)
                 place.joined["one"].kill()
                 place.joined.pop("one").wait()
                 until(lambda place=place: place.worker("one").state == "suspect", "it is noticed")

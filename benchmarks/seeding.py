@@ -23,11 +23,12 @@ from harness import MODEL, ROOT, Result, command
 from service import Bench, Liked, job, service
 from workload import PROMPTS, questions
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT))
 
-from chaos import Town, until
+from tests.chaos.driver import Town, until
+
 from rookery.client import Job
-from rookery.controller.seeding import Seeding
+from rookery.controller.offload.seeding import Seeding
 from rookery.settings import Settings
 
 STEPS = 3

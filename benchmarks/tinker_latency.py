@@ -28,9 +28,9 @@ from contender import Contender, ContenderFailed
 from harness import HERE, ROOT, WORK, Result, command, peer_python
 from tinkering import tinkering
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT))
 
-from small_model import save_small_model
+from tests.support.small_model import save_small_model
 
 SHARED_SDK = "0.24.1"
 """The newest SDK that sends what SkyRL reads (version 0.3.0 in peers/skyrl.txt): later ones send protobuf alone."""

@@ -15,16 +15,16 @@ from typing import Any
 from harness import MODEL
 from tinker import types
 
-from rookery.service.embedded import Embedded
+from rookery.server.embedded import EmbeddedService
 from rookery.settings import Settings
 
 
 @contextmanager
-def tinkering(**settings: Any) -> Iterator[Embedded]:
+def tinkering(**settings: Any) -> Iterator[EmbeddedService]:
     """A service with one worker, in a folder that goes when it ends. Calls wait for the worker by themselves."""
     with tempfile.TemporaryDirectory() as folder:
         given = {"port": 0, "models": MODEL, "log_level": "WARNING"} | settings
-        with Embedded(Settings.load(data=Path(folder), **given)) as embedded:
+        with EmbeddedService(Settings.load(data=Path(folder), **given)) as embedded:
             yield embedded
 
 

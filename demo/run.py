@@ -24,7 +24,7 @@ from tasks import HELD_OUT, Task, tasks
 
 import rookery
 from rookery.errors import RookeryError
-from rookery.service.embedded import Embedded
+from rookery.server.embedded import EmbeddedService
 from rookery.settings import Settings
 from rookery.telemetry.table import job_table
 
@@ -156,7 +156,7 @@ def main() -> int:
     try:
         with ExitStack() as stack:
             settings = Settings.load(data=folder / "service", port=arguments.port, models=MODEL)
-            service = stack.enter_context(Embedded(settings))
+            service = stack.enter_context(EmbeddedService(settings))
             out.print(f"The service is up at {service.url}; its data: {settings.data}", markup=False, highlight=False)
             runs = []
             for task in tasks(folder):

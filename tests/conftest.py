@@ -9,9 +9,9 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from tests.support.peers import Service
 
 import rookery.worker  # before any test imports torch: the worker's own setting of the OpenMP runtime  # noqa: F401
-from peers import Service
 
 hypothesis.settings.register_profile("rookery", deadline=None)  # how long an example takes is the machine's affair
 hypothesis.settings.load_profile("rookery")

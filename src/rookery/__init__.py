@@ -9,17 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rookery.client import Client, Job, Record, Refused, WaitedTooLong
+    from rookery.client import Client, Job, JobTimeout, Record, RequestRefused
     from rookery.environments.base import Environment, Reply, Step
     from rookery.errors import RookeryError
     from rookery.settings import Settings
-    from rookery.spec import JobSpec
+    from rookery.spec.job import JobSpec
 
 _ROOMS = {
     "Client": "rookery.client",
     "Environment": "rookery.environments.base",
     "Job": "rookery.client",
-    "JobSpec": "rookery.spec",
+    "JobSpec": "rookery.spec.job",
     "Record": "rookery.client",
     "Refused": "rookery.client",
     "Reply": "rookery.environments.base",
@@ -34,13 +34,13 @@ __all__ = [
     "Environment",
     "Job",
     "JobSpec",
+    "JobTimeout",
     "Record",
-    "Refused",
     "Reply",
+    "RequestRefused",
     "RookeryError",
     "Settings",
     "Step",
-    "WaitedTooLong",
 ]
 
 

@@ -48,7 +48,7 @@ class Settings(BaseModel):
     """Local worker processes per model. One process holds the base model once and plays both roles."""
     upload_bytes: int = Field(256 << 20, ge=1 << 10)
     """The largest body that one request may bring, such as a dataset or an adapter: it is held in memory while it is
-    checked. JSON has a lower limit of its own (:mod:`rookery.service.body_limit`)."""
+    checked. JSON has a lower limit of its own (:mod:`rookery.server.body_limit`)."""
     stop_seconds: float = Field(5.0, gt=0)
     """How long open connections and child processes get to end by themselves when the service stops."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
@@ -62,12 +62,12 @@ class Settings(BaseModel):
     heartbeat_seconds: float = Field(2.0, gt=0)
     suspect_seconds: float = Field(10.0, gt=0)
     """No beat for this long: the worker's requests go on elsewhere. Five beats, so that one slow slice is no alarm."""
-    grace_seconds: float = Field(60.0, gt=0)
+    rejoin_seconds: float = Field(60.0, gt=0)
     """A suspect worker that has not come back by then is gone."""
-    return_seconds: float = Field(6.0, ge=0)
+    reconnect_seconds: float = Field(6.0, ge=0)
     """After a restart with unfinished jobs, rollouts wait this long for the worker that has them: workers dial in again
     at most five seconds apart. Without it, the first one back would be given what the others still have."""
-    claim_seconds: float = Field(15.0, gt=0)
+    resume_seconds: float = Field(15.0, gt=0)
     """A worker whose link is back goes on this long with requests that nobody has claimed: a restarted service has its
     jobs again by then; until then such a request may be computed in two places."""
     stuck_seconds: float = Field(120.0, gt=0)
@@ -79,7 +79,7 @@ class Settings(BaseModel):
     """How long a ticket for bytes is good."""
     worker_wait_seconds: float = Field(600.0, gt=0)
     """A request or a training step that finds no worker for this long pauses its job, with that reason."""
-    silence_seconds: float = Field(1800.0, gt=0)
+    request_timeout_seconds: float = Field(1800.0, gt=0)
     """A request without a new token and a training operation without an answer for this long, though their worker
     beats, are given up with its name: far above what either takes in a worker's queue."""
 
@@ -118,33 +118,33 @@ class Settings(BaseModel):
     """What a worker told to end takes to finish its slice and its uploads: less than ``stop_seconds``."""
 
     # --- clients that drive their models call by call (the Tinker API) ----------------------------------------------
-    training_places: int = Field(8, ge=1)
+    trainer_slots: int = Field(8, ge=1)
     """Models of clients whose training state a worker keeps in memory (80 MB each at rank 16 of a 135M model). Others
     wait for a place; an idle one makes room and comes back on use."""
-    aside_bytes: int = Field(1 << 30, ge=0)
+    trainer_state_cache_bytes: int = Field(1 << 30, ge=0)
     """Training states of clients' models without a place that a worker keeps in main memory, least recently used first
     to go (59 MB each at rank 16 of a 135M model): coming back costs a copy. Without one the state is pulled again."""
-    place_patience_seconds: float = Field(5.0, ge=0)
+    slot_wait_seconds: float = Field(5.0, ge=0)
     """A model whose gradient is begun keeps its place this long without a call while others wait: leaving costs its
     gradient's computation."""
-    client_commit_every: int = Field(1, ge=1)
+    session_commit_every: int = Field(1, ge=1)
     """Optimizer steps of a client per durable version. Above 1 an answered step may have to be computed again after a
     crash; its answer says so (``durable`` is 0)."""
-    client_alpha: float = Field(32.0, gt=0)
+    session_lora_alpha: float = Field(32.0, gt=0)
     """A client's adapters are scaled by this over their rank: the API does not let it choose, and 32 is what the API's
     authors say they use."""
-    client_poll_seconds: float = Field(30.0, gt=0, lt=45)
+    session_poll_seconds: float = Field(30.0, gt=0, lt=45)
     """A question for a result is held this long before the answer is to try again; the client gives up at 45."""
-    client_result_seconds: float = Field(86400.0, gt=0)
+    session_result_seconds: float = Field(86400.0, gt=0)
     """How long a result can be fetched."""
-    client_gap_seconds: float = Field(300.0, gt=0)
+    session_seq_gap_seconds: float = Field(300.0, gt=0)
     """Calls that wait for one with a lower number fail when that has not arrived for this long: the client tries again
     for five minutes."""
-    client_away_seconds: float = Field(120.0, gt=0)
+    session_idle_seconds: float = Field(120.0, gt=0)
     """A client without a heartbeat for this long is away: its models give up their places. It may come back."""
-    client_lost_seconds: float = Field(30 * 86400.0, gt=0)
+    session_expire_seconds: float = Field(30 * 86400.0, gt=0)
     """A client of which nothing was heard for this long does not come back: its session is finished. What a finished
-    session's models had and no name holds goes ``client_result_seconds`` later."""
+    session's models had and no name holds goes ``session_result_seconds`` later."""
     sampler_idle_seconds: float = Field(3600.0, gt=0)
     """Weights of a sampler without a name that nobody used for this long are let go."""
 
@@ -153,7 +153,7 @@ class Settings(BaseModel):
     """Θ of RLBoost's Algorithm 2: a worker is given no request while this many wait in it for a row (or for their
     adapter). Enough that rows freed within one flush are filled without a round trip; more would wait where it is seen
     less and shared less fairly. So it holds at most its rows and this many."""
-    turn_share: float = Field(0.5, ge=0, le=1)
+    tenant_turn_share: float = Field(0.5, ge=0, le=1)
     """Of a worker's rows: so many requests of a tenant (at least one) are given out before it is the next one's turn.
     Neighbours in a batch then share adapters and prompts. A decode step of 64 rows on the 135M model takes 61 ms with
     one adapter, 65 with 4, 68 with 8, 77 with 16 and 100 with 32; who has one request waits for as many of every other
@@ -164,21 +164,21 @@ class Settings(BaseModel):
     seed_eta: float = Field(3.0, ge=1)
     """How many times a cycle's difference of waits is the change of that time (η; 3 in the authors' code). Smaller
     learns faster, and swings where the training worker generates faster than η - 1 times all remote ones together."""
-    chat_first: bool = True
+    interactive_priority: bool = True
     """Answers that somebody waits for (chat, the OpenAI API) go before rollouts: a person notices a second, a
     rollout of thousands does not …"""
-    chat_share: float = Field(0.5, gt=0, le=1)
+    interactive_share: float = Field(0.5, gt=0, le=1)
     """… on at most this share of a worker's rows: however much is chatted, training goes on."""
-    bill_seconds: float = Field(30.0, gt=0)
+    usage_flush_seconds: float = Field(30.0, gt=0)
     """How often the account of costs is stored: what a crash of the service can lose of it."""
     answer_tokens: int = Field(1024, ge=1)
     """An answer's tokens where the OpenAI request sets no limit: a small model may never end by itself."""
     retry_limit: int = Field(3, ge=0)
     """Attempts of a training step on other workers before the job pauses: a step that kills whoever takes it should not
     go round for ever."""
-    failing_share: float = Field(0.5, gt=0, le=1)
+    failure_rate_limit: float = Field(0.5, gt=0, le=1)
     """A job pauses when more than this share of its recent episodes failed …"""
-    failing_window: int = Field(32, ge=2)
+    failure_rate_window: int = Field(32, ge=2)
     """… among this many."""
     trajectory_keep: int = Field(2000, ge=1)
     """Finished episodes per job whose text stays readable after their group was consumed."""

@@ -12,7 +12,7 @@ from rich.control import strip_control_codes
 from rookery.cli.common import Data, Json, Key, Url, client_of, print_json
 from rookery.client import Client
 from rookery.errors import NotFound
-from rookery.text.catalogue import CATALOGUE
+from rookery.tokenization.registry import CATALOGUE
 
 
 def chat(

@@ -22,7 +22,7 @@ from rookery.client import Client
 from rookery.cluster.allocator import PRELOAD, preloaded
 from rookery.errors import RookeryError, installs
 from rookery.settings import Settings
-from rookery.text.catalogue import status
+from rookery.tokenization.registry import status
 
 GIGABYTE = 1 << 30
 

@@ -12,7 +12,7 @@ from rookery.cli.common import Data, Json, Key, Url, console, plain_table, print
 from rookery.client import Client
 from rookery.errors import Unavailable, UserError
 from rookery.settings import Settings
-from rookery.text.catalogue import CATALOGUE, resolve, status
+from rookery.tokenization.registry import CATALOGUE, resolve, status
 
 
 def models(
@@ -44,7 +44,7 @@ def prepare(settings: Settings, name: str, json: bool = False) -> None:
     """Fetches and converts a model into the cache, in a process of its own, which may take torch. Raises
     :class:`UserError` with that process's last line."""
     resolve(name)  # what cannot be a model is refused before a process is started for it
-    command = [sys.executable, "-m", "rookery.worker.model.prepare", name, "--cache", str(settings.cache)]
+    command = [sys.executable, "-m", "rookery.worker.model.convert", name, "--cache", str(settings.cache)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()

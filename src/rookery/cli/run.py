@@ -37,7 +37,7 @@ from rookery.cli.jobs import print_step
 from rookery.client import Client, Job
 from rookery.errors import Unavailable
 from rookery.settings import Settings
-from rookery.spec import JobSpec, parse_job, read_job
+from rookery.spec.job import JobSpec, parse_job, read_job
 from rookery.telemetry.table import job_table
 
 RUNS = Path("runs")
@@ -123,10 +123,10 @@ def _running_service(settings: Settings) -> Client | None:
 @contextmanager
 def _embedded(settings: Settings, folder: Path, models: str) -> Iterator[Client]:
     """A service of our own on a free port, in a thread; everything that it started ends with this."""
-    from rookery.service.embedded import Embedded
+    from rookery.server.embedded import EmbeddedService
 
     own = settings.model_copy(update={"data": folder.absolute(), "port": 0, "models": models})
-    with Embedded(own) as service, Client(service.url, service.key, settings=own) as client:
+    with EmbeddedService(own) as service, Client(service.url, service.key, settings=own) as client:
         yield client
 
 

@@ -25,7 +25,7 @@ def serve(
     workers: Annotated[int | None, typer.Option(help="Local worker processes per base model.")] = None,
 ) -> None:
     """Run the service until Ctrl-C: unfinished jobs go on, workers and environment hosts dial in."""
-    from rookery.service.run import serve as run_service
+    from rookery.server.launcher import serve as run_service
 
     settings = settings_of(data=data, host=host, port=port, models=models, workers=workers)
     asyncio.run(run_service(settings))

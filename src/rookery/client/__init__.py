@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from rookery.client.client import Client
-from rookery.client.connection import Record, Refused
-from rookery.client.job import AdapterFolder, Job, WaitedTooLong
+from rookery.client.connection import Record, RequestRefused
+from rookery.client.job import AdapterFolder, Job, JobTimeout
 
-__all__ = ["AdapterFolder", "Client", "Job", "Record", "Refused", "WaitedTooLong"]
+__all__ = ["AdapterFolder", "Client", "Job", "JobTimeout", "Record", "RequestRefused"]

@@ -17,7 +17,7 @@ QUIET_SECONDS = 30.0
 """A stream says something every few seconds; after this long without a word the connection counts as dead."""
 
 
-class Refused(errors.UserError):
+class RequestRefused(errors.UserError):
     """The service refused it; ``problems`` has one line per reason."""
 
     def __init__(self, message: str, problems: list[str]) -> None:
@@ -25,7 +25,7 @@ class Refused(errors.UserError):
         self.problems = problems
 
 
-class Broken(errors.Unavailable):
+class ConnectionBroken(errors.Unavailable):
     """The connection broke, or there was none: what was asked may be asked again."""
 
 
@@ -119,10 +119,10 @@ class Connection:
                 " check ROOKERY_KEY"
             )
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-            return Broken(
+            return ConnectionBroken(
                 f"no Rookery service answers at {self.url}; start one with: rookery serve (or set ROOKERY_URL)"
             )
-        return Broken(f"the connection to {self.url} broke ({type(error).__name__}: {error}); try again")
+        return ConnectionBroken(f"the connection to {self.url} broke ({type(error).__name__}: {error}); try again")
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -162,5 +162,5 @@ def _refuse(response: httpx.Response) -> None:
     if response.status_code in _KINDS:
         raise _KINDS[response.status_code](message)
     if response.status_code < 500:
-        raise Refused(message, problems or [message])
+        raise RequestRefused(message, problems or [message])
     raise errors.RookeryError(message)

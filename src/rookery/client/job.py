@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rookery.client.connection import Broken, Connection, Record
+from rookery.client.connection import Connection, ConnectionBroken, Record
 from rookery.errors import RookeryError, StorageFull
 
 log = logging.getLogger("rookery.client")
@@ -23,7 +23,7 @@ RETRY_SECONDS = 1.0
 """Between attempts to take up a broken stream: gentle on a service that is just starting."""
 
 
-class WaitedTooLong(RookeryError, TimeoutError):
+class JobTimeout(RookeryError, TimeoutError):
     """The job had not ended when the time given to ``wait`` was over. It goes on."""
 
 
@@ -67,7 +67,7 @@ class Job:
             if kind == "end":
                 return data
             if deadline is not None and time.monotonic() > deadline:
-                raise WaitedTooLong(f"job {self.name} had not ended after {timeout} s; it goes on")
+                raise JobTimeout(f"job {self.name} had not ended after {timeout} s; it goes on")
         return self.show()
 
     def follow(self, after: int = -1) -> Iterator[tuple[str, Record]]:
@@ -87,7 +87,7 @@ class Job:
                     yield kind, data
                     if kind == "end":
                         return
-            except (Broken, StorageFull) as error:
+            except (ConnectionBroken, StorageFull) as error:
                 if time.monotonic() - last_word > RETURN_SECONDS:
                     raise
                 log.debug("following %s: %s", self.name, error)

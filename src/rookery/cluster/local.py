@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rookery.aio import wait_event
 from rookery.cluster.allocator import preloaded
 from rookery.errors import EXIT_REFUSED
 from rookery.settings import TOKEN_VARIABLE, Settings
-from rookery.waiting import happens
 
 log = logging.getLogger("rookery.cluster")
 
@@ -111,7 +111,7 @@ class LocalProcesses:
             child.state = "waiting"
             child.restarts += 1
             log.warning("%s %s (%s); it is started again in %.1f s", child.name, child.reason, path, pause)
-            await happens(self._stopping, pause)
+            await wait_event(self._stopping, pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         child.state = "stopped"
 

@@ -1,5 +1,5 @@
 """The controller as its faces see it: jobs come in, are run, paused, ended; workers and hosts dial in. What only looks
-at them is in :mod:`rookery.controller.looking`.
+at them is in :mod:`rookery.controller.queries`.
 
 * Everything about a job is asked with its tenant; another tenant's job answers as if it were not there.
 * A submitted job is durable before it is answered. ``start`` goes on with every job that an earlier process left
@@ -19,34 +19,34 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from rookery import wire
-from rookery.controller.absences import Absences
-from rookery.controller.billing import Billing
-from rookery.controller.completions import Completions
-from rookery.controller.fleet import Fleet
-from rookery.controller.hosts import Hosts
-from rookery.controller.intake import Intake
-from rookery.controller.links import Link
-from rookery.controller.looking import Looking
-from rookery.controller.parts import SHIPPED, Parts
-from rookery.controller.ports import Clock, Ids, Ledger
-from rookery.controller.running import Running
-from rookery.controller.sessions import Sessions
-from rookery.controller.tickets import Tickets
-from rookery.controller.training import Training
+from rookery import protocol
+from rookery.controller.context import ControllerContext
+from rookery.controller.fleet.env_hosts import EnvironmentHosts
+from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.jobs.runner import JobRunner
+from rookery.controller.parts import SHIPPED, Overrides
+from rookery.controller.queries import JobQueries
+from rookery.controller.rollout.completions import Completions
+from rookery.controller.sessions.sessions import Sessions
+from rookery.controller.training.dispatcher import TrainingDispatcher
+from rookery.controller.usage import UsageMeter
+from rookery.controller.validation import JobValidator
 from rookery.controller.views import JobState, JobView, Sampled
-from rookery.controller.world import World
+from rookery.controller.weights.pull_failures import PullFailures
+from rookery.controller.weights.tickets import Tickets
 from rookery.errors import Conflict, StorageFull, Unavailable
+from rookery.protocol.connection import Connection
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.database import Database
 from rookery.storage.rows import FINAL_JOB_STATES, JobRow
-from rookery.text.chat import Chat
+from rookery.storage.writer import Clock, IdGenerator, Writer
+from rookery.tokenization.chat import Chat
 
 log = logging.getLogger("rookery.controller")
 
 
-class Controller(Looking):
+class Controller(JobQueries):
     def __init__(
         self,
         database: Database,
@@ -54,29 +54,30 @@ class Controller(Looking):
         settings: Settings,
         *,
         clock: Clock,
-        ids: Ids,
-        ledger: Ledger,
+        ids: IdGenerator,
+        ledger: Writer,
         chat: Callable[[str], Awaitable[Chat]],
         check_environment: Callable[[str, dict[str, Any]], object],
         provide: Callable[[str], None],
         authenticate: Callable[[str], Awaitable[str | None]],
         worker_token: str,
         jobs_folder: Path,
-        parts: Parts = SHIPPED,
+        parts: Overrides = SHIPPED,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         """``chat(model)`` answers a base model's template and tokenizer, preparing the model if need be;
         ``check_environment(id, options)`` raises :class:`UserError` for a built-in that cannot be made like that;
         ``provide(model)`` asks for a local worker with that model if none is meant to be there;
-        ``authenticate(token)`` answers a host's tenant, or :data:`~rookery.controller.hosts.SERVICE`, or None;
+        ``authenticate(token)`` answers a host's tenant, or :data:`~rookery.controller.fleet.env_hosts.SERVICE`, or
+        None;
         ``random_bytes(n)`` is what tickets are made of, and nobody's to guess where anybody else can reach them."""
         self._ids = ids
         self._provide = provide
         self.tickets = Tickets(artifacts, clock, settings.ticket_seconds, random_bytes)
         fleet = Fleet(settings, clock, worker_token, self.tickets)
         rollouts = parts.rollouts(fleet, settings, clock)
-        training = Training(fleet, self.tickets, settings, clock, ids, ledger)
-        world = World(
+        training = TrainingDispatcher(fleet, self.tickets, settings, clock, ids, ledger)
+        world = ControllerContext(
             settings=settings,
             clock=clock,
             ids=ids,
@@ -87,17 +88,17 @@ class Controller(Looking):
             rollouts=rollouts,
             training=training,
             seeding=parts.seeding(fleet, rollouts, training, settings, clock),
-            hosts=Hosts(settings, clock, ids, authenticate, partial(ledger, database.unfinished_job_ids)),
-            billing=Billing(fleet, rollouts, training, settings, clock, ledger, database),
+            hosts=EnvironmentHosts(settings, clock, ids, authenticate, partial(ledger, database.unfinished_job_ids)),
+            billing=UsageMeter(fleet, rollouts, training, settings, clock, ledger, database),
             chat=chat,
             check_environment=check_environment,
             measured=self._measured,
         )
         super().__init__(world, jobs_folder)
-        self._intake = Intake(self.world)
+        self._intake = JobValidator(self.world)
         self.completions = Completions(self.world, self._intake, self._pinned)
         self.sessions = Sessions(self.world, self._intake, provide)
-        self._absences = Absences(fleet, artifacts, ledger)
+        self._absences = PullFailures(fleet, artifacts, ledger)
         fleet.in_use = self._in_use
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: list[asyncio.Task[None]] = []
@@ -122,7 +123,7 @@ class Controller(Looking):
         for row in await self._ledger(self._database.all_unfinished_jobs):
             self._states[row.state] += 1
             if row.state != "paused":
-                self._rollouts.expect_claims()
+                self._rollouts.expect_resumptions()
                 self._launch(row)
 
     async def stop(self) -> None:
@@ -136,15 +137,15 @@ class Controller(Looking):
         await self._absences.close()
         await self.world.billing.stop()
 
-    async def serve_worker(self, link: Link) -> None:
+    async def serve_worker(self, link: Connection) -> None:
         await self._fleet.serve(link)
 
-    def _in_use(self, model: str) -> list[wire.AdapterRef]:
+    def _in_use(self, model: str) -> list[protocol.AdapterRef]:
         """The versions that running jobs of a base model sample from now."""
         jobs = [running.job for running in self._running.values() if running.job is not None]
         return [ref for job in jobs if job.spec.base_model == model for ref in job.policy.in_use()]
 
-    async def serve_host(self, link: Link) -> None:
+    async def serve_host(self, link: Connection) -> None:
         await self._hosts.serve(link)
 
     # --- jobs: in, on, out --------------------------------------------------------------------------------------------
@@ -257,14 +258,14 @@ class Controller(Looking):
     # --- a job's task -------------------------------------------------------------------------------------------------
 
     def _launch(self, row: JobRow) -> None:
-        running = Running(self.world, self._intake, self._provide, row, self._jobs_folder / row.id)
+        running = JobRunner(self.world, self._intake, self._provide, row, self._jobs_folder / row.id)
         self._running[row.id] = running
         running.task = asyncio.create_task(self._run(running), name=f"job {row.id}")
 
-    async def _run(self, running: Running) -> None:
+    async def _run(self, running: JobRunner) -> None:
         row = running.row
         try:
-            state, reason = await running.carry_out(partial(self._begun, row))
+            state, reason = await running.run(partial(self._begun, row))
             await self._record(running, state, reason)
         except asyncio.CancelledError:
             if running.wanted is None and not self._stopping:
@@ -282,7 +283,7 @@ class Controller(Looking):
         current = await self._ledger(self._database.get_job, row.tenant, row.id)
         await asyncio.shield(self._set_state(current, "running", ""))  # stored or not, it is counted as what it is
 
-    async def _record(self, running: Running, state: JobState, reason: str) -> None:
+    async def _record(self, running: JobRunner, state: JobState, reason: str) -> None:
         """Make durable how the job ended: tried until the database takes it. Until then it shows as paused."""
         row, error = running.row, reason if state == "failed" else ""
         while True:
@@ -314,8 +315,8 @@ class Controller(Looking):
     ) -> Sampled:
         """One reply of a base model, of ``JOB`` (its newest version) or of ``JOB@VERSION``."""
         found, chat = await self.completions.open(tenant, target)
-        question = await asyncio.to_thread(self.completions.question, found, chat, messages)
-        reply = await self.completions.answer(
+        question = await asyncio.to_thread(self.completions.prepare, found, chat, messages)
+        reply = await self.completions.generate(
             tenant,
             question,
             max_tokens=sampling["max_tokens"],
@@ -334,7 +335,7 @@ class Controller(Looking):
             prompt_tokens=len(question.prompt),
         )
 
-    def _pinned(self, ref: wire.AdapterRef | None) -> AbstractContextManager[object]:
+    def _pinned(self, ref: protocol.AdapterRef | None) -> AbstractContextManager[object]:
         """A running job's retention leaves the version alone within."""
         jobs = [running.job for running in self._running.values() if running.job is not None]
         policy = next((job.policy for job in jobs if ref is not None and job.policy.row.id == ref.policy), None)

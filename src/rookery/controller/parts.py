@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rookery.controller.fleet import Fleet
-from rookery.controller.ports import Clock
-from rookery.controller.rollouts import Rollouts
-from rookery.controller.seeding import Seeding
-from rookery.controller.training import Training
+from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.offload.seeding import Seeding
+from rookery.controller.rollout.scheduler import RolloutScheduler
+from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.settings import Settings
+from rookery.storage.writer import Clock
 
 
 @dataclass(frozen=True)
-class Parts:
-    rollouts: Callable[[Fleet, Settings, Clock], Rollouts] = Rollouts
-    seeding: Callable[[Fleet, Rollouts, Training, Settings, Clock], Seeding] = Seeding
+class Overrides:
+    rollouts: Callable[[Fleet, Settings, Clock], RolloutScheduler] = RolloutScheduler
+    seeding: Callable[[Fleet, RolloutScheduler, TrainingDispatcher, Settings, Clock], Seeding] = Seeding
 
 
-SHIPPED = Parts()
+SHIPPED = Overrides()

@@ -81,7 +81,8 @@ class JobView(msgspec.Struct, kw_only=True):
     groups_ready: int
     tokens: int
     counters: dict[str, int]
-    """episodes, episodes_failed, groups_dropped_stale, groups_failed, groups_no_variance, steps_skipped, splits, …"""
+    """episodes, episodes_failed, groups_dropped_stale, groups_failed, zero_variance_groups, steps_skipped,
+    trajectory_splits, …"""
     cost: CostView
     policies: list[PolicyView]
     created: float

@@ -18,7 +18,7 @@ from rookery.environments.base import Environment
 from rookery.environments.calculator import Calculator, CalculatorOptions
 from rookery.environments.jsonl import Jsonl, JsonlOptions
 from rookery.environments.reasoning_gym import ReasoningGym, ReasoningGymOptions, require_library
-from rookery.environments.verifiers import VERIFIERS
+from rookery.environments.verifiers.verifiers import VERIFIERS
 from rookery.errors import UserError, short
 
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rookery.environments.base import Environment, Message, Reply, Split, Step
-from rookery.environments.verifiers import Number
+from rookery.environments.verifiers.verifiers import Number
 
 _CALL = re.compile(r"CALC\((.{1,100})\)")
 _ANSWER = Number.model_validate({"where": "only"})

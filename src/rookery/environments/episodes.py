@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rookery import wire
-from rookery.environments import calls
+from rookery import protocol
+from rookery.environments import user_code
 from rookery.environments.base import Environment, Message, Reply, Step
-from rookery.environments.calls import Calls, cancellable
+from rookery.environments.user_code import UserCodeExecutor, cancellable
 from rookery.errors import UserError
 
 log = logging.getLogger("rookery.environments")
@@ -39,7 +39,7 @@ class _Episode:
     job: str
     threads: asyncio.Semaphore
     environment: Environment | None = None
-    turns: list[asyncio.Task[wire.Observed]] = field(default_factory=list)
+    turns: list[asyncio.Task[protocol.Observation]] = field(default_factory=list)
     replies: list[list[int]] = field(default_factory=list)
     cancellable: bool = False
     """The method that runs, if any, can be cancelled."""
@@ -47,7 +47,9 @@ class _Episode:
 
 
 class Episodes:
-    def __init__(self, calls: Calls, prototype: Callable[[str, dict[str, Any]], Awaitable[Environment]]) -> None:
+    def __init__(
+        self, calls: UserCodeExecutor, prototype: Callable[[str, dict[str, Any]], Awaitable[Environment]]
+    ) -> None:
         """``prototype(name, options)`` answers the environment from which episodes are made."""
         self._calls = calls
         self._prototype = prototype
@@ -57,7 +59,7 @@ class Episodes:
     def names(self) -> list[str]:
         return list(self._live)
 
-    def reset(self, message: wire.Reset) -> asyncio.Task[wire.Observed]:
+    def reset(self, message: protocol.Reset) -> asyncio.Task[protocol.Observation]:
         """What the episode's reset gives, or gave: its ``call`` is for the caller to fill in."""
         episode = self._live.get(message.episode)
         if episode is None:
@@ -65,7 +67,7 @@ class Episodes:
             self._play(episode, message.episode, self._begin(episode, message))
         return episode.turns[0]
 
-    def step(self, message: wire.StepEpisode) -> asyncio.Task[wire.Observed]:
+    def step(self, message: protocol.StepEpisode) -> asyncio.Task[protocol.Observation]:
         """What the step gives, or gave for the same reply. Raises :class:`UserError` for a turn that cannot be."""
         episode = self._live.get(message.episode)
         if episode is None:
@@ -110,12 +112,14 @@ class Episodes:
         episode.turns.append(task)
         self._keep(task)
 
-    async def _observe(self, episode: _Episode, name: str, turn: Coroutine[Any, Any, Step]) -> wire.Observed:
-        observed = wire.Observed(epoch=0, call="", episode=name)
+    async def _observe(self, episode: _Episode, name: str, turn: Coroutine[Any, Any, Step]) -> protocol.Observation:
+        observed = protocol.Observation(epoch=0, call="", episode=name)
         async with episode.busy:
             try:
                 step = await turn
-                observed.turns = [wire.Turn(role=said["role"], content=said["content"]) for said in step.messages]
+                observed.messages = [
+                    protocol.ChatMessage(role=said["role"], content=said["content"]) for said in step.messages
+                ]
                 observed.reward, observed.done, observed.metrics = step.reward, step.done, step.metrics
             except Exception as error:  # a user's code ran: its error is this call's answer
                 log.warning("episode %s failed", name, exc_info=error, extra={"job": episode.job})
@@ -124,7 +128,7 @@ class Episodes:
                 episode.cancellable = False
         return observed
 
-    async def _begin(self, episode: _Episode, message: wire.Reset) -> Step:
+    async def _begin(self, episode: _Episode, message: protocol.Reset) -> Step:
         prototype = await self._prototype(message.environment, message.options)
         prompt = json.loads(message.prompt)
         environment = await self._calls(episode.threads, prototype.for_episode)
@@ -133,10 +137,10 @@ class Episodes:
         messages = await self._run(episode, environment.reset, prompt, message.seed)
         return Step(messages=_checked(messages, "reset"))
 
-    async def _advance(self, episode: _Episode, message: wire.StepEpisode) -> Step:
+    async def _advance(self, episode: _Episode, message: protocol.StepEpisode) -> Step:
         environment = episode.environment
         assert environment is not None  # the reset was answered without an error
-        said = [{"role": turn.role, "content": turn.content} for turn in message.turns]
+        said = [{"role": turn.role, "content": turn.content} for turn in message.messages]
         reply = Reply(text=message.text, tokens=message.tokens, messages=said, turn=message.turn)
         step = await self._run(episode, environment.step, reply)
         if not isinstance(step, Step):
@@ -166,7 +170,7 @@ def describe(error: BaseException) -> str:
         return one_line(error)
     text = f"{type(error).__name__}: {one_line(error)}" if str(error) else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    entry = max((place + 1 for place, frame in enumerate(frames) if frame.filename == calls.__file__), default=0)
+    entry = max((place + 1 for place, frame in enumerate(frames) if frame.filename == user_code.__file__), default=0)
     theirs = [frame for frame in frames[entry:] if not frame.filename.startswith(_PACKAGE)]
     if theirs:
         place = [frame for frame in theirs if frame.filename == theirs[0].filename][-1]

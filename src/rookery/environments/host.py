@@ -26,12 +26,12 @@ import msgspec
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from rookery import wire
+from rookery import protocol
 from rookery.environments.base import Environment
 from rookery.environments.builtins import Builtin
-from rookery.environments.calls import Calls
+from rookery.environments.datasets import PromptDataset
 from rookery.environments.episodes import Episodes, describe, one_line
-from rookery.environments.order import Prompts
+from rookery.environments.user_code import UserCodeExecutor
 from rookery.errors import UserError
 
 log = logging.getLogger("rookery.environments")
@@ -52,7 +52,7 @@ Hosted = Environment | type[Environment] | Builtin
 @dataclass
 class _Prototype:
     environment: Environment
-    splits: dict[str, Prompts]
+    splits: dict[str, PromptDataset]
 
 
 class Host:
@@ -68,7 +68,7 @@ class Host:
         self._tasks: set[asyncio.Task[None]] = set()
         self._link: ClientConnection | None = None
         self._epoch = 0
-        self._calls = Calls()
+        self._calls = UserCodeExecutor()
         self._episodes = Episodes(self._calls, self._environment)
         self.connected = asyncio.Event()
         """Set while the controller has welcomed this host."""
@@ -82,7 +82,7 @@ class Host:
                 try:
                     async with connect(
                         link_url(self._url, "/wire/host"),
-                        max_size=wire.MAX_FRAME,
+                        max_size=protocol.MAX_FRAME,
                         ping_interval=PING_SECONDS,
                         ping_timeout=PING_TIMEOUT,
                         proxy=None if _is_local(self._url) else True,
@@ -90,7 +90,7 @@ class Host:
                         beat = await self._greet(link)
                         wait = first
                         await self._serve(link, beat)
-                except (OSError, InvalidHandshake, ConnectionClosed, wire.BadFrame) as error:
+                except (OSError, InvalidHandshake, ConnectionClosed, protocol.BadFrame) as error:
                     log.warning("no link to %s (%s); trying again", self._url, one_line(error))
                 finally:
                     self._link = None
@@ -104,25 +104,25 @@ class Host:
 
     async def _greet(self, link: ClientConnection) -> float:
         offers = [
-            wire.HostedEnvironment(
+            protocol.HostedEnvironment(
                 name=name,
                 deterministic=(offer.environment if isinstance(offer, Builtin) else offer).deterministic,
             )
             for name, offer in self._offers.items()
         ]
-        hello = wire.HostHello(
-            protocol=wire.PROTOCOL,
+        hello = protocol.HostHello(
+            protocol=protocol.PROTOCOL,
             token=self._token,
             instance=self._instance,
             environments=offers,
             episodes=self._episodes.names(),
         )
-        await link.send(wire.encode(hello))
-        answer = wire.decode(wire.to_host, await _binary(link))
-        if isinstance(answer, wire.Refused):
+        await link.send(protocol.encode(hello))
+        answer = protocol.decode(protocol.to_host, await _binary(link))
+        if isinstance(answer, protocol.HelloRejected):
             raise UserError(f"the service refuses this environment host: {answer.reason}")
-        if not isinstance(answer, wire.HostWelcome):
-            raise wire.BadFrame(f"expected a welcome, got {type(answer).__name__}")
+        if not isinstance(answer, protocol.HostWelcome):
+            raise protocol.BadFrame(f"expected a welcome, got {type(answer).__name__}")
         self._link, self._epoch = link, answer.epoch
         self.connected.set()
         return answer.heartbeat_seconds
@@ -130,35 +130,37 @@ class Host:
     async def _serve(self, link: ClientConnection, heartbeat_seconds: float) -> None:
         async def beat() -> None:
             while True:
-                await link.send(wire.encode(wire.HostBeat(epoch=self._epoch, active=len(self._episodes.names()))))
+                await link.send(
+                    protocol.encode(protocol.HostHeartbeat(epoch=self._epoch, active=len(self._episodes.names())))
+                )
                 await asyncio.sleep(heartbeat_seconds)
 
         beats = asyncio.create_task(beat())
         try:
             while True:
-                message = wire.decode(wire.to_host, await _binary(link))
-                if isinstance(message, wire.GetPrompts):
+                message = protocol.decode(protocol.to_host, await _binary(link))
+                if isinstance(message, protocol.GetPrompts):
                     self._spawn(self._prompts(message))
-                elif isinstance(message, wire.Reset):
+                elif isinstance(message, protocol.Reset):
                     self._observe(message, self._episodes.reset)
-                elif isinstance(message, wire.StepEpisode):
+                elif isinstance(message, protocol.StepEpisode):
                     self._observe(message, self._episodes.step)
-                elif isinstance(message, wire.CloseEpisode):
+                elif isinstance(message, protocol.CloseEpisode):
                     self._episodes.close(message.episode)
-                elif isinstance(message, wire.Refused):
+                elif isinstance(message, protocol.HelloRejected):
                     raise UserError(f"the service refuses this environment host: {message.reason}")
         finally:
             beats.cancel()
             await asyncio.gather(beats, return_exceptions=True)
 
-    async def _send(self, message: wire.Prompts | wire.Observed) -> None:
+    async def _send(self, message: protocol.Prompts | protocol.Observation) -> None:
         if self._link is None:
             return  # the controller asks again when the link is back
         message.epoch = self._epoch
-        frame = wire.encode(message)
-        if len(frame) > wire.MAX_FRAME:  # it would end the link, and be asked for again, without end
-            most = f"at most {wire.MAX_FRAME >> 20} MB can be sent; make prompts and messages shorter"
-            frame = wire.encode(_refused(message, f"the answer has {len(frame)} bytes, {most}"))
+        frame = protocol.encode(message)
+        if len(frame) > protocol.MAX_FRAME:  # it would end the link, and be asked for again, without end
+            most = f"at most {protocol.MAX_FRAME >> 20} MB can be sent; make prompts and messages shorter"
+            frame = protocol.encode(_refused(message, f"the answer has {len(frame)} bytes, {most}"))
         with contextlib.suppress(ConnectionClosed):  # the reader sees it too, and reconnects
             await self._link.send(frame)
 
@@ -169,8 +171,8 @@ class Host:
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
-    async def _prompts(self, message: wire.GetPrompts) -> None:
-        answer = wire.Prompts(epoch=0, call=message.call)
+    async def _prompts(self, message: protocol.GetPrompts) -> None:
+        answer = protocol.Prompts(epoch=0, call=message.call)
         try:
             prototype = await self._prototype(message.environment, message.options)
             answer.prompts, answer.size = await self._calls(
@@ -210,22 +212,22 @@ class Host:
                 (lambda: offer(options)) if isinstance(offer, Builtin) else (lambda: offer(**options))
             )
             environment = await self._calls(self._calls.threads(f"build {name}"), build)
-        return _Prototype(environment, {split: Prompts(environment, split) for split in ("train", "eval")})
+        return _Prototype(environment, {split: PromptDataset(environment, split) for split in ("train", "eval")})
 
     def _observe(
         self,
-        message: wire.Reset | wire.StepEpisode,
-        turn_of: Callable[[Any], asyncio.Task[wire.Observed]],
+        message: protocol.Reset | protocol.StepEpisode,
+        turn_of: Callable[[Any], asyncio.Task[protocol.Observation]],
     ) -> None:
         try:
             turn = turn_of(message)  # here, so that calls take effect in the order in which they came
         except UserError as error:
-            refusal = wire.Observed(epoch=0, call=message.call, episode=message.episode, error=str(error))
+            refusal = protocol.Observation(epoch=0, call=message.call, episode=message.episode, error=str(error))
             self._spawn(self._send(refusal))
         else:
             self._spawn(self._answer(message.call, turn))
 
-    async def _answer(self, call: str, turn: asyncio.Task[wire.Observed]) -> None:
+    async def _answer(self, call: str, turn: asyncio.Task[protocol.Observation]) -> None:
         await asyncio.wait([turn])
         if not turn.cancelled():  # else the episode was closed meanwhile
             await self._send(msgspec.structs.replace(turn.result(), call=call))
@@ -239,11 +241,11 @@ class Host:
         self._calls.close()
 
 
-def _refused(message: wire.Prompts | wire.Observed, error: str) -> wire.Prompts | wire.Observed:
+def _refused(message: protocol.Prompts | protocol.Observation, error: str) -> protocol.Prompts | protocol.Observation:
     """An error in the place of an answer."""
-    if isinstance(message, wire.Prompts):
-        return wire.Prompts(epoch=message.epoch, call=message.call, error=error)
-    return wire.Observed(epoch=message.epoch, call=message.call, episode=message.episode, error=error)
+    if isinstance(message, protocol.Prompts):
+        return protocol.Prompts(epoch=message.epoch, call=message.call, error=error)
+    return protocol.Observation(epoch=message.epoch, call=message.call, episode=message.episode, error=error)
 
 
 def link_url(url: str, path: str) -> str:

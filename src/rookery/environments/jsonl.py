@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 
 from rookery.environments.base import Environment, Message, Reply, Split, Step
-from rookery.environments.verifiers import Verifier, no_constant
+from rookery.environments.verifiers.verifiers import Verifier, no_constant
 from rookery.errors import UserError
 
 

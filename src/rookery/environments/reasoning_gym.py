@@ -2,7 +2,7 @@
 
 An entry is stored whole as the episode's prompt and scored from there: some tasks give different entries in different
 processes for one seed, so nothing is ever made again from its number. Replies are scored in processes of their own
-(:mod:`rookery.environments.reasoning_judge`), and no task is offered whose scorer runs them as code.
+(:mod:`rookery.environments.verifiers.reasoning_gym_scores`), and no task is offered whose scorer runs them as code.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from rookery.environments import reasoning_judge
 from rookery.environments.base import Environment, Message, Reply, Split, Step
-from rookery.environments.judging import LIMIT_SECONDS, Judges, Late, Raised
+from rookery.environments.verifiers import reasoning_gym_scores
+from rookery.environments.verifiers.pool import LIMIT_SECONDS, VerifierError, VerifierPool, VerifierTimeout
 from rookery.errors import UserError, installs
 
 log = logging.getLogger("rookery.environments")
@@ -93,19 +93,19 @@ class ReasoningGym(Environment):
             "config": options.config,
         }
         try:
-            self._dataset = reasoning_judge.create(**arguments)
+            self._dataset = reasoning_gym_scores.create(**arguments)
         except ImportError:
             raise UserError(NOT_INSTALLED) from None
         except (ValueError, TypeError, AssertionError) as error:
             raise UserError(f"environment.task: {options.task}: {' '.join(str(error).split())}") from None
-        self._judges = Judges(reasoning_judge.__name__, json.dumps(arguments), limit=limit)
+        self._judges = VerifierPool(reasoning_gym_scores.__name__, json.dumps(arguments), limit=limit)
 
     def prompts(self, split: Split) -> Iterable[Any]:
         size, whole = self._options.size, self._options.size + self._options.eval_size
         # Entry i is drawn from seed + i, so the next seed would give the same entries over again: the eval entries are
         # those after the training entries.
         numbers = range(size) if split == "train" else range(size, whole)
-        return (reasoning_judge.stored(self._dataset[number]) for number in numbers)
+        return (reasoning_gym_scores.stored(self._dataset[number]) for number in numbers)
 
     def reset(self, prompt: Any, seed: int) -> Sequence[Message]:
         return [{"role": "user", "content": prompt["question"] + self._options.suffix}]
@@ -118,7 +118,7 @@ class ReasoningGym(Environment):
         score, unjudged = 0.0, False
         try:
             score = self._judges.ask({"answer": answer, "prompt": self.prompt})
-        except (Late, Raised) as error:
+        except (VerifierTimeout, VerifierError) as error:
             log.warning("reasoning-gym's %s: %s; the reply scores 0", self._options.task, error)
             unjudged = True
         return Step(reward=score, done=True, metrics={"right": float(score >= 1.0), "unjudged": float(unjudged)})

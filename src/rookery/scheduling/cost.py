@@ -52,10 +52,10 @@ LONGEST = 10 * 365 * 24 * HOUR
 """No time that a worker tells of is longer: one that sends nonsense must not break the account."""
 
 Kind = Literal["reserved", "preemptible"]
-Payer = TypeVar("Payer")
+Account = TypeVar("Account")
 
 
-class Work(msgspec.Struct, omit_defaults=True):
+class WorkDone(msgspec.Struct, omit_defaults=True):
     """Some work of one sort: how long it took, what it cost, what came of it."""
 
     time: int = 0
@@ -65,17 +65,17 @@ class Work(msgspec.Struct, omit_defaults=True):
     tokens: int = 0
     """Sampled, or trained on."""
 
-    def add(self, other: Work) -> None:
+    def add(self, other: WorkDone) -> None:
         self.time += other.time
         self.money += other.money
         self.tokens += other.tokens
 
 
-class Used(msgspec.Struct, omit_defaults=True):
+class ResourceUsage(msgspec.Struct, omit_defaults=True):
     """What somebody used of one kind of worker."""
 
-    decode: Work = msgspec.field(default_factory=Work)
-    train: Work = msgspec.field(default_factory=Work)
+    decode: WorkDone = msgspec.field(default_factory=WorkDone)
+    train: WorkDone = msgspec.field(default_factory=WorkDone)
 
     @property
     def money(self) -> int:
@@ -85,12 +85,12 @@ class Used(msgspec.Struct, omit_defaults=True):
     def time(self) -> int:
         return self.decode.time + self.train.time
 
-    def add(self, other: Used) -> None:
+    def add(self, other: ResourceUsage) -> None:
         self.decode.add(other.decode)
         self.train.add(other.train)
 
 
-Bill = dict[Kind, Used]
+Bill = dict[Kind, ResourceUsage]
 """By kind of worker; a kind that was not used is not there."""
 
 
@@ -113,11 +113,11 @@ def split(total: int, weights: Iterable[int]) -> list[int]:
     return shares
 
 
-class Settled(Generic[Payer]):
+class SettledUsage(Generic[Account]):
     """What became of an interval's money: some is somebody's, some is idle. What waits stays with the meter."""
 
     def __init__(self) -> None:
-        self.used: dict[Payer, Used] = {}
+        self.used: dict[Account, ResourceUsage] = {}
         self.time = 0
         """Nanoseconds that were paid for."""
         self.money = 0
@@ -125,8 +125,8 @@ class Settled(Generic[Payer]):
         self.idle = 0
         """Of money, this interval's or an earlier one's: nobody's."""
 
-    def of(self, payer: Payer) -> Used:
-        return self.used.setdefault(payer, Used())
+    def of(self, payer: Account) -> ResourceUsage:
+        return self.used.setdefault(payer, ResourceUsage())
 
 
 class _Pool:
@@ -142,19 +142,19 @@ class _Pool:
         self.time += time
         self.money += money
 
-    def take(self, time: int) -> Work:
+    def take(self, time: int) -> WorkDone:
         """So much of the time, and its part of the money."""
         money = self.money * time // self.time if self.time else 0
         self.time -= time
         self.money -= money
-        return Work(time, money)
+        return WorkDone(time, money)
 
     def over(self) -> int:
         """Empty it; the money that was in it."""
         return self.take(self.time).money
 
 
-class Meter(Generic[Payer]):
+class Meter(Generic[Account]):
     """One connection of one worker. Times are seconds of one monotonic clock; ``price`` is per hour, not negative."""
 
     def __init__(self, price: float, at: float) -> None:
@@ -165,37 +165,37 @@ class Meter(Generic[Payer]):
         self._busy: tuple[float, float] | None = None
         """What the last beat said."""
         self._decode, self._train = _Pool(), _Pool()
-        self._sampled: Counter[Payer] = Counter()
-        self._claims: dict[Payer, int] = {}
-        self._trained: Counter[Payer] = Counter()
+        self._sampled: Counter[Account] = Counter()
+        self._claims: dict[Account, int] = {}
+        self._trained: Counter[Account] = Counter()
 
     @property
     def waiting(self) -> int:
         """Money that nobody can be named for yet."""
         return self._decode.money + self._train.money
 
-    def sampled(self, payer: Payer, tokens: int) -> None:
+    def sampled(self, payer: Account, tokens: int) -> None:
         """So many tokens came."""
         self._sampled[payer] += tokens
 
-    def trained(self, payer: Payer, tokens: float, seconds: float) -> None:
+    def trained(self, payer: Account, tokens: float, seconds: float) -> None:
         """An operation ended that took so long."""
         self._trained[payer] += round(tokens) if math.isfinite(tokens) else 0
         self._claims[payer] = self._claims.get(payer, 0) + nanoseconds(seconds)
 
-    def owes(self) -> set[Payer]:
+    def owes(self) -> set[Account]:
         """Who is still to be charged for something."""
         return {*self._sampled, *self._claims}
 
     def beat(
         self, at: float, decode_seconds: float, train_seconds: float, *, decoding: bool, training: bool
-    ) -> Settled[Payer]:
+    ) -> SettledUsage[Account]:
         """Close the interval since the last beat. Seconds are those since the worker's process began, so the first
         beat's are what later ones are counted from; ``decoding`` and ``training`` say whether any of it is under
         way."""
         before = self._busy or (decode_seconds, train_seconds)
         self._busy = (decode_seconds, train_seconds)
-        settled: Settled[Payer] = Settled()
+        settled: SettledUsage[Account] = SettledUsage()
         busy = [nanoseconds(now - then) for now, then in zip(self._busy, before, strict=True)]
         self._pass(settled, at, *busy)
         self._charge(settled)
@@ -204,15 +204,15 @@ class Meter(Generic[Payer]):
             self._claims.clear()
         return settled
 
-    def close(self, at: float) -> Settled[Payer]:
+    def close(self, at: float) -> SettledUsage[Account]:
         """The connection is over: what is left is settled."""
-        settled: Settled[Payer] = Settled()
+        settled: SettledUsage[Account] = SettledUsage()
         self._pass(settled, at, 0, 0)
         self._charge(settled)
         settled.idle += self._decode.over() + self._train.over()
         return settled
 
-    def _pass(self, settled: Settled[Payer], at: float, decode: int, train: int) -> None:
+    def _pass(self, settled: SettledUsage[Account], at: float, decode: int, train: int) -> None:
         """Time goes on to ``at``, so much of it busy."""
         now = max(self._now, round((at - self._began) * SECOND))
         paid = self._price * now // HOUR
@@ -227,13 +227,13 @@ class Meter(Generic[Payer]):
         self._train.put(train, parts[1])
         settled.idle += parts[2]
 
-    def _charge(self, settled: Settled[Payer]) -> None:
+    def _charge(self, settled: SettledUsage[Account]) -> None:
         """Whoever can be named pays."""
         if self._sampled:
             counts = list(self._sampled.values())
             times, moneys = split(self._decode.time, counts), split(self._decode.money, counts)
             for payer, tokens, time, money in zip(self._sampled, counts, times, moneys, strict=True):
-                settled.of(payer).decode.add(Work(time, money, tokens))
+                settled.of(payer).decode.add(WorkDone(time, money, tokens))
             self._decode.over()
             self._sampled.clear()
         claimed = sum(self._claims.values())
@@ -247,7 +247,7 @@ class Meter(Generic[Payer]):
         self._trained.clear()
         self._claims = {payer: time for payer, time in self._claims.items() if time}
 
-    def _give_up(self, pool: _Pool, settled: Settled[Payer], under_way: bool) -> bool:
+    def _give_up(self, pool: _Pool, settled: SettledUsage[Account], under_way: bool) -> bool:
         """Whether nothing has been heard of such work for so long that nothing will be."""
         if under_way:
             pool.seen = self._now
@@ -257,13 +257,13 @@ class Meter(Generic[Payer]):
         return over
 
 
-def reserved_alone(bill: Mapping[Kind, Used], everybody: Mapping[Kind, Used]) -> int | None:
+def reserved_alone(bill: Mapping[Kind, ResourceUsage], everybody: Mapping[Kind, ResourceUsage]) -> int | None:
     """What the work on ``bill`` would have cost on reserved workers alone; ``everybody``: all that was done on its base
     model. See the module's text."""
-    reserved = everybody.get("reserved", Used())
+    reserved = everybody.get("reserved", ResourceUsage())
     if not reserved.time:
         return None
-    preemptible, mine = everybody.get("preemptible", Used()), bill.get("preemptible", Used())
+    preemptible, mine = everybody.get("preemptible", ResourceUsage()), bill.get("preemptible", ResourceUsage())
     total = bill["reserved"].money if "reserved" in bill else 0
     for there, here, work in (
         (preemptible.decode, reserved.decode, mine.decode),

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 
-class RoundRobin(Generic[T]):
+class DeficitRoundRobin(Generic[T]):
     """Queues nested as tenant → job → items, which are distinct. ``take`` stays with a tenant and its job for a turn,
     then rotates both levels; a job that is through before leaves the rest of the turn to the tenant's next one."""
 
@@ -108,13 +108,13 @@ class RoundRobin(Generic[T]):
             self._left.pop(tenant, None)
 
 
-class Lanes(Generic[T]):
+class PriorityQueues(Generic[T]):
     """Two round-robins. The express lane goes first where it has room of its own; then the common lane; what room that
     leaves is the express lane's too. So neither lane can keep the other waiting for ever."""
 
     def __init__(self) -> None:
-        self.express: RoundRobin[T] = RoundRobin()
-        self.common: RoundRobin[T] = RoundRobin()
+        self.express: DeficitRoundRobin[T] = DeficitRoundRobin()
+        self.common: DeficitRoundRobin[T] = DeficitRoundRobin()
 
     def __len__(self) -> int:
         return len(self.express) + len(self.common)

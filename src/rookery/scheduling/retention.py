@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RetentionCandidate:
     version: int
     score: float | None
     """Mean reward, of all candidates in evaluations or of all in training; None where it has none of that kind."""
@@ -21,7 +21,7 @@ def earned(trained: Iterable[tuple[int | None, float | None]]) -> dict[int, floa
 
 
 def retire(
-    versions: Sequence[Candidate], *, keep_last: int, keep_best: bool, in_use: Collection[int] = ()
+    versions: Sequence[RetentionCandidate], *, keep_last: int, keep_best: bool, in_use: Collection[int] = ()
 ) -> list[int]:
     """Versions whose artifacts may go, oldest first. The newest always stays; a tie for the best keeps the newest."""
     ordered = sorted(versions, key=lambda candidate: candidate.version)

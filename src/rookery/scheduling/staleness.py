@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-def admissible(*, step: int, durable_step: int, in_flight: int, ready: int, per_step: int, max_staleness: int) -> int:
+def admission_budget(
+    *, step: int, durable_step: int, in_flight: int, ready: int, per_step: int, max_staleness: int
+) -> int:
     """Groups that may start now, from a version that stands at ``durable_step`` in a job that stands at ``step``.
 
     The groups under way and ready, with the new ones, must all fit the steps up to ``durable_step + max_staleness``.
@@ -22,7 +24,7 @@ def admissible(*, step: int, durable_step: int, in_flight: int, ready: int, per_
 
 
 @dataclass(frozen=True)
-class Ready:
+class ReadyGroup:
     """A complete group in the buffer."""
 
     group: str
@@ -33,9 +35,9 @@ class Ready:
     """Episodes in it."""
 
 
-def choose(
-    ready: Sequence[Ready], *, step: int, count: int, max_staleness: int, enough: int = 0
-) -> tuple[list[Ready], list[Ready]]:
+def select_batch(
+    ready: Sequence[ReadyGroup], *, step: int, count: int, max_staleness: int, enough: int = 0
+) -> tuple[list[ReadyGroup], list[ReadyGroup]]:
     """``(batch, stale)``: of the groups that would expire first, the ``count`` that a step at ``step`` still lacks, or
     as many as there are if they have ``enough`` responses (0: only all will do), or none; and all groups that are too
     old for that step."""

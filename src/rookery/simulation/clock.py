@@ -63,7 +63,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 class VirtualClock:
-    """The clock of the running :class:`VirtualLoop`, as :class:`rookery.controller.ports.Clock` asks for it."""
+    """The clock of the running :class:`VirtualLoop`, as :class:`rookery.storage.writer.Clock` asks for it."""
 
     def time(self) -> float:
         return EPOCH + self.monotonic()

@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
-from rookery import wire
+from rookery import protocol
 from rookery.simulation.engine import Engine
 from rookery.simulation.profile import Machine
 from rookery.simulation.texts import Length
@@ -47,7 +47,7 @@ class Compute:
         self._flushed = 0.0
         self._loop = asyncio.get_running_loop()
         self._poked: asyncio.Future[None] = self._loop.create_future()
-        self._switches: list[wire.Switch] = []
+        self._switches: list[protocol.SwitchAdapter] = []
         self._turns = {"decode": 0.0, "train": 0.0}
         self._was_idle = {"decode": True, "train": True}
         self._stopping = False
@@ -57,7 +57,7 @@ class Compute:
         if not self._poked.done():
             self._poked.set_result(None)
 
-    def switch(self, message: wire.Switch) -> None:
+    def switch(self, message: protocol.SwitchAdapter) -> None:
         """Between two slices a request goes on with another adapter, which is here."""
         self._switches.append(message)
         self.poke()

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from rookery import wire
+from rookery import protocol
 from rookery.simulation.profile import Machine
 from rookery.simulation.texts import Length, logprobs_of, tokens_of
 
@@ -25,8 +25,8 @@ from rookery.simulation.texts import Length, logprobs_of, tokens_of
 class Row:
     """One request."""
 
-    order: wire.Generate
-    adapter: wire.AdapterRef | None
+    order: protocol.Generate
+    adapter: protocol.AdapterRef | None
     length: int
     """Of its whole reply."""
     said: int
@@ -64,7 +64,7 @@ class Engine:
         self._slice: Literal["", "prefill", "decode"] = ""
         self._prefilled_last = False
         self._batch: list[tuple[Row, int]] = []
-        self._over: list[wire.Chunk] = []
+        self._over: list[protocol.TokenChunk] = []
         """Last tokens of what ended, or went on with another adapter; not handed out yet."""
         self.policies: Counter[str] = Counter()
         """Running requests per policy."""
@@ -84,14 +84,14 @@ class Engine:
     def running(self) -> list[str]:
         return list(self._requests)
 
-    def submit(self, order: wire.Generate) -> None:
+    def submit(self, order: protocol.Generate) -> None:
         """Queue a request, its adapter being there. One that is here already begins anew from what is given."""
         self.abort(order.request)
         length = self._length(order.seed, order.max_tokens)
-        given = len(order.given)
+        given = len(order.prefix_tokens)
         row = Row(order, order.adapter, length, given, given)
         self._requests[order.request] = row
-        (self._waiting.appendleft if order.first else self._waiting.append)(row)
+        (self._waiting.appendleft if order.interactive else self._waiting.append)(row)
 
     def abort(self, request: str) -> None:
         row = self._requests.pop(request, None)
@@ -107,7 +107,7 @@ class Engine:
             del self._decoding[request]
             self._leave_ends(row)
 
-    def switch(self, request: str, ref: wire.AdapterRef, *, recompute: bool) -> None:
+    def switch(self, request: str, ref: protocol.AdapterRef, *, recompute: bool) -> None:
         """The request goes on with ``ref`` from its next token."""
         row = self._requests.get(request)
         if row is None or row.adapter is None or row.adapter.hash == ref.hash:
@@ -180,10 +180,10 @@ class Engine:
         """Tokens of prompt and given text that are to be computed; what the row brings is kept from now on."""
         order, total = row.order, len(row.order.prompt) + row.said
         kept = self._cached[row.adapter.hash if row.adapter is not None else ""]
-        shared = hash(tuple(order.prompt[: order.shared])) if order.shared else None
+        shared = hash(tuple(order.prompt[: order.shared_prefix])) if order.shared_prefix else None
         known = max(kept.get(order.episode, 0) if order.episode else 0, kept.get(shared, 0) if shared else 0)
         if shared is not None:
-            kept[shared] = order.shared
+            kept[shared] = order.shared_prefix
         if order.episode:
             kept[order.episode] = total
         return max(0, total - min(known, total))
@@ -231,23 +231,23 @@ class Engine:
         """Whether something has ended that was not handed out."""
         return any(chunk.finish for chunk in self._over)
 
-    def drain(self) -> list[wire.Chunk]:
+    def drain(self) -> list[protocol.TokenChunk]:
         """What was sampled and not handed out, one chunk per request (two where it went on with another adapter)."""
         chunks, self._over = self._over, []
         chunks += self._running_chunks()
         return chunks
 
-    def _running_chunks(self) -> Iterator[wire.Chunk]:
+    def _running_chunks(self) -> Iterator[protocol.TokenChunk]:
         for row in self._decoding.values():
             if (chunk := self._chunk(row)) is not None:
                 yield chunk
 
-    def _chunk(self, row: Row) -> wire.Chunk | None:
+    def _chunk(self, row: Row) -> protocol.TokenChunk | None:
         said, order = self._said(row), row.order
         if said == row.sent and not row.finish:
             return None
         start, row.sent = row.sent, said
-        return wire.Chunk(
+        return protocol.TokenChunk(
             request=order.request,
             offset=start,
             tokens=tokens_of(order.seed, start, said, row.length, order.max_tokens),

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from rookery import wire
-from rookery.controller.links import Link, LinkClosed
+from rookery import protocol
+from rookery.protocol.connection import Connection, ConnectionClosed
 from rookery.simulation.links import MemoryLink, link_pair
 from rookery.simulation.texts import draw
 
@@ -26,7 +26,7 @@ def uniform(episode: str, turn: int) -> float:
 class ModelledHost:
     def __init__(
         self,
-        serve: Callable[[Link], Awaitable[None]],
+        serve: Callable[[Connection], Awaitable[None]],
         *,
         token: str,
         seconds: Mapping[str, float],
@@ -34,11 +34,11 @@ class ModelledHost:
         turns: int = 1,
         reward: Reward = uniform,
         instance: str = "host",
-        link: Callable[[], tuple[MemoryLink, Link]] = link_pair,
+        link: Callable[[], tuple[MemoryLink, Connection]] = link_pair,
     ) -> None:
         """``seconds`` maps each environment that it offers, by its whole name, to what its ``reset`` or ``step``
         takes; what it says has about ``prompt_tokens`` tokens of one byte; an episode has ``turns`` turns."""
-        self.episodes: dict[str, dict[int, wire.Observed]] = {}
+        self.episodes: dict[str, dict[int, protocol.Observation]] = {}
         """By episode the answers so far: -1 the reset's, else the turn's."""
         self._serve = serve
         self._token = token
@@ -57,15 +57,15 @@ class ModelledHost:
         """Dial in; returns when the host is welcome."""
         self._link, theirs = self._make_link()
         self._spawn(self._serve(theirs))
-        hello = wire.HostHello(
-            protocol=wire.PROTOCOL,
+        hello = protocol.HostHello(
+            protocol=protocol.PROTOCOL,
             token=self._token,
             instance=self._instance,
-            environments=[wire.HostedEnvironment(name=name, deterministic=True) for name in self._seconds],
+            environments=[protocol.HostedEnvironment(name=name, deterministic=True) for name in self._seconds],
         )
-        await self._link.send(wire.encode(hello))
-        welcome = wire.decode(wire.to_host, await self._link.receive())
-        if not isinstance(welcome, wire.HostWelcome):
+        await self._link.send(protocol.encode(hello))
+        welcome = protocol.decode(protocol.to_host, await self._link.receive())
+        if not isinstance(welcome, protocol.HostWelcome):
             raise PermissionError(f"the host was not welcomed: {welcome}")
         self._epoch = welcome.epoch
         self._spawn(self._beat(self._link, welcome.heartbeat_seconds))
@@ -86,42 +86,42 @@ class ModelledHost:
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
     async def _beat(self, link: MemoryLink, seconds: float) -> None:
-        with suppress(LinkClosed):
+        with suppress(ConnectionClosed):
             while True:
-                await link.send(wire.encode(wire.HostBeat(epoch=self._epoch, active=len(self.episodes))))
+                await link.send(protocol.encode(protocol.HostHeartbeat(epoch=self._epoch, active=len(self.episodes))))
                 await asyncio.sleep(seconds)
 
     async def _read(self, link: MemoryLink) -> None:
-        with suppress(LinkClosed):
+        with suppress(ConnectionClosed):
             while True:
-                message = wire.decode(wire.to_host, await link.receive())
+                message = protocol.decode(protocol.to_host, await link.receive())
                 match message:
-                    case wire.CloseEpisode():
+                    case protocol.CloseEpisode():
                         self.episodes.pop(message.episode, None)
                         self._names.pop(message.episode, None)
-                    case wire.GetPrompts():
+                    case protocol.GetPrompts():
                         numbers = range(message.start, message.start + message.count)
                         prompts = [b'{"%s": %d}' % (message.split.encode(), number) for number in numbers]
                         await link.send(
-                            wire.encode(wire.Prompts(epoch=self._epoch, call=message.call, prompts=prompts))
+                            protocol.encode(protocol.Prompts(epoch=self._epoch, call=message.call, prompts=prompts))
                         )
-                    case wire.Reset() | wire.StepEpisode():
+                    case protocol.Reset() | protocol.StepEpisode():
                         self._begin(link, message)
 
-    def _begin(self, link: MemoryLink, message: wire.Reset | wire.StepEpisode) -> None:
-        if isinstance(message, wire.Reset):
+    def _begin(self, link: MemoryLink, message: protocol.Reset | protocol.StepEpisode) -> None:
+        if isinstance(message, protocol.Reset):
             self._names[message.episode] = message.environment
         asyncio.get_running_loop().call_later(
             self._seconds[self._names[message.episode]], lambda: self._spawn(self._answer(link, message))
         )
 
-    async def _answer(self, link: MemoryLink, message: wire.Reset | wire.StepEpisode) -> None:
-        with suppress(LinkClosed):
-            await link.send(wire.encode(self._observe(message)))
+    async def _answer(self, link: MemoryLink, message: protocol.Reset | protocol.StepEpisode) -> None:
+        with suppress(ConnectionClosed):
+            await link.send(protocol.encode(self._observe(message)))
 
-    def _observe(self, message: wire.Reset | wire.StepEpisode) -> wire.Observed:
+    def _observe(self, message: protocol.Reset | protocol.StepEpisode) -> protocol.Observation:
         """The answer; a repeated call gets the first one's."""
-        turn = message.turn if isinstance(message, wire.StepEpisode) else -1
+        turn = message.turn if isinstance(message, protocol.StepEpisode) else -1
         answers = self.episodes.setdefault(message.episode, {})
         if turn not in answers:
             answers[turn] = self._usual(message)
@@ -129,13 +129,13 @@ class ModelledHost:
         answer.call = message.call
         return answer
 
-    def _usual(self, message: wire.Reset | wire.StepEpisode) -> wire.Observed:
-        answer = wire.Observed(epoch=self._epoch, call="", episode=message.episode)
-        said = [wire.Turn(role="user", content=self._text)]
-        if isinstance(message, wire.Reset):
-            answer.turns = [wire.Turn(role="user", content=f"{message.prompt.decode()} {self._text}")]
+    def _usual(self, message: protocol.Reset | protocol.StepEpisode) -> protocol.Observation:
+        answer = protocol.Observation(epoch=self._epoch, call="", episode=message.episode)
+        said = [protocol.ChatMessage(role="user", content=self._text)]
+        if isinstance(message, protocol.Reset):
+            answer.messages = [protocol.ChatMessage(role="user", content=f"{message.prompt.decode()} {self._text}")]
         else:
             answer.done = message.turn + 1 >= self._turns
-            answer.turns = [] if answer.done else said
+            answer.messages = [] if answer.done else said
             answer.reward = self._reward(message.episode, message.turn)
         return answer

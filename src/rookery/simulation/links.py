@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from rookery.controller.links import LinkClosed
+from rookery.protocol.connection import ConnectionClosed
 
 
 class MemoryLink:
-    """One end of a connection in memory; a :class:`rookery.controller.links.Link`."""
+    """One end of a connection in memory; a :class:`rookery.protocol.connection.Link`."""
 
     def __init__(self, inbox: asyncio.Queue[bytes | None], outbox: asyncio.Queue[bytes | None]) -> None:
         self._inbox, self._outbox = inbox, outbox
@@ -17,14 +17,14 @@ class MemoryLink:
 
     async def send(self, frame: bytes) -> None:
         if self.closed:
-            raise LinkClosed("closed")
+            raise ConnectionClosed("closed")
         self._outbox.put_nowait(frame)
 
     async def receive(self) -> bytes:
         frame = None if self.closed else await self._inbox.get()
         if frame is None:
             self.closed = True
-            raise LinkClosed("closed")
+            raise ConnectionClosed("closed")
         return frame
 
     async def close(self, reason: str) -> None:

@@ -8,30 +8,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from rookery.controller.parts import SHIPPED, Parts
-from rookery.controller.request import Live
-from rookery.controller.rollouts import Rollouts
-from rookery.controller.seeding import Seeding
+from rookery.controller.offload.seeding import Seeding
+from rookery.controller.parts import SHIPPED, Overrides
+from rookery.controller.rollout.request import InflightRequest
+from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.errors import UserError
-from rookery.scheduling.seeding import Seeding as Algorithm
+from rookery.scheduling.offload import Seeding as Algorithm
 from rookery.simulation.profile import Profile
 
 Role = Literal["rollout", "train"]
 
 
-class StartingOver(Rollouts):
+class StartingOver(RolloutScheduler):
     """A rollout whose worker was lost or left begins again from its first token."""
 
     thrown_away = 0
     """Tokens that were received, and are generated again."""
 
-    def _again(self, live: Live, reason: str) -> None:
-        if reason in ("lost", "given_back") and not live.done.done():
+    def _again(self, live: InflightRequest, reason: str) -> None:
+        if reason in ("lost", "rejected") and not live.done.done():
             reply = live.reply
             self.thrown_away += len(reply.tokens)
             for received in (reply.tokens, reply.logprobs, reply.versions):
                 received.clear()
-        super()._again(live, reason)
+        super()._requeue(live, reason)
 
 
 class _NeverSeeds(Algorithm):
@@ -69,7 +69,7 @@ class Mode:
     most: Callable[[Profile, int, int], int | None] = lambda profile, episodes, reserved: None
     """(profile, a step's episodes, reserved workers) → the most preemptible instances that it rents; None is as many as
     the controller finds worth it."""
-    parts: Parts = SHIPPED
+    parts: Overrides = SHIPPED
 
 
 def balanced(profile: Profile, episodes: int, reserved: int) -> int:
@@ -94,10 +94,10 @@ MODES = {
         Mode(
             "no-seeding",
             "reserved machines generate only while there is nobody else",
-            parts=Parts(seeding=NeverSeeding),
+            parts=Overrides(seeding=NeverSeeding),
         ),
-        Mode("no-migration", "a rollout whose instance left starts over", parts=Parts(rollouts=StartingOver)),
-        Mode("no-memory", "the time of seeding is learned anew at each change", parts=Parts(seeding=Forgetful)),
+        Mode("no-migration", "a rollout whose instance left starts over", parts=Overrides(rollouts=StartingOver)),
+        Mode("no-memory", "the time of seeding is learned anew at each change", parts=Overrides(seeding=Forgetful)),
     )
 }
 """By name, in the order in which they are shown; the first is what the others are compared with."""

@@ -8,7 +8,7 @@ import hashlib
 import struct
 from collections.abc import Callable
 
-from rookery.controller.links import Link
+from rookery.protocol.connection import Connection
 from rookery.simulation.links import MemoryLink, link_pair
 
 
@@ -28,10 +28,10 @@ class EventLog:
         """SHA-256 over all so far, in hex."""
         return self._hash.hexdigest()
 
-    def links(self, name: str) -> Callable[[], tuple[MemoryLink, Link]]:
+    def links(self, name: str) -> Callable[[], tuple[MemoryLink, Connection]]:
         """Makes connections of which the controller's end is noted under ``name``."""
 
-        def make() -> tuple[MemoryLink, Link]:
+        def make() -> tuple[MemoryLink, Connection]:
             ours, theirs = link_pair()
             return ours, _Noted(theirs, self, name)
 

@@ -71,7 +71,7 @@ class Step:
     trainer_wait: float | None
     remote_wait: float | None
     seed: float | None
-    """Of the trainer's last cycle, as :mod:`rookery.controller.seeding` measures them; None without cycles."""
+    """Of the trainer's last cycle, as :mod:`rookery.controller.offload.seeding` measures them; None without cycles."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The service of a simulation: the shipped controller on a database in memory, a virtual clock and seeded randomness.
 
-Only what the controller is given from outside differs from :mod:`rookery.service`: clock, ids, random bytes, ledger,
+Only what the controller is given from outside differs from :mod:`rookery.server`: clock, ids, random bytes, ledger,
 links. Must be made inside a :class:`~rookery.simulation.clock.VirtualLoop`.
 """
 
@@ -13,9 +13,8 @@ from random import Random
 from typing import Any, Literal
 
 from rookery.controller.controller import Controller
-from rookery.controller.hosts import SERVICE
-from rookery.controller.parts import SHIPPED, Parts
-from rookery.controller.ports import RandomIds
+from rookery.controller.fleet.env_hosts import SERVICE
+from rookery.controller.parts import SHIPPED, Overrides
 from rookery.settings import Settings
 from rookery.simulation.clock import InlineLedger, VirtualClock
 from rookery.simulation.hosts import ModelledHost
@@ -25,7 +24,8 @@ from rookery.simulation.texts import Length, chat
 from rookery.simulation.workers import Identity, ModelledWorker
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.database import Database
-from rookery.text.chat import Chat
+from rookery.storage.writer import RandomIds
+from rookery.tokenization.chat import Chat
 
 MODEL = "smollm2-135m-instruct"
 """A name that the catalogue knows; nothing of it is loaded."""
@@ -47,7 +47,7 @@ class Site:
         context: int,
         seed: int,
         tenants: Sequence[str],
-        parts: Parts = SHIPPED,
+        parts: Overrides = SHIPPED,
         settings: dict[str, Any] | None = None,
     ) -> None:
         """``folder`` is this run's alone; ``length`` is what the model's replies are like, ``context`` its longest

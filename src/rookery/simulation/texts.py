@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from rookery.text.chat import Chat
+from rookery.tokenization.chat import Chat
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""A modelled trainer: the operations of :mod:`rookery.worker.operations`, each taking its stated time.
+"""A modelled trainer: the operations of :mod:`rookery.worker.training_ops`, each taking its stated time.
 
 * A policy's operations run in order, each only on the state that it names: (policy, lease, parent, steps); anything
   else is answered ``stale``, as is a step on a gradient of which a part never arrived.
@@ -13,14 +13,14 @@ import json
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
-from rookery import wire
+from rookery import protocol
 from rookery.simulation.profile import Machine
 from rookery.storage.artifacts import Staging
 
 ADAPTER = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 
-Operation = wire.ForwardBackward | wire.OptimStep | wire.InitAdapter
+Operation = protocol.ForwardBackward | protocol.OptimStep | protocol.InitAdapter
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class Work:
 class Answer:
     """``upload`` is what a commit writes under its ``ticket``; it is answered when that is at the service."""
 
-    done: wire.Done
+    done: protocol.OperationDone
     upload: dict[str, bytes] | None = None
     ticket: str = ""
 
@@ -76,11 +76,11 @@ class Trainer:
     def pending(self) -> int:
         return sum(map(len, self._queues.values()))
 
-    def holds(self, op: wire.ForwardBackward | wire.OptimStep) -> bool:
+    def holds(self, op: protocol.ForwardBackward | protocol.OptimStep) -> bool:
         """Whether ``op`` can be queued now; steps that are queued count as taken."""
         state = self._states.get(op.policy)
         ahead = sum(
-            isinstance(work.op, wire.OptimStep) and work.op.adam is not None and work.policy == op.policy
+            isinstance(work.op, protocol.OptimStep) and work.op.adam is not None and work.policy == op.policy
             for queue in self._queues.values()
             for work in queue
         )
@@ -88,11 +88,11 @@ class Trainer:
             op.lease, op.parent.hash, op.steps,
         )  # fmt: skip
 
-    def load(self, policy: str, lease: int, parent: wire.AdapterRef, files: dict[str, bytes]) -> None:
+    def load(self, policy: str, lease: int, parent: protocol.AdapterRef, files: dict[str, bytes]) -> None:
         """Take up ``policy`` from a version's files, without gradient."""
         self._states[policy] = _State(lease, parent.hash, 0, files[ADAPTER].decode(), files[CONFIG])
 
-    def committed(self, message: wire.Committed) -> None:
+    def committed(self, message: protocol.VersionCommitted) -> None:
         """The last export is a version now, and what the next operations name."""
         state = self._states.get(message.policy)
         if state is not None and state.lease == message.lease and state.exported is not None:
@@ -110,7 +110,7 @@ class Trainer:
     def submit(self, op: Operation, batch: bytes = b"") -> Work:
         """Queue an operation whose state is here. ``batch`` is what a :class:`wire.ForwardBackward` names."""
         work = Work(op, batch, self._machine.optimizer)
-        if isinstance(op, wire.ForwardBackward):
+        if isinstance(op, protocol.ForwardBackward):
             work.tokens, work.loss_tokens = _size(batch)
             work.left = self._machine.train_token * work.tokens
         self._queues.setdefault(getattr(op, "tenant", ""), deque()).append(work)
@@ -158,8 +158,8 @@ class Trainer:
 
     def _carry_out(self, work: Work) -> Answer:
         op = work.op
-        done = wire.Done(epoch=0, op=op.op)
-        if isinstance(op, wire.InitAdapter):
+        done = protocol.OperationDone(epoch=0, op=op.op)
+        if isinstance(op, protocol.InitAdapter):
             begin = op.source.hash if op.source is not None else f"seed {op.seed} rank {op.rank}"
             modules = [f"{target}_proj" for target in op.targets]
             config = {"r": op.rank, "lora_alpha": op.alpha, "target_modules": modules}
@@ -167,10 +167,10 @@ class Trainer:
         state = self._states.get(op.policy)
         if state is None or (state.lease, state.parent, state.steps) != (op.lease, op.parent.hash, op.steps):
             return Answer(stale(op, f"policy {op.policy} is not held here at that state"))
-        if isinstance(op, wire.ForwardBackward):
+        if isinstance(op, protocol.ForwardBackward):
             self.trained += work.tokens
             if not op.forward_only:
-                if op.fresh:
+                if op.zero_grad:
                     state.gradient, state.whole = [], True
                 state.gradient.append(hashlib.sha256(work.batch).hexdigest())
             own = float(work.loss_tokens)
@@ -189,20 +189,20 @@ class Trainer:
         return Answer(done, {ADAPTER: state.content.encode(), CONFIG: state.config}, op.commit)
 
 
-def stale(op: wire.ForwardBackward | wire.OptimStep, why: str) -> wire.Done:
+def stale(op: protocol.ForwardBackward | protocol.OptimStep, why: str) -> protocol.OperationDone:
     """The answer to an operation whose state is not here."""
-    return wire.Done(epoch=0, op=op.op, error=why, category="stale")
+    return protocol.OperationDone(epoch=0, op=op.op, error=why, category="stale")
 
 
-def write(staging: Staging, files: dict[str, bytes]) -> wire.Manifest:
+def write(staging: Staging, files: dict[str, bytes]) -> protocol.Manifest:
     """Put a commit's files where its ticket says."""
-    return wire.manifest_of([staging.write(name, [content]) for name, content in files.items()])
+    return protocol.manifest_of([staging.write(name, [content]) for name, content in files.items()])
 
 
 def _size(batch: bytes) -> tuple[int, int]:
     """Tokens of an encoded :class:`wire.Batch`, prompts counted once, and those of them that carry a loss."""
-    decoded = wire.decode(wire.batches, batch)
-    tokens = sum(len(unit.prompt) + sum(len(member.tokens) for member in unit.members) for unit in decoded.units)
+    decoded = protocol.decode(protocol.batches, batch)
+    tokens = sum(len(unit.prompt) + sum(len(member.tokens) for member in unit.members) for unit in decoded.groups)
     tokens += sum(len(datum.tokens) for datum in decoded.data)
-    parts = [member for unit in decoded.units for member in unit.members] + decoded.data
+    parts = [member for unit in decoded.groups for member in unit.members] + decoded.data
     return tokens, sum(sum(map(bool, part.weights)) for part in parts)

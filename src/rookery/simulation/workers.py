@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from rookery import wire
-from rookery.controller.links import Link, LinkClosed
-from rookery.controller.tickets import Tickets
+from rookery import protocol
+from rookery.controller.weights.tickets import Tickets
+from rookery.protocol.connection import Connection, ConnectionClosed
 from rookery.simulation.compute import Compute
 from rookery.simulation.links import MemoryLink, link_pair
 from rookery.simulation.profile import Machine
@@ -33,7 +33,7 @@ REDIAL_SECONDS = 1.0
 MODEL_HASH, DEVICE = "modelled", "modelled"
 """What a modelled worker says that it holds, and computes on."""
 
-Serve = Callable[[Link], Awaitable[None]]
+Serve = Callable[[Connection], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ModelledWorker:
         machine: Machine,
         length: Length,
         *,
-        link: Callable[[], tuple[MemoryLink, Link]] = link_pair,
+        link: Callable[[], tuple[MemoryLink, Connection]] = link_pair,
     ) -> None:
         """``serve`` takes the other end of each link that ``link`` makes (ours, theirs); ``tickets`` are the service's,
         which stand for its HTTP face; ``length`` is what the model's replies are like."""
@@ -78,7 +78,7 @@ class ModelledWorker:
         self._make_link = link
         self._link: MemoryLink | None = None
         self._loop = asyncio.get_running_loop()
-        self._granted: dict[str, asyncio.Future[wire.Granted]] = {}
+        self._granted: dict[str, asyncio.Future[protocol.TicketGrant]] = {}
         self._adapters: dict[str, asyncio.Task[None]] = {}
         """Those that are here or on their way, by hash."""
         self._begins: dict[str, asyncio.Task[None]] = {}
@@ -141,9 +141,9 @@ class ModelledWorker:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _say_goodbye(self) -> None:
-        with suppress(LinkClosed):
+        with suppress(ConnectionClosed):
             await self._flush()
-            await self._say(wire.Bye(epoch=0))
+            await self._say(protocol.Draining(epoch=0))
 
     async def _converse(self) -> None:
         """One connection, from hello to its end, which ends requests and operations too."""
@@ -151,9 +151,9 @@ class ModelledWorker:
         serving = asyncio.ensure_future(self._serve(theirs))
         beats = loading = None
         try:
-            await ours.send(wire.encode(self._hello()))
-            welcome = wire.decode(wire.to_worker, await ours.receive())
-            if not isinstance(welcome, wire.Welcome):
+            await ours.send(protocol.encode(self._hello()))
+            welcome = protocol.decode(protocol.to_worker, await ours.receive())
+            if not isinstance(welcome, protocol.Welcome):
                 raise PermissionError(f"worker {self.identity.name} was not welcomed: {welcome}")
             self._link, self.epoch = ours, welcome.epoch
             self.compute.flush_seconds = welcome.flush_seconds
@@ -161,8 +161,8 @@ class ModelledWorker:
             if not self._loaded:
                 loading = self._spawn(self._load())
             while True:
-                self._handle(wire.decode(wire.to_worker, await ours.receive()))
-        except LinkClosed:
+                self._handle(protocol.decode(protocol.to_worker, await ours.receive()))
+        except ConnectionClosed:
             pass
         finally:
             self._link = None
@@ -188,10 +188,10 @@ class ModelledWorker:
         self._chains.clear()
         self.trainer.clear()
 
-    def _hello(self) -> wire.Hello:
+    def _hello(self) -> protocol.Hello:
         mine, machine = self.identity, self.machine
-        return wire.Hello(
-            protocol=wire.PROTOCOL, token=mine.token, name=mine.name, instance=mine.instance, model=mine.model,
+        return protocol.Hello(
+            protocol=protocol.PROTOCOL, token=mine.token, name=mine.name, instance=mine.instance, model=mine.model,
             model_hash=MODEL_HASH, roles=list(mine.roles), kind=mine.kind, price=mine.price, max_rows=self.engine.rows,
             max_context=machine.context, max_rank=64, device=DEVICE, dtype=DEVICE, loading=not self._loaded,
             adapters=[digest for digest, pull in self._adapters.items() if pull.done()],
@@ -200,17 +200,17 @@ class ModelledWorker:
     async def _load(self) -> None:
         await asyncio.sleep(max(0.0, self._started + self.machine.load - self._loop.time()))
         self._loaded = True
-        ready = wire.Ready(
+        ready = protocol.Ready(
             epoch=0, model_hash=MODEL_HASH, max_context=self.machine.context, device=DEVICE, dtype=DEVICE
         )
-        with suppress(LinkClosed):
+        with suppress(ConnectionClosed):
             await self._say(ready)
 
     async def _beat(self, seconds: float) -> None:
-        with suppress(LinkClosed):
+        with suppress(ConnectionClosed):
             while True:
                 await self._say(
-                    wire.Beat(
+                    protocol.Heartbeat(
                         epoch=0, progress=self.compute.slices, active=self.engine.active,
                         waiting=self.engine.waiting + len(self._begins), training=self.trainer.pending,
                         adapters=len(self._adapters), generated=self.engine.generated, trained=self.trainer.trained,
@@ -221,39 +221,39 @@ class ModelledWorker:
                 )  # fmt: skip
                 await asyncio.sleep(seconds)
 
-    async def _say(self, message: wire.Message) -> None:
+    async def _say(self, message: protocol.Message) -> None:
         """Raises :class:`LinkClosed`."""
         if self._link is None:
-            raise LinkClosed("no link")
+            raise ConnectionClosed("no link")
         message.epoch = self.epoch  # type: ignore[attr-defined]
-        await self._link.send(wire.encode(message))
+        await self._link.send(protocol.encode(message))
 
     def _handle(self, message: Any) -> None:
         match message:
-            case wire.Generate():
+            case protocol.Generate():
                 self._generate(message)
-            case wire.Abort():
+            case protocol.Abort():
                 self._abort(message.request)
-            case wire.Switch():
+            case protocol.SwitchAdapter():
                 self._spawn(self._switch(message))
-            case wire.Hold():
+            case protocol.PrefetchAdapters():
                 for ref in message.refs:
                     if self._here(ref.hash):
                         self._spawn(self._tell_held(ref.hash))
                     else:
                         self._pulled(ref)
-            case wire.Granted():
+            case protocol.TicketGrant():
                 if (waiting := self._granted.pop(message.hash, None)) is not None:
                     waiting.set_result(message)
-            case wire.ForwardBackward() | wire.OptimStep() | wire.Committed():
+            case protocol.ForwardBackward() | protocol.OptimStep() | protocol.VersionCommitted():
                 self._chain(message)
-            case wire.InitAdapter():
+            case protocol.InitAdapter():
                 self.trainer.submit(message)
                 self.compute.poke()
-            case wire.Cancel():
+            case protocol.CancelOperation():
                 if not self.trainer.cancel(message.op):
                     self._cancelled.add(message.op)
-            case wire.Forget():
+            case protocol.EvictArtifacts():
                 for digest in message.hashes:
                     if (pull := self._adapters.pop(digest, None)) is not None:
                         pull.cancel()
@@ -277,7 +277,7 @@ class ModelledWorker:
 
     # --- rollouts -----------------------------------------------------------------------------------------------------
 
-    def _generate(self, order: wire.Generate) -> None:
+    def _generate(self, order: protocol.Generate) -> None:
         self._abort(order.request)
         if order.adapter is None or self._here(order.adapter.hash):
             self.engine.submit(order)
@@ -285,7 +285,7 @@ class ModelledWorker:
         else:
             self._begins[order.request] = self._spawn(self._begin(order))
 
-    async def _begin(self, order: wire.Generate) -> None:
+    async def _begin(self, order: protocol.Generate) -> None:
         assert order.adapter is not None
         await asyncio.shield(self._pulled(order.adapter))
         del self._begins[order.request]
@@ -298,7 +298,7 @@ class ModelledWorker:
         self.engine.abort(request)
         self.compute.poke()
 
-    async def _switch(self, message: wire.Switch) -> None:
+    async def _switch(self, message: protocol.SwitchAdapter) -> None:
         await asyncio.shield(self._pulled(message.adapter))
         self.compute.switch(message)
 
@@ -306,34 +306,34 @@ class ModelledWorker:
         pull = self._adapters.get(digest)
         return pull is not None and pull.done()
 
-    def _pulled(self, ref: wire.AdapterRef) -> asyncio.Task[None]:
+    def _pulled(self, ref: protocol.AdapterRef) -> asyncio.Task[None]:
         """Done when the adapter is here."""
         pull = self._adapters.get(ref.hash)
         if pull is None:
             pull = self._adapters[ref.hash] = self._spawn(self._pull(ref))
         return pull
 
-    async def _pull(self, ref: wire.AdapterRef) -> None:
+    async def _pull(self, ref: protocol.AdapterRef) -> None:
         await self._readable(ref)
         await asyncio.sleep(self.machine.pull())
         self.pulled += self.machine.adapter_bytes
         await self._tell_held(ref.hash)
 
     async def _tell_held(self, digest: str) -> None:
-        with suppress(LinkClosed):
-            await self._say(wire.Holding(epoch=0, hashes=[digest]))
+        with suppress(ConnectionClosed):
+            await self._say(protocol.AdaptersCached(epoch=0, hashes=[digest]))
 
-    async def _readable(self, ref: wire.AdapterRef) -> None:
+    async def _readable(self, ref: protocol.AdapterRef) -> None:
         """There is a ticket that opens the artifact: the one that came with it, or a new one."""
         if not self._tickets.reads(ref.ticket, ref.hash):
             waiting = self._granted.setdefault(ref.hash, self._loop.create_future())
-            with suppress(LinkClosed):
-                await self._say(wire.Want(epoch=0, hash=ref.hash))
+            with suppress(ConnectionClosed):
+                await self._say(protocol.TicketRequest(epoch=0, hash=ref.hash))
             await asyncio.shield(waiting)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
-    def _chain(self, message: wire.ForwardBackward | wire.OptimStep | wire.Committed) -> None:
+    def _chain(self, message: protocol.ForwardBackward | protocol.OptimStep | protocol.VersionCommitted) -> None:
         """A policy's operations keep their order; policies do not wait for each other."""
         if message.policy not in self._chains:
             queue: asyncio.Queue[Any] = asyncio.Queue()
@@ -343,18 +343,18 @@ class ModelledWorker:
     async def _operate(self, queue: asyncio.Queue[Any]) -> None:
         while True:
             message = await queue.get()
-            if isinstance(message, wire.Committed):
+            if isinstance(message, protocol.VersionCommitted):
                 self.trainer.committed(message)
             else:
                 await self._bring(message)
 
-    async def _bring(self, op: wire.ForwardBackward | wire.OptimStep) -> None:
+    async def _bring(self, op: protocol.ForwardBackward | protocol.OptimStep) -> None:
         """Bring what the operation needs, and give it to the trainer."""
         batch = b""
-        if isinstance(op, wire.ForwardBackward):
-            if op.fresh:
+        if isinstance(op, protocol.ForwardBackward):
+            if op.zero_grad:
                 self._broken.discard(op.policy)
-            batch = self._tickets.offered(op.batch_ticket) or b""
+            batch = self._tickets.open_batch(op.batch_ticket) or b""
             await asyncio.sleep(self.machine.latency + len(batch) / self.machine.download)
         if op.op in self._cancelled:
             self._cancelled.remove(op.op)
@@ -363,7 +363,7 @@ class ModelledWorker:
             await self._answer(Answer(stale(op, "a part of this step did not arrive")))
         elif self.trainer.holds(op):
             self._submit(op, batch)
-        elif op.steps or isinstance(op, wire.OptimStep):
+        elif op.steps or isinstance(op, protocol.OptimStep):
             self._broken.add(op.policy)
             await self._answer(Answer(stale(op, f"policy {op.policy} is not held here at that state")))
         else:
@@ -375,7 +375,7 @@ class ModelledWorker:
             self.trainer.load(op.policy, op.lease, op.parent, files)
             self._submit(op, batch)
 
-    def _submit(self, op: wire.ForwardBackward | wire.OptimStep, batch: bytes) -> None:
+    def _submit(self, op: protocol.ForwardBackward | protocol.OptimStep, batch: bytes) -> None:
         self.trainer.submit(op, batch)
         self.compute.poke()
 
@@ -387,12 +387,12 @@ class ModelledWorker:
             if staging is None:
                 return  # given up meanwhile
             done = msgspec.structs.replace(done, manifest=write(staging, answer.upload))
-        with suppress(LinkClosed):
+        with suppress(ConnectionClosed):
             await self._say(done)
 
     async def _flush(self) -> None:
         """Send what was sampled; while there is no link it stays."""
         if self._link is not None and (chunks := self.engine.drain()):
             self.sent += sum(len(chunk.tokens) for chunk in chunks)
-            with suppress(LinkClosed):
-                await self._say(wire.Output(epoch=0, chunks=chunks))
+            with suppress(ConnectionClosed):
+                await self._say(protocol.Output(epoch=0, chunks=chunks))

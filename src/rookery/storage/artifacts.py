@@ -28,7 +28,7 @@ from typing import Self
 import msgspec
 
 from rookery.errors import Conflict, CorruptArtifact, NotFound, StorageFull, UserError, disk_errors
-from rookery.wire import Manifest, Shard, manifest_of
+from rookery.protocol import Manifest, Shard, manifest_of
 
 MANIFEST = "manifest.json"
 

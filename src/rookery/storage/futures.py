@@ -14,13 +14,13 @@ from sqlalchemy import Connection, delete, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from rookery.errors import NotFound
-from rookery.storage import schema
-from rookery.storage.connection import Store
+from rookery.protocol import Manifest
+from rookery.storage import models
+from rookery.storage.db import Store
 from rookery.storage.rows import FutureRow, VersionRow
 from rookery.storage.versions import add_version
-from rookery.wire import Manifest
 
-_futures, _models = schema.futures, schema.models
+_futures, _models = models.futures, models.models
 
 
 class Futures(Store):

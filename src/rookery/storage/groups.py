@@ -16,11 +16,11 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, Connection, Select, func, insert, select, update
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage import schema
-from rookery.storage.connection import Store
+from rookery.storage import models
+from rookery.storage.db import Store
 from rookery.storage.rows import EpisodeRow, GroupRow, GroupState, NewGroup
 
-_groups, _episodes = schema.groups, schema.episodes
+_groups, _episodes = models.groups, models.episodes
 
 
 class Groups(Store):
@@ -31,7 +31,7 @@ class Groups(Store):
             return
         ordinals = [group.ordinal for group in groups if group.split == "train"]
         with self._writing() as connection:
-            owner = connection.execute(select(schema.jobs.c.tenant).where(schema.jobs.c.id == job)).scalar()
+            owner = connection.execute(select(models.jobs.c.tenant).where(models.jobs.c.id == job)).scalar()
             if owner is None:
                 raise NotFound(f"no job {job}")
             if ordinals:
@@ -180,16 +180,16 @@ def _raise_cursor(connection: Connection, job: str, ordinals: Sequence[int]) -> 
     start = min(ordinals)
     if sorted(ordinals) != list(range(start, start + len(ordinals))):
         raise Conflict(f"training groups must have consecutive ordinals, given {sorted(ordinals)}")
-    free = (schema.jobs.c.id == job) & (schema.jobs.c.cursor == start) & schema.jobs.c.finished.is_(None)
-    moved = connection.execute(update(schema.jobs).where(free).values(cursor=start + len(ordinals)))
+    free = (models.jobs.c.id == job) & (models.jobs.c.cursor == start) & models.jobs.c.finished.is_(None)
+    moved = connection.execute(update(models.jobs).where(free).values(cursor=start + len(ordinals)))
     if moved.rowcount == 0:
         raise Conflict(f"job {job} is finished, or its next training group is not number {start}")
 
 
 def _save_counters(connection: Connection, job: Select[tuple[str]], counters: Mapping[str, Any] | None) -> None:
     if counters is not None:
-        mine = schema.jobs.c.id == job.scalar_subquery()
-        connection.execute(update(schema.jobs).where(mine).values(counters=dict(counters)))
+        mine = models.jobs.c.id == job.scalar_subquery()
+        connection.execute(update(models.jobs).where(mine).values(counters=dict(counters)))
 
 
 def drop_alive(connection: Connection, which: ColumnElement[bool], time: float, reason: str) -> Sequence[str]:

@@ -16,8 +16,8 @@ from sqlalchemy import Connection, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage import schema
-from rookery.storage.connection import Store
+from rookery.storage import models
+from rookery.storage.db import Store
 from rookery.storage.groups import drop_alive
 from rookery.storage.rows import FINAL_JOB_STATES, JobRow, JobState, NewPolicy, PolicyRow
 
@@ -54,7 +54,7 @@ class Jobs(Store):
             counters={},
             rng=dict(rng or {}),
         )
-        table = schema.jobs
+        table = models.jobs
         try:
             with self._writing() as connection:
                 connection.execute(insert(table).values(asdict(row)))
@@ -75,14 +75,14 @@ class Jobs(Store):
     def get_job(self, tenant: str, job: str) -> JobRow:
         """Raises :class:`NotFound` if this tenant has no such job."""
         with self._reading() as connection:
-            row = connection.execute(select(schema.jobs).filter_by(id=job, tenant=tenant)).one_or_none()
+            row = connection.execute(select(models.jobs).filter_by(id=job, tenant=tenant)).one_or_none()
         if row is None:
             raise NotFound(f"no job {job}")
         return JobRow(**row._mapping)
 
     def list_jobs(self, tenant: str) -> list[JobRow]:
         """Newest first."""
-        table = schema.jobs
+        table = models.jobs
         with self._reading() as connection:
             rows = connection.execute(
                 select(table).where(table.c.tenant == tenant).order_by(table.c.created.desc(), table.c.id)
@@ -91,7 +91,7 @@ class Jobs(Store):
 
     def all_unfinished_jobs(self) -> list[JobRow]:
         """Of every tenant, oldest first: what a starting controller takes up."""
-        table = schema.jobs
+        table = models.jobs
         with self._reading() as connection:
             rows = connection.execute(
                 select(table).where(table.c.finished.is_(None)).order_by(table.c.created, table.c.id)
@@ -100,14 +100,14 @@ class Jobs(Store):
 
     def unfinished_job_ids(self) -> set[str]:
         """Of every tenant: whose episodes an environment host may still be asked for."""
-        table = schema.jobs
+        table = models.jobs
         with self._reading() as connection:
             return set(connection.execute(select(table.c.id).where(table.c.finished.is_(None))).scalars())
 
     def set_job_state(self, job: str, state: JobState, reason: str, time: float, error: str = "") -> JobRow:
         """The job afterwards; an event says so, too. ``started`` is set the first time it runs. Raises
         :class:`Conflict` if it is finished."""
-        table = schema.jobs
+        table = models.jobs
         values: dict[str, Any] = {"state": state, "reason": reason, "error": error}
         if state in FINAL_JOB_STATES:
             values["finished"] = time
@@ -124,14 +124,14 @@ class Jobs(Store):
                 raise Conflict(f"job {job} is {row.state} already")
             text = f"{state}: {reason}".rstrip(": ")
             event = {"tenant": row.tenant, "job": job, "time": time, "kind": "state", "text": text}
-            connection.execute(insert(schema.events).values(event))
+            connection.execute(insert(models.events).values(event))
             if state in FINAL_JOB_STATES:
-                drop_alive(connection, schema.groups.c.job == job, time, f"its job is {state}")
+                drop_alive(connection, models.groups.c.job == job, time, f"its job is {state}")
         return JobRow(**row._mapping)
 
     def save_counters(self, job: str, counters: Mapping[str, Any], rng: Mapping[str, Any]) -> None:
         """Between commits, for what is only shown, and for how long it has run; a commit writes its own."""
-        table = schema.jobs
+        table = models.jobs
         values = {"counters": dict(counters), "rng": dict(rng)}
         with self._writing() as connection:
             if connection.execute(update(table).where(table.c.id == job).values(values)).rowcount == 0:
@@ -140,7 +140,7 @@ class Jobs(Store):
     def add_policy(self, tenant: str, job: str, policy: NewPolicy) -> PolicyRow:
         """Raises :class:`NotFound` for a job that is not this tenant's, :class:`Conflict` for a name it has already."""
         with self._writing() as connection:
-            if connection.execute(select(schema.jobs.c.id).filter_by(id=job, tenant=tenant)).one_or_none() is None:
+            if connection.execute(select(models.jobs.c.id).filter_by(id=job, tenant=tenant)).one_or_none() is None:
                 raise NotFound(f"no job {job}")
             try:
                 return _insert_policy(connection, tenant, job, policy)
@@ -149,14 +149,14 @@ class Jobs(Store):
 
     def policies(self, tenant: str, job: str) -> list[PolicyRow]:
         """By name; empty for a job that is not this tenant's."""
-        table = schema.policies
+        table = models.policies
         with self._reading() as connection:
             rows = connection.execute(select(table).filter_by(job=job, tenant=tenant).order_by(table.c.name)).all()
         return [PolicyRow(**row._mapping) for row in rows]
 
     def all_policies(self, tenant: str) -> dict[str, list[PolicyRow]]:
         """Of all jobs of this tenant, by job, each job's by name."""
-        table = schema.policies
+        table = models.policies
         query = select(table).where(table.c.tenant == tenant, table.c.job.is_not(None)).order_by(table.c.name)
         found: dict[str, list[PolicyRow]] = {}
         with self._reading() as connection:
@@ -167,14 +167,14 @@ class Jobs(Store):
     def get_policy(self, tenant: str, job: str, name: str) -> PolicyRow:
         """Raises :class:`NotFound` if this tenant has no such job, or the job no such policy."""
         with self._reading() as connection:
-            row = connection.execute(select(schema.policies).filter_by(job=job, tenant=tenant, name=name)).one_or_none()
+            row = connection.execute(select(models.policies).filter_by(job=job, tenant=tenant, name=name)).one_or_none()
         if row is None:
             raise NotFound(f"no policy {name} of job {job}")
         return PolicyRow(**row._mapping)
 
     def next_lease(self, policy: str) -> int:
         """A lease greater than all before; from now on only its holder can commit. Raises :class:`NotFound`."""
-        table = schema.policies
+        table = models.policies
         with self._writing() as connection:
             connection.execute(update(table).where(table.c.id == policy).values(lease=table.c.lease + 1))
             lease = connection.execute(select(table.c.lease).where(table.c.id == policy)).scalar()
@@ -187,7 +187,7 @@ class Jobs(Store):
         from now on, also where the server gets to it only later. A starting controller's first act: what it looks at
         after it does not change behind its back."""
         with self._writing() as connection:
-            connection.execute(update(schema.policies).values(lease=schema.policies.c.lease + 1))
+            connection.execute(update(models.policies).values(lease=models.policies.c.lease + 1))
 
 
 def _insert_policy(connection: Connection, tenant: str, job: str, policy: NewPolicy) -> PolicyRow:
@@ -202,5 +202,5 @@ def _insert_policy(connection: Connection, tenant: str, job: str, policy: NewPol
         head_version=None,
         lease=0,
     )
-    connection.execute(insert(schema.policies).values(asdict(row)))
+    connection.execute(insert(models.policies).values(asdict(row)))
     return row

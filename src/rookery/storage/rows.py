@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rookery.wire import Manifest
+from rookery.protocol import Manifest
 
 JobState = Literal["queued", "running", "paused", "completed", "failed", "cancelled"]
 FINAL_JOB_STATES: frozenset[JobState] = frozenset({"completed", "failed", "cancelled"})

@@ -15,14 +15,14 @@ from sqlalchemy import Connection, delete, exists, func, insert, not_, or_, sele
 from sqlalchemy.exc import IntegrityError
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage import schema
-from rookery.storage.connection import Store
+from rookery.storage import models
+from rookery.storage.db import Store
 from rookery.storage.futures import pass_over, write_outcome
 from rookery.storage.rows import CheckpointRow, ModelRow, NewPolicy, PolicyRow, SamplerRow, SessionRow
 from rookery.storage.versions import is_live
 
-_sessions, _models, _samplers = schema.sessions, schema.models, schema.samplers
-_checkpoints, _policies, _versions, _futures = schema.checkpoints, schema.policies, schema.versions, schema.futures
+_sessions, _models, _samplers = models.sessions, models.models, models.samplers
+_checkpoints, _policies, _versions, _futures = models.checkpoints, models.policies, models.versions, models.futures
 
 
 class Sessions(Store):

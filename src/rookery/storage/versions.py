@@ -16,12 +16,12 @@ from msgspec.structs import asdict
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage import schema
-from rookery.storage.connection import Store
+from rookery.protocol import Manifest
+from rookery.storage import models
+from rookery.storage.db import Store
 from rookery.storage.rows import EvaluationRow, PolicyRow, VersionRow
-from rookery.wire import Manifest
 
-_versions, _policies, _jobs, _groups = schema.versions, schema.policies, schema.jobs, schema.groups
+_versions, _policies, _jobs, _groups = models.versions, models.policies, models.jobs, models.groups
 
 
 class Versions(Store):
@@ -89,7 +89,7 @@ class Versions(Store):
         with self._reading() as connection:
             return None if is_live(connection, digest) else digest
 
-    def lose_head(self, policy: str, version: int, why: str) -> VersionRow:
+    def rollback(self, policy: str, version: int, why: str) -> VersionRow:
         """The head's bytes are corrupt: the newest kept version before it becomes the head again, and the job's step
         goes back with it. What the lost version consumed stays consumed. Answers the new head. Raises
         :class:`Conflict` if ``version`` is not the head, or nothing before it is kept."""
@@ -135,7 +135,7 @@ class Versions(Store):
     ) -> EvaluationRow:
         """Stores a version's held-out figures (those of a repeated evaluation replace them), also as the version's
         ``evaluation``. Raises :class:`NotFound`."""
-        table = schema.evaluations
+        table = models.evaluations
         with self._writing() as connection:
             _version_row(connection, policy, version)
             owner = connection.execute(select(_policies).where(_policies.c.id == policy)).one()
@@ -157,7 +157,7 @@ class Versions(Store):
 
     def evaluations(self, tenant: str, job: str) -> list[EvaluationRow]:
         """By policy and version; empty for a job that is not this tenant's."""
-        table = schema.evaluations
+        table = models.evaluations
         query = select(table).filter_by(tenant=tenant, job=job).order_by(table.c.policy, table.c.version)
         with self._reading() as connection:
             return [EvaluationRow(**row._mapping) for row in connection.execute(query)]
@@ -231,9 +231,9 @@ def _version_row(connection: Connection, policy: str, version: int) -> Row[Any]:
 
 _NAMING = (
     select(_versions.c.hash).where(_versions.c.kept.is_(True)),
-    select(schema.uploads.c.hash),
-    select(schema.checkpoints.c.hash),
-    select(schema.samplers.c.hash).where(schema.samplers.c.kept.is_(True)),
+    select(models.uploads.c.hash),
+    select(models.checkpoints.c.hash),
+    select(models.samplers.c.hash).where(models.samplers.c.kept.is_(True)),
 )
 """What names an artifact that must be kept."""
 

@@ -25,18 +25,18 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from rookery import wire
+from rookery import protocol
 from rookery.settings import Settings
-from rookery.text.chat import Chat
+from rookery.tokenization.chat import Chat
 from rookery.worker import device
-from rookery.worker.engine.native import NativeEngine
-from rookery.worker.exact import settle_tiles
+from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.model.adapter import read_adapter
-from rookery.worker.model.bank import LoraBank
+from rookery.worker.model.batch_invariance import disable_amx_if_unsafe
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import SITES, Decoder
-from rookery.worker.trainer.policy import Export
-from rookery.worker.trainer.trainer import Finished, Trainer, initial
+from rookery.worker.model.lora import LoraBank
+from rookery.worker.trainer.native.optim import Export
+from rookery.worker.trainer.native.trainer import Finished, Trainer, initial
 
 log = logging.getLogger("rookery.worker")
 
@@ -60,7 +60,7 @@ class Status:
     """Hashes of the adapters in memory."""
 
 
-class Part(Protocol):
+class Steppable(Protocol):
     """The engine or the trainer as the turn-taking sees it."""
 
     def step(self) -> bool:
@@ -68,10 +68,10 @@ class Part(Protocol):
         ...
 
 
-class Turn:
+class TimeSlice:
     """One of the parts and the time it has had. ``clock`` orders the parts; ``seconds`` is what is reported."""
 
-    def __init__(self, part: Part, busy: Callable[[], bool]) -> None:
+    def __init__(self, part: Steppable, busy: Callable[[], bool]) -> None:
         self.part = part
         self.busy = busy
         self.clock = 0.0
@@ -83,10 +83,10 @@ def _spares_tiles(config: DecoderConfig, max_rank: int) -> bool:
     """See ``settle_tiles``."""
     shapes = [[config.site_shape(part) for part in parts] for parts in SITES.values()]
     base = [(parts[0][0], sum(outputs for _, outputs in parts)) for parts in shapes]
-    return settle_tiles(torch.get_num_threads(), base, max(map(len, shapes)) * max_rank)
+    return disable_amx_if_unsafe(torch.get_num_threads(), base, max(map(len, shapes)) * max_rank)
 
 
-class Core:
+class WorkerCore:
     """What the compute thread owns."""
 
     def __init__(self, folder: Path, settings: Settings, model: str) -> None:
@@ -114,12 +114,12 @@ class Core:
             max_rank=settings.max_rank,
             slice_tokens=settings.gpu_slice_tokens if where.type == "cuda" else settings.slice_tokens,
             base_model=model,
-            aside_bytes=settings.aside_bytes,
+            trainer_state_cache_bytes=settings.trainer_state_cache_bytes,
         )
         self._most_resident = settings.resident_adapters
         self._used: dict[str, None] = {}  # resident hashes, the one not asked for longest first
 
-    def submit(self, generate: wire.Generate, folder: Path | None) -> bool:
+    def submit(self, generate: protocol.Generate, folder: Path | None) -> bool:
         """Hand a request to the engine; False if its adapter is neither in memory nor in ``folder``. Raises what makes
         the request impossible."""
         if generate.adapter is not None and not self._have(generate.adapter, folder):
@@ -128,7 +128,7 @@ class Core:
         self._trim()
         return True
 
-    def switch(self, request: str, ref: wire.AdapterRef, folder: Path | None, *, recompute: bool) -> bool:
+    def switch(self, request: str, ref: protocol.AdapterRef, folder: Path | None, *, recompute: bool) -> bool:
         """Have a request go on with ``ref``; False if that is neither in memory nor in ``folder``. One that is over is
         left as it is."""
         if not self._have(ref, folder):
@@ -137,7 +137,7 @@ class Core:
         self._trim()
         return True
 
-    def _have(self, ref: wire.AdapterRef, folder: Path | None) -> bool:
+    def _have(self, ref: protocol.AdapterRef, folder: Path | None) -> bool:
         """Whether an adapter is in memory now, read from ``folder`` if need be."""
         if ref.hash not in self.bank:
             if folder is None:
@@ -163,7 +163,7 @@ class Core:
             self._evict(digest)
             self.trainer.aside.forget(digest)
 
-    def initial(self, op: wire.InitAdapter, source: Path | None) -> Export:
+    def initial(self, op: protocol.InitAdapter, source: Path | None) -> Export:
         """Version 0 of a policy. Raises ``UserError``."""
         return initial(self.decoder.config, op, source, self.model)
 
@@ -179,13 +179,13 @@ class Compute:
         self._settings = settings
         self._wake = wake
         self._changed = threading.Condition()
-        self._calls: list[tuple[Future[Any], Callable[[Core], Any]]] = []
+        self._calls: list[tuple[Future[Any], Callable[[WorkerCore], Any]]] = []
         self._stopping = False
-        self._chunks: list[wire.Chunk] = []
+        self._chunks: list[protocol.TokenChunk] = []
         self._finished: list[Finished] = []
         self.status = Status()
         self.failure: BaseException | None = None
-        self.ready: Future[Core] = Future()
+        self.ready: Future[WorkerCore] = Future()
         """The loaded core; its config and dtype may be read by anybody, the rest by calls."""
         self.over: Future[None] = Future()
         """Done when the thread has ended, for whatever reason."""
@@ -200,7 +200,7 @@ class Compute:
             self._stopping = True
             self._changed.notify()
 
-    def call(self, function: Callable[[Core], T]) -> Future[T]:
+    def call(self, function: Callable[[WorkerCore], T]) -> Future[T]:
         """Run ``function`` between two slices; calls keep their order. Calls after the thread's end are cancelled."""
         future: Future[T] = Future()
         with self._changed:
@@ -211,7 +211,7 @@ class Compute:
                 self._changed.notify()
         return future
 
-    def take(self) -> tuple[list[wire.Chunk], list[Finished]]:
+    def take(self) -> tuple[list[protocol.TokenChunk], list[Finished]]:
         """Empty the outbox."""
         with self._changed:
             chunks, self._chunks = self._chunks, []
@@ -224,7 +224,7 @@ class Compute:
         try:
             if self._settings.threads:
                 torch.set_num_threads(self._settings.threads)
-            core = Core(self._prepare(), self._settings, self._model)
+            core = WorkerCore(self._prepare(), self._settings, self._model)
             self.ready.set_result(core)
             self._run(core)
         except BaseException as error:
@@ -238,10 +238,10 @@ class Compute:
                     future.cancel()
             self._wake()
 
-    def _run(self, core: Core) -> None:
+    def _run(self, core: WorkerCore) -> None:
         turns = [
-            Turn(core.engine, lambda: core.engine.active + core.engine.waiting > 0),
-            Turn(core.trainer, lambda: core.trainer.pending > 0),
+            TimeSlice(core.engine, lambda: core.engine.active + core.engine.waiting > 0),
+            TimeSlice(core.trainer, lambda: core.trainer.pending > 0),
         ]
         while True:
             with self._changed:
@@ -266,7 +266,7 @@ class Compute:
                 turn.seconds += spent
                 self._publish(core, turns, stepped)
 
-    def _publish(self, core: Core, turns: list[Turn], stepped: bool) -> None:
+    def _publish(self, core: WorkerCore, turns: list[TimeSlice], stepped: bool) -> None:
         """After every slice, and after calls before the next one: if that hangs, what it hangs with is known."""
         decode, train = turns
         chunks, finished = core.engine.drain(), core.trainer.drain()
@@ -290,7 +290,7 @@ class Compute:
                 self._wake()
 
 
-def next_turn(turns: list[Turn]) -> Turn | None:
+def next_turn(turns: list[TimeSlice]) -> TimeSlice | None:
     """The busy part that has had least time. One that comes back from idleness starts level with those that worked."""
     busy = [turn for turn in turns if turn.busy()]
     level = min((turn.clock for turn in busy if not turn.idle), default=0.0)

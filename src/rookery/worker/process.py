@@ -2,7 +2,8 @@
 
 Promises:
 
-* The main thread does I/O only (:mod:`rookery.worker.link`); :mod:`rookery.worker.compute` owns torch. It dials in at
+* The main thread does I/O only (:mod:`rookery.worker.connection`); :mod:`rookery.worker.compute` owns torch. It dials
+  in at
   once; the base model is prepared and loaded beside that, however long it takes.
 * SIGTERM drains: the slice at work ends, what was sampled is sent, results are uploaded, ``Bye``, exit code 0.
 * A failure that is no single operation's ends the process with code 1, after what was sampled has been sent; so does a
@@ -28,12 +29,12 @@ from urllib.parse import urlsplit, urlunsplit
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.parent import die_with_parent
 from rookery.settings import TOKEN_VARIABLE, Settings, token_of
-from rookery.text import catalogue
-from rookery.worker.adapter_cache import ADAPTERS
-from rookery.worker.compute import Compute, Core
-from rookery.worker.lender import Lender, listen
-from rookery.worker.link import Link, Options, Refusal
-from rookery.worker.model.prepare import prepare
+from rookery.tokenization import registry
+from rookery.worker.compute import Compute, WorkerCore
+from rookery.worker.connection import Options, RegistrationRefused, ServiceConnection
+from rookery.worker.model.convert import prepare
+from rookery.worker.transfer.cache import ADAPTERS
+from rookery.worker.transfer.peer_server import PeerServer, listen
 
 log = logging.getLogger("rookery.worker")
 
@@ -51,16 +52,16 @@ async def run(options: Options, settings: Settings, listening: socket.socket | N
     brought = asyncio.Event()
     fetch = partial(prepare, options.model, settings.cache)
     compute = Compute(fetch, settings, options.model, lambda: loop.call_soon_threadsafe(brought.set))
-    lender = Lender(settings.cache / ADAPTERS, listening) if listening is not None else None
-    link = Link(options, settings, compute, lender)
+    lender = PeerServer(settings.cache / ADAPTERS, listening) if listening is not None else None
+    link = ServiceConnection(options, settings, compute, lender)
     compute.start()
     if lender is not None:
         lender.start()
     over = _wrap(compute.over)
 
-    def loaded(ready: asyncio.Future[Core]) -> None:
+    def loaded(ready: asyncio.Future[WorkerCore]) -> None:
         if ready.exception() is None:
-            link.loaded(ready.result(), catalogue.status(settings.cache, options.model).hash)
+            link.loaded(ready.result(), registry.status(settings.cache, options.model).hash)
 
     _wrap(compute.ready).add_done_callback(loaded)
 
@@ -83,7 +84,7 @@ async def run(options: Options, settings: Settings, listening: socket.socket | N
         if compute.failure is not None:
             raise compute.failure
         code = 0
-    except (Refusal, UserError) as error:
+    except (RegistrationRefused, UserError) as error:
         log.error("%s", error)
         code = EXIT_REFUSED
     except Unavailable as error:
@@ -146,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"--roles: given {given.roles!r}, allowed are rollout, train, or both with a comma")
         if not given.price >= 0:
             raise UserError(f"--price: given {given.price}, allowed is 0 or more")
-        known = catalogue.status(settings.cache, given.model)
+        known = registry.status(settings.cache, given.model)
         if known.state == "refused":
             raise UserError(known.reason)
         log.info("base model %s is %s", given.model, known.state)

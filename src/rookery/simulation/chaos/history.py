@@ -23,13 +23,13 @@ from typing import Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from rookery import wire
+from rookery import protocol
 from rookery.algorithms.advantages import advantages
-from rookery.controller.trajectory import outcome_decoder
+from rookery.controller.jobs.trajectory import outcome_decoder
 from rookery.errors import RookeryError
 from rookery.simulation.chaos.events import Events
 from rookery.simulation.chaos.invariants import Lasting
-from rookery.spec import JobSpec
+from rookery.spec.job import JobSpec
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.database import Database
 from rookery.storage.rows import FINAL_JOB_STATES, JobRow, JobState, NewGroup, NewPolicy, VersionRow
@@ -53,13 +53,13 @@ class State(msgspec.Struct):
 
 def chained(parent: str, steps: Sequence[Sequence[str]]) -> str:
     """The chain of a state that took ``steps`` from one with ``parent``."""
-    return wire.manifest_of([wire.Shard(name=parent, size=0, sha256=repr([list(step) for step in steps]))]).hash
+    return protocol.manifest_of([protocol.Shard(name=parent, size=0, sha256=repr([list(step) for step in steps]))]).hash
 
 
-def traces(batch: wire.Batch) -> Counter[Trace]:
+def traces(batch: protocol.TrainingBatch) -> Counter[Trace]:
     """The sequences of a training batch."""
     return Counter(
-        (hash(tuple(unit.prompt)), hash(tuple(member.tokens))) for unit in batch.units for member in unit.members
+        (hash(tuple(unit.prompt)), hash(tuple(member.tokens))) for unit in batch.groups for member in unit.members
     )
 
 
@@ -100,7 +100,7 @@ class History:
 
     # --- what frames may name -----------------------------------------------------------------------------------------
 
-    def named(self, ref: wire.AdapterRef, frame: str) -> None:
+    def named(self, ref: protocol.AdapterRef, frame: str) -> None:
         row = self._policies[ref.policy].versions.get(ref.version)
         name = f"version {ref.version} of {ref.policy}"
         if row is None:
@@ -157,7 +157,9 @@ class History:
             return
         outcome = outcome_decoder.decode(trajectories)
         group.rewards.append(reward or 0.0)
-        group.traces.append([(hash(tuple(t.prompt)), hash(tuple(t.tokens))) for t in outcome.trajectories if t.own])
+        group.traces.append(
+            [(hash(tuple(t.prompt)), hash(tuple(t.tokens))) for t in outcome.trajectories if t.num_action_tokens]
+        )
         group.oldest = min([*outcome.versions, *([group.oldest] if group.oldest is not None else [])])
 
     def grouped(self, group: str, state: Literal["ready", "failed", "dropped"]) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from rookery import wire
-from rookery.controller.hosts import BUILTIN
-from rookery.controller.trajectory import derive
+from rookery import protocol
+from rookery.controller.fleet.env_hosts import BUILTIN
+from rookery.controller.jobs.trajectory import derive
 from rookery.simulation.chaos.links import Wire
 from rookery.simulation.chaos.site import ENVIRONMENT, HOST_TOKEN, Site, Timers
 
@@ -38,9 +38,11 @@ class Host(Timers):
             self.after(self._site.dice.about(1.0), self.dial)
             return
         self._link, self._epoch = link, -1
-        offer = wire.HostedEnvironment(name=BUILTIN + ENVIRONMENT, deterministic=True)
+        offer = protocol.HostedEnvironment(name=BUILTIN + ENVIRONMENT, deterministic=True)
         instance = f"{self._name}-{self._births}"
-        hello = wire.HostHello(protocol=wire.PROTOCOL, token=HOST_TOKEN, instance=instance, environments=[offer])
+        hello = protocol.HostHello(
+            protocol=protocol.PROTOCOL, token=HOST_TOKEN, instance=instance, environments=[offer]
+        )
         link.say(hello)
         self.after(30.0, self._unwelcome, link)
 
@@ -64,37 +66,37 @@ class Host(Timers):
     def heard(self, link: Wire, message: Any) -> None:
         if link is not self._link:
             return
-        if isinstance(message, wire.HostWelcome):
+        if isinstance(message, protocol.HostWelcome):
             self._epoch = message.epoch
-        elif isinstance(message, wire.GetPrompts | wire.Reset | wire.StepEpisode):
+        elif isinstance(message, protocol.GetPrompts | protocol.Reset | protocol.StepEpisode):
             self.after(self._site.dice.about(self._site.plan.answer), self._answer, link, message)
 
     def _answer(self, link: Wire, message: Any) -> None:
         if link is not self._link:
             return
-        if isinstance(message, wire.GetPrompts):
+        if isinstance(message, protocol.GetPrompts):
             numbers = range(message.start, message.start + message.count)
             prompts = [msgspec.json.encode(f"{message.split} {number}") for number in numbers]
-            link.say(wire.Prompts(epoch=self._epoch, call=message.call, prompts=prompts))
+            link.say(protocol.Prompts(epoch=self._epoch, call=message.call, prompts=prompts))
         else:
             answer = self._observed(message)
             answer.epoch = self._epoch
             link.say(answer)
 
     @staticmethod
-    def _observed(message: wire.Reset | wire.StepEpisode) -> wire.Observed:
-        if isinstance(message, wire.Reset):
-            asked = wire.Turn(role="user", content=f"{message.prompt.decode()} of {message.job}")
-            return wire.Observed(epoch=0, call=message.call, episode=message.episode, turns=[asked])
+    def _observed(message: protocol.Reset | protocol.StepEpisode) -> protocol.Observation:
+        if isinstance(message, protocol.Reset):
+            asked = protocol.ChatMessage(role="user", content=f"{message.prompt.decode()} of {message.job}")
+            return protocol.Observation(epoch=0, call=message.call, episode=message.episode, messages=[asked])
         done = message.turn >= derive(message.episode) % 2
-        turns = [] if done else [wire.Turn(role="user", content="go on")]
+        turns = [] if done else [protocol.ChatMessage(role="user", content="go on")]
         reward = float(derive(message.text) % REWARDS)
-        return wire.Observed(
-            epoch=0, call=message.call, episode=message.episode, turns=turns, reward=reward, done=done,
+        return protocol.Observation(
+            epoch=0, call=message.call, episode=message.episode, messages=turns, reward=reward, done=done,
             metrics={"turns": message.turn + 1.0},
         )  # fmt: skip
 
     def _beat(self) -> None:
         self.after(BEAT_SECONDS, self._beat)
         if self._link is not None and self._epoch >= 0:
-            self._link.say(wire.HostBeat(epoch=self._epoch, active=0))
+            self._link.say(protocol.HostHeartbeat(epoch=self._epoch, active=0))

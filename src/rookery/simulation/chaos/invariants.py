@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rookery import wire
+from rookery import protocol
 from rookery.controller.controller import Controller
-from rookery.controller.rollouts import AGAIN, GenerationFailed, Reply, Request
-from rookery.controller.worker import Worker
+from rookery.controller.fleet.worker import Worker
+from rookery.controller.rollout.scheduler import AGAIN, GenerationFailed, SamplingRequest, SamplingResult
 from rookery.settings import Settings
 from rookery.simulation.chaos.events import Events
 from rookery.simulation.chaos.links import Wire
@@ -97,13 +97,15 @@ class Requests:
 
     # --- callers ------------------------------------------------------------------------------------------------------
 
-    async def sample(self, request: Request, grown: Callable[[Reply], None] | None = None) -> Reply:
+    async def sample(
+        self, request: SamplingRequest, grown: Callable[[SamplingResult], None] | None = None
+    ) -> SamplingResult:
         """As the shipped one, watched."""
         if self._over:
             return await self._sample(request, grown)
         account = self._begin(request)
 
-        def seen(reply: Reply) -> None:
+        def seen(reply: SamplingResult) -> None:
             self._grown(account, reply)
             if grown is not None:
                 grown(reply)
@@ -122,7 +124,7 @@ class Requests:
         self._end(account, reply)
         return reply
 
-    def _begin(self, request: Request) -> Account:
+    def _begin(self, request: SamplingRequest) -> Account:
         run = self._lasting.runs.get(request.job, 0)
         account = self._accounts.get(request.id)
         if request.id in self._lasting.durable:
@@ -141,7 +143,7 @@ class Requests:
         self._events.note("asked", request.id)
         return account
 
-    def _grown(self, account: Account, reply: Reply) -> None:
+    def _grown(self, account: Account, reply: SamplingResult) -> None:
         known, count = account.taken, len(reply.tokens)
         if self._over:
             return
@@ -160,7 +162,7 @@ class Requests:
                 self._events.fail("tokens", f"{account.id}: tokens of versions {wrong}, given {versions}", account.id)
         account.taken = count
 
-    def _end(self, account: Account, reply: Reply) -> None:
+    def _end(self, account: Account, reply: SamplingResult) -> None:
         account.asked = False
         if self._over:
             return
@@ -176,14 +178,14 @@ class Requests:
 
     def _joined(self, worker: Worker) -> None:
         connection = Connection(worker, worker.epoch)
-        assert isinstance(worker.link, Wire)
-        worker.link.owner = connection
+        assert isinstance(worker.connection, Wire)
+        worker.connection.owner = connection
         if worker.epoch <= self._lasting.epoch:
             self._events.fail("epochs", f"{worker.name} got {worker.epoch} after {self._lasting.epoch}", worker.name)
         self._lasting.epoch = worker.epoch
         post = worker.post
 
-        def posted(message: wire.Message) -> None:
+        def posted(message: protocol.Message) -> None:
             if not self._over:
                 self._posted(connection, message)
             post(message)
@@ -191,30 +193,30 @@ class Requests:
         setattr(worker, "post", posted)  # noqa: B010 (a method for an instance)
         self._events.note("joined", worker.name, worker.epoch - self._lasting.first_epoch)
 
-    def _posted(self, connection: Connection, message: wire.Message) -> None:
+    def _posted(self, connection: Connection, message: protocol.Message) -> None:
         named = self._lasting.named
         match message:
-            case wire.Generate():
+            case protocol.Generate():
                 self._given(connection, message)
-            case wire.Abort():
+            case protocol.Abort():
                 account = connection.requests.pop(message.request, None)
                 if account is not None:
                     account.holder = None
-            case wire.Switch():
+            case protocol.SwitchAdapter():
                 account = connection.requests[message.request]
                 account.refs.add((message.adapter.policy, message.adapter.version))
                 named(message.adapter, "Switch")
-            case wire.ForwardBackward() | wire.OptimStep():
+            case protocol.ForwardBackward() | protocol.OptimStep():
                 named(message.parent, type(message).__name__)
-            case wire.Committed():
+            case protocol.VersionCommitted():
                 named(message.ref, "Committed")
-            case wire.Hold():
+            case protocol.PrefetchAdapters():
                 for ref in message.refs:
                     named(ref, "Hold")
 
-    def _given(self, connection: Connection, message: wire.Generate) -> None:
+    def _given(self, connection: Connection, message: protocol.Generate) -> None:
         account, name = self._accounts[message.request.partition(AGAIN)[0]], connection.worker.name
-        self._events.note("given", account.id, name, len(message.given))
+        self._events.note("given", account.id, name, len(message.prefix_tokens))
         if not account.asked or account.failed:
             self._events.fail("once", f"{account.id} is given to {name}, nobody waits for it", account.id)
         if account.holder is not None:
@@ -222,9 +224,9 @@ class Requests:
             self._events.fail("given", f"{account.id} is given to {name}, it is with {other}", account.id)
         if not connection.alive:
             self._events.fail("given", f"{account.id} is given to {name}, which was lost", account.id)
-        if message.given != account.tokens[: account.received]:
+        if message.prefix_tokens != account.tokens[: account.received]:
             have = account.received
-            what = f"{account.id} is given to {name} with {len(message.given)} tokens, {have} were received"
+            what = f"{account.id} is given to {name} with {len(message.prefix_tokens)} tokens, {have} were received"
             self._events.fail("given", what, account.id)
         if message.adapter is not None:
             account.refs.add((message.adapter.policy, message.adapter.version))
@@ -236,7 +238,7 @@ class Requests:
             self._events.fail("room", f"{name} holds {len(connection.requests)} requests", name)
 
     def _lost(self, worker: Worker, reason: str) -> None:
-        connection = worker.link.owner if isinstance(worker.link, Wire) else None
+        connection = worker.connection.owner if isinstance(worker.connection, Wire) else None
         if connection is None or self._over:
             return
         connection.alive = False
@@ -257,7 +259,7 @@ class Requests:
         elif message.epoch != connection.epoch or not connection.alive:
             self._before = (connection, self._state(connection))
             self._events.note("late", type(message).__name__, connection.worker.name)
-        elif isinstance(message, wire.Output):
+        elif isinstance(message, protocol.Output):
             self._output(connection, message)
 
     def settled(self, link: Wire) -> None:
@@ -279,7 +281,7 @@ class Requests:
         heard = worker.last_beat if worker.state in ("suspect", "gone") else 0.0  # one that drains is heard still
         return (self._rollouts.sampled, self._rollouts.migrated, self._fleet.losses, worker.state, heard)
 
-    def _output(self, connection: Connection, message: wire.Output) -> None:
+    def _output(self, connection: Connection, message: protocol.Output) -> None:
         self._events.note("output", connection.worker.name, *[(c.offset, len(c.tokens)) for c in message.chunks])
         for chunk in message.chunks:
             account = connection.requests.get(chunk.request)
@@ -299,7 +301,7 @@ class Requests:
 class Lasting:
     """What the onlooker knows across the controller's lives."""
 
-    named: Callable[[wire.AdapterRef, str], None]
+    named: Callable[[protocol.AdapterRef, str], None]
     """Checks a version that a frame of the named kind tells a worker of."""
     runs: dict[str, int] = field(default_factory=dict)
     """How often each job was taken up."""

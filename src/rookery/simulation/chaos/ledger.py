@@ -29,7 +29,7 @@ class Dead(Exception):
 
 
 class SlowLedger:
-    """A :class:`~rookery.controller.ports.Ledger`. ``seconds`` is a call's mean delay, ``failing`` the share of calls
+    """A :class:`~rookery.storage.writer.Ledger`. ``seconds`` is a call's mean delay, ``failing`` the share of calls
     that fail once :attr:`troubled`."""
 
     def __init__(self, random: Random, events: Events, seconds: float, failing: float) -> None:

@@ -2,7 +2,7 @@
 
 * A connection that breaks loses what was under way: some suffix of each direction's frames, each its own.
 * An end may never hear that the other one is gone (half-open): it sends into the void until it gives up by itself.
-* The controller's end is a :class:`~rookery.controller.links.Link`; the other calls its peer back, without a task.
+* The controller's end is a :class:`~rookery.protocol.connection.Link`; the other calls its peer back, without a task.
 * Frames of one connection may arrive while the same process has another one already.
 """
 
@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from rookery import wire
-from rookery.controller.links import LinkClosed
+from rookery import protocol
+from rookery.protocol.connection import ConnectionClosed
 
 
 class Peer(Protocol):
@@ -74,7 +74,7 @@ class Wire:
 
     async def send(self, frame: bytes) -> None:
         if self.shut:
-            raise LinkClosed("closed")
+            raise ConnectionClosed("closed")
         if not self.over:
             self._down.append(frame)
             self._down_at = max(self._down_at, self._loop.time() + self._delay())
@@ -84,7 +84,7 @@ class Wire:
         self._watch.settled(self)
         while not self._arrived:
             if self.shut:
-                raise LinkClosed("closed")
+                raise ConnectionClosed("closed")
             self._waiter = self._loop.create_future()
             try:
                 await self._waiter
@@ -93,7 +93,7 @@ class Wire:
         found = self._arrived.popleft()
         if found is None:
             self.shut = True
-            raise LinkClosed("closed")
+            raise ConnectionClosed("closed")
         self._watch.arrived(self, found[1])
         return found[0]
 
@@ -108,8 +108,8 @@ class Wire:
 
     # --- the peer's end -----------------------------------------------------------------------------------------------
 
-    def say(self, message: wire.Message) -> None:
-        self.say_raw(wire.encode(message), message)
+    def say(self, message: protocol.Message) -> None:
+        self.say_raw(protocol.encode(message), message)
 
     def say_raw(self, frame: bytes, message: Any = None) -> None:
         if not self.over:
@@ -169,7 +169,7 @@ class Wire:
             self._peer = None
             peer.closed(self)
         else:
-            peer.heard(self, wire.decode(self._decoder, frame))
+            peer.heard(self, protocol.decode(self._decoder, frame))
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

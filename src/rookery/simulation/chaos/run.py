@@ -13,10 +13,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rookery import wire
+from rookery import protocol
 from rookery.controller.controller import Controller
-from rookery.controller.hosts import SERVICE
-from rookery.controller.ports import RandomIds
+from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.errors import Conflict, StorageFull, Unavailable
 from rookery.settings import Settings
 from rookery.simulation.chaos.events import Events
@@ -32,6 +31,7 @@ from rookery.simulation.chaos.workers import Machine
 from rookery.simulation.clock import EPOCH, VirtualClock, VirtualLoop
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.rows import FINAL_JOB_STATES
+from rookery.storage.writer import RandomIds
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """Nothing here has to outlive a crash of this machine: where there is a folder in memory, no disk is waited for."""
@@ -108,7 +108,7 @@ class Run:
         self._folder = folder
         self._settings = Settings(
             data=folder, cache=folder / "cache", flush_seconds=plan.flush, retry_limit=RETRIES,
-            grace_seconds=GRACE_SECONDS, worker_wait_seconds=plan.patience,
+            rejoin_seconds=GRACE_SECONDS, worker_wait_seconds=plan.patience,
         )  # fmt: skip
         self._controller: Controller | None = None
         self._links: dict[Wire, asyncio.Task[None]] = {}
@@ -177,7 +177,7 @@ class Run:
         if controller is None:
             return None
         plan, slow = self.plan, self.dice.chance(SLOW_SHARE)
-        decoder = wire.to_worker if kind == "worker" else wire.to_host
+        decoder = protocol.to_worker if kind == "worker" else protocol.to_host
         latency = plan.slow_latency if slow else plan.latency
         link = Wire(peer, decoder, self.requests, self.dice.random, latency)
         serve = controller.serve_worker if kind == "worker" else controller.serve_host
@@ -401,8 +401,8 @@ class Run:
         holding = [worker.name for worker in world.fleet.all() if world.rollouts.outstanding(worker)]
         if left or holding or world.rollouts.waiting():
             self.events.fail("once", f"requests {left} are left, workers {holding} hold some", *left[:1])
-        if world.training.unnamed:
-            self.events.fail("durable", f"artifacts {dict(world.training.unnamed)} were never named")
+        if world.training.pinned:
+            self.events.fail("durable", f"artifacts {dict(world.training.pinned)} were never named")
 
     def _outcome(self) -> Outcome:
         counts = dict(sorted(self.events.counts.items()))

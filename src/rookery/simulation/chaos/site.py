@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Literal, Protocol
 
-from rookery import wire
+from rookery import protocol
 from rookery.controller.controller import Controller
 from rookery.simulation.chaos.events import Events
 from rookery.simulation.chaos.faults import Dice, Plan
@@ -62,10 +62,10 @@ class Timers:
 def hello(
     name: str, instance: str, *, roles: list[Literal["rollout", "train"]], rows: int, adapters: list[str],
     running: list[str], loading: bool,
-) -> wire.Hello:  # fmt: skip
+) -> protocol.Hello:  # fmt: skip
     """A worker's first frame."""
-    return wire.Hello(
-        protocol=wire.PROTOCOL, token=WORKER_TOKEN, name=name, instance=instance, model=MODEL, model_hash="model",
+    return protocol.Hello(
+        protocol=protocol.PROTOCOL, token=WORKER_TOKEN, name=name, instance=instance, model=MODEL, model_hash="model",
         roles=roles, kind="reserved" if "train" in roles else "preemptible",
         loading=loading, max_rows=rows, max_context=2048, max_rank=64, device="modelled", dtype="bfloat16",
         adapters=adapters, running=running,

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from rookery.text.chat import Chat
+from rookery.tokenization.chat import Chat
 
 LETTERS = 26
 FIRST = 3

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rookery import wire
+from rookery import protocol
 from rookery.errors import RookeryError
 from rookery.simulation.chaos.history import ADAPTER, State, chained, traces
-from rookery.spec import TARGETS
+from rookery.spec.job import TARGETS
 
 if TYPE_CHECKING:
     from rookery.simulation.chaos.workers import Process
@@ -56,15 +56,15 @@ class Trainer:
 
     def handle(self, message: Any) -> None:
         match message:
-            case wire.ForwardBackward() | wire.OptimStep() | wire.InitAdapter():
+            case protocol.ForwardBackward() | protocol.OptimStep() | protocol.InitAdapter():
                 self._queue.append(message)
                 self._next()
-            case wire.Committed():
+            case protocol.VersionCommitted():
                 self._die("committed")
                 chain = self._chain(message.ref.hash)
                 if chain is not None:
                     self._states[message.policy] = _Policy(message.lease, message.ref.hash, chain)
-            case wire.Cancel():
+            case protocol.CancelOperation():
                 self._queue = deque(op for op in self._queue if op.op != message.op)
 
     def forget(self, policy: str) -> None:
@@ -99,19 +99,19 @@ class Trainer:
         if self._die("begun"):
             return
         match op:
-            case wire.InitAdapter():
+            case protocol.InitAdapter():
                 chain = f"seed {op.seed} {op.policy}"
                 self._upload(op, State(chained(chain, []), chain), {}, UPLOAD_ATTEMPTS)
-            case wire.ForwardBackward():
+            case protocol.ForwardBackward():
                 self._forward(op)
-            case wire.OptimStep():
+            case protocol.OptimStep():
                 self._step(op)
 
     def _answer(self, op: Any, **fields: Any) -> None:
         """It is done."""
         if self._die("answering"):
             return
-        self._process.say(wire.Done(epoch=0, op=op.op, **fields))
+        self._process.say(protocol.OperationDone(epoch=0, op=op.op, **fields))
         self.done += 1
         self._busy = False
         if not self._die("answered"):
@@ -142,7 +142,7 @@ class Trainer:
         if state is not None and (state.lease, state.parent, len(state.steps)) == (op.lease, op.parent.hash, op.steps):
             return state
         what = "stale"
-        if not op.steps and not isinstance(op, wire.OptimStep):
+        if not op.steps and not isinstance(op, protocol.OptimStep):
             chain = self._chain(op.parent.hash)
             if chain is not None:
                 state = self._states[op.policy] = _Policy(op.lease, op.parent.hash, chain)
@@ -151,25 +151,25 @@ class Trainer:
         self._answer(op, error=f"{op.policy} is not held", category=what)
         return None
 
-    def _forward(self, op: wire.ForwardBackward) -> None:
+    def _forward(self, op: protocol.ForwardBackward) -> None:
         controller = self._site.controller
-        content = controller.tickets.offered(op.batch_ticket) if controller is not None else None
+        content = controller.tickets.open_batch(op.batch_ticket) if controller is not None else None
         if content is None:
             self._answer(op, error="no such offer", category="lost")
             return
         state = self._hold(op)
         if state is None:
             return
-        batch = wire.decode(wire.batches, content)
+        batch = protocol.decode(protocol.batches, content)
         digest = hashlib.blake2b(content, digest_size=12).hexdigest()
         self._site.history.trained_batches[digest] = traces(batch)
-        if op.fresh:
+        if op.zero_grad:
             state.gradient.clear()
         state.gradient.append(digest)
-        tokens = sum(len(member.tokens) for unit in batch.units for member in unit.members)
+        tokens = sum(len(member.tokens) for unit in batch.groups for member in unit.members)
         self._answer(op, metrics={"loss:sum": 1.0, "tokens": float(tokens), "entropy:sum": 1.0})
 
-    def _step(self, op: wire.OptimStep) -> None:
+    def _step(self, op: protocol.OptimStep) -> None:
         state = self._hold(op)
         if state is None:
             return
@@ -187,11 +187,16 @@ class Trainer:
 
     def _upload(self, op: Any, state: State, metrics: dict[str, float], attempts: int) -> None:
         files = {ADAPTER: msgspec.json.encode(state), CONFIG: _PEFT}
-        shards = [wire.Shard(name=n, size=len(c), sha256=hashlib.sha256(c).hexdigest()) for n, c in files.items()]
-        self._put(op, list(files.items()), wire.manifest_of(shards), metrics, attempts)
+        shards = [protocol.Shard(name=n, size=len(c), sha256=hashlib.sha256(c).hexdigest()) for n, c in files.items()]
+        self._put(op, list(files.items()), protocol.manifest_of(shards), metrics, attempts)
 
     def _put(
-        self, op: Any, files: list[tuple[str, bytes]], manifest: wire.Manifest, metrics: dict[str, float], attempts: int
+        self,
+        op: Any,
+        files: list[tuple[str, bytes]],
+        manifest: protocol.Manifest,
+        metrics: dict[str, float],
+        attempts: int,
     ) -> None:
         """The next file over HTTP."""
         if self._die("uploading"):

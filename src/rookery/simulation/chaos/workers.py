@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rookery import wire
+from rookery import protocol
 from rookery.simulation.chaos.links import Wire
 from rookery.simulation.chaos.site import SLOW_SHARE, Site, Timers, hello
 from rookery.simulation.chaos.texts import text
@@ -34,14 +34,14 @@ LOADING_SHARE = 0.3
 class Held:
     """One request in a process. ``at`` is its next token's number, ``start`` its first one sampled here."""
 
-    generate: wire.Generate
+    generate: protocol.Generate
     tokens: list[int]
     logprobs: list[float]
     finish: str
     start: int
     at: int
     sent: int
-    spans: list[tuple[int, wire.AdapterRef | None]]
+    spans: list[tuple[int, protocol.AdapterRef | None]]
     """From which token on which version samples."""
     claimed: bool = True
     told: bool = False
@@ -173,28 +173,28 @@ class Process(Timers):
 
     def _handle(self, message: Any) -> None:
         match message:
-            case wire.Welcome():
+            case protocol.Welcome():
                 self._welcomed(message)
-            case wire.Generate():
+            case protocol.Generate():
                 self._generate(message)
-            case wire.Abort():
+            case protocol.Abort():
                 self.held.pop(message.request, None)
-            case wire.Switch():
+            case protocol.SwitchAdapter():
                 self._switch(message)
-            case wire.Hold():
+            case protocol.PrefetchAdapters():
                 self._have(message.refs)
-            case wire.Granted():
+            case protocol.TicketGrant():
                 self.tickets[message.hash] = message.ticket
                 if message.hash in self.pulls:
                     self._pull([message.hash])
-            case wire.Forget():
+            case protocol.EvictArtifacts():
                 for digest in message.hashes:
                     self.cache.pop(digest, None)
                 if message.policy and self.trainer is not None:
                     self.trainer.forget(message.policy)
-            case wire.Refused():
+            case protocol.HelloRejected():
                 self.site.events.fail("jobs", f"{self.name} is refused: {message.reason}", self.name)
-            case wire.Lend():
+            case protocol.ServeArtifact():
                 pass
             case _:
                 if self.trainer is None:
@@ -203,7 +203,7 @@ class Process(Timers):
                 else:
                     self.trainer.handle(message)
 
-    def _welcomed(self, welcome: wire.Welcome) -> None:
+    def _welcomed(self, welcome: protocol.Welcome) -> None:
         before, self.epoch, self.name = self._last_epoch, welcome.epoch, welcome.name
         if before >= 0 and self.site.dice.chance(self.site.plan.stale_frames):
             self._say_stale(before)
@@ -215,13 +215,13 @@ class Process(Timers):
         assert self.link is not None
         chunks = [self._chunk(held, held.start, held.at, held.finish) for held in self.held.values()]
         if chunks:
-            self.link.say(wire.Output(epoch=epoch, chunks=chunks))
-        self.link.say(wire.Bye(epoch=epoch))
+            self.link.say(protocol.Output(epoch=epoch, chunks=chunks))
+        self.link.say(protocol.Draining(epoch=epoch))
 
     def _loaded(self) -> None:
         if self._loading and self.link is not None and self.epoch >= 0 and not self.frozen:
             self._loading = False
-            self.say(wire.Ready(epoch=0, model_hash="model", max_context=2048, device="modelled", dtype="bfloat16"))
+            self.say(protocol.Ready(epoch=0, model_hash="model", max_context=2048, device="modelled", dtype="bfloat16"))
 
     # --- what happens to it -------------------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ class Process(Timers):
         self._flush()
         if self.trainer is not None:
             self.trainer.drop()
-        self.say(wire.Bye(epoch=0))
+        self.say(protocol.Draining(epoch=0))
         self.after(self._jitter(self.site.plan.flush), self._leave)
 
     def _leave(self) -> None:
@@ -265,16 +265,16 @@ class Process(Timers):
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def _generate(self, generate: wire.Generate) -> None:
+    def _generate(self, generate: protocol.Generate) -> None:
         if generate.adapter is not None and generate.adapter.ticket:
             self.tickets[generate.adapter.hash] = generate.adapter.ticket
         held = self.held.get(generate.request)
         if held is not None and self._continues(held, generate):
-            held.claimed, held.told, held.sent = True, False, len(generate.given)
+            held.claimed, held.told, held.sent = True, False, len(generate.prefix_tokens)
             return
         tokens, logprobs, finish = text(generate.seed, generate.max_tokens)
-        start = len(generate.given)
-        if generate.given != tokens[:start]:
+        start = len(generate.prefix_tokens)
+        if generate.prefix_tokens != tokens[:start]:
             self.site.events.fail("given", f"{generate.request} was given another text", generate.request)
         self.held[generate.request] = held = Held(
             generate, tokens, logprobs, finish, start, start, start, [(start, generate.adapter)]
@@ -286,12 +286,12 @@ class Process(Timers):
             self._have([generate.adapter], generate.request)
 
     @staticmethod
-    def _continues(held: Held, claim: wire.Generate) -> bool:
+    def _continues(held: Held, claim: protocol.Generate) -> bool:
         mine = held.generate.adapter
         same = (mine and mine.hash) == (claim.adapter and claim.adapter.hash) and held.generate.seed == claim.seed
-        return same and held.start <= len(claim.given) <= held.at
+        return same and held.start <= len(claim.prefix_tokens) <= held.at
 
-    def _switch(self, message: wire.Switch) -> None:
+    def _switch(self, message: protocol.SwitchAdapter) -> None:
         held = self.held.get(message.request)
         if held is None:
             return
@@ -303,18 +303,18 @@ class Process(Timers):
             self._have([message.adapter], message.request)
 
     @staticmethod
-    def _changes(held: Held, ref: wire.AdapterRef | None) -> None:
+    def _changes(held: Held, ref: protocol.AdapterRef | None) -> None:
         """From its next token on it samples from ``ref``."""
         held.ready = True
         if held.spans[-1][0] == held.at:
             held.spans.pop()
         held.spans.append((held.at, ref))
 
-    def _have(self, refs: list[wire.AdapterRef], request: str = "") -> None:
+    def _have(self, refs: list[protocol.AdapterRef], request: str = "") -> None:
         """Pull adapters, for a request or ahead of need; those named together come together."""
         here = [ref.hash for ref in refs if ref.hash in self.cache]
         if here:
-            self.say(wire.Holding(epoch=0, hashes=here))
+            self.say(protocol.AdaptersCached(epoch=0, hashes=here))
         lacks = [ref for ref in refs if ref.hash not in self.cache]
         self.tickets.update((ref.hash, ref.ticket) for ref in lacks if ref.ticket)
         new = [ref.hash for ref in lacks if ref.hash not in self.pulls]
@@ -342,13 +342,13 @@ class Process(Timers):
             if controller.tickets.reads(self.tickets.get(digest, ""), digest):
                 came.append(digest)
             else:
-                self.say(wire.Want(epoch=0, hash=digest))
+                self.say(protocol.TicketRequest(epoch=0, hash=digest))
                 self.after(WANT_SECONDS, self._forsaken, digest)
         if came and not self.site.calm and dice.chance(self.site.plan.pull_failures):
             self._failed(came.pop())
         self.cache.update(dict.fromkeys(came))
         if came:
-            self.say(wire.Holding(epoch=0, hashes=came))
+            self.say(protocol.AdaptersCached(epoch=0, hashes=came))
         for digest in came:
             for name in self.pulls.pop(digest):
                 held = self.held.get(name)
@@ -357,11 +357,11 @@ class Process(Timers):
 
     def _failed(self, digest: str) -> None:
         """A pull came to nothing: who waits for it is given back."""
-        self.say(wire.Missing(epoch=0, hash=digest, error="the network is unreachable"))
+        self.say(protocol.PullFailed(epoch=0, hash=digest, error="the network is unreachable"))
         for name in self.pulls.pop(digest):
             if (held := self.held.get(name)) is not None and not held.ready:
                 del self.held[name]
-                self.say(wire.Output(epoch=0, chunks=[self._chunk(held, held.at, held.at, "abort")]))
+                self.say(protocol.Output(epoch=0, chunks=[self._chunk(held, held.at, held.at, "abort")]))
 
     def _forsaken(self, digest: str) -> None:
         """No ticket came."""
@@ -396,7 +396,7 @@ class Process(Timers):
         training = self.trainer.waiting if self.trainer is not None else 0
         progress = self._progress + (self.trainer.done if self.trainer is not None else 0)
         self.say(
-            wire.Beat(
+            protocol.Heartbeat(
                 epoch=0, progress=progress, active=decoding, waiting=0, training=training, adapters=len(self.cache),
                 generated=self._generated, trained=0, decode_seconds=0.0, train_seconds=0.0, memory_bytes=0,
             )
@@ -419,12 +419,12 @@ class Process(Timers):
                 held.sent, held.told, held.since = held.at, over, self.now
         if not chunks or self.link is None or self.epoch < 0:
             return
-        self.say(wire.Output(epoch=0, chunks=chunks))
+        self.say(protocol.Output(epoch=0, chunks=chunks))
         if not self.site.calm and self.site.dice.chance(self.site.plan.duplicates):
             again = [chunk for chunk in chunks if chunk.finish not in ("error", "abort")]
-            self.say(wire.Output(epoch=0, chunks=again))
+            self.say(protocol.Output(epoch=0, chunks=again))
 
-    def _pieces(self, held: Held, over: bool) -> list[wire.Chunk]:
+    def _pieces(self, held: Held, over: bool) -> list[protocol.TokenChunk]:
         """From what was sent on, a chunk for each version."""
         begin = held.sent
         if begin > held.start and not self.site.calm and self.site.dice.chance(self.site.plan.duplicates):
@@ -438,9 +438,9 @@ class Process(Timers):
         return pieces
 
     @staticmethod
-    def _chunk(held: Held, first: int, last: int, finish: str) -> wire.Chunk:
+    def _chunk(held: Held, first: int, last: int, finish: str) -> protocol.TokenChunk:
         ref = next(ref for at, ref in reversed(held.spans) if at <= first or at == held.start)
-        return wire.Chunk(
+        return protocol.TokenChunk(
             request=held.generate.request, offset=first, tokens=held.tokens[first:last],
             logprobs=held.logprobs[first:last], version=ref.version if ref else 0, policy=ref.policy if ref else "",
             finish=finish, error="the engine broke" if finish == "error" else "",  # type: ignore[arg-type]

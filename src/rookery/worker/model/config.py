@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rookery.errors import UserError
-from rookery.text.catalogue import SUPPORTED_MODEL_TYPES
+from rookery.tokenization.registry import SUPPORTED_MODEL_TYPES
 
 _ROPE_BASE = {"smollm3": 2_000_000.0}
 """``rope_theta`` where the file leaves it out; 10,000 (RoFormer, arXiv:2104.09864) for the other families."""

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
+from rookery.worker.model.autograd import rms_norm, rotate, swiglu
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.gradients import rms_norm, rotate, swiglu
-from rookery.worker.model.projection import Projection
+from rookery.worker.model.packed_linear import PackedLinear
 
 WEIGHTS = "model.safetensors"
 SITES = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
@@ -65,18 +65,18 @@ class Layer:
     """Frozen weights of one layer, projections as [out, in]."""
 
     attention_norm: Tensor
-    qkv: Projection
+    qkv: PackedLinear
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Projection
+    o: PackedLinear
     mlp_norm: Tensor
-    gate_up: Projection
-    down: Projection
+    gate_up: PackedLinear
+    down: PackedLinear
 
 
 def _layer(cfg: DecoderConfig, weights: Mapping[str, Tensor], at: str, pack: bool) -> Layer:
-    def projection(site: str, biased: bool) -> Projection:
-        return Projection(weights[at + site], weights[at + site + "_bias"] if biased else None, pack=pack)
+    def projection(site: str, biased: bool) -> PackedLinear:
+        return PackedLinear(weights[at + site], weights[at + site + "_bias"] if biased else None, pack=pack)
 
     return Layer(
         attention_norm=weights[at + "attention_norm"],
@@ -108,7 +108,7 @@ class Decoder:
         self.embedding = weights["embed"]
         self.norm = weights["norm"]
         self.head = self.embedding if config.tied else weights["head"]
-        self._project = Projection(self.head, pack=pack)
+        self._project = PackedLinear(self.head, pack=pack)
         self.dtype = self.embedding.dtype
         self.device = self.embedding.device
         self.layers = [_layer(config, weights, f"layers.{i}.", pack) for i in range(config.layers)]

@@ -1,0 +1,303 @@
+"""Looking at jobs, policies, workers and the service itself: the half of the controller that changes nothing.
+
+* Everything about a job is asked with its tenant; another tenant's job answers as if it were not there.
+* What is shown of a job that runs comes from its task, of any other from what is stored.
+* Looking at a job costs the same however long its history is, and a list as much for each of its jobs. Who follows a
+  job is woken by that job alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from rookery import protocol
+from rookery.controller.context import ControllerContext
+from rookery.controller.fleet.env_hosts import BUILTIN, SERVICE
+from rookery.controller.jobs.progress import SHOWN_REWARDS
+from rookery.controller.jobs.runner import COUNTED, JobRunner
+from rookery.controller.jobs.trajectory import outcome_decoder
+from rookery.controller.views import JobView, PolicyView
+from rookery.errors import NotFound
+from rookery.scheduling.cost import Bill
+from rookery.signal_ import Signal
+from rookery.storage.rows import FINAL_JOB_STATES, JobRow, PolicyRow, TenantRow
+from rookery.telemetry.metrics import MetricsLog
+from rookery.tokenization.registry import CATALOGUE, status
+
+EVENTS_SHOWN = 1000
+"""Events that one question answers at most."""
+
+
+class JobQueries:
+    def __init__(self, world: ControllerContext, jobs_folder: Path) -> None:
+        self.world = world
+        self._settings = world.settings
+        self._clock = world.clock
+        self._ledger = world.ledger
+        self._database = world.database
+        self._artifacts = world.artifacts
+        self._fleet = world.fleet
+        self._rollouts = world.rollouts
+        self._training = world.training
+        self._hosts = world.hosts
+        self._jobs_folder = jobs_folder
+        self._running: dict[str, JobRunner] = {}
+        """By the job's id, where it has a task."""
+        self._totals: Counter[str] = Counter()
+        """Of the jobs whose tasks are over, and of all steps."""
+        self._states: Counter[str] = Counter()
+        """How many jobs are in which state."""
+        self._pulses: WeakValueDictionary[str, Signal] = WeakValueDictionary()
+        """By job, for those who follow it: beats when its state or metrics changed."""
+
+    # --- jobs ---------------------------------------------------------------------------------------------------------
+
+    async def list(self, tenant: str) -> Sequence[JobView]:
+        rows, owner, policies, bills = await asyncio.gather(  # one turn of the ledger instead of four
+            self._ledger(self._database.list_jobs, tenant),
+            self._ledger(self._database.get_tenant, tenant),
+            self._ledger(self._database.all_policies, tenant),
+            self.world.billing.bills(tenant),
+        )
+        return [await self._view(row, owner, policies.get(row.id, []), bills.get(row.id, {})) for row in rows]
+
+    async def show(self, tenant: str, job: str) -> JobView:
+        return await self._shown(await self._ledger(self._database.get_job, tenant, job))
+
+    async def metrics(self, tenant: str, job: str, after: int = -1) -> Sequence[dict[str, Any]]:
+        """One row per committed step later than ``after``."""
+        await self._ledger(self._database.get_job, tenant, job)
+        return await asyncio.to_thread(MetricsLog(self._jobs_folder / job).read, after)
+
+    async def follow(self, tenant: str, job: str, after: int = -1) -> AsyncIterator[dict[str, Any]]:
+        """Metrics rows as they come, until the job has ended."""
+        pulse = self._pulse(job)
+        while True:
+            change = pulse.next
+            view = await self.show(tenant, job)
+            for row in await self.metrics(tenant, job, after):
+                after = row["step"]
+                yield row
+            if view.state in FINAL_JOB_STATES:
+                return
+            await change.wait()
+
+    async def wait(self, tenant: str, job: str) -> JobView:
+        """The job when it has ended."""
+        pulse = self._pulse(job)
+        while True:
+            change = pulse.next
+            view = await self.show(tenant, job)
+            if view.state in FINAL_JOB_STATES:
+                return view
+            await change.wait()
+
+    async def events(self, tenant: str, job: str, limit: int = 100) -> Sequence[dict[str, Any]]:
+        await self._ledger(self._database.get_job, tenant, job)
+        rows = await self._ledger(self._database.events, tenant, job, min(limit, EVENTS_SHOWN))
+        return [{"time": row.time, "kind": row.kind, "text": row.text} for row in rows]
+
+    async def trajectories(
+        self, tenant: str, job: str, limit: int, version: int | None = None
+    ) -> Sequence[dict[str, Any]]:
+        """The episodes that ended last: text, tokens, log-probs, versions, reward."""
+        await self._ledger(self._database.get_job, tenant, job)
+        found = await self._ledger(self._database.recent_episodes, tenant, job, limit, version)
+        rows = []
+        for group, episode in found:
+            row: dict[str, Any] = {
+                "episode": episode.id,
+                "group": group.id,
+                "ordinal": group.ordinal,
+                "group_state": group.state,
+                "consumed_by": group.consumed_by,
+                "prompt": msgspec.json.decode(group.prompt),
+                "state": episode.state,
+                "version": episode.version,
+                "reward": episode.reward,
+                "metrics": episode.metrics,
+                "error": episode.error,
+                "finished": episode.finished,
+            }
+            if episode.trajectories:
+                outcome = outcome_decoder.decode(episode.trajectories)
+                row["messages"] = msgspec.to_builtins(outcome.turns)
+                row["trajectories"] = msgspec.to_builtins(outcome.trajectories)
+                row["finish"] = outcome.finish
+                row["seconds"] = outcome.seconds
+            rows.append(row)
+        return rows
+
+    async def versions(self, tenant: str, job: str, policy: str) -> Sequence[dict[str, Any]]:
+        row = await self._ledger(self._database.get_policy, tenant, job, policy)
+        versions = await self._ledger(self._database.versions, tenant, row.id)
+        shown = ("version", "parent", "hash", "step", "created", "metrics", "kept", "lost", "evaluation")
+        return [{name: getattr(version, name) for name in shown} for version in versions]
+
+    async def evaluations(self, tenant: str, job: str) -> Sequence[dict[str, Any]]:
+        await self._ledger(self._database.get_job, tenant, job)
+        rows = await self._ledger(self._database.evaluations, tenant, job)
+        return [
+            {"version": r.version, "prompts": r.prompts, "mean": r.mean, "stderr": r.stderr, **r.results} for r in rows
+        ]
+
+    async def adapter(self, tenant: str, job: str, policy: str, version: int | None) -> protocol.Manifest:
+        """The artifact of a version (the newest for None). Raises :class:`NotFound` where it is not kept,
+        :class:`CorruptArtifact` where its bytes are not what its hash says."""
+        row = await self._ledger(self._database.get_policy, tenant, job, policy)
+        number = row.head_version if version is None else version
+        if number is None:
+            raise NotFound(f"job {job} has no version yet")
+        found = await self._ledger(self._database.version, tenant, row.id, number)
+        if not found.kept:
+            raise NotFound(
+                f"version {number} of job {job} is not kept any more; checkpoints.keep_last says how many are"
+            )
+        return await asyncio.to_thread(self._artifacts.verify, found.hash)
+
+    def _pulse(self, job: str) -> Signal:
+        """Kept as long as somebody holds it."""
+        pulse = self._pulses.get(job)
+        if pulse is None:
+            pulse = self._pulses[job] = Signal()
+        return pulse
+
+    def _beat(self, job: str) -> None:
+        """Something about the job changed."""
+        pulse = self._pulses.get(job)
+        if pulse is not None:
+            pulse.notify()
+
+    async def _shown(self, row: JobRow) -> JobView:
+        policies = await self._ledger(self._database.policies, row.tenant, row.id)
+        tenant = await self._ledger(self._database.get_tenant, row.tenant)
+        return await self._view(row, tenant, policies, await self.world.billing.bill(row.tenant, row.id))
+
+    async def _view(self, row: JobRow, tenant: TenantRow, policies: Sequence[PolicyRow], bill: Bill) -> JobView:
+        running = self._running.get(row.id)
+        job = running.job if running is not None and row.state not in FINAL_JOB_STATES else None
+        if job is not None:
+            rewards, step, counters = list(job.progress.rewards), job.step, dict(job.progress.counters)
+        else:
+            rows = await asyncio.to_thread(MetricsLog(self._jobs_folder / row.id).newest, SHOWN_REWARDS)
+            rewards, step, counters = [entry["reward"] for entry in rows], row.step, row.counters
+        state, reason, waits = row.state, row.reason, ""
+        if running is not None and running.unstored:
+            state, reason = "paused", running.unstored
+        elif row.state in ("queued", "running"):
+            waits = job.progress.waits_for() if job is not None else f"base model {row.spec['base_model']} to be ready"
+        return JobView(
+            id=row.id,
+            name=row.name,
+            tenant=tenant.name,
+            state=state,
+            reason=reason,
+            waits_for=waits,
+            base_model=row.spec["base_model"],
+            step=step,
+            steps=row.spec["stop"]["steps"],
+            reward=rewards[-1] if rewards else None,
+            rewards=rewards,
+            tokens_per_second=job.progress.tokens_per_second() if job is not None else 0.0,
+            staleness=job.progress.staleness if job is not None else None,
+            groups_in_flight=job.groups.in_flight if job is not None else 0,
+            groups_ready=len(job.groups.ready) if job is not None else 0,
+            tokens=counters.get("tokens", 0),
+            counters=counters,
+            cost=self.world.billing.view(bill, row.spec["base_model"]),
+            policies=[_policy_view(policy) for policy in policies],
+            created=row.created,
+            started=row.started or 0.0,
+            finished=row.finished or 0.0,
+            spec=row.spec,
+        )
+
+    # --- the service itself -------------------------------------------------------------------------------------------
+
+    def models(self) -> Sequence[dict[str, Any]]:
+        """Base models: loaded, known (can be prepared), or refused and why."""
+        loaded = Counter(w.hello.model for w in self._fleet.all() if w.working)
+        rows = []
+        for name in sorted({*CATALOGUE, *loaded}):
+            state = status(self._settings.cache, name)
+            shown = "loaded" if loaded[name] else state.state
+            rows.append({"name": name, "state": shown, "reason": state.reason, "note": state.note,
+                         "workers": loaded[name]})  # fmt: skip
+        return rows
+
+    def workers(self) -> Sequence[dict[str, Any]]:
+        now = self._clock.monotonic()
+        rows = []
+        for worker in self._fleet.all():
+            beat = worker.beat
+            rows.append({
+                "name": worker.name, "state": worker.state, "seconds": now - worker.since, "model": worker.hello.model,
+                "roles": worker.hello.roles, "kind": worker.hello.kind, "price": worker.hello.price,
+                "address": worker.hello.address, "device": worker.hello.device, "host": worker.hello.host,
+                "pid": worker.hello.pid, "adapters": len(worker.cached), "requests": self._rollouts.outstanding(worker),
+                "tokens_per_second": worker.tokens_per_second() if worker.working else 0.0,
+                "note": worker.status_message,
+                "max_flush_tokens": worker.max_flush_tokens,
+                "beat": msgspec.structs.asdict(beat) if beat is not None else None,
+            })  # fmt: skip
+        return rows
+
+    async def costs(self) -> dict[str, Any]:
+        """What each tenant used, and what the workers cost."""
+        tenants = await self._ledger(self._database.list_tenants)
+        billing = self.world.billing
+        bills = [{"tenant": row.id, "name": row.name, "cost": billing.whole(row.id)} for row in tenants]
+        return {"tenants": bills, "workers": billing.fleet()}
+
+    def health(self) -> dict[str, Any]:
+        serving = [worker for worker in self._fleet.all() if worker.working]
+        beats = [worker.beat for worker in serving if worker.beat is not None]
+        return {
+            "jobs": {state: count for state, count in sorted(self._states.items()) if count},
+            "totals": {
+                "steps": self._totals["steps"],
+                "trained_tokens": self._totals["trained_tokens"],
+                "sampled_tokens": self._rollouts.sampled,
+                "requests_migrated": self._rollouts.migrated,
+                **{f"requests_requeued_{reason}": count for reason, count in self._rollouts.moves.items()},
+                "late_chunks": self._rollouts.late_chunks,
+                "training_retries": self._training.retries,
+                "worker_losses": self._fleet.losses,
+                "trainer_wait_seconds": self.world.seeding.waits["trainer"],
+                "remote_wait_seconds": self.world.seeding.waits["remote"],
+                "failed_pulls": self._fleet.failed_pulls,
+                "frames_ignored": self._fleet.ignored_frames,
+                "frames_bad": self._fleet.bad_frames,
+                **self.world.billing.totals(),
+                **{name: self._totals[name] + sum(r.seen()[name] for r in self._running.values()) for name in COUNTED},
+            },
+            "gauges": {
+                "requests_waiting": self._rollouts.waiting(),
+                "requests_running": sum(self._rollouts.outstanding(worker) for worker in self._fleet.all()),
+                "environment_hosts": self._hosts.count(),
+                "decoding_rows": sum(beat.active for beat in beats),
+                "training_operations": sum(beat.training for beat in beats),
+                "worker_memory_bytes": sum(beat.memory_bytes for beat in beats),
+                "pulled_from_peers_bytes": sum(beat.pulled_from_peers for beat in beats),
+                "pulled_from_service_bytes": sum(beat.pulled_from_service for beat in beats),
+                "flush_seconds": self._settings.flush_seconds,
+                "price_per_hour": self.world.billing.price(),
+                "unsent_tokens_most": max((worker.max_flush_tokens for worker in serving), default=0),
+                **self.world.seeding.gauges(),
+            },
+        }
+
+    def offers(self, environment: str) -> bool:
+        """Whether the service's own hosts offer a built-in now."""
+        return self._hosts.offers(SERVICE, BUILTIN + environment)
+
+
+def _policy_view(row: PolicyRow) -> PolicyView:
+    return PolicyView(name=row.name, id=row.id, rank=row.rank, alpha=row.alpha, version=row.head_version or 0)

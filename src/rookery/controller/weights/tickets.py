@@ -1,0 +1,76 @@
+"""Tickets: short-lived permission to read or write named bytes over HTTP.
+
+* A read ticket is bound to one artifact hash by an HMAC under this process's secret: knowing a hash gives nothing.
+* An offer holds bytes in memory (a training batch) for whoever was told its ticket, until withdrawn.
+* An upload ticket names one staging folder of the artifact store, until its operation ends.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import secrets
+from collections.abc import Callable
+
+from rookery.storage.artifacts import Artifacts, Staging
+from rookery.storage.writer import Clock
+
+
+class Tickets:
+    def __init__(
+        self,
+        artifacts: Artifacts,
+        clock: Clock,
+        seconds: float,
+        random_bytes: Callable[[int], bytes] = secrets.token_bytes,
+    ) -> None:
+        self.artifacts = artifacts
+        self._clock = clock
+        self._seconds = seconds
+        self._random_bytes = random_bytes
+        self._secret = random_bytes(32)
+        self._offers: dict[str, bytes] = {}
+        self._uploads: dict[str, Staging] = {}
+
+    def grant(self, digest: str) -> str:
+        """A ticket that reads the artifact ``digest`` for a while."""
+        until = str(int(self._clock.time() + self._seconds))
+        return f"{until}.{self._sign(digest, until)}"
+
+    def reads(self, ticket: str, digest: str) -> bool:
+        """Whether ``ticket`` opens the artifact ``digest`` now."""
+        until, _, signature = ticket.partition(".")
+        if not hmac.compare_digest(signature.encode(), self._sign(digest, until).encode()):
+            return False
+        return int(until) >= self._clock.time()  # a number: this process wrote it
+
+    def _sign(self, digest: str, until: str) -> str:
+        return hmac.digest(self._secret, f"{digest}.{until}".encode(), "sha256").hex()
+
+    def _new(self) -> str:
+        return base64.urlsafe_b64encode(self._random_bytes(24)).decode()
+
+    def publish_batch(self, content: bytes) -> str:
+        ticket = self._new()
+        self._offers[ticket] = content
+        return ticket
+
+    def open_batch(self, ticket: str) -> bytes | None:
+        return self._offers.get(ticket)
+
+    def retract_batch(self, ticket: str) -> None:
+        self._offers.pop(ticket, None)
+
+    def upload(self) -> str:
+        """A ticket under which a worker may write one artifact's shards."""
+        ticket = self._new()
+        self._uploads[ticket] = self.artifacts.begin()
+        return ticket
+
+    def staging(self, ticket: str) -> Staging | None:
+        """The folder that ``ticket`` writes to, or None when the ticket is over."""
+        return self._uploads.get(ticket)
+
+    def collect(self, ticket: str) -> Staging | None:
+        """End an upload: the caller commits or abandons what was staged."""
+        return self._uploads.pop(ticket, None)

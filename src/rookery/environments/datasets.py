@@ -1,0 +1,96 @@
+"""The order in which a job meets its prompts: a function of (seed, index) alone wherever the split is finite.
+
+* Index i of a shuffled split is entry ``i mod size`` of that epoch's permutation, drawn from ``seed:epoch``.
+* A split that has no length and does not end within :data:`STREAM_AFTER` prompts is streamed in its own order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from random import Random
+from typing import Any
+
+from rookery.environments.base import Environment, Split
+
+STREAM_AFTER = 10_000
+"""Iterables without a length are read so far to find out whether they end: fractions of a second for a generator that
+computes nothing much, tens of seconds for one that takes milliseconds per prompt."""
+
+
+class PromptDataset:
+    """One split of one environment. Thread-safe; runs the user's iterator in the caller's thread."""
+
+    def __init__(self, environment: Environment, split: Split) -> None:
+        self._environment = environment
+        self._split: Split = split
+        self._lock = threading.Lock()
+        self._finite: list[bytes] | None = None
+        self._stream: Iterator[bytes] | None = None
+        self._position = 0
+        self._length = -1
+
+    def take(self, start: int, count: int, seed: int, shuffle: bool, *, wrap: bool) -> tuple[list[bytes], int]:
+        """Prompts ``start`` … ``start + count - 1`` as JSON, and the split's size (-1: not known, endless as yet).
+
+        ``wrap`` starts over at the end; without it fewer may come. Raises ValueError for a split without prompts.
+        """
+        with self._lock:
+            if self._finite is None and self._stream is None:
+                self._open()
+            if self._finite is None:
+                return self._read(start, count, wrap), self._length
+            size = len(self._finite)
+            stop = start + count if wrap else min(start + count, size)
+            chosen = []
+            for index in range(start, stop):
+                epoch, offset = divmod(index, size)
+                chosen.append(self._finite[_permutation(size, seed, epoch)[offset] if shuffle else offset])
+            return chosen, size
+
+    def _open(self) -> None:
+        prompts = self._environment.prompts(self._split)
+        entries = _encoded(prompts)
+        head = list(entries) if hasattr(prompts, "__len__") else list(itertools.islice(entries, STREAM_AFTER + 1))
+        if not head:
+            raise ValueError(f"prompts({self._split!r}) gave none")
+        if hasattr(prompts, "__len__") or len(head) <= STREAM_AFTER:
+            self._finite = head
+        else:
+            self._stream = itertools.chain(head, entries)
+
+    def _read(self, start: int, count: int, wrap: bool) -> list[bytes]:
+        chosen: list[bytes] = []
+        while len(chosen) < count:
+            index = start + len(chosen)
+            if self._length > 0:
+                if index >= self._length and not wrap:
+                    break
+                index %= self._length
+            if self._stream is None or index < self._position:
+                self._stream, self._position = _encoded(self._environment.prompts(self._split)), 0
+            entry = next(itertools.islice(self._stream, index - self._position, None), None)
+            if entry is None:
+                # It ended after all: count it once, so that later indices can wrap.
+                self._length = sum(1 for _ in self._environment.prompts(self._split))
+                self._stream = None
+                continue
+            self._position = index + 1
+            chosen.append(entry)
+        return chosen
+
+
+def _encoded(prompts: Iterable[Any]) -> Iterator[bytes]:
+    for number, prompt in enumerate(prompts):
+        try:
+            yield json.dumps(prompt, ensure_ascii=False, allow_nan=False).encode()
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"prompt {number} is not JSON: {error}") from None
+
+
+@lru_cache(maxsize=16)  # one per job and epoch in use; anything dropped is drawn again, the same
+def _permutation(size: int, seed: int, epoch: int) -> list[int]:
+    return Random(f"{seed}:{epoch}").sample(range(size), size)

@@ -1,0 +1,79 @@
+"""From which batch size on a worker's throughput is flat: the B of RLBoost's Algorithm 2, learned from its beats.
+
+Two beats between which about equally many rows decoded give a sample (rows, tokens per second of decoding). Samples are
+kept by half-octaves of rows, the newest of each. The medians of those half-octaves that have enough of them are points
+b₁ < b₂ < … < bₙ with rates; r₁ ≤ r₂ ≤ … ≤ rₙ is the growing curve nearest to the rates in squares. Then
+
+    B = min { bᵢ : rᵢ ≥ FLAT · rₙ },  known once bₙ ≥ 2 · B
+
+Until twice as many rows have been seen to give hardly more, throughput may still be growing, and B is None. Medians
+keep single beats (a prompt among the decoding, a machine that did something else) from deciding, the growing curve
+single points; old samples go, so a class of workers that changes is learned anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+
+FLAT = 0.9
+"""The share of the best throughput that counts as all of it: what a machine's own noise hides."""
+
+STEADY = 0.25
+"""Rows at the two beats differ by at most this share: else the sample belongs to no batch size."""
+
+LEAST_SECONDS = 0.2
+"""Decoding between two beats that is worth a sample: about ten steps."""
+
+ENOUGH = 5
+"""Samples of a half-octave before its median counts."""
+
+KEPT = 25
+"""Samples kept of each half-octave: under a minute of beats."""
+
+
+class SaturationEstimator:
+    """One class of workers: equal model and device."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[tuple[float, float]]] = {}
+        self._curve: dict[int, tuple[float, float]] = {}
+        self._flat: int | None = None
+
+    @property
+    def flat(self) -> int | None:
+        """B in rows, or None while it is not known."""
+        return self._flat
+
+    def add(self, before: int, after: int, tokens: int, seconds: float) -> None:
+        """Between two beats of one worker with ``before`` and ``after`` rows active, ``tokens`` were sampled in
+        ``seconds`` of decoding."""
+        rows = (before + after) / 2
+        if min(before, after) < 1 or abs(before - after) > STEADY * rows or seconds < LEAST_SECONDS or tokens < 1:
+            return
+        octave = math.floor(2 * math.log2(rows))
+        samples = self._samples.setdefault(octave, deque(maxlen=KEPT))
+        samples.append((rows, tokens / seconds))
+        if len(samples) >= ENOUGH:
+            self._curve[octave] = median(rows for rows, _ in samples), median(rate for _, rate in samples)
+            self._flat = self._measure()
+
+    def _measure(self) -> int | None:
+        points = [point for _, point in sorted(self._curve.items())]
+        rates = growing([rate for _, rate in points])
+        flat = next(rows for (rows, _), rate in zip(points, rates, strict=True) if rate >= FLAT * rates[-1])
+        return max(1, round(flat)) if points[-1][0] >= 2 * flat else None
+
+
+def growing(values: list[float]) -> list[float]:
+    """The sequence that never falls and is nearest to ``values`` in squares: neighbours that fall are replaced by their
+    mean (pool adjacent violators; Ayer and others, 1955)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, many = pools.pop()
+            mean, count = (before * many + mean * count) / (many + count), many + count
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]

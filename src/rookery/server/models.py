@@ -1,0 +1,69 @@
+"""Base models as the service needs them: prepared once, by a child process, since preparing takes torch; then only the
+chat template and the tokenizer are read here."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+
+from rookery.errors import EXIT_REFUSED, Unavailable, UserError
+from rookery.settings import Settings
+from rookery.tokenization.chat import Chat
+from rookery.tokenization.registry import PREPARED, model_folder
+
+log = logging.getLogger("rookery.server")
+
+
+class Models:
+    """Chats by base model; each is loaded once, however many ask at the same time."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._cache = settings.cache
+        self._loading: dict[str, asyncio.Task[Chat]] = {}
+
+    async def chat(self, model: str) -> Chat:
+        """Prepares ``model`` if it was not. Raises :class:`UserError` where it cannot be, :class:`Unavailable` where it
+        can perhaps another time; a later call tries again."""
+        loading = self._loading.get(model)
+        if loading is None or (loading.done() and (loading.cancelled() or loading.exception() is not None)):
+            loading = self._loading[model] = asyncio.create_task(self._load(model), name=f"model {model}")
+        return await asyncio.shield(loading)
+
+    async def close(self) -> None:
+        """Ends what is still being prepared."""
+        for loading in self._loading.values():
+            loading.cancel()
+        await asyncio.gather(*self._loading.values(), return_exceptions=True)
+
+    async def _load(self, model: str) -> Chat:
+        folder = model_folder(self._cache, model)
+        if not (folder / PREPARED).is_file():
+            await self._prepare(model)
+        return await asyncio.to_thread(Chat.load, folder)
+
+    async def _prepare(self, model: str) -> None:
+        log.info("preparing base model %s; the first time takes a while", model)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "rookery.worker.model.convert", model, "--cache", str(self._cache)),
+            "--die-with-parent",
+            stdin=asyncio.subprocess.PIPE,  # never written to: its end tells the child that this process is gone
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            assert process.stderr is not None
+            said = await process.stderr.read()
+            await process.wait()
+        except asyncio.CancelledError:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            raise
+        if process.returncode != 0:
+            lines = said.decode(errors="replace").strip().splitlines()
+            problem = lines[-1] if lines else f"base_model: preparing {model} ended with {process.returncode}"
+            raise UserError(problem) if process.returncode == EXIT_REFUSED else Unavailable(problem)
+        log.info("base model %s is prepared", model)

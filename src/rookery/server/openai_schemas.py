@@ -1,0 +1,148 @@
+"""What the OpenAI face takes, as its documentation shows it, and what it refuses.
+
+Nothing that would change an answer is ignored: an argument that is not supported is refused by name, unless its value
+asks for what happens anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rookery.errors import UserError
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "top_logprobs": (0,),
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+}
+"""Arguments that are not supported, and the values of each that ask for nothing. Null does so for all."""
+
+UNHEARD = {
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prompt_cache_options",
+}
+"""Arguments that say nothing about the answer."""
+
+
+class UnsupportedField(UserError):
+    """A refusal that names the argument it is about."""
+
+    def __init__(self, message: str, param: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class OpenAIModel(BaseModel):
+    """Base of what is read: what it does not name is kept, and looked at by :func:`refuse_unsupported`."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class StreamOptions(OpenAIModel):
+    include_usage: bool = False
+
+
+class CompletionOptions(OpenAIModel):
+    """What both endpoints take."""
+
+    model: str = Field(min_length=1, description="A base model, JOB (or JOB:latest), or JOB@VERSION")
+    n: int | None = Field(None, ge=1, le=128)
+    temperature: float | None = Field(None, ge=0, le=10, description="1 when absent; 0 takes the likeliest token")
+    max_tokens: int | None = Field(None, ge=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="The same seed gives the same answers")
+    stop: str | list[str] | None = Field(None, max_length=4096)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = Field(None, description="Token ids, log-probs and versions with each choice")
+
+    @property
+    def stops(self) -> list[str]:
+        """Raises :class:`Refused`."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if not all(stops) or len(stops) > 16:
+            raise UnsupportedField("stop: up to 16 strings, none of them empty", "stop")
+        return stops
+
+
+class TextPart(OpenAIModel):
+    type: Literal["text"]
+    text: str
+
+
+class Message(OpenAIModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart]
+
+    def plain(self, where: str) -> dict[str, str]:
+        """As templates read it. Raises :class:`Refused`."""
+        for name, value in (self.model_extra or {}).items():
+            if value and name != "tool_call_id":  # an id tells the model nothing
+                raise UnsupportedField(
+                    f"{where}.{name} is not supported: leave it out", f"{where}.{name}", "unknown_parameter"
+                )
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": content}
+
+
+class ChatRequest(CompletionOptions):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+
+
+class CompletionRequest(CompletionOptions):
+    prompt: str | list[int] | list[str] | list[list[int]] = Field(min_length=1)
+    logprobs: int | None = Field(None, ge=0, description="0 gives the log-probs of the tokens; more is not supported")
+    best_of: int | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+
+
+def refuse_unsupported(given: Mapping[str, Any] | None) -> None:
+    """Raises :class:`Refused` for the first argument, of those that no field takes, that asks for something."""
+    for name, value in (given or {}).items():
+        if value is None or name in UNHEARD or value in NEUTRAL.get(name, ()):
+            continue
+        if name not in NEUTRAL:
+            raise UnsupportedField(f"{name} is not supported: leave it out", name, "unknown_parameter")
+        raise UnsupportedField(
+            f"{name} is not supported: leave it out, or give {NEUTRAL[name][0]!r}", name, "unsupported_parameter"
+        )

@@ -1,0 +1,78 @@
+"""The protocol's HTTP application, mounted under ``/tinker``; ``TINKER_BASE_URL`` is the service's address with that.
+
+Statuses are chosen for what the client makes of them: 400 and 404 fail at once, 410 makes it send a sample again or end
+its heartbeat, 5xx makes it try again. 409, which it would repeat for minutes, is never answered. What is wrong with a
+call on a model is told by its result, because the model's later calls wait for its number.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+
+from rookery.errors import Conflict, RookeryError, UserError
+from rookery.server.auth import ServiceContext
+from rookery.server.responses import error_response, json_response
+from rookery.server.routes import openai
+from rookery.server.tinker import runs, samplers, sessions, training
+from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, load
+
+log = logging.getLogger("rookery.server.tinker")
+
+UNSUPPORTED = {
+    "publish": "publishing checkpoints is not supported: there is no public catalogue here",
+    "copy_weights": "copying weights is not supported: create a training client from the state instead",
+    "search": "searching sessions is not supported: list them",
+    "project": "projects are not supported: every key sees its tenant's things",
+    "audit": "there is no audit log in this API: see the service's own log",
+    "billing": "there is no billing here",
+    "create_custom_loss": "losses that run on the server are not supported: forward_backward_custom runs them here",
+    "auth": "API keys are used as they are: there are no tokens to exchange",
+    "archive": "archives are not made: save_weights_external and external_weights_urls give the files",
+    "unload_model": "a model's place is free when its session ends or rests: there is nothing to unload",
+    "trace_export": "exporting traces is not supported",
+}
+"""Parts of paths that the client may ask for, and what to do instead."""
+
+
+def build(parts: ServiceContext) -> FastAPI:
+    """Raises :class:`~rookery.server.tinker.protobuf.Missing` where the ``tinker`` package is not installed."""
+    load()
+    app = FastAPI(title="Rookery: Tinker-compatible API", version=SUPPORTED, docs_url=None, redoc_url=None)
+    app.state.parts = parts
+    for routes in (sessions.routes, training.routes, samplers.routes, runs.routes):
+        app.include_router(routes, prefix="/api/v1")
+    app.include_router(openai.routes, prefix="/oai/api")
+    app.add_api_route("/{path:path}", unknown, methods=["GET", "POST", "PUT", "DELETE", "PATCH"])
+    app.add_exception_handler(RookeryError, known)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unforeseen)
+    return app
+
+
+async def unknown(path: str) -> Response:
+    for part, reason in UNSUPPORTED.items():
+        if part in path:
+            return error_response(404, reason)
+    return error_response(404, f"nothing at {path}; this server is tested with SDK {OLDEST} to {SUPPORTED}")
+
+
+async def known(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RookeryError)
+    if error.status >= 500:
+        log.warning("%s %s: %s", request.method, request.url.path, error)
+    status = UserError.status if isinstance(error, Conflict) else error.status
+    return error_response(status, str(error))
+
+
+async def http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return error_response(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+
+
+async def unforeseen(request: Request, error: Exception) -> Response:
+    return json_response(
+        {"error": f"internal error ({type(error).__name__}); the service's log has the traceback"}, 500
+    )

@@ -1,0 +1,146 @@
+"""What there is: sessions, training runs, checkpoints; only the caller's own."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import FileResponse
+
+from rookery.errors import NotFound, UserError
+from rookery.server.auth import Owner, Service
+from rookery.server.peft_archive import ADAPTER_FILES
+from rookery.server.responses import json_response
+from rookery.server.tinker import schemas
+from rookery.server.tinker.training import check_ttl
+from rookery.storage.rows import CheckpointRow, ModelRow
+
+routes = APIRouter()
+
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0)]
+
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+
+
+@routes.get("/sessions")
+async def sessions(service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> Response:
+    rows = await service.controller.sessions.all(owner.id)
+    return json_response({"sessions": [row.id for row in rows[offset : offset + limit]]})
+
+
+@routes.get("/sessions/{session}")
+async def session(service: Service, owner: Owner, session: str) -> Response:
+    row = await service.controller.sessions.session(owner.id, session)
+    models, samplers = await service.controller.sessions.parts(owner.id, session)
+    return json_response({
+        "training_run_ids": [model.id for model in models],
+        "sampler_ids": [sampler.id for sampler in samplers],
+        "user_metadata": row.about.get("user_metadata"),
+        "display_name": row.name or None,
+    })  # fmt: skip
+
+
+@routes.get("/training_runs")
+async def training_runs(service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> Response:
+    rows = await service.controller.sessions.models(owner.id)
+    shown = [await _run(service, owner.id, owner.name, row) for row in rows[offset : offset + limit]]
+    return json_response({"training_runs": shown, "cursor": _cursor(offset, limit, len(rows))})
+
+
+@routes.get("/training_runs/{run}")
+async def training_run(service: Service, owner: Owner, run: str) -> Response:
+    row, _ = await service.controller.sessions.info(owner.id, run)
+    return json_response(await _run(service, owner.id, owner.name, row))
+
+
+@routes.get("/training_runs/{run}/checkpoints")
+async def checkpoints_of(service: Service, owner: Owner, run: str) -> Response:
+    rows = await service.controller.sessions.checkpoints(owner.id, run)
+    return json_response({"checkpoints": [_checkpoint(row) for row in rows]})
+
+
+@routes.get("/checkpoints")
+async def checkpoints(service: Service, owner: Owner, limit: Limit = 100, offset: Offset = 0) -> Response:
+    rows = await service.controller.sessions.checkpoints(owner.id)
+    shown = [_checkpoint(row) for row in rows[offset : offset + limit]]
+    return json_response({"checkpoints": shown, "cursor": _cursor(offset, limit, len(rows))})
+
+
+@routes.delete("/training_runs/{run}/checkpoints/{kind}/{name}", status_code=204)
+async def delete_checkpoint(service: Service, owner: Owner, run: str, kind: str, name: str) -> Response:
+    await service.controller.sessions.delete_checkpoint(owner.id, run, kind, name)
+    return Response(status_code=204)
+
+
+@routes.put("/training_runs/{run}/checkpoints/{kind}/{name}/ttl", status_code=204)
+async def set_ttl(service: Service, owner: Owner, run: str, kind: str, name: str, request: Request) -> Response:
+    asked = schemas.read(schemas.Ttl, await request.body())
+    await service.controller.sessions.expire(owner.id, run, kind, name, check_ttl(asked.ttl_seconds))
+    return Response(status_code=204)
+
+
+@routes.post("/weights_info")
+async def weights_info(service: Service, owner: Owner, request: Request) -> Response:
+    asked = schemas.read(schemas.Path, await request.body())
+    _, model, policy = await service.controller.sessions.weights(owner.id, asked.tinker_path)
+    trained = {name: model.lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
+    return json_response({"base_model": model.asked_model, "is_lora": True, "lora_rank": policy.rank, **trained})
+
+
+@routes.get("/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
+async def external_urls(service: Service, owner: Owner, run: str, kind: str, name: str, request: Request) -> Response:
+    """Addresses of a PEFT folder's files, good for a while without a key."""
+    if kind != "external_weights":
+        raise UserError(f"{kind}/{name} was not saved for downloading; save_weights_external does")
+    found, _, _ = await service.controller.sessions.weights(owner.id, f"tinker://{run}/{kind}/{name}")
+    ticket = service.controller.tickets.grant(found.hash)
+    base = f"{str(request.url).partition('/training_runs/')[0]}/external/{ticket}/{found.hash}"
+    expires = service.clock.time() + service.settings.ticket_seconds
+    return json_response({"urls": {file: f"{base}/{file}" for file in ADAPTER_FILES}, "expires": _time(expires)})
+
+
+@routes.get("/external/{ticket}/{digest}/{file}")
+async def external(service: Service, ticket: str, digest: str, file: str) -> Response:
+    if file not in ADAPTER_FILES or not service.controller.tickets.reads(ticket, digest):
+        raise NotFound("no such file, or its address has expired")
+    return FileResponse(service.artifacts.path(digest, file), media_type="application/octet-stream")
+
+
+def _checkpoint(row: CheckpointRow) -> dict[str, Any]:
+    return {
+        "checkpoint_id": f"{row.kind}/{row.name}",
+        "checkpoint_type": KINDS[row.kind],
+        "time": _time(row.created),
+        "tinker_path": row.path,
+        "size_bytes": row.size,
+        "public": False,
+        "user_metadata": row.about or None,
+        "expires_at": None if row.expires is None else _time(row.expires),
+    }
+
+
+async def _run(service: Service, tenant: str, owner: str, row: ModelRow) -> dict[str, Any]:
+    found = await service.controller.sessions.checkpoints(tenant, row.id)
+    newest = {kind: next((_checkpoint(c) for c in found if c.kind == kind), None) for kind in KINDS}
+    return {
+        "training_run_id": row.id,
+        "base_model": row.asked_model,
+        "model_owner": owner,
+        "is_lora": True,
+        "corrupted": False,
+        "lora_rank": row.lora.get("rank"),
+        "last_request_time": _time(row.used),
+        "last_checkpoint": newest["weights"],
+        "last_sampler_checkpoint": newest["sampler_weights"],
+        "user_metadata": row.about or None,
+    }
+
+
+def _cursor(offset: int, limit: int, total: int) -> dict[str, int]:
+    return {"offset": offset, "limit": limit, "total_count": total}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

@@ -1,0 +1,88 @@
+"""What a client does before it trains: configuration, session, heartbeat; and the questions about the server itself."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Request, Response
+
+from rookery.server.auth import Owner, Service
+from rookery.server.responses import json_response
+from rookery.server.tinker import schemas
+from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, supported
+from rookery.tokenization.registry import inspect, status
+
+routes = APIRouter()
+
+FLAGS = {"proto_write_fwdbwd": True, "fwd_via_fwdbwd": True}
+"""What older SDKs do only where the server says so, and newer ones always. Every other flag has its default: the
+features behind them stay off."""
+
+Key = Annotated[str | None, Header(alias="X-Idempotency-Key")]
+
+
+@routes.post("/client/config")
+async def client_config(owner: Owner, request: Request) -> Response:
+    schemas.read(schemas.ClientConfig, await request.body())
+    return json_response(FLAGS)
+
+
+@routes.post("/client/dynamic_config")
+async def dynamic_config(owner: Owner, request: Request) -> Response:
+    schemas.read(schemas.ClientConfig, await request.body())
+    return json_response({"sample_cancel_enabled": True})
+
+
+@routes.post("/create_session")
+async def create_session(service: Service, owner: Owner, request: Request, key: Key = None) -> Response:
+    asked = schemas.read(schemas.CreateSession, await request.body())
+    about = {"tags": asked.tags, "user_metadata": asked.user_metadata or {}, "project_id": asked.project_id}
+    row = await service.controller.sessions.create(
+        owner.id, key, sdk_version=asked.sdk_version, name=asked.display_name or "", about=about
+    )
+    warning = None
+    if not supported(asked.sdk_version):
+        warning = f"this server is tested with SDK {OLDEST} to {SUPPORTED}; yours is {asked.sdk_version or 'unknown'}"
+    return json_response({"type": "create_session", "session_id": row.id, "warning_message": warning})
+
+
+@routes.post("/session_heartbeat")
+async def heartbeat(service: Service, owner: Owner, request: Request) -> Response:
+    asked = schemas.read(schemas.SessionOnly, await request.body())
+    await service.controller.sessions.heartbeat(owner.id, asked.session_id)
+    return json_response({"type": "session_heartbeat"})
+
+
+@routes.post("/sessions/{session}/finish", status_code=204)
+async def finish(service: Service, owner: Owner, session: str, request: Request) -> Response:
+    asked = schemas.read(schemas.Finish, await request.body())
+    await service.controller.sessions.finish(owner.id, session, str(asked.reason.get("type", "success")))
+    return Response(status_code=204)
+
+
+@routes.get("/healthz")
+async def healthz() -> Response:
+    return json_response({"status": "ok"})
+
+
+@routes.get("/get_server_capabilities")
+async def capabilities(service: Service, owner: Owner) -> Response:
+    """Base models that can be used at once."""
+    models = [row["name"] for row in service.controller.models() if row["state"] in ("loaded", "prepared")]
+    found = [await asyncio.to_thread(_described, service, name) for name in models]
+    return json_response({"supported_models": [row for row in found if row is not None]})
+
+
+def _described(service: Service, name: str) -> dict[str, object] | None:
+    here = status(service.settings.cache, name)
+    if here.folder is None or here.state != "prepared":
+        return None
+    context = inspect(here.folder).context
+    return {"model_name": name, "max_context_length": context, "trainable": True, "sampleable": True}
+
+
+@routes.post("/telemetry")
+async def telemetry(owner: Owner) -> Response:
+    """Taken and dropped."""
+    return json_response({"status": "accepted"})

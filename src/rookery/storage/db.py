@@ -1,0 +1,247 @@
+"""One engine, two kinds of transaction, the same on SQLite and PostgreSQL.
+
+* ``_writing`` commits as a whole or not at all. On SQLite it takes the write lock at its start, so that it never fails
+  half-way for another writer; the commit returns after the log is on disk (``synchronous=FULL``), since what is
+  published after it must survive a power cut.
+* ``_reading`` sees one snapshot however many queries it makes, and never waits for a writer.
+* Within ``together`` the calls of one thread share a transaction: one wait for the disk instead of one each.
+* A full disk is :class:`~rookery.errors.StorageFull`, a lost server :class:`~rookery.errors.Unavailable`; both leave
+  the database as it was, except that a connection lost during the commit itself leaves its outcome to be read back.
+* A PostgreSQL database that one service has claimed is refused to every other, until that one's connection ends. (The
+  data folder's lock does it for the SQLite database in it.)
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import Connection, create_engine, event, func, insert, select
+from sqlalchemy.engine import Engine, make_url
+from sqlalchemy.exc import (
+    ArgumentError,
+    DataError,
+    DBAPIError,
+    IntegrityError,
+    NoSuchModuleError,
+    OperationalError,
+)
+from sqlalchemy.pool import StaticPool
+
+from rookery.errors import StorageFull, Unavailable, UserError, installs
+from rookery.storage import models
+
+LOCK_WAIT_SECONDS = 30.0
+"""How long a SQLite writer waits for another one: far above any transaction here, so that reaching it means trouble."""
+
+CLAIM_IDLE_SECONDS, CLAIM_PROBE_SECONDS, CLAIM_PROBES = 15, 5, 3
+"""A claim's connection that is silent for so long is probed so often: half a minute after its machine has vanished,
+another service may have the database."""
+
+CLAIM_WAIT_SECONDS = 2
+"""A service that has just ended, or been cut off, has this long to be gone."""
+
+_CLAIM = int.from_bytes(b"rookery\0", "big")
+"""The advisory lock that a service holds: any number that no other program is likely to use."""
+
+_POSTGRES_DISK_FULL = "53100"
+_POSTGRES_LOCK_TIMEOUT = "55P03"
+
+
+class Store:
+    """Base of :class:`~rookery.storage.database.Database`: the engine and its transactions."""
+
+    def __init__(self, url: str) -> None:
+        """``url``: a SQLAlchemy URL. ``sqlite://`` alone lives in memory and serves one thread at a time.
+
+        Raises :class:`UserError` for one that names no usable database.
+        """
+        self._shared = threading.local()
+        self._claimed: Connection | None = None
+        try:
+            parsed = make_url(url)
+            if parsed.drivername in ("postgres", "postgresql"):
+                parsed = parsed.set(drivername="postgresql+psycopg")
+            options: dict[str, Any] = {"pool_pre_ping": True}
+            if parsed.get_backend_name() == "sqlite":
+                options = {"connect_args": {"check_same_thread": False, "timeout": LOCK_WAIT_SECONDS}}
+                if parsed.database in (None, "", ":memory:"):
+                    options["poolclass"] = StaticPool
+            self._engine: Engine = create_engine(parsed, **options)
+        except ModuleNotFoundError as error:
+            raise UserError(f"database: {error.name} is missing; {installs('postgres')}") from None
+        except (ArgumentError, NoSuchModuleError) as error:
+            raise UserError(f"database: {error}; give a URL like sqlite:////path/rookery.db") from None
+        if self._engine.dialect.name == "sqlite":
+            event.listen(self._engine, "connect", _prepare_sqlite)
+            event.listen(self._engine, "begin", _begin_sqlite)
+            self._reader = self._engine.execution_options(begin="BEGIN")
+        elif self._engine.dialect.name == "postgresql":
+            self._reader = self._engine.execution_options(isolation_level="REPEATABLE READ")
+        else:
+            raise UserError(f"database: {self._engine.dialect.name} is not supported; use SQLite or PostgreSQL")
+
+    def create(self) -> None:
+        """Makes the tables where there are none. Raises :class:`UserError` if the database cannot be opened or was
+        written by another version of Rookery."""
+        try:
+            self._make_private()
+            with self._writing() as connection:
+                models.metadata.create_all(connection)
+                found = connection.execute(select(models.meta.c.value).where(models.meta.c.name == "schema")).scalar()
+                if found is None:
+                    found = str(models.SCHEMA_VERSION)
+                    connection.execute(insert(models.meta).values(name="schema", value=found))
+        except (DBAPIError, Unavailable, OSError) as error:
+            reason = str(getattr(error, "orig", error)).strip().splitlines()[0]
+            raise UserError(f"database {self._shown_url()} cannot be opened: {reason}") from None
+        if found != str(models.SCHEMA_VERSION):
+            raise UserError(
+                f"database {self._shown_url()} has schema {found}, this Rookery has schema {models.SCHEMA_VERSION};"
+                " use the version that wrote it, or another data folder"
+            )
+
+    def claim(self) -> None:
+        """This service's alone from now on, until :meth:`close`; once more makes sure that it still is. On SQLite
+        nothing is done. Raises :class:`UserError` where another service has it, :class:`Unavailable`."""
+        if self._engine.dialect.name != "postgresql":
+            return
+        with _plain_errors():
+            try:
+                if self._claimed is not None:
+                    self._claimed.execute(select(1))
+                    return
+            except DBAPIError:  # with the connection the claim is gone too
+                self._give_up_claim()
+            connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+            free = False
+            try:
+                for name, value in (
+                    ("tcp_keepalives_idle", f"{CLAIM_IDLE_SECONDS}s"),
+                    ("tcp_keepalives_interval", f"{CLAIM_PROBE_SECONDS}s"),
+                    ("tcp_keepalives_count", str(CLAIM_PROBES)),
+                    ("lock_timeout", f"{CLAIM_WAIT_SECONDS}s"),
+                ):
+                    connection.execute(select(func.set_config(name, value, False)))
+                connection.execute(select(func.pg_advisory_lock(_CLAIM)))
+                free = True
+            except OperationalError as error:
+                if getattr(error.orig, "sqlstate", None) != _POSTGRES_LOCK_TIMEOUT:
+                    raise
+            finally:
+                if not free:
+                    connection.close()
+        if free:
+            self._claimed = connection
+            return
+        raise UserError(
+            f"database {self._shown_url()} is in use by another service; stop that one, or set ROOKERY_DATABASE to a"
+            " database of this one's own"
+        )
+
+    def _give_up_claim(self) -> None:
+        if self._claimed is not None:
+            self._claimed.invalidate()  # ends the connection instead of keeping it for later: the lock lives in it
+            self._claimed.close()
+            self._claimed = None
+
+    def close(self) -> None:
+        self._give_up_claim()
+        self._engine.dispose()
+
+    @contextmanager
+    def batch_transaction(self) -> Iterator[None]:
+        """What this thread calls within is durable at the end, all at once. A call that raises undoes itself alone. A
+        full disk or a lost server, in a call or at the end, is raised at the end, and all are undone."""
+        shared = self._shared
+        with _plain_errors(), self._engine.begin() as connection:
+            shared.connection, shared.failure = connection, None
+            try:
+                yield
+            finally:
+                shared.connection = None
+            if shared.failure is not None:
+                raise shared.failure
+
+    def _make_private(self) -> None:
+        """SQLite's file is for its owner alone, in whatever folder it lies: every tenant's text is in it. Its
+        companions get the same mode."""
+        url, path = self._engine.url, self._engine.url.database
+        if self._engine.dialect.name == "sqlite" and path and path != ":memory:" and not url.query:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            os.chmod(path, 0o600)
+
+    def _shown_url(self) -> str:
+        return self._engine.url.render_as_string(hide_password=True)
+
+    def _shared_connection(self) -> Connection | None:
+        """This thread's within ``together``, unless that has failed already."""
+        shared: Connection | None = getattr(self._shared, "connection", None)
+        if shared is not None and self._shared.failure is not None:
+            raise self._shared.failure
+        return shared
+
+    @contextmanager
+    def _writing(self) -> Iterator[Connection]:
+        shared = self._shared_connection()
+        if shared is not None:
+            part = shared.begin_nested()
+            try:
+                with _plain_errors():
+                    yield shared
+                    part.commit()
+            except (IntegrityError, DataError):
+                part.rollback()
+                raise
+            except (StorageFull, Unavailable, DBAPIError) as error:  # the database may have undone everything already
+                self._shared.failure = error
+                raise
+            except BaseException:
+                part.rollback()
+                raise
+            return
+        with _plain_errors(), self._engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        shared = self._shared_connection()
+        if shared is not None:
+            with _plain_errors():
+                yield shared
+            return
+        with _plain_errors(), self._reader.begin() as connection:
+            yield connection
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    try:
+        yield
+    except DBAPIError as error:
+        if isinstance(error.orig, sqlite3.Error):
+            code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # the rest says where it happened
+            full, busy = code == sqlite3.SQLITE_FULL, code == sqlite3.SQLITE_BUSY
+        else:
+            full = getattr(error.orig, "sqlstate", None) == _POSTGRES_DISK_FULL
+            busy = isinstance(error, OperationalError)  # connection lost or refused, deadlock, shutting down
+        if full:
+            raise StorageFull("the database's disk is full; free some space, nothing was half-written") from error
+        if busy:
+            raise Unavailable(f"the database does not answer: {str(error.orig).strip().splitlines()[0]}") from error
+        raise
+
+
+def _prepare_sqlite(connection: sqlite3.Connection, record: object) -> None:
+    connection.isolation_level = None  # transactions begin where _begin_sqlite says, not where the driver guesses
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=FULL")
+    connection.execute("PRAGMA foreign_keys=ON")
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    connection.exec_driver_sql(connection.get_execution_options().get("begin", "BEGIN IMMEDIATE"))

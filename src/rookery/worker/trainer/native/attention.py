@@ -1,0 +1,259 @@
+"""Attention over a packed stream by plain batched matmuls, recomputed in the backward pass.
+
+Promises:
+
+* Scores exist for one chunk at a time (at most ``Chunks.scores`` of them), forward and backward; what is kept for the
+  backward pass is q, k and v alone. Memory grows with the tokens, not with their square.
+* A shared prompt's keys and values are computed once; the gradients that its members send back are summed.
+
+Rows of a block's score matrix are (token, query head of the group), columns the keys of that head's key/value head:
+one batched product serves all heads of a group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rookery.worker.model.decoder import Decoder
+from rookery.worker.trainer.native.packing import AttentionBlock, Stream
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How much attention is computed at once."""
+
+    queries: int = 128
+    """Tokens of a sequence whose queries go together: enough rows for the matmuls' full speed, few enough that little
+    is computed above the diagonal."""
+    scores: int = 1 << 19
+    """Scores alive at once: 1 MB in bfloat16, so that the passes of a softmax find them in the cache."""
+
+
+class _Plan:
+    """A block made ready for a number of heads, the same for all layers: gather indices into ``[tokens · kv_heads, …]``
+    views, and how it is cut. Its batch is (bundle, kv head, member), in that order."""
+
+    def __init__(self, block: AttentionBlock, kv_heads: int, group: int, dtype: torch.dtype, chunks: Chunks) -> None:
+        self.bundles, self.members, self.tail = block.queries.shape
+        self.kv_heads, self.group, self.prefix = kv_heads, group, block.prefix
+        self.keys = self.prefix + self.tail
+        self.batch = self.bundles * kv_heads * self.members
+        device = block.queries.device
+        head = torch.arange(kv_heads, device=device).view(1, kv_heads, 1, 1)
+        self.gather_q = (block.queries[:, None] * kv_heads + head).flatten()
+        self.gather_k = (block.keys[:, None] * kv_heads + head).flatten()
+        inside = torch.arange(self.tail, device=device) < block.lengths[:, :, None]
+        self.inside = inside[:, None].expand(-1, kv_heads, -1, -1).flatten()
+        self.padding = (~self.inside).nonzero()[:, 0]
+        real = torch.arange(self.prefix, device=device) < block.prefixes[:, None]
+        self.real_prefix = real[:, None].expand(-1, kv_heads, -1).flatten().nonzero()[:, 0]
+        shared = (block.keys[:, :1, : self.prefix] * kv_heads)[:, None] + head
+        self.prefix_rows = shared.flatten()[self.real_prefix]
+        self._own = torch.cat([real, real.new_ones(self.bundles, self.tail)], 1)
+        before = torch.arange(self.prefix, device=device).expand(self.bundles, -1)
+        self._positions = torch.cat([before, block.prefixes[:, None] + torch.arange(self.tail, device=device)], 1)
+        self._uniform = bool(real.all()) and bool((block.prefixes == block.prefixes[0]).all())
+        self._dtype = dtype
+        self._masks: dict[int, Tensor] = {}
+        # The last chunk comes first: it meets all keys, so that it sets what the others add to.
+        count = max(1, round(self.tail / chunks.queries))
+        edges = [self.tail * i // count for i in range(count + 1)]
+        self.cuts = list(pairwise(edges))[::-1]
+        largest = max(stop - start for start, stop in self.cuts) * group * self.keys
+        parts = min(self.batch, -(-self.batch * largest // chunks.scores))
+        self.parts = [slice(self.batch * i // parts, self.batch * (i + 1) // parts) for i in range(parts)]
+
+    def queries(self, q: Tensor) -> Tensor:
+        """[tokens, heads, head_dim] → [batch, tail · group, head_dim]"""
+        rows = q.reshape(-1, self.group * q.shape[-1]).index_select(0, self.gather_q)
+        return rows.view(self.batch, self.tail * self.group, q.shape[-1])
+
+    def keyed(self, k: Tensor) -> Tensor:
+        """[tokens, kv_heads, head_dim] → [batch, keys, head_dim]"""
+        return k.reshape(-1, k.shape[-1]).index_select(0, self.gather_k).view(self.batch, self.keys, k.shape[-1])
+
+    def add_prefix(self, out: Tensor, block: Tensor) -> None:
+        """Adds what the members send to their shared prefix, summed: ``block`` [batch, keys, head_dim] to ``out``
+        [tokens · kv_heads, head_dim]. A prefix stands in a block once, so no row is met twice."""
+        if self.prefix:
+            by_member = block.view(-1, self.members, self.keys, out.shape[1])[:, :, : self.prefix]
+            shared = by_member.sum(1).view(-1, out.shape[1]).index_select(0, self.real_prefix).to(out.dtype)
+            out.index_copy_(0, self.prefix_rows, out.index_select(0, self.prefix_rows).add_(shared))
+
+    def probabilities(self, q: Tensor, k: Tensor, part: slice, start: int, window: int) -> Tensor:
+        """Of q [part, query rows, head_dim] from token ``start`` on, over k [part, keys up to theirs, head_dim]."""
+        if len(self.cuts) == 1:
+            if window not in self._masks:
+                self._masks[window] = self._mask(0, self.tail, window)
+            return torch.softmax(torch.baddbmm(self._of(part, self._masks[window]), q, k.transpose(1, 2)), -1)
+        scores = torch.bmm(q, k.transpose(1, 2))
+        tokens = q.shape[1] // self.group
+        if self._uniform and not 0 < window < self.keys:  # then only a chunk's own square holds what must not be seen
+            ahead = torch.full((tokens, tokens), float("-inf"), dtype=scores.dtype, device=scores.device).triu_(1)
+            scores.view(-1, tokens, self.group, k.shape[1])[..., self.prefix + start :] += ahead[:, None, :]
+        else:
+            scores += self._of(part, self._mask(start, start + tokens, window))
+        return torch.softmax(scores, -1)
+
+    def _mask(self, start: int, stop: int, window: int) -> Tensor:
+        """0 where a query token from ``start`` to ``stop`` may look, −inf elsewhere [bundles or 1, query rows, keys up
+        to theirs]."""
+        bundles = slice(0, 1) if self._uniform else slice(None)
+        keys = self.prefix + stop
+        of_keys = self._positions[bundles, None, :keys]
+        of_queries = self._positions[bundles, self.prefix + start : keys, None]
+        seen = self._own[bundles, None, :keys] & (of_keys <= of_queries)
+        if window:
+            seen = seen & (of_queries - of_keys < window)
+        mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
+        return mask.repeat_interleave(self.group, 1)
+
+    def _of(self, part: slice, mask: Tensor) -> Tensor:
+        """Each batch row's mask."""
+        if len(mask) == 1:
+            return mask.expand(part.stop - part.start, -1, -1)
+        rows = torch.arange(part.start, part.stop, device=mask.device)
+        return mask.index_select(0, rows // (self.kv_heads * self.members))
+
+
+class _Plans:
+    """All blocks of a stream. Results of the blocks stand one after another in a buffer, from which one gather brings
+    each token's row to its place."""
+
+    def __init__(
+        self, blocks: Sequence[AttentionBlock], kv_heads: int, group: int, dtype: torch.dtype, chunks: Chunks
+    ) -> None:
+        self.blocks = [_Plan(block, kv_heads, group, dtype, chunks) for block in blocks]
+        inside = torch.cat([plan.inside for plan in self.blocks])
+        rows = torch.cat([plan.gather_q for plan in self.blocks])[inside]
+        self.size_q = len(inside)
+        self.inverse_q = torch.empty_like(rows).index_copy_(0, rows, inside.nonzero()[:, 0])
+        of_keys, at = [], 0
+        for plan in self.blocks:
+            place = torch.arange(at, at + plan.batch * plan.keys, device=rows.device)
+            of_keys.append(place.view(plan.batch, plan.keys)[:, plan.prefix :].flatten())
+            at += plan.batch * plan.keys
+        self.size_k = at
+        self.inverse_k = torch.empty_like(rows).index_copy_(0, rows, torch.cat(of_keys)[inside])
+
+    def buffers(self, like: Tensor, *, keys: bool = False) -> tuple[Tensor, list[Tensor]]:
+        """Room for all blocks' results of the width of ``like``, and each block's part of it, [batch, rows,
+        head_dim]."""
+        sizes = [plan.batch * (plan.keys if keys else plan.tail * plan.group) for plan in self.blocks]
+        whole = torch.empty(sum(sizes), like.shape[-1], dtype=like.dtype, device=like.device)
+        parts = whole.split(sizes)
+        return whole, [x.view(plan.batch, -1, x.shape[-1]) for x, plan in zip(parts, self.blocks, strict=True)]
+
+    def queries(self, whole: Tensor, shape: torch.Size) -> Tensor:
+        """From a buffer to [tokens, heads, head_dim]."""
+        return whole.view(self.size_q, -1).index_select(0, self.inverse_q).view(shape)
+
+    def keys(self, whole: Tensor, parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        """From a buffer to [tokens, kv_heads, head_dim], prefixes summed in."""
+        out = whole.index_select(0, self.inverse_k)
+        for plan, part in zip(self.blocks, parts, strict=True):
+            plan.add_prefix(out, part)
+        return out.view(shape)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plans: _Plans, window: int) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.plans, ctx.window = plans, window
+        scale = q.shape[-1] ** -0.5
+        whole, outs = plans.buffers(q)
+        for plan, out in zip(plans.blocks, outs, strict=True):
+            queries, keys, values = plan.queries(q).mul_(scale), plan.keyed(k), plan.keyed(v)
+            for part in plan.parts:
+                for start, stop in plan.cuts:
+                    rows, seen = slice(start * plan.group, stop * plan.group), plan.prefix + stop
+                    p = plan.probabilities(queries[part, rows], keys[part, :seen], part, start, window)
+                    _product(out[part, rows], p, values[part, :seen])
+        return plans.queries(whole, q.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v = ctx.saved_tensors
+        (d_out,) = gradients
+        plans, window, scale = ctx.plans, ctx.window, q.shape[-1] ** -0.5
+        whole_q, parts_q = plans.buffers(q)
+        whole_k, parts_k = plans.buffers(k, keys=True)
+        whole_v, parts_v = plans.buffers(v, keys=True)
+        for plan, d_queries, d_keys, d_values in zip(plans.blocks, parts_q, parts_k, parts_v, strict=True):
+            queries, keys, values, d_block = (
+                plan.queries(q).mul_(scale),
+                plan.keyed(k),
+                plan.keyed(v),
+                plan.queries(d_out),
+            )
+            # A padding row repeats a real one; its result is not read, so nothing may come back for it.
+            d_block.view(plan.batch * plan.tail, -1).index_fill_(0, plan.padding, 0)
+            for part in plan.parts:
+                sum_k, sum_v = _Sum(d_keys[part], len(plan.cuts)), _Sum(d_values[part], len(plan.cuts))
+                for start, stop in plan.cuts:
+                    rows, seen = slice(start * plan.group, stop * plan.group), plan.prefix + stop
+                    part_q, part_k, d_part = queries[part, rows], keys[part, :seen], d_block[part, rows]
+                    p = plan.probabilities(part_q, part_k, part, start, window)
+                    sum_v.add(p.transpose(1, 2), d_part)
+                    d_p = torch.bmm(d_part, values[part, :seen].transpose(1, 2))
+                    d_s = torch.ops.aten._softmax_backward_data(d_p, p, -1, p.dtype)
+                    _product(d_queries[part, rows], d_s, part_k)
+                    sum_k.add(d_s.transpose(1, 2), part_q)
+                sum_k.finish()
+                sum_v.finish()
+        return (
+            plans.queries(whole_q.mul_(scale), q.shape),
+            plans.keys(whole_k, parts_k, k.shape),
+            plans.keys(whole_v, parts_v, v.shape),
+            None,
+            None,
+        )
+
+
+class _Sum:
+    """A sum of products over chunks of queries, the first over all keys, the others over their first ones. Several add
+    up in float32, one goes where it belongs at once."""
+
+    def __init__(self, out: Tensor, products: int) -> None:
+        self._out = out
+        self._sum = out if products == 1 else torch.empty_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
+        self._begun = False
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        if self._begun:
+            self._sum[:, : left.shape[1]] += torch.bmm(left, right)
+        else:
+            _product(self._sum, left, right)
+        self._begun = True
+
+    def finish(self) -> None:
+        if self._sum is not self._out:
+            self._out.copy_(self._sum)
+
+
+def _product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """``out`` = left · right, without a copy where the layout allows it."""
+    if out.is_contiguous() and out.dtype == left.dtype:
+        torch.bmm(left, right, out=out)
+    else:
+        out.copy_(torch.bmm(left, right))
+
+
+class PackedAttention:
+    """The ``Attend`` of a packed stream."""
+
+    def __init__(self, decoder: Decoder, stream: Stream, chunks: Chunks) -> None:
+        config = decoder.config
+        self._windows = config.windows
+        self._plans = _Plans(stream.blocks(), config.kv_heads, config.group, decoder.dtype, chunks)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See ``Attend``. Rows that no block covers do not exist: every token attends at least to itself."""
+        return _Attention.apply(q, k, v, self._plans, self._windows[layer])

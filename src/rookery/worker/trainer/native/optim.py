@@ -1,0 +1,230 @@
+"""One policy's training state: float32 masters, gradient and AdamW moments, each one flat vector.
+
+Promises:
+
+* Masters, gradient and moments are float32 whatever the base model's type; the copies that meet the base's activations
+  are made from the masters after every step.
+* A step with a gradient that is not finite changes nothing. Nothing here reads another policy's state.
+* ``export`` is a snapshot: training may go on before it is written. ``PolicyState.load`` of what it wrote takes the
+  same next step, bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rookery import protocol
+from rookery.errors import UserError
+from rookery.worker.model.adapter import Adapter, read_adapter, write_adapter
+from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.decoder import SITES, outputs_of
+
+STATE_FILE = "trainer_state.safetensors"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+_CLIP_GUARD = 1e-6
+"""Added to the norm before dividing by it, as ``torch.nn.utils.clip_grad_norm_`` does."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A slice of a site's LoRA. ``ranks`` are its rows of the site's A, ``outputs`` its rows of the base's output;
+    ``b`` [outputs, rank] the compute copy of B times the adapter's scale, ``d_b`` the float32 gradient of B."""
+
+    ranks: slice
+    outputs: slice
+    b: Tensor
+    d_b: Tensor
+
+
+@dataclass(frozen=True)
+class Site:
+    """All LoRAs of one fused projection: their A stacked [ranks, in] in the compute type, with its float32 gradient."""
+
+    a: Tensor
+    d_a: Tensor
+    parts: list[Part]
+
+
+@dataclass(frozen=True)
+class Export:
+    """A version's files, not yet written: the adapter and (``moments``) the optimizer's state."""
+
+    adapter: Adapter
+    moments: dict[str, Tensor]
+    step: int
+    base_model: str
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors."""
+        weights = (tensor for pair in self.adapter.weights.values() for tensor in pair)
+        return sum(tensor.nbytes for tensor in (*weights, *self.moments.values()))
+
+    def write(self, folder: Path) -> list[str]:
+        """Writes into the existing ``folder``; returns the file names, sorted. Any thread may call it."""
+        write_adapter(folder, self.adapter, self.base_model)
+        if self.moments:
+            # One entry: several are written in an order that differs from process to process, and so would the hash.
+            save_file(self.moments, folder / STATE_FILE, metadata={"step": str(self.step)})
+        return sorted(path.name for path in folder.iterdir())
+
+
+class PolicyState:
+    """Flat float32 vectors with all A first, then all B, each in order of layer, site and part; ``sites[layer, site]``
+    are views for the matmuls."""
+
+    def __init__(self, adapter: Adapter, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.rank, self.alpha, self.rslora, self.scale = adapter.rank, adapter.alpha, adapter.rslora, adapter.scale
+        self._order = [
+            (layer, part)
+            for layer in range(config.layers)
+            for parts in SITES.values()
+            for part in parts
+            if (layer, part) in adapter.weights
+        ]
+        self._layout = [
+            (f"{layer}.{part}.{'AB'[side]}", adapter.weights[layer, part][side].shape)
+            for side in (0, 1)
+            for layer, part in self._order
+        ]
+        self._sizes = [shape.numel() for _, shape in self._layout]
+        tensors = [adapter.weights[key][side] for side in (0, 1) for key in self._order]
+        self.masters = torch.cat([t.flatten().float() for t in tensors]).to(device)
+        self.gradient, self.exp_avg, self.exp_avg_sq = (torch.zeros_like(self.masters) for _ in range(3))
+        self.step = 0
+        self.broken = False
+        """A loss of the present step was not finite."""
+        self._split = sum(self._sizes[: len(self._order)])
+        self._compute = torch.empty_like(self.masters, dtype=dtype)
+        self.sites = self._views(config)
+        self._refresh()
+
+    @classmethod
+    def load(cls, folder: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> PolicyState:
+        """From a PEFT folder, with the trainer's state where it lies beside it. Raises ``UserError``."""
+        state = cls(read_adapter(folder, config), config, dtype, device)
+        path = folder / STATE_FILE
+        if path.exists():
+            try:
+                with safe_open(path, framework="pt") as file:
+                    state.step = int(file.metadata()["step"])
+                    for name in _MOMENTS:
+                        for key, view in state._named(getattr(state, name)):
+                            view.copy_(file.get_tensor(f"{key}.{name}"))
+            except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+                raise UserError(f"{path} does not fit its adapter: {error}") from None
+        return state
+
+    @classmethod
+    def of(cls, export: Export, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> PolicyState:
+        """What :meth:`load` gives for the files of ``export``."""
+        state = cls(export.adapter, config, dtype, device)
+        state.step = export.step
+        for name in _MOMENTS if export.moments else ():
+            for key, view in state._named(getattr(state, name)):
+                view.copy_(export.moments[f"{key}.{name}"])
+        return state
+
+    def export(self, base_model: str = "") -> Export:
+        """A copy of masters and moments as they are now, in main memory: each vector comes in one piece."""
+        weights: dict[tuple[int, str], list[Tensor]] = {}
+        for key, view in self._named(self.masters.to("cpu", copy=True)):
+            layer, part, _ = key.split(".")
+            weights.setdefault((int(layer), part), []).append(view)
+        adapter = Adapter(
+            rank=self.rank,
+            alpha=self.alpha,
+            weights={key: (pair[0], pair[1]) for key, pair in weights.items()},
+            rslora=self.rslora,
+        )
+        moments = {
+            f"{key}.{name}": view
+            for name in _MOMENTS
+            if self.step
+            for key, view in self._named(getattr(self, name).to("cpu", copy=True))
+        }
+        return Export(adapter, moments, self.step, base_model)
+
+    def zero(self) -> None:
+        """Drop the accumulated gradient, and with it what was wrong with it."""
+        self.gradient.zero_()
+        self.broken = False
+
+    def adamw(self, adam: protocol.Adam, scale: float = 1.0) -> dict[str, float]:
+        """One step of AdamW (Loshchilov & Hutter, arXiv 1711.05101) on ``scale`` times the accumulated gradient, which
+        is dropped. ``grad_norm`` is the scaled one's norm before clipping; ``skipped`` is 1 if it, or a loss, was not
+        finite."""
+        self.gradient.mul_(scale)
+        norm = float(torch.linalg.vector_norm(self.gradient))
+        skipped = self.broken or not math.isfinite(norm)
+        if not skipped:
+            if adam.clip > 0:
+                self.gradient.mul_(min(1.0, adam.clip / (norm + _CLIP_GUARD)))
+            self._apply(adam)
+            self.step += 1
+            self._refresh()
+        self.zero()
+        return {"grad_norm": norm, "lr": adam.lr, "skipped": float(skipped)}
+
+    def _apply(self, adam: protocol.Adam) -> None:
+        optimizer = torch.optim.AdamW(
+            [self.masters],
+            lr=adam.lr,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            fused=True,
+        )
+        optimizer.state[self.masters] = {
+            "step": torch.tensor(float(self.step), device=self.masters.device),
+            "exp_avg": self.exp_avg,
+            "exp_avg_sq": self.exp_avg_sq,
+        }
+        self.masters.grad = self.gradient
+        optimizer.step()
+        self.masters.grad = None
+
+    def _refresh(self) -> None:
+        """Compute copies from the masters."""
+        self._compute[: self._split] = self.masters[: self._split]
+        torch.mul(self.masters[self._split :], self.scale, out=self._compute[self._split :])
+
+    def _named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """``layer.part.A`` and ``layer.part.B`` with their views of a flat vector."""
+        for (name, shape), piece in zip(self._layout, flat.split(self._sizes), strict=True):
+            yield name, piece.view(shape)
+
+    def _views(self, config: DecoderConfig) -> dict[tuple[int, str], Site]:
+        copies, gradients = dict(self._named(self._compute)), dict(self._named(self.gradient))
+        sites: dict[tuple[int, str], Site] = {}
+        at = 0
+        for layer in range(config.layers):
+            for site, names in SITES.items():
+                present = [name for name in names if (layer, name) in self._order]
+                if not present:
+                    continue
+                inputs = config.site_shape(present[0])[0]
+                size = self.rank * len(present) * inputs
+                parts = []
+                for name, outputs in outputs_of(config, site).items():
+                    if name in present:
+                        place = present.index(name)
+                        ranks = slice(place * self.rank, (place + 1) * self.rank)
+                        key = f"{layer}.{name}.B"
+                        parts.append(Part(ranks, outputs, copies[key], gradients[key]))
+                sites[layer, site] = Site(
+                    self._compute[at : at + size].view(-1, inputs),
+                    self.gradient[at : at + size].view(-1, inputs),
+                    parts,
+                )
+                at += size
+        return sites

@@ -1,0 +1,138 @@
+"""Losses against float64 references that are written per token, values by the formula and gradients by the calculus."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rookery.algorithms.losses import LOSSES, kl_penalty
+from rookery.spec.job import LOSS_PARAMETERS
+
+SEGMENTS = [0, 0, 0, 1, 1, 2, 2, 2, 2, 2]
+
+
+def sample(seed: int, spread: float = 0.6) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Ten tokens of three trajectories in float64: logp, q, advantages, weights, segments."""
+    g = torch.Generator().manual_seed(seed)
+    n = len(SEGMENTS)
+    q = -torch.rand(n, generator=g, dtype=torch.float64) * 3
+    logp = q + torch.randn(n, generator=g, dtype=torch.float64) * spread
+    advantages = torch.randn(n, generator=g, dtype=torch.float64)
+    weights = torch.rand(n, generator=g, dtype=torch.float64) + 0.1
+    return logp, q, advantages, weights, torch.tensor(SEGMENTS)
+
+
+def mean_gap(logp: list[float], q: list[float], token: int) -> float:
+    own = [i for i, s in enumerate(SEGMENTS) if s == SEGMENTS[token]]
+    return sum(logp[i] - q[i] for i in own) / len(own)
+
+
+# Each reference gives (term, d term / d logp) of one token from plain floats.
+def clip_reference(r: float, a: float, lo: float, hi: float) -> tuple[float, float]:
+    plain, bounded = r * a, min(max(r, lo), hi) * a
+    return (-plain, -plain) if plain <= bounded else (-bounded, 0.0)
+
+
+REFERENCES: dict[str, Callable[[list[float], list[float], list[float], int], tuple[float, float]]] = {
+    "cross_entropy": lambda p, q, a, i: (-p[i], -1.0),
+    "importance_sampling": lambda p, q, a, i: (-math.exp(p[i] - q[i]) * a[i],) * 2,
+    "ppo": lambda p, q, a, i: clip_reference(math.exp(p[i] - q[i]), a[i], 0.8, 1.2),
+    "cispo": lambda p, q, a, i: (
+        -min(max(math.exp(p[i] - q[i]), 0.8), 1.2) * a[i] * p[i],
+        -min(max(math.exp(p[i] - q[i]), 0.8), 1.2) * a[i],
+    ),
+    "aipo": lambda p, q, a, i: (
+        -min(math.exp(p[i] - q[i]), 4.0) * a[i] * p[i],
+        -min(math.exp(p[i] - q[i]), 4.0) * a[i],
+    ),
+    "dro": lambda p, q, a, i: (
+        -(a[i] * p[i] - 0.025 * (p[i] - q[i]) ** 2),
+        -(a[i] - 0.05 * (p[i] - q[i])),
+    ),
+    "gspo": lambda p, q, a, i: clip_reference(math.exp(mean_gap(p, q, i)), a[i], 0.8, 1.2),
+}
+
+
+def test_every_loss_has_a_reference_and_its_parameters() -> None:
+    assert set(LOSSES) == set(REFERENCES) == set(LOSS_PARAMETERS)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("seed", range(6))
+def test_value_and_gradient(name: str, seed: int) -> None:
+    logp, q, advantages, weights, segments = sample(seed, spread=0.6 if seed % 2 else 2.0)
+    logp.requires_grad_()
+    out = LOSSES[name](logp, q, advantages, weights, segments, **LOSS_PARAMETERS[name])
+    (gradient,) = torch.autograd.grad(out.total, logp)
+    p, behaviour, a = logp.tolist(), q.tolist(), advantages.tolist()
+    terms = [REFERENCES[name](p, behaviour, a, i) for i in range(len(p))]
+    w = weights.tolist()
+    assert out.total.item() == pytest.approx(sum(w[i] * term for i, (term, _) in enumerate(terms)), rel=1e-12)
+    assert gradient.tolist() == pytest.approx([w[i] * slope for i, (_, slope) in enumerate(terms)], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+@given(scale=st.floats(0.01, 100), seed=st.integers(0, 1000))
+@settings(max_examples=20)
+def test_a_pure_sum(name: str, scale: float, seed: int) -> None:
+    """Scaled weights scale the loss; a batch given twice is twice the loss, without any normalisation."""
+    logp, q, advantages, weights, segments = sample(seed)
+    loss = LOSSES[name]
+    once = loss(logp, q, advantages, weights, segments, **LOSS_PARAMETERS[name])
+    scaled = loss(logp, q, advantages, weights * scale, segments, **LOSS_PARAMETERS[name])
+    doubled = loss(
+        *(torch.cat([x, x]) for x in (logp, q, advantages, weights)),
+        torch.cat([segments, segments + 3]),
+        **LOSS_PARAMETERS[name],
+    )
+    assert scaled.total.item() == pytest.approx(scale * once.total.item(), rel=1e-9, abs=1e-9)
+    assert doubled.total.item() == pytest.approx(2 * once.total.item(), rel=1e-9, abs=1e-9)
+
+
+def test_aipo_keeps_its_gradient_above_rho() -> None:
+    """The trap: a differentiable min(r, ρ)·A is flat above ρ; the published update keeps ρ·A·∇logp."""
+    logp = torch.tensor([0.0], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([-3.0], dtype=torch.float64)
+    one = torch.ones(1, dtype=torch.float64)
+    out = LOSSES["aipo"](logp, q, one, one, torch.zeros(1, dtype=torch.int64), rho=4.0)
+    (gradient,) = torch.autograd.grad(out.total, logp)
+    assert gradient.item() == -4.0
+    assert out.metrics == {"clipped:sum": 1.0}
+
+
+def test_clipped_tokens_are_counted() -> None:
+    q = torch.zeros(4, dtype=torch.float64)
+    logp = torch.tensor([0.5, 0.5, -0.5, 0.0], dtype=torch.float64)
+    advantages = torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=torch.float64)
+    given_ = (logp, q, advantages, torch.ones(4, dtype=torch.float64), torch.arange(4))
+    assert LOSSES["ppo"](*given_, **LOSS_PARAMETERS["ppo"]).metrics["clipped:sum"] == 2
+    assert LOSSES["cispo"](*given_, **LOSS_PARAMETERS["cispo"]).metrics["clipped:sum"] == 3
+
+
+def test_kl_penalty_is_k3() -> None:
+    logp, base, _, weights, _ = sample(3)
+    logp.requires_grad_()
+    out = kl_penalty(logp, base, weights)
+    (gradient,) = torch.autograd.grad(out.total, logp)
+    gaps = [b - p for p, b in zip(logp.tolist(), base.tolist(), strict=True)]
+    assert out.total.item() == pytest.approx(
+        sum(w * (math.exp(d) - d - 1) for w, d in zip(weights.tolist(), gaps, strict=True)), rel=1e-12
+    )
+    assert gradient.tolist() == pytest.approx(
+        [w * (1 - math.exp(d)) for w, d in zip(weights.tolist(), gaps, strict=True)], rel=1e-12
+    )
+    assert out.metrics["kl:sum"] == pytest.approx(sum(math.exp(d) - d - 1 for d in gaps), rel=1e-12)
+
+
+def test_parameters_are_checked_by_name() -> None:
+    logp, q, advantages, weights, segments = sample(0)
+    with pytest.raises(TypeError):
+        LOSSES["aipo"](logp, q, advantages, weights, segments)
+    with pytest.raises(TypeError):
+        LOSSES["cross_entropy"](logp, q, advantages, weights, segments, rho=1.0)

@@ -1,0 +1,166 @@
+"""Mistakes that somebody could make in the controller: each is the shipped source with one thing changed, for as long
+as :func:`made` is entered."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rookery.controller.controller import Controller
+from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.jobs import groups as groups_module
+from rookery.controller.jobs import job as job_module
+from rookery.controller.jobs.groups import Groups
+from rookery.controller.jobs.job import Job
+from rookery.controller.jobs.policy import PolicyHistory
+from rookery.controller.rollout.scheduler import RolloutScheduler
+from rookery.controller.training.dispatcher import TrainingDispatcher
+from rookery.storage import versions as versions_module
+
+
+@dataclass(frozen=True)
+class Change:
+    """In the source of ``where.name``, ``old`` is written as ``new``. ``home`` is the module that defines a function
+    which ``where`` only uses."""
+
+    where: Any
+    name: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``caught``: the invariants of which one must notice. ``plan``: what in the run makes it matter soon."""
+
+    name: str
+    changes: tuple[Change, ...]
+    caught: frozenset[str]
+    plan: dict[str, Any] = field(default_factory=dict)
+
+
+def _one(name: str, where: Any, function: str, old: str, new: str, *caught: str, **plan: Any) -> Mutation:
+    return Mutation(name, (Change(where, function, old, new),), frozenset(caught), plan)
+
+
+COMMITTED_EARLY = """head = self.policy.head
+    self._trainee.committed(protocol.AdapterRef(policy=self.policy.row.id, version=head.version + 1 if head else 0,
+        hash=manifest.hash, rank=self.policy.row.rank, alpha=self.policy.row.alpha))
+    ref = await"""
+"""The trainer hears of a version before the database does."""
+
+MUTATIONS = [
+    _one(
+        "skip the epoch check", Fleet, "_deliver", "message.epoch != worker.epoch or ", "", "epochs",
+    ),
+    _one(
+        "frames of a connection given up count", Fleet, "_deliver", ' or worker.state in ("suspect", "gone")', "",
+        "epochs", half_opens=0.05, slow_latency=4.0,
+    ),
+    _one("epochs do not grow", Fleet, "_greet", "self._epoch += 1", "pass", "epochs"),
+    _one(
+        "acknowledge before the commit", Job, "_commit_version", "ref = await", COMMITTED_EARLY, "durable",
+    ),
+    _one(
+        "commit what is not durable yet", TrainingDispatcher, "uploading",
+        "manifest = await self._ledger(self._publish, message.policy, upload)", "manifest = done.manifest", "durable",
+        "raises",
+    ),
+    _one(
+        "trust what an upload is said to be", TrainingDispatcher, "uploading", "manifest.hash != done.manifest.hash",
+        "False",
+        "chain", upload_corrupt=0.2,
+    ),
+    _one(
+        "forget a token offset", RolloutScheduler, "_on_chunk", "skip = len(reply.tokens) - chunk.offset", "skip = 0",
+        "tokens",
+    ),
+    _one(
+        "resend without the tokens received", RolloutScheduler, "_assign", "prefix_tokens=live.reply.tokens",
+        "prefix_tokens=[]", "given",
+    ),
+    _one(
+        "take tokens from whoever sends them", RolloutScheduler, "_output", " or live.worker is not worker", "",
+        "tokens",
+        "epochs",
+    ),
+    _one(
+        "forget to requeue what a lost worker had", RolloutScheduler, "_lost", 'self._requeue(live, "lost")',
+        "self._release(live)", "jobs",
+    ),
+    _one(
+        "forget the tokens of a request whose caller left", RolloutScheduler, "sample",
+        "self._parked.setdefault(request.job, {})[request.id]", "parked", "given", database_failures=0.01,
+    ),
+    _one(
+        "skip the lease check", versions_module, "_check_head", "owner.lease != lease", "False", "lease", "durable",
+        commit_deaths=1.0, restart_every=1000.0, down=2.0,
+    ),
+    _one(
+        "leave leases to a dead controller", Controller, "start", "await self._ledger(self._database.fence)", "pass",
+        "durable", "jobs", "chain", commit_deaths=1.0, restart_every=1000.0, down=2.0,
+    ),
+    Mutation(
+        "train on a stale group",
+        (
+            Change(groups_module, "select_batch", "step - group.step > max_staleness", "False"),
+            Change(groups_module, "select_batch", "step - group.step <= max_staleness", "True"),
+            Change(job_module, "admission_budget", "max_staleness + 1", "max_staleness + 3"),
+        ),
+        frozenset({"stale"}),
+    ),
+    _one(
+        "commit without what was consumed", Job, "_commit", "consumed = [group.id for",
+        "consumed = [] and [group.id for", "groups",
+    ),
+    _one(
+        "let go of versions in use", PolicyHistory, "retire",
+        "in_use=[version for version, users in self._pinned.items() if users]", "in_use=[]", "durable",
+        answer=3.0,
+    ),
+    _one(
+        "hand out a complete group twice", Groups, "take",
+        "self.ready = [group for group in self.ready if group not in groups]", "pass", "groups", "jobs",
+    ),
+    _one(
+        "leave a request with the worker that it is taken from", RolloutScheduler, "_withdraw",
+        "live.worker.post(protocol.Abort(request=live.name))", "pass", "given",
+    ),
+]  # fmt: skip
+
+
+@contextmanager
+def made(mutation: Mutation) -> Iterator[None]:
+    """The mistake is made within."""
+    with ExitStack() as stack:
+        for change in mutation.changes:
+            stack.enter_context(_changed(change))
+        yield
+
+
+@contextmanager
+def _changed(change: Change) -> Iterator[None]:
+    shipped = getattr(change.where, change.name)
+    source = _SOURCES.get(shipped) or textwrap.dedent(inspect.getsource(shipped))
+    assert change.old in source, f"{change.name} does not say {change.old!r} any more"
+    source = source.replace(change.old, change.new)
+    space: dict[str, Any] = dict(shipped.__globals__)
+    defined: dict[str, Any] = {}
+    code = compile(f"from __future__ import annotations\n{source}", f"<{change.name}, changed>", "exec")
+    exec(code, space, defined)
+    wrong = defined[change.name]
+    _SOURCES[wrong] = source
+    static = isinstance(inspect.getattr_static(change.where, change.name), staticmethod)
+    setattr(change.where, change.name, staticmethod(wrong) if static else wrong)
+    try:
+        yield
+    finally:
+        setattr(change.where, change.name, shipped)
+
+
+_SOURCES: dict[Any, str] = {}
+"""Of functions that were changed already: no file has it."""

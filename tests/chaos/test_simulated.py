@@ -1,0 +1,65 @@
+"""The shipped controller among workers that fail in every way, in virtual time; and that this notices mistakes.
+``make chaos-at-scale`` has the long run: a thousand workers, two hundred jobs, a hundred thousand preemptions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.chaos.mutations import MUTATIONS, Mutation, made
+
+from rookery.simulation.chaos.events import Violation
+from rookery.simulation.chaos.faults import Plan
+from rookery.simulation.chaos.run import Outcome, play
+
+SMALL = Plan(seed=0, workers=12, jobs=4, preemptions=100)
+TRIES = 8
+"""Seeds within which a mistake must be noticed; most are by the first."""
+
+
+@pytest.mark.parametrize(
+    ("seed", "changes"),
+    [
+        (1, {"workers": 30, "jobs": 10, "preemptions": 300}),
+        (2, {"seeding": True}),
+        (3, {"commit_deaths": 0.3, "database_failures": 0.01, "phase_deaths": 0.1}),
+        (4, {"half_opens": 0.05, "freezes": 0.02, "slow_latency": 4.0}),
+        (5, {"lifetime": 8.0, "restart_every": 20.0}),
+    ],
+    ids=["mixed", "seeding", "commits", "silence", "restarts"],
+)
+def test_every_promise_holds_whatever_fails(seed: int, changes: dict[str, Any]) -> None:
+    plan = replace(SMALL, seed=seed, **changes)
+    found = play(plan)
+    assert found.preemptions >= plan.preemptions
+    assert found.versions > found.jobs >= plan.jobs
+    assert met(found), found.counts
+
+
+def met(found: Outcome) -> bool:
+    """What the run was for has happened."""
+    wanted = ("fault kill", "fault break", "fault half-open", "fault freeze", "late", "lost", "committed", "retired")
+    return all(found.counts.get(kind) for kind in wanted)
+
+
+def test_a_seed_gives_the_same_events_each_time() -> None:
+    plan = replace(SMALL, seed=6, preemptions=30)
+    first, again, other = play(plan), play(plan), play(replace(plan, seed=7))
+    assert (first.digest, first.events, first.virtual_seconds) == (again.digest, again.events, again.virtual_seconds)
+    assert first.digest != other.digest
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
+def test_a_mistake_is_noticed(mutation: Mutation) -> None:
+    for seed in range(1, TRIES + 1):
+        with made(mutation):
+            try:
+                play(replace(SMALL, seed=seed, **mutation.plan))
+            except Violation as violation:
+                assert violation.invariant in mutation.caught, violation
+                assert f"seed {seed}" in str(violation)
+                assert "last events:" in str(violation)
+                return
+    pytest.fail(f"nobody noticed: {mutation.name}")

@@ -1,0 +1,328 @@
+"""The command line: every command against a real service, exit codes, one-line errors, Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from tests.support.faces import MODEL, ScriptedWorker, job, served, tokenizer, write_model
+
+from rookery.cli import main
+from rookery.cli.doctor import _bf16
+from rookery.client import Client
+from rookery.errors import NotFound
+from rookery.server.embedded import EmbeddedService
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedService]:
+    root = tmp_path_factory.mktemp("cli")
+    with served(root) as running:
+        token = (root / "data" / "worker.token").read_text().strip()
+        with ScriptedWorker(running.url, token, tokenizer(root)):
+            yield running
+
+
+@pytest.fixture
+def here(service: EmbeddedService, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A working directory whose commands reach the service."""
+    monkeypatch.setenv("ROOKERY_URL", service.url)
+    monkeypatch.setenv("ROOKERY_DATA", str(service.settings.data))
+    monkeypatch.setenv("ROOKERY_CACHE", str(service.settings.cache))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A working directory with a prepared tiny model, where no service answers and none starts workers."""
+    for name in [name for name in os.environ if name.startswith("ROOKERY_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("ROOKERY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("ROOKERY_WORKERS", "0")
+    monkeypatch.setenv("ROOKERY_PORT", "9")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_model(tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def call(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([str(argument) for argument in arguments])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def written(folder: Path, spec: dict[str, Any]) -> Path:
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump(spec))
+    return path
+
+
+def lines(text: str) -> list[Any]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_run_follows_a_job_to_its_end_and_brings_its_adapter(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "sums.jsonl").write_text('{"prompt": "2+2?", "answer": "4"}\n' * 3)
+    environment = {"id": "jsonl", "path": "sums.jsonl", "verifier": "exact", "eval_last": 1}
+    path = written(here, job(name="file", environment=environment, evaluation={"prompts": 1}))
+    assert call("run", path, "--adapter", here / "adapter") == 0
+    said = capsys.readouterr().out
+    assert "completed" in said and "version 2:" in said and "step     1  reward" in said
+    assert (here / "adapter" / "adapter_config.json").exists()
+
+
+def test_run_with_json_writes_lines_for_scripts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("run", written(here, job(name="scripted")), "--json") == 0
+    said = lines(capsys.readouterr().out)
+    assert [line["metrics"]["step"] for line in said if "metrics" in line] == [1, 2]
+    assert said[-1]["job"]["state"] == "completed"
+
+
+def test_run_ends_with_the_code_of_how_the_job_ended(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = {"id": "jsonl", "rows": [{"prompt": "x" * 600, "answer": "4"}], "verifier": "exact"}
+    assert call("run", written(here, job(name="too-long", environment=wrong))) == 1
+    capsys.readouterr()
+    path = written(here, job(name="endless", environment={"hosted": "nobody"}))
+    assert call("run", path, "--detach", "--json") == 0
+    id = lines(capsys.readouterr().out)[-1]["job"]["id"]
+    assert call("jobs", "cancel", id) == 0
+    assert "endless is cancelled" in capsys.readouterr().out
+    assert call("jobs", "logs", id, "-f") == 3
+
+
+def test_a_wrong_job_is_refused_a_line_per_reason(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(here, job(stop={}, algorithm={"groupsize": 3}))
+    for command in (("run", path), ("run", path, "--dry-run")):
+        assert call(*command) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and len(said.err.splitlines()) == 2
+        assert "rookery: algorithm.groupsize: unknown field; did you mean group_size?" in said.err
+    assert call("run", here / "nothing.yaml") == 2
+    assert "nothing.yaml: cannot be read" in capsys.readouterr().err
+    with pytest.raises(Exception, match="groupsize"):
+        main(["run", str(path), "--debug"])
+
+
+def test_a_dry_run_shows_the_job_and_three_prompts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("run", written(here, job(name="planned")), "--dry-run") == 0
+    said = capsys.readouterr().out
+    assert "groups_per_step: 2" in said and said.count("<|im_start|>assistant") == 3
+    assert call("jobs", "list") == 0
+    assert "planned" not in capsys.readouterr().out
+
+
+def test_jobs_are_listed_shown_and_steered(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(here, job(name="steered", environment={"hosted": "nobody"}))
+    assert call("run", path, "--detach") == 0
+    assert "jobs logs -f" in capsys.readouterr().out
+    assert call("jobs", "list", "--json") == 0
+    views = {view["name"]: view for view in lines(capsys.readouterr().out)}
+    assert views["steered"]["state"] in ("queued", "running")
+    for command, state in (("pause", "paused"), ("resume", "queued"), ("pause", "paused"), ("cancel", "cancelled")):
+        assert call("jobs", command, "steered", "--json") == 0
+        found = json.loads(capsys.readouterr().out)["state"]
+        assert found == state or (command == "resume" and found == "running")
+    assert call("jobs", "show", "steered") == 0
+    said = capsys.readouterr().out
+    assert views["steered"]["id"] in said and "cancelled by its owner" in said
+    assert call("jobs", "show", "steered", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["evaluations"] == []
+    assert call("jobs", "logs", "steered") == 0
+    assert "state: cancelled" in capsys.readouterr().out
+    assert call("jobs", "show", "nobody") == 2
+    assert capsys.readouterr().err == "rookery: no job 'nobody'; rookery jobs list shows yours\n"
+
+
+def test_chat_with_a_job_a_version_and_a_base_model(
+    here: Path, service: EmbeddedService, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(service.url, service.key) as client:
+        talker = client.submit(job(name="talker", stop={"steps": 1}))
+        talker.wait(30)
+        assert "".join(client.stream(talker.id, "2+2?", seed=2)) == talker.sample("2+2?", seed=2).text == "4"
+        with pytest.raises(NotFound, match="no job and no base model 'nobody'"):
+            list(client.stream("nobody", "hello"))
+    for target in ("talker", "talker@0", MODEL):
+        assert call("chat", target, "-m", "2+2?", "--seed", 2) == 0
+        assert capsys.readouterr().out == "4\n"
+    assert call("chat", "talker", "-m", "2+2?", "--seed", 3, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["text"] == "five"
+    said = iter(["2+2?", "and now?", ""])
+    monkeypatch.setattr("sys.stdin", io.StringIO("2+2?\n"))
+    assert call("chat", "talker", "--seed", 2) == 0
+    assert capsys.readouterr().out == "4\n", "what is piped in is one message"
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    assert call("chat", "talker", "--seed", 2) == 0
+    assert capsys.readouterr().out == "4\n4\n"
+    assert call("chat", "nobody", "-m", "hello") == 2
+
+
+def test_workers_are_listed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("chat", MODEL, "-m", "hello") == 0  # a worker has come
+    capsys.readouterr()
+    assert call("workers") == 0
+    assert "serving" in capsys.readouterr().out
+    assert call("workers", "--json") == 0
+    (row,) = lines(capsys.readouterr().out)
+    assert (row["state"], row["kind"], row["price"]) == ("serving", "reserved", 0)
+
+
+def test_models_and_doctor(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("models", "--json") == 0
+    assert {row["name"]: row["state"] for row in lines(capsys.readouterr().out)}[MODEL] == "loaded"
+    assert call("models") == 0
+    assert "loaded" in capsys.readouterr().out
+    call("doctor", "--json")
+    found = {line["what"]: line for line in lines(capsys.readouterr().out)}
+    assert found["service"]["state"] == "good" and found["cores"]["state"] == "good"
+    for finding in found.values():
+        assert finding["state"] != "bad" or finding["mend"]
+        assert finding["found"], "it names what it looked at"
+    assert call("models", "--get", "no-such-model") == 2
+    assert "no-such-model" in capsys.readouterr().err
+
+
+def test_doctor_knows_bf16_instructions() -> None:
+    assert _bf16({"avx512_bf16", "sse"}).state == "good"
+    assert _bf16({"bf16", "asimd"}).found == "bf16"
+    assert _bf16({"sse"}).state == "optional" and _bf16(None).state == "optional"
+
+
+def test_without_a_service_commands_say_so_in_one_line(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (("jobs", "list"), ("chat", "x", "-m", "hello"), ("run", written(alone, job()), "--detach")):
+        assert call(*command) == 1, "no mistake of the user's: a script may try again"
+        error = capsys.readouterr().err
+        assert error.startswith("rookery: ") and "rookery serve" in error and len(error.splitlines()) == 1
+    assert call("models") == 0
+    assert "prepared" in capsys.readouterr().out
+    assert call("doctor", "--json") in (0, 1)
+    assert '"service", "state": "optional"' in capsys.readouterr().out
+
+
+def test_a_dry_run_alone_leaves_nothing_behind(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(alone.iterdir())
+    path = written(alone, job())
+    assert call("run", path, "--dry-run", "--json") == 0
+    assert len(json.loads(capsys.readouterr().out)["prompts"]) == 3
+    assert sorted(alone.iterdir()) == sorted([*before, path])
+
+
+def started(alone: Path, *arguments: object) -> subprocess.Popen[str]:
+    """As from a terminal: where the tests run in the background of a shell, Ctrl-C would be ignored."""
+    command = [sys.executable, "-m", "rookery.cli", *map(str, arguments)]
+    return subprocess.Popen(
+        command,
+        cwd=alone,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ.copy(),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def ended(process: subprocess.Popen[str], number: signal.Signals) -> tuple[int, str]:
+    """Ends a command by a signal; its code and all that it said. Nothing that it started is left."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children, "an environment host runs beside it"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+    return process.returncode, out + err
+
+
+def until(process: subprocess.Popen[str], stream: str, text: str) -> None:
+    """Reads a command's output up to a line with ``text``."""
+    said = []
+    for line in getattr(process, stream):
+        said.append(line)
+        if text in line:
+            return
+    pytest.fail(f"it ended without saying {text!r}: {said}")
+
+
+def test_interrupting_a_run_alone_stops_it_cleanly_and_the_next_goes_on(alone: Path) -> None:
+    path = written(alone, job())
+    ids = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process = started(alone, "run", path, "--json")
+        assert process.stdout is not None
+        first = json.loads(process.stdout.readline())["job"]
+        assert first["state"] in ("queued", "running")
+        ids.append(first["id"])
+        code, said = ended(process, number)
+        assert code == 130 and "goes on from the last step" in said and "Traceback" not in said
+    assert ids[0] == ids[1]
+    (data,) = (alone / "runs").iterdir()
+    assert data.name.startswith("sums-")
+
+
+def test_serve_until_sigterm(alone: Path) -> None:
+    process = started(alone, "serve", "--port", 0, "--data", alone / "data", "--models", "")
+    until(process, "stderr", "Rookery serves at http://127.0.0.1:")
+    until(process, "stderr", "offers")
+    code, said = ended(process, signal.SIGTERM)
+    assert code == 0 and "Traceback" not in said
+    for line in (alone / "data" / "logs" / "service.jsonl").read_text().splitlines():
+        assert {"time", "level", "room", "message"} <= json.loads(line).keys()
+
+
+def test_a_data_folder_that_cannot_be_used_is_refused_in_one_line(
+    alone: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (alone / "file").write_text("")
+    assert call("serve", "--port", 0, "--data", alone / "file" / "data") == 2
+    assert "ROOKERY_DATA" in capsys.readouterr().err
+    assert call("serve", "--port", 0, "--data", alone / "data", "--models", "nonsense") == 2
+    assert "nonsense" in capsys.readouterr().err
+
+
+def test_using_it_wrongly_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("explode") == 2
+    assert call("jobs", "show") == 2
+    assert call("--help") == 0
+    assert "Exit codes" in capsys.readouterr().out
+
+
+def test_tenants_their_keys_and_costs(
+    here: Path, service: EmbeddedService, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call("tenants", "add", "ada") == 0
+    assert call("tenants", "key", "ada", "--label", "laptop") == 0
+    key = capsys.readouterr().out.splitlines()[-1]
+    assert call("tenants", "keys", "ada", "--json") == 0
+    (row,) = lines(capsys.readouterr().out)
+    assert row["label"] == "laptop" and row["revoked"] is None and key not in str(row)
+    with monkeypatch.context() as others:
+        others.setenv("ROOKERY_KEY", key)
+        assert call("jobs", "list") == 0
+        for refused in (("tenants", "list"), ("costs",), ("tenants", "revoke", "ada", row["id"])):
+            assert call(*refused) == 2
+        assert "administrator" in capsys.readouterr().err
+    assert call("tenants", "revoke", "ada", row["id"]) == 0
+    assert f"key {row['id']} (laptop) is revoked" in capsys.readouterr().out
+    with monkeypatch.context() as others:
+        others.setenv("ROOKERY_KEY", key)
+        assert call("jobs", "list") == 2
+    assert call("tenants", "keys", "ada") == 0 and call("tenants", "list") == 0 and call("costs") == 0
+    said = capsys.readouterr().out
+    assert "laptop" in said and "ada" in said and "idle" in said
+    assert call("tenants", "keys", "nobody") == 2
+    assert "no tenant 'nobody'" in capsys.readouterr().err
+    assert call("costs", "--json") == 0
+    (told,) = lines(capsys.readouterr().out)
+    assert {row["name"] for row in told["tenants"]} >= {"admin", "ada"}

@@ -1,0 +1,244 @@
+"""The Python SDK against a real service: a user's own environment learns (as far as a scripted engine can), results are
+followed and fetched, errors are one line."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served, tokenizer
+
+import rookery
+from rookery.client import Client, JobTimeout, Record, RequestRefused
+from rookery.client.connection import Connection, ConnectionBroken
+from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable, UserError
+from rookery.server.embedded import EmbeddedService
+from rookery.settings import Settings
+
+
+class Adder(rookery.Environment):
+    """As in the documentation: asynchronous, one turn."""
+
+    def prompts(self, split: str) -> list[dict[str, int]]:
+        return [{"a": a, "b": 4 - a} for a in range(4)]
+
+    async def reset(self, prompt: Any, seed: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"{prompt['a']} + {prompt['b']} = ?"}]
+
+    async def step(self, reply: rookery.Reply) -> rookery.Step:
+        right = reply.text.strip() == str(self.prompt["a"] + self.prompt["b"])
+        return rookery.Step(reward=float(right), done=True, metrics={"right": float(right)})
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedService]:
+    root = tmp_path_factory.mktemp("client")
+    with served(root) as running:
+        token = (root / "data" / "worker.token").read_text().strip()
+        with ScriptedWorker(running.url, token, tokenizer(root)):
+            yield running
+
+
+@pytest.fixture
+def client(service: EmbeddedService) -> Iterator[Client]:
+    with Client(service.url, service.key) as made:
+        yield made
+
+
+PARTS: dict[str, Any] = {
+    "policies": {"main": {"rank": 4, "targets": ["q"]}},
+    "algorithm": {"group_size": 2, "groups_per_step": 2},
+}
+
+
+def test_an_environment_of_ones_own_trains_a_job(client: Client, tmp_path: Path) -> None:
+    trained = client.train(base_model=MODEL, environment=Adder(), stop={"steps": 2}, **PARTS)
+    assert trained.name == "adder"
+    rows = list(trained.metrics())
+    assert [row.step for row in rows] == [1, 2] and 0 <= rows[0].reward <= 1
+    assert trained.wait(timeout=30).state == "completed"
+    assert [row.step for row in trained.metrics(after=1, follow=False)] == [2]
+    assert [version.version for version in trained.versions()] == [0, 1, 2]
+    folder = trained.adapter().download(tmp_path / "adapter")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == adapter_files(float(_trainer_step(folder)))
+    assert (trained.adapter(0).download(tmp_path / "zero") / "adapter_model.safetensors").exists()
+    reply = trained.sample("2 + 2 = ?", seed=2, max_tokens=8)
+    assert reply.text == "4" and reply.version == 2
+    assert trained.sample("2 + 2 = ?", version=1, seed=2).version == 1
+    assert trained.trajectories(limit=1)[0].reward in (0.0, 1.0)
+    assert trained.evaluations() == [] and trained.events()
+    assert not any(thread.name.startswith("environment") for thread in threading.enumerate())
+
+
+def _trainer_step(folder: Path) -> float:
+    from safetensors.numpy import load_file
+
+    weights = load_file(folder / "adapter_model.safetensors")
+    return float(next(iter(weights.values())).flat[0])
+
+
+def test_a_class_and_options_beside_it_are_taken(client: Client) -> None:
+    wanted = {"hosted": Adder, "max_turns": 3}
+    first = client.train(base_model=MODEL, environment=wanted, name="twice", stop={"steps": 1}, **PARTS)
+    second = client.train(base_model=MODEL, environment=Adder(), name="twice", stop={"steps": 1}, **PARTS)
+    assert first.show().spec.environment.max_turns == 3
+    hosted = {job.show().spec.environment.hosted for job in (first, second)}
+    assert len(hosted) == 2 and all(name.startswith("twice-") for name in hosted)
+    assert first.wait(30).state == second.wait(30).state == "completed"
+    with pytest.raises(Conflict, match="2 jobs"):
+        client.job("twice")
+    assert client.job(first.id).id == first.id and first.id in [job.id for job in client.jobs()]
+
+
+def test_an_environment_is_offered_again_for_a_job_whose_process_ended(
+    client: Client, service: EmbeddedService
+) -> None:
+    """The first client is gone before its job has its prompts; another process offers the environment by its name."""
+    steps = {**PARTS, "stop": {"steps": 2}}
+    with Client(service.url, service.key) as first:
+        left = first.train(base_model=MODEL, environment={"hosted": Adder(), "return_timeout": 30}, **steps)
+        name = left.show().spec.environment.hosted
+    client.host(name, Adder)
+    with pytest.raises(RookeryError, match="offers"):
+        client.host(name, Adder)
+    assert client.job(left.id).wait(timeout=60).state == "completed"
+
+
+def test_files_that_a_job_names_are_uploaded(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "2+2?", "answer": "4"}\n')
+    (tmp_path / "held.jsonl").write_text('{"prompt": "1+3?", "answer": "4"}\n')
+    (tmp_path / "peft").mkdir()
+    for name, content in adapter_files(1.0).items():  # as the hub's cache has them: links
+        (tmp_path / f"blob-{name}").write_bytes(content)
+        (tmp_path / "peft" / name).symlink_to(tmp_path / f"blob-{name}")
+    environment = {"id": "jsonl", "path": "rows.jsonl", "eval_path": "held.jsonl", "verifier": "exact"}
+    policies = {"main": {"rank": 4, "targets": ["q"], "warm_start": {"peft": str(tmp_path / "peft")}}}
+    spec = job(name="files", environment=environment, policies=policies, stop={"steps": 1}, evaluation={"prompts": 1})
+    plan = client.dry_run(spec, folder=tmp_path)
+    assert plan.prompts[0].messages[0].content == "2+2?"
+    submitted = client.submit(spec, folder=tmp_path)
+    assert submitted.wait(30).state == "completed"
+    assert [row.version for row in submitted.evaluations()] == [0, 1]
+    assert spec["environment"]["path"] == "rows.jsonl"
+    with pytest.raises(RookeryError, match=r"nothing\.jsonl cannot be read"):
+        client.submit(job(environment={**environment, "path": "nothing.jsonl"}), folder=tmp_path)
+
+
+def test_submitting_under_one_key_makes_one_job(client: Client) -> None:
+    spec = job(name="once", stop={"steps": 1})
+    assert client.submit(spec, key="once").id == client.submit(spec, key="once").id
+    assert client.submit(spec).id != client.submit(spec).id
+
+
+def test_a_job_with_rare_line_ends_in_its_rows_is_followed_to_its_end(client: Client) -> None:
+    """JSON leaves them as they are inside a string; only a newline ends a line of the stream."""
+    rows = [{"prompt": f"{a}+{a}?\u2028line\u2029paragraph\x85next", "answer": "4"} for a in range(4)]
+    environment = {"id": "jsonl", "rows": rows, "verifier": "exact"}
+    submitted = client.submit(job(name="lines", environment=environment, stop={"steps": 1}))
+    said = list(submitted.follow())
+    assert [kind for kind, _ in said if kind in ("metrics", "end")] == ["metrics", "end"]
+    assert {data.spec.environment.rows[0].prompt for kind, data in said if kind == "job"} == {rows[0]["prompt"]}
+
+
+@pytest.mark.parametrize("data", [b'{"step": 1', b'{"text": "\xff"}'], ids=["cut off", "no UTF-8"])
+def test_an_event_that_is_no_json_is_a_broken_connection(data: bytes) -> None:
+    class Events(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'event: metrics\ndata: {"step": 0}\n\ndata: %b\n\n' % data)
+
+        def log_message(self, *about: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Events) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        connection = Connection(f"http://127.0.0.1:{server.server_port}", None)
+        events = connection.stream("/")
+        assert next(events) == ("metrics", {"step": 0})
+        with pytest.raises(ConnectionBroken, match=r"try again$"):
+            next(events)
+        connection.close()
+
+
+def test_steering_and_waiting(client: Client) -> None:
+    stuck = client.submit(job(name="stuck", environment={"hosted": "nobody"}))
+    with pytest.raises(JobTimeout, match="goes on"):
+        stuck.wait(timeout=0.1)
+    assert stuck.pause().state == "paused"
+    assert stuck.resume().state in ("queued", "running")
+    assert stuck.cancel().state == "cancelled"
+    assert stuck.wait(10).state == "cancelled" and list(stuck.metrics()) == []
+
+
+def test_refusals_are_one_line_each_and_leave_nothing_hosted(client: Client) -> None:
+    with pytest.raises(RequestRefused) as caught:
+        client.train(base_model=MODEL, environment=Adder(), stop={}, algorithm={"groupsize": 2})
+    assert len(caught.value.problems) == 2 and "algorithm.groupsize" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not any(thread.name.startswith("environment") for thread in threading.enumerate())
+    with pytest.raises(NotFound, match="no job"):
+        client.job("nothing")
+    with pytest.raises(NotFound):
+        client.sample("nothing", "hello")
+    with pytest.raises(AttributeError, match="there is step"):
+        _ = Record(step=1).reward
+
+
+def test_finding_the_service_and_the_key(
+    service: EmbeddedService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = Path(service.settings.data)
+    with Client(settings=Settings.load({}, url=service.url, data=data)) as found:
+        assert found.views() is not None
+    monkeypatch.setenv("ROOKERY_URL", service.url)
+    monkeypatch.setenv("ROOKERY_KEY", service.key)
+    with rookery.Client() as found:
+        assert found.models()
+    monkeypatch.setenv("ROOKERY_KEY", f"{service.key}\n")  # as a file has it
+    with rookery.Client() as found:
+        assert found.models()
+    with Client(service.url, "tml-wrong") as wrong, pytest.raises(Unauthorized):
+        wrong.jobs()
+    with pytest.raises(Unauthorized, match="ROOKERY_KEY"):
+        Client(settings=Settings.load({}, url=service.url, data=tmp_path))
+    with pytest.raises(Unavailable, match="rookery serve"):
+        Client(settings=Settings.load({}, url="http://127.0.0.1:9", data=tmp_path))
+
+
+def test_a_key_that_no_header_takes_is_refused_and_not_shown(service: EmbeddedService) -> None:
+    with Client(service.url, f"{service.key}\nmore") as broken:
+        for ask in (broken.jobs, lambda: list(broken.stream(MODEL, "2+2?"))):
+            with pytest.raises(UserError, match="ROOKERY_KEY") as caught:
+                ask()
+            assert service.key not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_following_goes_on_after_the_service_was_away(tmp_path: Path) -> None:
+    with served(tmp_path) as first:
+        port = int(first.url.rsplit(":", 1)[1])
+        client = Client(first.url, first.key)
+        followed = client.submit(job())
+        seen: list[str] = []
+        begun = threading.Event()
+
+        def follow() -> None:
+            for kind, data in followed.follow():
+                seen.append(f"{kind} {data.get('step', '')}")
+                begun.set()
+
+        reader = threading.Thread(target=follow)
+        reader.start()
+        assert begun.wait(30)
+    with served(tmp_path, port=port) as second:
+        token = (tmp_path / "data" / "worker.token").read_text().strip()
+        with ScriptedWorker(second.url, token, tokenizer(tmp_path)):
+            reader.join(60)
+            assert not reader.is_alive()
+    client.close()
+    assert [entry for entry in seen if entry.startswith("metrics")] == ["metrics 1", "metrics 2"]
+    assert seen[-1].startswith("end")

@@ -1,0 +1,1160 @@
+"""Whole jobs on the shipped controller: the algorithm, its bounds, restarts, stops, evaluation, owners."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+from tests.support.peers import (
+    ADAPTER,
+    CONFIG,
+    HANG,
+    MODEL,
+    PATIENCE,
+    ScriptedWorker,
+    Service,
+    eventually,
+    job_of,
+    peft_config,
+    settle,
+)
+
+from rookery import protocol
+from rookery.controller.jobs.policy import PolicyHistory
+from rookery.controller.jobs.progress import RATE_SECONDS
+from rookery.errors import Conflict, NotFound, RookeryError, StorageFull, Unavailable, UserError
+from rookery.spec.job import SpecError
+from rookery.storage import models
+from rookery.storage.artifacts import Staging
+from rookery.storage.rows import JobRow, JobState
+
+
+async def run(service: Service, tenant: str = "alice", **changes: Any) -> str:
+    view, created = await service.controller.submit(tenant, job_of(**changes))
+    assert created
+    return view.id
+
+
+def versions_of(service: Service, job: str) -> list[set[int]]:
+    """By group in order, the versions of its episodes' tokens."""
+    found = []
+    for row in service.groups(job):
+        episodes = [
+            e for g, e in service.database.recent_episodes("alice", job, 10_000) if g.id == row["id"]
+        ]  # fmt: skip
+        found.append({episode.version for episode in episodes})
+    return found
+
+
+# --- the algorithm ----------------------------------------------------------------------------------------------------
+
+
+async def test_staleness_zero_is_strictly_on_policy(service: Service) -> None:
+    await service.worker().join()
+    await service.host().join()
+    job = await run(service, stop__steps=4, algorithm__groups_per_step=3)
+    await service.ends(job)
+    versions = service.check_history(job)
+    assert [version.step for version in versions] == [0, 1, 2, 3, 4]
+    rows = service.groups(job)
+    assert len(rows) == 12, "no group was begun for nothing"
+    for row, began_on in zip(rows, versions_of(service, job), strict=True):
+        assert row["state"] == "consumed"
+        assert began_on == {row["consumed_by"] - 1} == {row["min_version"]}
+    episodes = await service.controller.trajectories("alice", job, 100)
+    for episode in episodes:
+        for trajectory in episode["trajectories"]:
+            assert set(trajectory["versions"]) <= {episode["version"], -1}
+    metrics = await service.controller.metrics("alice", job)
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4]
+    assert all(row["staleness_max"] == 0 and row["version"] == row["step"] for row in metrics)
+
+
+async def test_staleness_two_collects_while_it_trains_and_keeps_the_bound(service: Service) -> None:
+    worker = await service.worker().join()
+    await service.host().join()
+    worker.training.clear()
+    job = await run(service, stop__steps=6, algorithm__max_staleness=2)
+    await eventually(lambda: any(isinstance(op, protocol.InitAdapter) for op in worker.operations))
+    worker.training.set()
+    await eventually(lambda: any(isinstance(op, protocol.ForwardBackward) for op in worker.operations))
+    worker.training.clear()
+
+    async def full() -> bool:
+        view = await service.controller.show("alice", job)
+        return view.groups_in_flight == 0 and view.groups_ready >= 2
+
+    await eventually(full)
+    worker.training.set()
+    await service.ends(job)
+    service.check_history(job)
+    rows = service.groups(job)
+    for row in rows:
+        if row["state"] == "consumed":
+            assert row["consumed_by"] - 1 - row["min_version"] <= 2
+    metrics = await service.controller.metrics("alice", job)
+    assert max(row["staleness_max"] for row in metrics) >= 1
+    assert all(row["staleness_max"] <= 2 for row in metrics)
+
+
+async def test_steps_between_commits(service: Service) -> None:
+    worker = await service.worker().join()
+    await service.host().join()
+    job = await run(service, stop__steps=5, algorithm__max_staleness=1, checkpoints={"commit_every": 2})
+    await service.ends(job)
+    versions = service.check_history(job)
+    assert [version.step for version in versions] == [0, 2, 4, 5]
+    assert [row["consumed_by"] for row in service.groups(job)] == [1] * 4 + [2] * 4 + [3] * 2
+    metrics = await service.controller.metrics("alice", job)
+    assert [(row["step"], row["version"]) for row in metrics] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)]
+    assert [op.steps for op in worker.operations if isinstance(op, protocol.OptimStep)] == [0, 1, 0, 1, 0]
+
+
+async def test_many_jobs_of_many_tenants_at_once(service: Service) -> None:
+    await service.worker().join()
+    await service.worker("second").join()
+    await service.host().join()
+    await service.host(key="bob-key", instance="host-2").join()
+    jobs = [(tenant, await run(service, tenant)) for tenant in ("alice", "bob") for _ in range(3)]
+    for tenant, job in jobs:
+        await service.ends(job, tenant=tenant)
+        service.check_history(job, tenant)
+    totals = service.controller.health()["totals"]
+    assert totals["steps"] == 12
+    assert totals["episodes"] == 48
+    assert service.controller.health()["jobs"] == {"completed": 6}
+
+
+async def test_equal_adapters_of_two_jobs_do_not_take_each_others_bytes(service: Service) -> None:
+    """Version 0 of equal policies is one artifact: one job lets go of it while another begins with it."""
+    await service.worker().join()
+    await service.host().join()
+    keep = {"keep_last": 1, "keep_best": False}
+    jobs = [await run(service, checkpoints=keep, stop__steps=1 + number % 3) for number in range(8)]
+    for job in jobs:
+        await service.ends(job)
+        kept = [version for version in service.check_history(job) if version.kept]
+        assert len(kept) == 1
+
+
+async def test_rewards_all_equal_are_counted_and_not_differentiated(service: Service) -> None:
+    worker = await service.worker().join()
+
+    def script(message: Any) -> Any:
+        return {"reward": 1.0, "done": True} if isinstance(message, protocol.StepEpisode) else None
+
+    await service.host(script=script).join()
+    job = await run(service)
+    view = await service.ends(job)
+    assert view.counters["zero_variance_groups"] == 4
+    assert all(not batch.groups for batch in worker.batches.values())
+    metrics = await service.controller.metrics("alice", job)
+    assert all(row["groups_no_variance_share"] == 1 for row in metrics)
+
+
+async def test_a_skipped_step_is_counted(service: Service) -> None:
+    worker = await service.worker().join()
+
+    async def nan(op: Any) -> protocol.OperationDone | None:
+        if isinstance(op, protocol.OptimStep) and op.parent.version == 0:
+            done = worker._operate(op)
+            done.metrics["skipped"] = 1.0
+            return done
+        return None
+
+    worker.answer = nan
+    await service.host().join()
+    view = await service.ends(await run(service))
+    assert view.counters["steps_skipped"] == 1
+    assert service.controller.health()["totals"]["steps_skipped"] == 1
+
+
+# --- stopping ---------------------------------------------------------------------------------------------------------
+
+
+async def test_stop_by_reward(service: Service) -> None:
+    await service.worker().join()
+    await service.host().join()
+    job = await run(service, stop={"reward": -1.0}, algorithm__max_staleness=2, checkpoints={"commit_every": 3})
+    view = await service.ends(job)
+    assert view.reason.endswith("reached -1")
+    assert [version.step for version in service.check_history(job)] == [0, 1], "the step is committed before its time"
+
+
+async def test_stop_by_tokens(service: Service) -> None:
+    await service.worker().join()
+    await service.host().join()
+    job = await run(service, stop={"tokens": 60})
+    view = await service.ends(job)
+    assert view.tokens >= 60
+    assert view.reason == f"{view.tokens} tokens reached 60"
+    service.check_history(job)
+
+
+@pytest.mark.parametrize("waiting", [False, True])
+async def test_stop_by_wall_time(service: Service, waiting: bool) -> None:
+    """Also a job that waits for its environment for ever notices."""
+    await service.worker().join()
+    host = await service.host().join()
+    if waiting:
+        host.answering.clear()
+    job = await run(service, stop={"wall_time": 100}, environment__step_timeout="1h")
+    await eventually(lambda: bool(service.database.policies("alice", job)[0].head_version is not None))
+    if not waiting:
+        await eventually(lambda: service.database.get_job("alice", job).step > 0)
+    await eventually(lambda: service.controller._running[job].job is not None)
+    service.clock.now += 101
+    await service.clock.advance(1, steps=1)
+    await service.ends(job)
+    view = await service.controller.show("alice", job)
+    assert view.state == "completed"
+    assert "reached 100 s" in view.reason
+    service.check_history(job)
+
+
+@pytest.mark.parametrize("restart", [False, True])
+async def test_wall_time_counts_what_was_not_committed(service: Service, restart: bool) -> None:
+    """Over pauses and restarts, whose own time does not count."""
+    await service.worker().join()
+    host = await service.host().join()
+    host.answering.clear()
+    job = await run(service, stop={"wall_time": 100}, environment__step_timeout="1h")
+    await eventually(lambda: bool(service.database.policies("alice", job)[0].head_version is not None))
+    service.clock.now += 60
+    if restart:
+        await service.close()
+        service.clock.now += 1000
+        await service.start()
+    else:
+        await service.controller.pause("alice", job)
+        service.clock.now += 1000
+        await service.controller.resume("alice", job)
+    await eventually(lambda: service.controller._running[job].job is not None)
+    assert service.controller._running[job].job.progress.seconds() == 60  # type: ignore[union-attr]
+    service.clock.now += 41
+    await service.clock.advance(1, steps=1)
+    assert "reached 100 s" in (await service.ends(job)).reason
+
+
+async def test_what_a_job_did_not_use_is_closed_with_it(service: Service) -> None:
+    worker = await service.worker().join()
+    host = await service.host(turns=3).join()
+    job = await run(service, stop__steps=50, algorithm__max_staleness=3)
+    await eventually(lambda: len(host.executed) > 20)
+    await service.controller.cancel("alice", job)
+    view = await service.controller.show("alice", job)
+    assert (view.state, view.reason) == ("cancelled", "cancelled by its owner")
+    assert {row["state"] for row in service.groups(job)} <= {"consumed", "dropped"}
+    await eventually(lambda: not worker.active and not host.episodes)
+    with pytest.raises(Conflict, match="is cancelled"):
+        await service.controller.resume("alice", job)
+    with pytest.raises(Conflict, match="is cancelled already"):
+        await service.controller.pause("alice", job)
+    await service.controller.cancel("alice", job)
+
+
+async def test_who_sees_the_end_of_a_job_sees_all_of_it(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    await service.worker().join()
+    await service.host(turns=3).join()
+    stored, seen = service.database.set_job_state, []
+
+    def stored_now(job: str) -> list[Any]:
+        database = service.database
+        shown = [database.get_job("alice", job), database.events("alice", job, 100)]
+        return [
+            *shown,
+            database.recent_episodes("alice", job, 1000),
+            database.open_groups(job),
+            database.ready_groups(job),
+        ]
+
+    def call(job: str, state: JobState, *others: Any) -> JobRow:
+        row = stored(job, state, *others)
+        if state == "completed":
+            seen.append(stored_now(job))
+        return row
+
+    monkeypatch.setattr(service.database, "set_job_state", call)
+    job = await run(service, stop__steps=6, algorithm__max_staleness=3)
+    await service.ends(job)
+    await eventually(lambda: job not in service.controller._running)
+    assert seen == [stored_now(job)]
+    row, events, _, *left = seen[0]
+    assert events[-1].text == "completed: 6 steps" and left == [[], []]
+    assert row.counters["episodes"] == (await service.controller.show("alice", job)).counters["episodes"] > 0
+
+
+# --- pause and resume -------------------------------------------------------------------------------------------------
+
+
+async def test_pause_keeps_tokens_and_resume_takes_them_up(service: Service) -> None:
+    worker = await service.worker(chunk=1, shortest=4).join()
+    host = await service.host(turns=2).join()
+    job = await run(service, stop__steps=3)
+    for moment in range(6):
+        before = sum(worker.sampled.values())
+        await eventually(lambda before=before: sum(worker.sampled.values()) >= before + 11)  # type: ignore[misc]
+        await service.controller.pause("alice", job)
+        view = await service.controller.show("alice", job)
+        assert (view.state, view.reason) == ("paused", "paused by its owner")
+        assert service.controller.health()["gauges"]["requests_running"] == 0
+        await eventually(lambda: not worker.active)
+        await service.controller.resume("alice", job)
+        if moment == 0:
+            await asyncio.gather(*(service.controller.resume("alice", job) for _ in range(4)))
+            assert len(service.controller._running) == 1
+    view = await service.ends(job)
+    service.check_history(job)
+    resent = [position for (request, position), count in worker.sampled.items() if count > 1]
+    assert len(resent) <= 6 * 8, "at most what was on its way when it was paused"
+    assert host.executed.most_common(1)[0][1] == 1, "no reset and no step was carried out twice"
+    assert view.tokens == len(worker.sampled)
+
+
+async def test_a_pause_while_it_is_stored_that_a_job_runs_leaves_the_counts_right(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, reached, go_on = service.database.set_job_state, threading.Event(), threading.Event()
+
+    def slow(job: str, state: str, *values: Any) -> Any:
+        if state == "running":
+            reached.set()
+            go_on.wait(PATIENCE)
+        return store(job, state, *values)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(service.database, "set_job_state", slow)
+    job = await run(service)
+    await eventually(reached.is_set)
+    pausing = asyncio.create_task(service.controller.pause("alice", job))
+    await settle()
+    service.controller._running[job].task.cancel()  # as the pause will, which waits for the same ledger
+    await settle()
+    go_on.set()
+    await pausing
+    assert service.controller.health()["jobs"] == {"paused": 1}
+
+
+async def test_a_job_that_nobody_looks_at_remembers_no_more_than_its_window(service: Service) -> None:
+    job = await run(service)
+    await service.ends(job, "running")
+    progress = service.controller._running[job].job.progress  # type: ignore[union-attr]
+    progress.sampled(3)
+    await service.clock.advance(RATE_SECONDS + 1)
+    progress.sampled(4)
+    assert [count for _, count in progress._sampled] == [4]
+
+
+async def test_a_paused_job_stays_paused_over_a_restart(service: Service) -> None:
+    await service.worker().join()
+    host = await service.host().join()
+    job = await run(service, stop__steps=40)
+    await eventually(lambda: host.calls > 10)
+    await service.controller.pause("alice", job)
+    await service.crash()
+    await service.start()
+    assert (await service.controller.show("alice", job)).state == "paused"
+    await service.controller.cancel("alice", job)
+    assert (await service.controller.show("alice", job)).state == "cancelled"
+
+
+# --- restarts ---------------------------------------------------------------------------------------------------------
+
+
+async def finish(service: Service, job: str, *, calls: list[int], after: bool, **host: Any) -> ScriptedWorker:
+    """Run the job to its end through processes that die after so many ledger calls each."""
+    worker = None
+    for left in [*calls, None]:
+        await service.start(left, after)
+        worker = await service.worker(shortest=2).join()
+        await service.host(**host).join()
+        if left is None:
+            await service.ends(job)
+        else:
+            done = asyncio.ensure_future(service.ends(job))
+            died = asyncio.ensure_future(service.ledger.died.wait())
+            await asyncio.wait([done, died], return_when=asyncio.FIRST_COMPLETED)
+            done.cancel()
+            died.cancel()
+            await asyncio.gather(done, died, return_exceptions=True)
+            await service.crash()
+    assert worker is not None
+    return worker
+
+
+def content(service: Service, job: str) -> str:
+    """The newest version's: a chain of everything that the policy was trained on."""
+    head = service.check_history(job)[-1]
+    return service.artifacts.path(head.hash, ADAPTER).read_text()
+
+
+async def calm(folder: Path, turns: int) -> str:
+    """The content that nothing disturbed."""
+    service = Service(folder)
+    await service.start()
+    await service.worker(shortest=2).join()
+    await service.host(turns=turns).join()
+    job = await run(service, stop__steps=2)
+    await service.ends(job)
+    found = content(service, job)
+    await service.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """By the number of turns, the content of a calm run's last version."""
+    return {turns: asyncio.run(calm(tmp_path_factory.mktemp("calm"), turns)) for turns in (1, 2)}
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+async def test_workers_dying_in_the_middle_of_sentences_change_nothing(
+    tmp_path: Path, undisturbed: dict[int, str], turns: int
+) -> None:
+    service = Service(tmp_path)
+    await service.start()
+    await service.host(turns=turns).join()
+    job = await run(service, stop__steps=2)
+    sampled: Counter[tuple[str, int]] = Counter()
+    for number in range(12):
+        worker = service.worker(f"w{number}", shortest=2, chunk=1 + number % 3)
+        worker.chunks_left = 3 + number
+        await worker.join()
+        view = await service.controller.show("alice", job)
+        while view.state != "completed" and service.controller._fleet.serving("rollout", MODEL):
+            view = await service.controller.show("alice", job)
+        sampled += worker.sampled
+    await service.worker("last", shortest=2).join()
+    view = await service.ends(job)
+    sampled += service.peers[-1].sampled
+    assert content(service, job) == undisturbed[turns]
+    assert set(sampled.values()) == {1}
+    assert len(sampled) == view.tokens == service.controller.health()["totals"]["sampled_tokens"]
+    assert service.controller.health()["totals"]["worker_losses"] >= 4
+    await service.close()
+
+
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("part", range(4))
+async def test_a_crash_at_any_moment_loses_and_repeats_nothing(
+    tmp_path: Path, undisturbed: dict[int, str], part: int, after: bool
+) -> None:
+    """The controller dies at one ledger call after another, the call carried out or not; the job goes on to its end."""
+    calls, moment = 0, 8 + part
+    while moment < 75:
+        service = Service(tmp_path / str(moment))
+        await service.start()
+        job = await run(service, stop__steps=2, checkpoints={"keep_last": 1}, environment__return_timeout=5)
+        await service.crash()
+        await finish(service, job, calls=[moment], after=after, turns=1 + moment % 2, environments={"task": True})
+        versions = service.check_history(job)
+        assert [version.step for version in versions] == [0, 1, 2]
+        rows = service.groups(job)
+        assert Counter(row["consumed_by"] for row in rows if row["state"] == "consumed") == {1: 2, 2: 2}
+        assert all(row["min_version"] == row["consumed_by"] - 1 for row in rows if row["state"] == "consumed")
+        metrics = await service.controller.metrics("alice", job)
+        assert [row["step"] for row in metrics] == [1, 2]
+        assert content(service, job) == undisturbed[1 + moment % 2], "the same tokens, trained on in the same order"
+        await service.close()
+        calls += 1
+        moment += 17
+    assert calls >= 4
+
+
+async def test_restarts_upon_restarts(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    await service.start()
+    job = await run(service, stop__steps=4, algorithm__max_staleness=2, environment__return_timeout=5)
+    await service.crash()
+    await finish(service, job, calls=[30, 11, 25, 40, 18, 33], after=True, environments={"task": True})
+    assert [version.step for version in service.check_history(job)] == [0, 1, 2, 3, 4]
+
+
+async def test_an_orderly_stop_is_a_restart_like_any_other(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    await service.start()
+    await service.worker().join()
+    host = await service.host(turns=2).join()
+    job = await run(service, stop__steps=3)
+    await eventually(lambda: host.calls > 15)
+    await service.close()
+    assert service.database.get_job("alice", job).state == "running"
+    await service.start()
+    worker = await service.worker().join()
+    await service.reconnect(host).join()
+    await service.ends(job)
+    service.check_history(job)
+    assert set(host.executed.values()) == {1}
+    assert worker.generates
+    await service.close()
+
+
+async def test_a_model_that_is_gone_after_a_restart_pauses_its_jobs(tmp_path: Path) -> None:
+    """It can be mended, as a hub that does not answer; a job that never ran is refused for it."""
+    service = Service(tmp_path)
+    await service.start()
+    await service.worker().join()
+    host = await service.host().join()
+    job = await run(service, stop__steps=20)
+    await eventually(lambda: service.database.get_job("alice", job).step > 0)
+    await service.crash()
+    service.no_model = "base_model: the hub does not answer"
+    await service.start()
+    assert (await service.ends(job, "paused")).reason == service.no_model
+    new = await run(service)
+    assert (await service.ends(new, "failed")).reason == service.no_model
+    service.no_model = ""
+    await service.worker().join()
+    await service.reconnect(host).join()
+    await service.controller.resume("alice", job)
+    await service.ends(job)
+    service.check_history(job)
+    await service.close()
+
+
+async def test_a_corrupt_head_is_stepped_back_from(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    await service.start()
+    await service.worker().join()
+    host = await service.host().join()
+    job = await run(service, stop__steps=40)
+    await eventually(lambda: service.database.get_job("alice", job).step >= 3)
+    host.answering.clear()
+    await service.crash()
+    policy = service.database.policies("alice", job)[0]
+    head = service.database.version("alice", policy.id, int(policy.head_version or 0))
+    service.corrupt(head.hash)
+    service.stop_at(job, head.step + 2)
+    await service.start()
+    worker = await service.worker().join()
+    await service.host(instance="host-2").join()
+    await service.ends(job)
+    versions = service.check_history(job)
+    lost = versions[head.version]
+    assert lost.lost and not lost.kept
+    after = versions[head.version + 1]
+    assert (after.parent, after.step) == (head.version - 1, head.step)
+    assert versions[-1].step == head.step + 2
+    events = await service.controller.events("alice", job)
+    said = [event["text"] for event in events if event["kind"] == "corrupt"]
+    assert len(said) == 1
+    assert f"version {head.version} of main is corrupt" in said[0]
+    assert f"went back to version {head.version - 1}" in said[0]
+    assert {op.parent.version for op in worker.operations} & {head.version} == set(), "nobody is given the corrupt one"
+    trained = [row for row in service.groups(job) if row["consumed_by"] == after.version]
+    assert {row["min_version"] for row in trained} == {head.version - 1}, "nor what it sampled"
+    steps = [row["step"] for row in await service.controller.metrics("alice", job)]
+    assert steps == list(range(1, head.step + 3))
+    await service.close()
+
+
+async def test_what_was_stepped_back_over_is_no_part_of_the_history(tmp_path: Path) -> None:
+    """Versions between the corrupt head and the best one, to which the job goes back, are not kept."""
+    service = Service(tmp_path)
+    await service.start()
+    worker = await service.worker().join()
+
+    def script(message: Any) -> Any:
+        if isinstance(message, protocol.StepEpisode):
+            taken = sum(isinstance(operation, protocol.OptimStep) for operation in worker.operations)
+            return {"reward": 10.0 if taken == 2 else 0.1, "done": True}
+        return None
+
+    host = await service.host(script=script).join()
+    job = await run(service, stop__steps=40, checkpoints={"keep_last": 1})
+    await eventually(lambda: service.database.get_job("alice", job).step >= 9)
+    host.answering.clear()
+    policy = service.database.policies("alice", job)[0]
+
+    def kept() -> list[int]:
+        return [row.version for row in service.database.versions("alice", policy.id) if row.kept]
+
+    await eventually(lambda: len(kept()) == 2 and kept()[1] > kept()[0] + 1)
+    await service.crash()
+    best, newest = kept()
+    head = service.database.version("alice", policy.id, newest)
+    service.corrupt(head.hash)
+    service.stop_at(job, head.step + 1)
+    await service.start()
+    again = await service.worker().join()
+    await service.host(instance="host-2").join()
+    await service.ends(job)
+    rows = await service.controller.metrics("alice", job)
+    assert [row["step"] for row in rows] == list(range(1, head.step + 2))
+    anew = range(head.version + 1, head.version + 1 + len(rows) - best)
+    assert [row["version"] for row in rows] == [*range(1, best + 1), *anew]
+    assert not {op.parent.version for op in again.operations} & set(range(best + 1, head.version + 1))
+    await service.close()
+
+
+async def test_nothing_left_to_step_back_to(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    await service.start()
+    await service.worker().join()
+    job = await run(service)
+    await eventually(lambda: service.database.policies("alice", job)[0].head_version == 0)
+    await service.crash()
+    policy = service.database.policies("alice", job)[0]
+    head = service.database.version("alice", policy.id, 0)
+    service.artifacts.path(head.hash, ADAPTER).write_bytes(b"")
+    await service.start()
+    view = await service.ends(job, "failed")
+    assert "version 0 is corrupt" in view.reason
+    await service.close()
+
+
+# --- evaluation and retention -----------------------------------------------------------------------------------------
+
+
+async def test_first_last_and_every_k_answer_the_same_prompts(service: Service) -> None:
+    worker = await service.worker().join()
+    host = await service.host().join()
+    job = await run(service, stop__steps=5, evaluation={"every": 2, "prompts": 6, "seed": 3})
+    await service.ends(job)
+    evaluations = await service.controller.evaluations("alice", job)
+    assert [evaluation["version"] for evaluation in evaluations] == [0, 2, 4, 5]
+    asked = [[result["prompt"] for result in evaluation["held_out"]] for evaluation in evaluations]
+    assert asked == [[{"eval": number} for number in range(6)]] * 4
+    assert all(evaluation["prompts"] == 6 and not evaluation["held_out"][0]["error"] for evaluation in evaluations)
+    seeds = Counter(g.seed for g in worker.generates if f"{job}-e" in g.request)
+    assert set(seeds.values()) == {4}, "the noise is the prompt's"
+    assert {g.adapter.version for g in worker.generates if g.adapter and "-e4-" in g.request} == {4}
+    assert [message.shuffle for message in host.asked if message.split == "eval"] == [False] * len(
+        [message for message in host.asked if message.split == "eval"]
+    )
+    versions = await service.controller.versions("alice", job, "main")
+    assert [version["evaluation"] is not None for version in versions] == [True, False, True, False, True, True]
+
+
+async def test_the_first_evaluation_survives_a_restart(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    await service.start()
+    worker = await service.worker(chunk=1).join()
+
+    def script(message: Any) -> Any:
+        return None if "-e0-" not in message.episode or isinstance(message, protocol.Reset) else HANG
+
+    await service.host(script=script).join()
+    job = await run(service, stop__steps=4, evaluation={"prompts": 2}, checkpoints={"keep_last": 1, "keep_best": False})
+    await eventually(lambda: service.database.get_job("alice", job).step >= 3)
+    await service.crash()
+    assert not service.database.evaluations("alice", job)
+    await service.start()
+    worker = await service.worker().join()
+    await service.host(instance="host-2").join()
+    await service.ends(job)
+    evaluations = await service.controller.evaluations("alice", job)
+    assert [evaluation["version"] for evaluation in evaluations] == [0, 4]
+    assert worker.generates
+    await service.close()
+
+
+async def test_failed_held_out_episodes_are_told_apart(service: Service) -> None:
+    await service.worker().join()
+
+    def script(message: Any) -> Any:
+        if isinstance(message, protocol.StepEpisode) and "-e" in message.episode and message.episode[-1] in "01":
+            return {"error": "boom"}
+        return None
+
+    await service.host(script=script).join()
+    view = await service.ends(await run(service, evaluation={"prompts": 3}))
+    evaluations = await service.controller.evaluations("alice", view.id)
+    assert [evaluation["prompts"] for evaluation in evaluations] == [1, 1]
+    assert [result["error"] for result in evaluations[0]["held_out"]] == ["boom", "boom", ""]
+    assert view.counters["evaluation_failures"] == 4
+
+
+async def test_retention_keeps_the_last_and_the_best(service: Service) -> None:
+    worker = await service.worker().join()
+
+    def script(message: Any) -> Any:
+        if isinstance(message, protocol.StepEpisode) and "-e" in message.episode:
+            version = int(message.episode.rpartition("-e")[2].split("-")[0])
+            return {"reward": {2: 10.0}.get(version, version / 100), "done": True}
+        return None
+
+    await service.host(script=script).join()
+    job = await run(service, stop__steps=7, evaluation={"every": 1, "prompts": 2}, checkpoints={"keep_last": 2})
+    await service.ends(job)
+    versions = service.check_history(job)
+    assert [version.version for version in versions if version.kept] == [2, 6, 7]
+    here = service.artifacts.hashes()
+    assert here == {version.hash for version in versions if version.kept}
+    forgotten = {h for message in worker.other if isinstance(message, protocol.EvictArtifacts) for h in message.hashes}
+    assert forgotten == {version.hash for version in versions if not version.kept}
+    assert (await service.controller.adapter("alice", job, "main", 2)).hash == versions[2].hash
+    assert (await service.controller.adapter("alice", job, "main", None)).hash == versions[7].hash
+    with pytest.raises(NotFound, match=r"version 3 .* is not kept any more"):
+        await service.controller.adapter("alice", job, "main", 3)
+
+
+async def test_without_evaluations_the_version_that_earned_the_best_reward_is_kept(service: Service) -> None:
+    """Not the one that was made of it."""
+    worker = await service.worker().join()
+
+    def script(message: Any) -> Any:
+        if isinstance(message, protocol.StepEpisode):
+            version = sum(isinstance(operation, protocol.OptimStep) for operation in worker.operations)
+            return {"reward": {2: 10.0}.get(version, version / 100), "done": True}
+        return None
+
+    await service.host(script=script).join()
+    job = await run(service, stop__steps=7, checkpoints={"keep_last": 1})
+    await service.ends(job)
+    versions = service.check_history(job)
+    assert [version.metrics.get("reward") for version in versions[2:5]] == [0.01, 10.0, 0.03]
+    assert [version.version for version in versions if version.kept] == [2, 7]
+
+
+async def test_a_version_is_judged_by_the_best_of_the_steps_that_were_taken_from_it(service: Service) -> None:
+    """Two steps a version, of which the first earned the most."""
+    await service.worker().join()
+
+    def script(message: Any) -> Any:
+        if isinstance(message, protocol.StepEpisode):
+            group = int(message.episode.split("-")[-2].removeprefix("g"))
+            return {"reward": 10.0 if group in (8, 9) else 0.1, "done": True}  # the fifth step's
+        return None
+
+    await service.host(script=script).join()
+    checkpoints = {"keep_last": 1, "commit_every": 2}
+    job = await run(service, stop__steps=12, algorithm__max_staleness=1, checkpoints=checkpoints)
+    await service.ends(job)
+    versions = service.check_history(job)
+    rows = await service.controller.metrics("alice", job)
+    best = max(rows, key=lambda row: float(row["reward"]))
+    taken_from = versions[int(best["version"])].parent
+    assert versions[int(best["version"])].step > best["step"], "not its version's last step"
+    assert [version.version for version in versions if version.kept] == [taken_from, versions[-1].version]
+
+
+async def test_a_version_stays_until_its_evaluation_is_known(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the best, and by then not among the last."""
+    await service.worker().join()
+    await service.host().join()
+    evaluated, held = PolicyHistory.evaluated, []
+
+    def told(self: PolicyHistory, version: int, mean: float) -> None:
+        held.append(self._pinned[version])
+        evaluated(self, version, mean)
+
+    monkeypatch.setattr(PolicyHistory, "evaluated", told)
+    await service.ends(await run(service, stop__steps=3, evaluation={"every": 1, "prompts": 2}))
+    assert len(held) == 4 and all(held)
+
+
+# --- uploads that no version names ------------------------------------------------------------------------------------
+
+
+def uploads(service: Service) -> tuple[set[str], int, int]:
+    """What lies in the artifact store, how much of it is half-written, how much is about to be named."""
+    staged = len(list((service.folder / "artifacts" / ".staging").iterdir()))
+    return service.artifacts.hashes(), staged, sum(service.controller.world.training.pinned.values())
+
+
+@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("trouble", [StorageFull("no room"), Unavailable("went away")])
+@pytest.mark.parametrize("where", ["before", "during", "after"])
+async def test_a_commit_that_fails_leaves_no_artifact_behind(
+    service: Service, monkeypatch: pytest.MonkeyPatch, step: int, trouble: RookeryError, where: str
+) -> None:
+    """The artifact is not written whole, its version is not committed, or it is and nobody hears of it."""
+    commit, publish, failures = service.database.commit_step, Staging.commit, [trouble]
+
+    def committing(**values: Any) -> Any:
+        if where != "before" and values["step"] == step and failures:
+            if where == "after":
+                commit(**values)
+            raise failures.pop()
+        return commit(**values)
+
+    def publishing(staging: Staging) -> protocol.Manifest:
+        if where == "before" and len(service.artifacts.hashes()) == step and failures:
+            raise failures.pop()
+        return publish(staging)
+
+    monkeypatch.setattr(service.database, "commit_step", committing)
+    monkeypatch.setattr(Staging, "commit", publishing)
+    await service.worker().join()
+    await service.host().join()
+    job = await run(service, stop__steps=4, checkpoints={"keep_last": 9})
+    await service.ends(job, "paused")
+    assert uploads(service) == ({version.hash for version in service.check_history(job)}, 0, 0)
+    assert len(service.check_history(job)) == step + (where == "after")
+    await eventually(lambda: job not in service.controller._running)
+    await service.controller.resume("alice", job)
+    await service.ends(job)
+    versions = service.check_history(job)
+    assert uploads(service) == ({version.hash for version in versions}, 0, 0)
+    assert len(versions) == 5
+
+
+async def test_an_artifact_of_which_nobody_can_tell_whether_it_is_named_stays(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def away(*arguments: Any, **values: Any) -> Any:
+        raise Unavailable("the server went away")
+
+    monkeypatch.setattr(service.database, "commit_step", away)
+    monkeypatch.setattr(service.database, "names", away)
+    await service.worker().join()
+    await service.host().join()
+    job = await run(service)
+    await service.ends(job, "paused")
+    here, staged, unnamed = uploads(service)
+    assert (len(here), staged, unnamed) == (1, 0, 0)
+    assert f"artifact {here.pop()} of " in caplog.text
+
+
+@pytest.mark.parametrize("where", ["open", "publish", "commit"])
+async def test_a_job_cancelled_around_its_commit_leaves_no_artifact_behind(
+    service: Service, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The call under way is carried out all the same, after the job's task was told to end."""
+    reached, go_on = threading.Event(), threading.Event()
+    owner: Any = {"open": service.artifacts, "publish": Staging, "commit": service.database}[where]
+    name = {"open": "begin", "publish": "commit", "commit": "commit_step"}[where]
+    carried_out = getattr(owner, name)
+
+    def slow(*arguments: Any, **values: Any) -> Any:
+        if service.artifacts.hashes() or where == "publish":
+            reached.set()
+            go_on.wait(PATIENCE)
+        return carried_out(*arguments, **values)
+
+    await service.worker().join()
+    await service.host().join()
+    monkeypatch.setattr(owner, name, slow)
+    job = await run(service)
+    await eventually(reached.is_set)
+    ending = service.controller._running[job].task
+    ending.cancel()
+    await settle()
+    go_on.set()
+    await asyncio.wait([ending])
+    versions = service.check_history(job)
+    assert uploads(service) == ({version.hash for version in versions}, 0, 0)
+    assert len(versions) == (0 if where == "publish" else 1)
+
+
+# --- in and out -------------------------------------------------------------------------------------------------------
+
+
+async def test_the_same_key_is_the_same_job(service: Service) -> None:
+    first, created = await service.controller.submit("alice", job_of(), "key")
+    again = await asyncio.gather(*(service.controller.submit("alice", job_of(), "key") for _ in range(5)))
+    assert created
+    assert {(view.id, made) for view, made in again} == {(first.id, False)}
+    other, created = await service.controller.submit("bob", job_of(), "key")
+    assert created
+    assert other.id != first.id
+    with pytest.raises(Conflict, match="the key 'key' was used for another job"):
+        await service.controller.submit("alice", job_of(stop__steps=9), "key")
+    assert len(await service.controller.list("alice")) == 1
+
+
+async def test_a_job_whose_change_was_stored_and_not_answered_goes_on(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database's server goes away after it has stored that the job is submitted, resumed, completed."""
+
+    def unanswered(method: str, *states: str) -> list[str]:
+        stored, left = getattr(service.database, method), list(states) or [""]
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            answer = stored(*arguments, **named)
+            if left and left[0] in ("", *arguments):
+                left.pop(0)
+                raise Unavailable("the server went away")
+            return answer
+
+        monkeypatch.setattr(service.database, method, call)
+        return left
+
+    unanswered("submit_job")
+    left = unanswered("set_job_state", "queued", "completed")
+    host = await service.host().join()
+    with pytest.raises(Unavailable):
+        await service.controller.submit("alice", job_of(), "key")
+    view, created = await service.controller.submit("alice", job_of(), "key")
+    assert not created
+    await eventually(lambda: view.id in service.controller._running)
+    await service.controller.pause("alice", view.id)
+    with pytest.raises(Unavailable):
+        await service.controller.resume("alice", view.id)
+    await service.controller.resume("alice", view.id)
+    await service.worker().join()
+    await eventually(lambda: not left)
+    while view.id in service.controller._running:  # what is tried again in a while is
+        await service.clock.advance(2.0)
+        await asyncio.sleep(0.01)
+    assert service.database.get_job("alice", view.id).state == "completed"
+    assert {row["state"] for row in service.groups(view.id)} <= {"consumed", "dropped", "failed"}
+    assert not host.episodes, "its hosts have let go of it"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"algorithm__group_size": 1}, "algorithm.group_size: given 1"),
+        ({"base_model": "gpt-9"}, "base_model: no model is called 'gpt-9'"),
+        ({"base_model": "/etc"}, "base_model: "),
+        ({"policies": {"main": {"rank": 65}}}, "policies.main.rank: given 65, allowed: at most 64"),
+        ({"policies": {"main": {"warm_start": {"job": "job-1"}}}}, "policies.main.warm_start: no job job-1"),
+        ({"policies": {"main": {"warm_start": {"upload": "0" * 64}}}}, "policies.main.warm_start: no adapter"),
+        ({"policies": {"main": {"warm_start": {"peft": "x"}}}}, "policies.main.warm_start.peft: the service reads no"),
+        ({"environment": {"id": "jsonl", "path": "/etc/passwd"}}, "path: the service reads no files of yours"),
+        ({"environment": {"id": "jsonl", "dataset": "0" * 64}}, "dataset: no dataset"),
+    ],
+)
+async def test_a_refused_job_leaves_nothing(service: Service, changes: dict[str, Any], problem: str) -> None:
+    job = job_of(**changes)
+    for attempt in (service.controller.submit, service.controller.dry_run):
+        with pytest.raises(SpecError) as refused:
+            await attempt("alice", job)
+        assert any(problem in line for line in refused.value.problems), refused.value.problems
+    assert await service.controller.list("alice") == []
+    assert not service.controller._running
+
+
+async def test_a_dry_run_renders_prompts_and_makes_nothing(service: Service) -> None:
+    host = await service.host().join()
+    shown = await service.controller.dry_run("alice", job_of())
+    assert shown["spec"]["policies"]["main"]["rank"] == 16
+    assert len(shown["prompts"]) == 3
+    assert shown["prompts"][0]["text"].startswith('<|im_start|>user\n{"train": 0}')
+    assert shown["prompts"][0]["text"].endswith("<|im_start|>assistant\n")
+    assert await service.controller.list("alice") == []
+    await eventually(lambda: not host.episodes)
+
+
+async def test_warm_starts(service: Service) -> None:
+    worker = await service.worker().join()
+    await service.host().join()
+    first = await run(service)
+    await service.ends(first)
+    versions = service.check_history(first)
+    contents = {v.version: service.artifacts.path(v.hash, ADAPTER).read_bytes() for v in versions if v.kept}
+    for start, expected in (({"job": first}, 2), ({"job": first, "version": 1}, 1)):
+        job = await run(service, policies={"main": {"warm_start": start}}, stop__steps=1)
+        await service.ends(job)
+        zero = service.check_history(job)[0]
+        assert service.artifacts.path(zero.hash, ADAPTER).read_bytes() == contents[expected]
+    upload = await service.controller.add_adapter("alice", {ADAPTER: b"mine", CONFIG: peft_config()})
+    job = await run(service, policies={"main": {"warm_start": {"upload": upload}}}, stop__steps=1)
+    await service.ends(job)
+    assert service.artifacts.path(service.check_history(job)[0].hash, ADAPTER).read_bytes() == b"mine"
+    with pytest.raises(SpecError, match=r"policies\.main\.rank: given 8, the adapter to start from has 16"):
+        await run(service, policies={"main": {"rank": 8, "alpha": 32, "warm_start": {"job": first}}})
+    with pytest.raises(SpecError, match="no job"):
+        await run(service, "bob", policies={"main": {"warm_start": {"job": first}}})
+    with pytest.raises(SpecError, match="no adapter"):
+        await run(service, "bob", policies={"main": {"warm_start": {"upload": upload}}})
+    assert worker.operations
+
+
+async def test_a_warm_started_job_needs_its_source_once(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    await service.start()
+    await service.worker().join()
+    host = await service.host().join()
+    source = await run(service, stop__steps=1, checkpoints={"keep_last": 1})
+    await service.ends(source)
+    job = await run(service, policies={"main": {"warm_start": {"job": source}}}, stop__steps=3)
+    await eventually(lambda: service.database.policies("alice", job)[0].head_version is not None)
+    await service.crash()
+    policy = service.database.policies("alice", source)[0]
+    with service.database._writing() as connection:
+        connection.execute(update(models.versions).where(models.versions.c.policy == policy.id).values(kept=False))
+    await service.start()
+    await service.worker().join()
+    await service.reconnect(host).join()
+    await service.ends(job)
+    await service.close()
+
+
+async def test_the_source_of_a_warm_start_stays_until_it_is_read(service: Service) -> None:
+    """Its own job may let it go while the other waits for a worker."""
+    worker = await service.worker().join()
+    await service.host().join()
+    source = await run(service, stop__steps=2, checkpoints={"keep_last": 3})
+    await service.ends(source)
+    policy, found = service.database.policies("alice", source)[0], service.check_history(source)[1]
+    content = service.artifacts.path(found.hash, ADAPTER).read_bytes()
+    worker.training.clear()
+    before = len(worker.operations)
+    job = await run(service, policies={"main": {"warm_start": {"job": source, "version": 1}}}, stop__steps=1)
+    await eventually(lambda: len(worker.operations) > before)
+    world = service.controller.world
+    await world.let_go(service.database.retire_version, policy.id, 1)
+    assert found.hash in service.artifacts.hashes()
+    worker.training.set()
+    await service.ends(job)
+    zero = service.check_history(job)[0]
+    assert service.artifacts.path(zero.hash, ADAPTER).read_bytes() == content
+    assert not world.read and not world.left
+
+
+async def test_others_answer_as_if_nothing_were_there(service: Service) -> None:
+    await service.worker().join()
+    await service.host().join()
+    job = await run(service)
+    await service.ends(job)
+    controller = service.controller
+    attempts = [
+        lambda t, j: controller.show(t, j),
+        lambda t, j: controller.pause(t, j),
+        lambda t, j: controller.resume(t, j),
+        lambda t, j: controller.cancel(t, j),
+        lambda t, j: controller.wait(t, j),
+        lambda t, j: controller.metrics(t, j),
+        lambda t, j: controller.follow(t, j).__anext__(),
+        lambda t, j: controller.events(t, j),
+        lambda t, j: controller.trajectories(t, j, 10),
+        lambda t, j: controller.versions(t, j, "main"),
+        lambda t, j: controller.evaluations(t, j),
+        lambda t, j: controller.adapter(t, j, "main", None),
+        lambda t, j: controller.adapter(t, j, "main", 1),
+        lambda t, j: controller.sample(t, j, [{"role": "user", "content": "?"}], SAMPLING),
+        lambda t, j: controller.sample(t, f"{j}@1", [{"role": "user", "content": "?"}], SAMPLING),
+    ]
+    for attempt in attempts:
+        with pytest.raises(NotFound) as theirs:
+            await attempt("bob", job)
+        with pytest.raises(NotFound) as nobodys:
+            await attempt("bob", "job-of-nobody")
+        assert str(theirs.value).replace(job, "X") == str(nobodys.value).replace("job-of-nobody", "X")
+    assert await controller.list("bob") == []
+    assert (await controller.show("alice", job)).state == "completed"
+
+
+async def test_a_host_serves_its_owner_only(service: Service) -> None:
+    await service.worker().join()
+    await service.host(key="bob-key", instance="bobs").join()
+    job = await run(service, environment__return_timeout=0.05)
+    view = await service.ends(job, "paused")
+    assert view.reason == "no environment host offers 'task': waited 0 s for one"
+    with pytest.raises(PermissionError, match="the key is not known"):
+        await service.host(key="guess").join()
+    service.peers.pop()
+    with pytest.raises(PermissionError, match="names that begin with builtin: belong to the service"):
+        await service.host(environments={"builtin:jsonl": True}, instance="fake").join()
+    with pytest.raises(PermissionError, match="this instance name is taken"):
+        await service.host(instance="bobs").join()
+    await service.host(key="service-key", environments={"builtin:jsonl": True}, instance="real").join()
+    assert service.controller.offers("jsonl")
+    del service.peers[1:-1]
+
+
+SAMPLING = {"max_tokens": 8, "temperature": 1.0, "seed": 5, "stop": []}
+
+
+async def test_chatting_with_a_version_and_with_the_base_model(service: Service) -> None:
+    worker = await service.worker().join()
+    await service.host().join()
+    job = await run(service)
+    await service.ends(job)
+    messages = [{"role": "user", "content": "hello"}]
+    for target, version in ((job, 2), (f"{job}@1", 1), (f"{job}@latest", 2), (MODEL, 0)):
+        reply = await service.controller.sample("alice", target, messages, SAMPLING)
+        assert reply.version == version
+        assert len(reply.tokens) == len(reply.logprobs) <= 8
+        used = worker.generates[-1].adapter
+        assert (used.version if used else 0) == version
+    with pytest.raises(NotFound, match="no version 9"):
+        await service.controller.sample("alice", f"{job}@9", messages, SAMPLING)
+    with pytest.raises(UserError, match="after the @ comes a version's number"):
+        await service.controller.sample("alice", f"{job}@x", messages, SAMPLING)
+    with pytest.raises(UserError, match=r"the prompt has .* tokens, the model's context is 512"):
+        await service.controller.sample("alice", job, [{"role": "user", "content": "x" * 600}], SAMPLING)
+    with pytest.raises(RookeryError):
+        await service.controller.sample("alice", "nothing", messages, SAMPLING)
+
+
+async def test_following_metrics_until_the_end(service: Service) -> None:
+    await service.worker().join()
+    job = await run(service, stop__steps=3)
+    rows: list[int] = []
+
+    async def follow() -> None:
+        async for row in service.controller.follow("alice", job):
+            rows.append(row["step"])
+
+    following = asyncio.create_task(follow())
+    await settle()
+    assert not following.done()
+    view = await service.controller.show("alice", job)
+    assert view.waits_for in ("trainer", "") or view.waits_for.startswith(("engine", "environment", "base model"))
+    await service.host().join()
+    await following
+    assert rows == [1, 2, 3]
+    assert (await service.controller.wait("alice", job)).state == "completed"
+
+
+async def test_who_waits_for_whom_is_said(service: Service) -> None:
+    job = await run(service)
+
+    async def says(text: str) -> bool:
+        return (await service.controller.show("alice", job)).waits_for.startswith(text)
+
+    await eventually(lambda: says("worker: no worker serves smollm2-135m-instruct for rollout and training"))
+    worker = service.worker()
+    worker.generating.clear()
+    await worker.join()
+    host = service.host()
+    host.answering.clear()
+    await host.join()
+    host.answering.set()
+    await eventually(lambda: says("engine (4 replies)"))
+    host.answering.clear()
+    worker.generating.set()
+    await eventually(lambda: says("environment (4 episodes)"))
+    worker.training.clear()
+    host.answering.set()
+    await eventually(lambda: says("trainer"))
+    beat = protocol.Heartbeat(
+        epoch=0, progress=1, active=0, waiting=0, training=6, adapters=0, generated=0, trained=0, decode_seconds=0,
+        train_seconds=0, memory_bytes=0,
+    )  # fmt: skip
+    await worker.say(beat)
+    await eventually(lambda: says("trainer (6 operations take turns)"))
+    worker.training.set()
+    await service.ends(job)
+    assert service.controller.workers()[0]["state"] == "serving"
+    assert {row["name"]: row["state"] for row in service.controller.models()}[MODEL] == "loaded"
+
+
+async def test_no_worker_in_time_pauses_the_job_with_its_reason(tmp_path: Path) -> None:
+    service = Service(tmp_path, worker_wait_seconds=0.05, suspect_seconds=10**6, stuck_seconds=10**6)
+    await service.start()
+    job = await run(service)
+    view = await service.ends(job, "paused")
+    assert view.reason == "no worker serves smollm2-135m-instruct for train"
+    await service.worker("trains", roles=["train"]).join()
+    await service.host().join()
+    await service.controller.resume("alice", job)
+    ending = asyncio.ensure_future(service.ends(job, "paused"))
+    while not ending.done():
+        await service.clock.advance(3, steps=1)
+    assert (await ending).reason == "no worker serves smollm2-135m-instruct for rollout (trains is serving)"
+    await service.worker("rolls", roles=["rollout"]).join()
+    await service.controller.resume("alice", job)
+    await service.ends(job)
+    service.check_history(job)
+    await service.close()
+
+
+async def test_old_trajectories_are_let_go(tmp_path: Path) -> None:
+    service = Service(tmp_path, trajectory_keep=8)
+    await service.start()
+    await service.worker().join()
+    await service.host().join()
+    job = await run(service, stop__steps=10)
+    await service.ends(job)
+    assert 8 <= len(await service.controller.trajectories("alice", job, 1000)) <= 16
+    await service.close()

@@ -1,0 +1,140 @@
+"""Who waits for an answer goes first: the pure choice, the controller's dispatch, the engine's rows."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.controller.rollout.test_scheduler import Room, check
+from tests.support.peers import eventually
+from tests.worker.engine.test_engine import finish, make, order
+
+from rookery.scheduling.fairness import PriorityQueues
+
+
+@given(
+    express=st.lists(st.sampled_from("ab"), max_size=12),
+    common=st.lists(st.sampled_from("ab"), max_size=12),
+    share=st.integers(1, 3),
+    room=st.integers(1, 6),
+)
+def test_the_express_lane_goes_first_within_its_share_and_nobody_waits_for_ever(
+    express: list[str], common: list[str], share: int, room: int
+) -> None:
+    """A round of taking fills one worker; then everything it holds completes, until all is done."""
+    lanes: PriorityQueues[tuple[str, str, int]] = PriorityQueues()
+    for number, tenant in enumerate(express):
+        lanes.express.put(tenant, "chat", ("express", tenant, number))
+    for number, tenant in enumerate(common):
+        lanes.common.put(tenant, "job", ("common", tenant, number))
+    done: list[tuple[str, str, int]] = []
+    while len(lanes):
+        ahead, held = 0, 0
+        left = {"express": len(lanes.express), "common": len(lanes.common)}
+        while taken := lanes.take(lambda _: ahead < share, lambda _: held < room):  # noqa: B023
+            item, goes_ahead = taken
+            assert not goes_ahead or item[0] == "express"
+            if item[0] == "express" and not goes_ahead:
+                assert ahead == share and not len(lanes.common), "what rollouts leave"
+            if item[0] == "common":
+                assert ahead == min(share, left["express"]), "the express lane came first"
+            ahead, held = ahead + goes_ahead, held + 1
+            done.append(item)
+        assert len(lanes.common) == max(0, left["common"] - max(0, room - min(share, left["express"])))
+    assert sorted(done) == sorted(
+        [("express", t, n) for n, t in enumerate(express)] + [("common", t, n) for n, t in enumerate(common)]
+    )
+
+
+async def test_a_chat_does_not_wait_for_the_rollouts_before_it(tmp_path: Path) -> None:
+    room = Room(tmp_path, dispatch_ahead=1, interactive_share=0.5)
+    worker = await room.worker(max_rows=4)
+    worker.generating.clear()
+    rollouts = [room.sample(number) for number in range(8)]
+    await eventually(lambda: len(worker.active) == 5)
+    chats = [room.sample(number, "b", f"chat-{number}", first=True, episode="") for number in range(3)]
+    await eventually(lambda: len(worker.active) == 7)
+    assert [g.request for g in worker.generates if g.interactive] == ["chat-0-0", "chat-1-1"], "half of the rows"
+    assert not any(g.interactive for g in worker.generates[:5])
+    worker.generating.set()
+    for number, reply in enumerate(await asyncio.gather(*rollouts)):
+        check(reply, number)
+    for number, reply in enumerate(await asyncio.gather(*chats)):
+        check(reply, number)
+    await room.close()
+
+
+async def test_a_flood_of_chats_leaves_the_rollouts_their_part(tmp_path: Path) -> None:
+    room = Room(tmp_path, dispatch_ahead=0, interactive_share=0.5)
+    chats = [room.sample(number, "b", f"chat-{number}", first=True, episode="") for number in range(12)]
+    rollouts = [room.sample(number) for number in range(4)]
+    worker = await room.worker(max_rows=2)
+    worker.generating.clear()
+    await eventually(lambda: len(worker.active) == 2)
+    assert {g.request: g.interactive for g in worker.generates} == {"chat-0-0": True, "job-0": False}
+    worker.generating.set()
+    await asyncio.gather(*chats, *rollouts)
+    await room.close()
+
+
+async def test_a_reply_is_shown_while_it_grows(tmp_path: Path) -> None:
+    """Also when it goes on elsewhere: never less than before, at last the whole."""
+    room = Room(tmp_path)
+    seen: list[list[int]] = []
+    seed = 3
+    worker = await room.worker("one", chunk=2)
+    worker.chunks_left = 1
+    task = room.sample(seed, grown=lambda reply: seen.append(list(reply.tokens)))
+    await eventually(lambda: bool(seen))
+    await room.worker("two", chunk=2)
+    reply = await task
+    check(reply, seed)
+    assert len(seen) > 2 and seen[-1] == reply.tokens
+    assert all(later[: len(earlier)] == earlier for earlier, later in pairwise(seen))
+    await room.close()
+
+
+def test_the_engine_gives_rows_to_who_is_first_and_changes_no_text() -> None:
+    calm = make()
+    for number in range(3):
+        calm.submit(order(f"r{number}", seed=number, max_tokens=20, adapter=None))
+    calm.submit(order("chat", seed=9, max_tokens=4))
+    expected = {name: tokens for name, (tokens, _) in finish(calm).items()}
+
+    engine = make(max_rows=2)
+    for number in range(3):
+        engine.submit(order(f"r{number}", seed=number, max_tokens=20))
+    for _ in range(5):
+        engine.step()
+    chunks = engine.drain()
+    engine.submit(order("chat", seed=9, max_tokens=4, first=True))
+    engine.submit(order("chat too", seed=10, max_tokens=4, first=True))
+    engine.step()
+    assert engine.active == 2 and engine.waiting == 3 and engine.stats["preempted"] == 2
+    ended: list[str] = []
+    texts: dict[str, list[int]] = {chunk.request: list(chunk.tokens) for chunk in chunks}
+    while engine.active or engine.waiting:
+        engine.step()
+        for chunk in engine.drain():
+            texts.setdefault(chunk.request, []).extend(chunk.tokens)
+            ended += [chunk.request] if chunk.finish else []
+    assert ended == ["chat", "chat too", "r0", "r1", "r2"]
+    texts.pop("chat too")
+    assert texts == expected
+
+
+def test_growing_texts_take_room_from_those_who_are_not_first() -> None:
+    alone = make()
+    engine = make(max_rows=4, kv_budget_bytes=780 * alone._store.token_bytes)
+    for number in range(4):
+        engine.submit(order(f"r{number}", seed=number, max_tokens=200, first=number == 3))
+    texts = finish(engine)
+    assert engine.stats["preempted"] > 0
+    for number in range(4):
+        alone.submit(order(f"r{number}", seed=number, max_tokens=200))
+    assert {name: tokens for name, (tokens, _) in texts.items()} == {
+        name: tokens for name, (tokens, _) in finish(alone).items()
+    }

@@ -1,0 +1,722 @@
+"""Generation through workers that vanish, repeat themselves, come too late or talk nonsense."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.support.peers import ManualClock, ScriptedWorker, eventually, settle, text_of
+
+from rookery import protocol
+from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.rollout.scheduler import GenerationFailed, RolloutScheduler, SamplingRequest, SamplingResult
+from rookery.controller.weights.tickets import Tickets
+from rookery.errors import Unavailable
+from rookery.settings import Settings
+from rookery.storage.artifacts import Artifacts
+
+ADAPTER = protocol.AdapterRef(policy="p", version=7, hash="0" * 64, rank=8, alpha=16.0)
+
+
+class Room:
+    """A fleet and its rollouts, with nothing else around them."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        self.clock = ManualClock()
+        self.settings = Settings(data=folder, cache=folder, **changes)
+        self.tickets = Tickets(Artifacts(folder / "artifacts"), self.clock, 600)
+        self.fleet = Fleet(self.settings, self.clock, "worker-token", self.tickets)
+        self.rollouts = RolloutScheduler(self.fleet, self.settings, self.clock)
+        self.watches = [asyncio.create_task(watch()) for watch in (self.fleet.watch, self.rollouts.watch)]
+        self.workers: list[ScriptedWorker] = []
+
+    async def worker(self, name: str = "worker", **script: Any) -> ScriptedWorker:
+        worker = ScriptedWorker(self.fleet.serve, self.tickets, name, **script)
+        self.workers.append(await worker.join())
+        return worker
+
+    def sample(
+        self,
+        number: int,
+        tenant: str = "a",
+        job: str = "job",
+        grown: Callable[[SamplingResult], None] | None = None,
+        **changes: Any,
+    ) -> asyncio.Task[SamplingResult]:
+        fields: dict[str, Any] = {
+            "id": f"{job}-{number}", "tenant": tenant, "job": job, "model": "smollm2-135m-instruct",
+            "adapter": ADAPTER, "prompt": [1, 5, 6], "shared": 3, "max_tokens": 12, "temperature": 1.0, "seed": number,
+            "stop_tokens": [2], "stop": [], "episode": f"e{number}",
+        }  # fmt: skip
+        return asyncio.create_task(self.rollouts.sample(SamplingRequest(**{**fields, **changes}), grown))
+
+    async def close(self) -> None:
+        for worker in self.workers:
+            await worker.die()
+        for watch in self.watches:
+            watch.cancel()
+        await asyncio.gather(*self.watches, return_exceptions=True)
+
+
+def check(reply: SamplingResult, seed: int, max_tokens: int = 12) -> None:
+    tokens, logprobs, finish = text_of(seed, max_tokens)
+    assert (reply.tokens, reply.logprobs, reply.finish) == (tokens, logprobs, finish)
+    assert reply.versions == [7] * len(tokens)
+
+
+def parts(seed: int, *spans: tuple[int, int]) -> list[protocol.TokenChunk]:
+    """What is sampled for ``room.sample(seed)``, from one token to another each."""
+    tokens, logprobs, _ = text_of(seed, 12)
+    return [
+        protocol.TokenChunk(
+            request=f"job-{seed}", offset=at, tokens=tokens[at:end], logprobs=logprobs[at:end], version=7, policy="p"
+        )
+        for at, end in spans
+    ]
+
+
+async def test_a_reply_is_what_the_worker_sampled(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    worker = await room.worker()
+    for number, reply in enumerate(await asyncio.gather(*(room.sample(number) for number in range(20)))):
+        check(reply, number)
+    first = worker.generates[0]
+    assert first.adapter is not None
+    assert room.tickets.reads(first.adapter.ticket, ADAPTER.hash), "the adapter's ticket is good"
+    assert room.rollouts.sampled == sum(len(text_of(n, 12)[0]) for n in range(20))
+    [known] = room.fleet.all()
+    assert 0 < known.max_flush_tokens <= 12 * known.hello.max_rows, "what one flush brought is seen"
+    await room.close()
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lives=st.lists(st.integers(0, 12), max_size=6),
+    chunk=st.integers(1, 5),
+    requests=st.integers(1, 6),
+    back=st.booleans(),
+)
+def test_no_token_is_lost_or_sampled_twice(
+    tmp_path: Path, lives: list[int], chunk: int, requests: int, back: bool
+) -> None:
+    """Workers die after so many chunks each, at whatever boundary that is; texts go on where they stopped."""
+
+    async def run() -> None:
+        room = Room(tmp_path)
+        replies = [room.sample(number) for number in range(requests)]
+        for number, chunks in enumerate(lives):
+            name = "same" if back else f"w{number}"
+            worker = await room.worker(name, chunk=chunk, instance=f"{name}-{number}")
+            worker.chunks_left = chunks
+            await eventually(lambda: room.fleet.all()[-1].state != "serving" or all(r.done() for r in replies))
+        await room.worker("last", chunk=chunk)
+        for number, reply in enumerate(await asyncio.gather(*replies)):
+            check(reply, number)
+        sampled = sum((worker.sampled for worker in room.workers), start=room.workers[0].sampled.__class__())
+        assert set(sampled.values()) == {1}
+        assert len(sampled) == room.rollouts.sampled == sum(len(text_of(n, 12)[0]) for n in range(requests))
+        assert not room.rollouts.waiting()
+        assert not any(room.rollouts.outstanding(worker) for worker in room.fleet.all())
+        await room.close()
+
+    asyncio.run(run())
+
+
+async def test_requests_of_a_lost_worker_go_first_and_to_who_has_least(tmp_path: Path) -> None:
+    room = Room(tmp_path, dispatch_ahead=0)
+    one = await room.worker("one", max_rows=2)
+    one.generating.clear()
+    replies = [room.sample(number) for number in range(4)]
+    await eventually(lambda: len(one.generates) == 2)
+    assert room.rollouts.waiting() == 2
+    await one.die()
+    two = await room.worker("two", max_rows=2)
+    await asyncio.gather(*replies)
+    assert [g.request for g in two.generates] == ["job-0", "job-1", "job-2", "job-3"]
+    assert room.rollouts.migrated == 2
+    await room.close()
+
+
+async def test_late_and_repeated_chunks_change_nothing(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    worker = await room.worker(chunk=2)
+    worker.generating.clear()
+    seed = next(s for s in range(100) if len(text_of(s, 12)[0]) == 12)
+    reply = room.sample(seed)
+    await eventually(lambda: bool(worker.active))
+    request, (tokens, logprobs, _) = f"job-{seed}", text_of(seed, 12)
+
+    def chunk(start: int, end: int, request: str = request, **changes: Any) -> protocol.Output:
+        part = {"tokens": tokens[start:end], "logprobs": logprobs[start:end], "version": 7, "policy": "p", **changes}
+        return protocol.Output(epoch=0, chunks=[protocol.TokenChunk(request=request, offset=start, **part)])
+
+    await worker.say(chunk(0, 5))
+    await worker.say(chunk(0, 5))
+    await worker.say(chunk(3, 8))
+    await worker.say(chunk(8, 12), epoch=worker.epoch - 1)
+    await worker.say(chunk(0, 3, request="unknown"))
+    await settle()
+    assert room.rollouts.sampled == 8
+    assert room.rollouts.late_chunks == 1
+    assert room.fleet.ignored_frames == 1
+    await worker.say(chunk(6, 12, finish="length"))
+    check(await reply, seed)
+    await worker.say(chunk(6, 12, finish="length"))
+    await settle()
+    assert room.rollouts.late_chunks == 2
+    await room.close()
+
+
+async def test_a_lost_workers_frames_are_ignored_after_it_came_back(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    worker = await room.worker(chunk=1)
+    worker.chunks_left = 2
+    reply = room.sample(3)
+    await eventually(lambda: room.fleet.all()[0].state == "suspect")
+    old = worker.epoch
+    other = await room.worker("other", chunk=1)
+    other.generating.clear()
+    await eventually(lambda: bool(other.active))
+    worker.chunks_left = None
+    await worker.die()
+    await worker.join()
+    assert worker.epoch > old
+    stale = protocol.TokenChunk(
+        request="job-3", offset=2, tokens=[9], logprobs=[-1.0], version=7, policy="p", finish="stop"
+    )
+    await worker.say(protocol.Output(epoch=0, chunks=[stale]), epoch=old)
+    await worker.say(protocol.Output(epoch=0, chunks=[stale]))
+    await settle()
+    assert not reply.done()
+    assert (room.fleet.ignored_frames, room.rollouts.late_chunks) == (1, 1)
+    other.generating.set()
+    check(await reply, 3)
+    await room.close()
+
+
+@pytest.mark.parametrize("heard", [0, 2])
+async def test_tokens_under_way_to_a_caller_that_left_are_no_gap(tmp_path: Path, heard: int) -> None:
+    """It gives up and returns meanwhile: the worker had gone further than was received."""
+    room = Room(tmp_path)
+    worker = await room.worker()
+    worker.generating.clear()
+    reply = room.sample(4)
+    await eventually(lambda: bool(worker.active))
+    if heard:
+        await worker.say(protocol.Output(epoch=0, chunks=parts(4, (0, heard))))
+        await eventually(lambda: room.rollouts.sampled == heard)
+    reply.cancel()
+    await asyncio.gather(reply, return_exceptions=True)
+    await worker.say(protocol.Output(epoch=0, chunks=parts(4, (heard, heard + 2))))  # nobody waits for it
+    await settle()
+    reply = room.sample(4)
+    # said before the worker heard of either
+    await worker.say(protocol.Output(epoch=0, chunks=parts(4, (heard + 2, heard + 4))))
+    await settle()
+    assert not reply.done()
+    assert (room.rollouts.sampled, room.rollouts.late_chunks) == (heard, 2)
+    worker.generating.set()
+    check(await reply, 4)
+    assert worker.generates[-1].prefix_tokens == parts(4, (0, heard))[0].tokens
+    await room.close()
+
+
+@pytest.mark.parametrize(
+    ("chunk", "problem"),
+    [
+        ({"offset": 1, "tokens": [5], "logprobs": [-1.0]}, "from 1, wanted"),
+        ({"version": 6}, r"\('p', 6\)"),
+        ({"policy": "q"}, r"\('q', 7\)"),
+        ({"logprobs": []}, "wanted"),
+        ({"finish": "error", "error": "no such luck"}, "no such luck"),
+        ({"finish": "error"}, "gave no reason"),
+    ],
+)
+async def test_nonsense_fails_that_request_alone(tmp_path: Path, chunk: dict[str, Any], problem: str) -> None:
+    room = Room(tmp_path)
+    worker = await room.worker()
+    worker.generating.clear()
+    bad, good = room.sample(1), room.sample(2)
+    await eventually(lambda: len(worker.active) == 2)
+    fields = {"offset": 0, "tokens": [5], "logprobs": [-1.0], "version": 7, "policy": "p", **chunk}
+    await worker.say(protocol.Output(epoch=0, chunks=[protocol.TokenChunk(request="job-1", **fields)]))
+    with pytest.raises(GenerationFailed, match=problem):
+        await bad
+    worker.active.pop("job-1")
+    worker.generating.set()
+    check(await good, 2)
+    await room.close()
+
+
+async def test_what_a_worker_gives_up_goes_on_elsewhere(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    worker = await room.worker(chunk=1)
+    worker.generating.clear()
+    reply = room.sample(3)
+    await eventually(lambda: bool(worker.active))
+    chunk = worker.next_chunk("job-3")
+    worker.active.clear()
+    chunk.finish = "abort"
+    await worker.say(protocol.Output(epoch=0, chunks=[chunk]))
+    worker.generating.set()
+    check(await reply, 3)
+    assert [len(g.prefix_tokens) for g in worker.generates] == [0, 1]
+    await room.close()
+
+
+async def test_draining_hands_over_and_loses_nothing(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    worker = await room.worker("old", chunk=2)
+    worker.generating.clear()
+    reply = room.sample(3)
+    await eventually(lambda: bool(worker.active))
+    await worker.say(protocol.Output(epoch=0, chunks=[worker.next_chunk("job-3")]))
+    await worker.say(protocol.Draining(epoch=0))
+    await eventually(lambda: room.fleet.all()[0].state == "draining")
+    new = await room.worker("new", chunk=2)
+    check(await reply, 3)
+    assert new.generates[0].prefix_tokens == text_of(3, 12)[0][:2]
+    assert room.fleet.losses == 0
+    await worker.die()
+    assert room.fleet.all()[0].state == "gone"
+    await room.close()
+
+
+async def test_tenants_take_turns_whoever_came_first(tmp_path: Path) -> None:
+    room = Room(tmp_path, dispatch_ahead=0)
+    greedy = [room.sample(n, "greedy", "big") for n in range(30)]
+    modest = [room.sample(n, "modest", "small") for n in range(3)]
+    await settle()
+    assert room.rollouts.position("modest", "small") == 1
+    assert room.rollouts.position("nobody", "x") is None
+    worker = await room.worker(max_rows=1)
+    await asyncio.gather(*greedy, *modest)
+    order = [generate.request.split("-")[0] for generate in worker.generates]
+    assert order[:6] == ["big", "small"] * 3
+    await room.close()
+
+
+async def test_a_worker_holds_its_rows_and_a_few_more(tmp_path: Path) -> None:
+    room = Room(tmp_path, dispatch_ahead=3)
+    workers = [await room.worker(name, max_rows=2) for name in ("a", "b")]
+    for worker in workers:
+        worker.generating.clear()
+    replies = [room.sample(number) for number in range(14)]
+    await eventually(lambda: sum(len(w.active) for w in workers) == 10)
+    assert room.rollouts.waiting() == 4
+    for worker in workers:
+        worker.generating.set()
+    await asyncio.gather(*replies)
+    await room.close()
+
+
+async def test_cancelled_requests_are_aborted_parked_and_taken_up(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    worker = await room.worker(chunk=1)
+    seed = next(s for s in range(100) if len(text_of(s, 12)[0]) == 12)
+    reply, chat = room.sample(seed), room.sample(seed, job="chat", episode="")
+    await eventually(lambda: sum(worker.sampled.values()) >= 6)
+    worker.generating.clear()
+    await settle()
+    received = room.rollouts.sampled
+    for task in (reply, chat):
+        task.cancel()
+    await asyncio.gather(reply, chat, return_exceptions=True)
+    await eventually(lambda: not worker.active)
+    worker.generating.set()
+    check(await room.sample(seed), seed)
+    check(await room.sample(seed, job="chat", episode=""), seed)
+    given = [len(generate.prefix_tokens) for generate in worker.generates]
+    assert given[:2] == [0, 0]
+    assert given[2] > 0, "an episode's tokens are kept"
+    assert given[3] == 0, "nobody comes back for a chat"
+    assert room.rollouts.sampled == received + (12 - given[2]) + 12
+    await room.close()
+
+
+async def test_a_reply_that_came_with_the_cancellation_is_kept(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    worker = await room.worker(chunk=20)
+    worker.generating.clear()
+    reply = room.sample(3)
+    await eventually(lambda: bool(worker.active))
+    output = protocol.Output(epoch=worker.epoch, chunks=[worker.next_chunk("job-3")])
+    room.rollouts._output(room.fleet.all()[0], output)  # the same moment: before the waiting task has run
+    reply.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reply
+    check(await room.sample(3), 3)
+    assert len(worker.generates) == 1
+    room.rollouts.forget("job")
+    await room.close()
+
+
+async def test_a_wait_for_a_worker_has_its_deadline(tmp_path: Path) -> None:
+    room = Room(tmp_path, worker_wait_seconds=60)
+    reply = room.sample(1)
+    await settle()
+    await room.clock.advance(58)
+    assert not reply.done()
+    await room.clock.advance(10)
+    with pytest.raises(Unavailable, match="no worker serves smollm2-135m-instruct for rollout"):
+        await reply
+    assert room.rollouts.waiting() == 0
+    late = await room.worker("late")
+    check(await room.sample(1), 1)
+    assert len(late.generates) == 1
+    await room.close()
+
+
+async def test_a_worker_that_beats_and_says_nothing_is_named(tmp_path: Path) -> None:
+    room = Room(tmp_path, request_timeout_seconds=60, suspect_seconds=10**6, stuck_seconds=10**6)
+    worker = await room.worker()
+    worker.generating.clear()
+    reply = room.sample(1)
+    await settle()
+    await room.clock.advance(58)
+    assert not reply.done()
+    await room.clock.advance(10)
+    with pytest.raises(GenerationFailed, match="worker worker sent nothing of it for 60 s"):
+        await reply
+    worker.generating.set()
+    check(await room.sample(2), 2)
+    await room.close()
+
+
+async def test_a_worker_gets_new_tickets_for_what_it_was_given_only(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    worker = await room.worker()
+    await room.sample(1)
+    await worker.say(protocol.TicketRequest(epoch=0, hash="f" * 64))
+    await worker.say(protocol.TicketRequest(epoch=0, hash=ADAPTER.hash))
+    await eventually(lambda: bool(worker.other))
+    assert [type(message) for message in worker.other] == [protocol.TicketGrant]
+    assert worker.other[0].hash == ADAPTER.hash
+    assert room.tickets.reads(worker.other[0].ticket, ADAPTER.hash)
+    assert not room.tickets.reads(worker.other[0].ticket, "f" * 64)
+    room.clock.now += 601
+    assert not room.tickets.reads(worker.other[0].ticket, ADAPTER.hash)
+    await room.close()
+
+
+async def test_a_new_controller_takes_up_what_a_worker_still_holds(tmp_path: Path) -> None:
+    room = Room(tmp_path, dispatch_ahead=0)
+    await room.worker("a", max_rows=8)
+    holder = ScriptedWorker(room.fleet.serve, room.tickets, "z", max_rows=8)
+    room.workers.append(await holder.join(running=["job-5"]))
+    replies = [room.sample(number) for number in range(8)]
+    await asyncio.gather(*replies)
+    assert "job-5" in {generate.request for generate in holder.generates}
+    await room.close()
+
+
+async def test_what_a_worker_brought_along_binds_nobody_for_ever(tmp_path: Path) -> None:
+    """It drops what was not asked for in time: then its gate and its rows count again. An ended job's goes at once."""
+    room = Room(tmp_path, resume_seconds=15)
+    room.rollouts.gate = lambda worker: False
+    holder = ScriptedWorker(room.fleet.serve, room.tickets)
+    room.workers.append(await holder.join(running=["job-1", "job-2", "job-3", "another-1"]))
+    room.clock.now += 14
+    check(await room.sample(1), 1)
+    room.clock.now += 2
+    late = room.sample(2)
+    await settle()
+    assert room.rollouts.waiting() == 1
+    assert [generate.request for generate in holder.generates] == ["job-1"]
+    room.rollouts.gate = lambda worker: True
+    room.rollouts.dispatch()
+    check(await late, 2)
+    assert set(room.rollouts._claims) == {"job-3", "another-1"}
+    room.rollouts.forget("job")
+    assert set(room.rollouts._claims) == {"another-1"}
+    await room.close()
+
+
+# --- versions that change under way, and who may take what ------------------------------------------------------------
+
+NEWER = protocol.AdapterRef(policy="p", version=8, hash="1" * 64, rank=8, alpha=16.0)
+
+
+def full(count: int) -> list[int]:
+    """Seeds whose texts have all twelve tokens."""
+    return [seed for seed in range(1000) if len(text_of(seed, 12)[0]) == 12][:count]
+
+
+async def send(worker: ScriptedWorker, request: str, finish: str | None = None) -> None:
+    """One chunk of the request; ``finish`` instead of its own."""
+    chunk = worker.next_chunk(request)
+    if finish is not None:
+        worker.active.pop(request, None)
+        chunk.finish = finish  # type: ignore[assignment]
+    await worker.say(protocol.Output(epoch=0, chunks=[chunk]))
+
+
+@pytest.mark.parametrize("in_flight", ["switch", "recompute"])
+async def test_a_new_version_reaches_what_runs_what_waits_and_what_is_parked(tmp_path: Path, in_flight: Any) -> None:
+    room = Room(tmp_path, dispatch_ahead=0)
+    worker = await room.worker(max_rows=2, chunk=4)
+    worker.generating.clear()
+    runs, waits, finishes, parked = full(4)
+    away = room.sample(parked, in_flight=in_flight)
+    await eventually(lambda: bool(worker.active))
+    await send(worker, f"job-{parked}")
+    await eventually(lambda: room.rollouts.sampled == 4)
+    away.cancel()
+    await asyncio.gather(away, return_exceptions=True)
+
+    replies = [room.sample(runs, in_flight=in_flight), room.sample(finishes)]
+    await eventually(lambda: len(worker.active) == 2)
+    replies.append(room.sample(waits, in_flight=in_flight))
+    other = room.sample(waits, job="another", in_flight=in_flight)
+    await settle()
+    for seed in (runs, finishes):
+        await send(worker, f"job-{seed}")
+    await eventually(lambda: room.rollouts.sampled == 12)
+    room.rollouts.switch("job", NEWER, recompute=in_flight == "recompute")
+    room.rollouts.switch("job", ADAPTER, recompute=False)  # older: nobody goes back
+    late = worker.next_chunk(f"job-{runs}")  # sampled before the worker heard of it
+    await worker.say(protocol.Output(epoch=0, chunks=[late]))
+    await settle()
+    [switch] = worker.other
+    assert (switch.request, switch.recompute) == (f"job-{runs}", in_flight == "recompute")
+    assert room.tickets.reads(switch.adapter.ticket, NEWER.hash)
+    worker.generating.set()
+    replies.append(room.sample(parked, in_flight=in_flight))  # its episode knows the old one only
+    texts = [(reply.tokens, reply.versions) for reply in await asyncio.gather(*replies)]
+    assert [tokens for tokens, _ in texts] == [text_of(s, 12)[0] for s in (runs, finishes, waits, parked)]
+    assert [versions for _, versions in texts] == [[7] * 8 + [8] * 4, [7] * 12, [8] * 12, [7] * 4 + [8] * 8]
+    assert (await other).versions == [7] * 12, "another job's stays"
+    await room.close()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"prompt": [1, 5, 7]}, {"temperature": 0.5}, {"max_tokens": 11}, {"adapter": NEWER}, {"seed": 10**6}]
+)
+async def test_what_returns_for_another_text_begins_anew(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """As after a new reset of its environment: nothing of before is gone on with, or taken for it."""
+    room = Room(tmp_path)
+    worker = await room.worker()
+    worker.generating.clear()
+    seed = full(1)[0]
+    reply = room.sample(seed)
+    await eventually(lambda: bool(worker.active))
+    await worker.say(protocol.Output(epoch=0, chunks=parts(seed, (0, 3))))
+    await eventually(lambda: room.rollouts.sampled == 3)
+    reply.cancel()
+    await asyncio.gather(reply, return_exceptions=True)
+    reply = room.sample(seed, **changes)
+    await eventually(lambda: len(worker.generates) == 2)
+    again = worker.generates[1]
+    assert again.prefix_tokens == []
+    await worker.say(protocol.Output(epoch=0, chunks=parts(seed, (3, 6))))  # said before the worker heard of either
+    await settle()
+    assert (room.rollouts.sampled, room.rollouts.late_chunks) == (3, 1)
+    worker.generating.set()
+    got = await reply
+    assert again.adapter is not None
+    assert (got.tokens, got.logprobs, got.finish) == text_of(again.seed, again.max_tokens)
+    assert set(got.versions) == {again.adapter.version}
+    await room.close()
+
+
+@pytest.mark.parametrize(("in_flight", "claims"), [("switch", True), ("finish", True), ("switch", False)])
+async def test_older_tokens_are_taken_from_who_had_the_request_before_only(
+    tmp_path: Path, in_flight: Any, claims: bool
+) -> None:
+    """A service that was restarted knows the newest version alone; its worker sampled some tokens before that."""
+    room = Room(tmp_path)
+    seed = full(1)[0]
+    worker = ScriptedWorker(room.fleet.serve, room.tickets)
+    worker.generating.clear()
+    room.workers.append(await worker.join(running=[f"job-{seed}"] if claims else []))
+    reply = room.sample(seed, adapter=NEWER, in_flight=in_flight)
+    await eventually(lambda: bool(worker.active))
+    await worker.say(protocol.Output(epoch=0, chunks=parts(seed, (0, 3))))
+    worker.active[f"job-{seed}"] = (worker.active[f"job-{seed}"][0], 3)
+    await settle()
+    worker.generating.set()
+    if claims and in_flight == "switch":
+        assert (await reply).versions == [7] * 3 + [8] * 9
+    else:
+        with pytest.raises(GenerationFailed, match="wanted"):
+            await reply
+    await room.close()
+
+
+async def test_a_closed_gate_lets_in_who_is_waited_for_alone(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    closed: set[str] = {"one"}
+    room.rollouts.gate = lambda worker: worker.name not in closed
+    one = await room.worker("one")
+    replies = [room.sample(number) for number in range(3)]
+    chat = room.sample(9, "b", "chat", first=True, episode="")
+    check(await chat, 9)
+    await settle()
+    assert room.rollouts.waiting() == 3
+    [known] = room.fleet.all()
+    assert room.rollouts.idle(known)
+    closed.clear()
+    room.rollouts.dispatch(known)
+    for number, reply in enumerate(await asyncio.gather(*replies)):
+        check(reply, number)
+    assert len(one.generates) == 4
+    await room.close()
+
+
+async def test_what_is_handed_off_goes_on_elsewhere_with_its_tokens(tmp_path: Path) -> None:
+    """What does not decode yet first, then what has the fewest tokens; what somebody waits for stays."""
+    room = Room(tmp_path, dispatch_ahead=0)
+    one = await room.worker("one", max_rows=4, chunk=2)
+    one.generating.clear()
+    seeds = full(5)
+    replies = [room.sample(seed, first=seed == seeds[4]) for seed in seeds]
+    await eventually(lambda: len(one.active) == 5)
+    for times, seed in ((3, seeds[0]), (1, seeds[1]), (2, seeds[2])):
+        for _ in range(times):
+            await send(one, f"job-{seed}")
+    await eventually(lambda: room.rollouts.sampled == 12)
+    closed = {"one"}
+    room.rollouts.gate = lambda worker: worker.name not in closed
+    room.rollouts.dispatch()
+    [first] = room.fleet.all()
+    assert room.rollouts.outstanding(first) == 5
+    assert room.rollouts.migrate(first, limit=2) == 2
+    assert (room.rollouts.outstanding(first), room.rollouts.waiting()) == (3, 2)
+    two = await room.worker("two", chunk=2)
+    assert room.rollouts.migrate(first) == 2
+    assert room.rollouts.migrate(first) == 0, "the chat is all that is left"
+    assert room.rollouts.moves["offloaded"] == 4
+    await eventually(lambda: len(two.generates) == 4)
+    given = [(g.request, len(g.prefix_tokens)) for g in two.generates]
+    assert given == [(f"job-{seeds[n]}", tokens) for n, tokens in ((3, 0), (1, 2), (2, 4), (0, 6))]
+    one.generating.set()
+    for seed, reply in zip(seeds, await asyncio.gather(*replies), strict=True):
+        check(reply, seed)
+    assert {g.request for g in one.generates if g.interactive} == {f"job-{seeds[4]}"}
+    await room.close()
+
+
+async def test_who_catches_up_takes_what_it_holds(tmp_path: Path) -> None:
+    room = Room(tmp_path)
+    room.fleet.in_use = lambda model: [ADAPTER, NEWER]
+    worker = ScriptedWorker(room.fleet.serve, room.tickets)
+    worker.pulling.clear()
+    worker.adapters.add(ADAPTER.hash)
+    room.workers.append(await worker.join())
+    old, new, base = room.sample(1), room.sample(2, adapter=NEWER), room.sample(3, job="plain", adapter=None)
+    check(await old, 1)
+    assert (await base).versions == [0] * len(text_of(3, 12)[0])
+    await settle()
+    assert room.fleet.all()[0].state == "catching up"
+    assert not new.done() and room.rollouts.waiting() == 1
+    worker.pulling.set()
+    assert (await new).versions == [8] * len(text_of(2, 12)[0])
+    await room.close()
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 2**32))
+def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Path, seed: int) -> None:
+    """Workers come, go, drain, give up, beat, and are closed; requests are moved, handed off, cancelled and taken up
+    again; versions change."""
+
+    async def run() -> None:
+        random = Random(seed)
+        room = Room(tmp_path, dispatch_ahead=random.randint(0, 3))
+        rollouts, closed = room.rollouts, set[str]()
+        rollouts.gate = lambda worker: worker.name not in closed
+        asked: dict[int, dict[str, Any]] = {}
+        replies: dict[int, asyncio.Task[SamplingResult]] = {}
+        alive: list[ScriptedWorker] = []
+        head = ADAPTER
+
+        def sample(number: int) -> None:
+            replies[number] = room.sample(number, **{**asked[number], "adapter": asked[number]["adapter"]})
+
+        async def act() -> None:
+            nonlocal head
+            running = [(worker, request) for worker in alive for request in worker.active]
+            match random.randrange(12):
+                case 0:
+                    number = len(asked)
+                    first = random.random() < 0.2
+                    in_flight = "finish" if first else random.choice(["finish", "switch", "recompute"])
+                    asked[number] = {
+                        "adapter": head, "in_flight": in_flight, "first": first, "tenant": random.choice("ab"),
+                        "episode": "" if first else f"e{number}",
+                    }  # fmt: skip
+                    sample(number)
+                case 1 if len(alive) < 4:
+                    worker = await room.worker(f"w{len(room.workers)}", max_rows=random.randint(1, 4), chunk=1)
+                    worker.generating.clear()
+                    alive.append(worker)
+                case 2 if alive and random.random() < 0.5:
+                    await alive.pop(random.randrange(len(alive))).die()
+                case 3 if alive and random.random() < 0.3:
+                    worker = alive.pop(random.randrange(len(alive)))
+                    await worker.say(protocol.Draining(epoch=0))
+                case 4:
+                    head = msgspec.structs.replace(head, version=head.version + 1, hash=f"{head.version:064}")
+                    rollouts.switch("job", head, recompute=random.random() < 0.5)
+                case 5 if alive:
+                    closed.symmetric_difference_update({random.choice(alive).name})
+                    rollouts.dispatch()
+                case 6 if alive:
+                    known = room.fleet.named(random.choice(alive).name)
+                    assert known is not None
+                    before = rollouts.outstanding(known)
+                    limit = random.choice([None, 0, 1, 2])
+                    assert rollouts.migrate(known, limit) <= min(before, before if limit is None else limit)
+                case 7 if alive:
+                    worker = random.choice(alive)
+                    active = random.randint(0, len(worker.active))
+                    await worker.say(
+                        protocol.Heartbeat(
+                            epoch=0, progress=0, active=active, waiting=len(worker.active) - active, training=0,
+                            adapters=0, generated=0, trained=0, decode_seconds=0.0, train_seconds=0.0, memory_bytes=0,
+                        )
+                    )  # fmt: skip
+                case 8 if replies and random.random() < 0.4:
+                    number = random.choice(list(replies))
+                    if not replies[number].done():
+                        replies[number].cancel()
+                        await asyncio.gather(replies[number], return_exceptions=True)
+                        sample(number)
+                case 9 if running:
+                    await send(*random.choice(running), finish="abort")
+                case _ if running:
+                    await send(*random.choice(running))
+            if random.random() < 0.5:
+                await settle(3)
+
+        for _ in range(random.randint(20, 150)):
+            await act()
+        closed.clear()
+        rollouts.dispatch()
+        for worker in alive:
+            worker.generating.set()
+        await room.worker("last")
+        for number, task in replies.items():
+            reply, wanted = await task, text_of(number, 12)
+            assert (reply.tokens, reply.logprobs, reply.finish) == wanted
+            begun = asked[number]["adapter"].version
+            assert reply.versions == sorted(reply.versions) and reply.versions[0] >= begun
+            if asked[number]["in_flight"] == "finish":
+                assert set(reply.versions) == {begun}
+        await settle()
+        assert not rollouts.waiting() and not rollouts._live and not rollouts._jobs
+        assert not any(rollouts.outstanding(worker) or rollouts.executing(worker) for worker in room.fleet.all())
+        kept = sum(len(text_of(number, 12)[0]) for number in asked)
+        assert rollouts.sampled >= kept
+        if not any(request["first"] for request in asked.values()):  # only those drop tokens: when they are cancelled
+            assert rollouts.sampled == kept, "every token counted once"
+        await room.close()
+
+    asyncio.run(run())

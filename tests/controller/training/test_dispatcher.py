@@ -1,0 +1,469 @@
+"""Optimizer steps through workers that are lost, stale, silent or lie; what is committed is what was computed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.peers import ADAPTER, ManualClock, ScriptedWorker, Service, eventually, job_of, settle
+
+from rookery import protocol
+from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.training.dispatcher import TrainingDispatcher, TrainingFailed
+from rookery.controller.training.policy_trainer import ForwardRequest, PolicyTrainer
+from rookery.controller.training.slots import SlotHolder, TrainerSlots
+from rookery.controller.weights.tickets import Tickets
+from rookery.errors import Unavailable
+from rookery.settings import Settings
+from rookery.storage.artifacts import Artifacts
+from rookery.storage.writer import RandomIds, StorageWriter
+
+MODEL = "smollm2-135m-instruct"
+
+
+class Room:
+    """A fleet and its trainers, with nothing else around them."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        self.clock = ManualClock()
+        self.settings = Settings(data=folder, cache=folder, **changes)
+        self.artifacts = Artifacts(folder / "artifacts")
+        self.tickets = Tickets(self.artifacts, self.clock, 600)
+        self.fleet = Fleet(self.settings, self.clock, "worker-token", self.tickets)
+        self.ledger = StorageWriter()
+        self.training = TrainingDispatcher(
+            self.fleet, self.tickets, self.settings, self.clock, RandomIds(), self.ledger
+        )
+        self.fleet.handle(protocol.Output, lambda worker, message: None)
+        self.fleet.handle(protocol.TicketRequest, lambda worker, message: None)
+        self.workers: list[ScriptedWorker] = []
+        self.leases: dict[str, int] = {}
+        self.versions = 0
+
+    async def worker(self, name: str = "worker", **script: Any) -> ScriptedWorker:
+        worker = ScriptedWorker(self.fleet.serve, self.tickets, name, **script)
+        self.workers.append(await worker.join())
+        return worker
+
+    def trainee(self, policy: str = "p") -> PolicyTrainer:
+        async def next_lease() -> int:
+            self.leases[policy] = self.leases.get(policy, 0) + 1
+            return self.leases[policy]
+
+        return PolicyTrainer(self.training, tenant="alice", policy=policy, model=MODEL, next_lease=next_lease)
+
+    async def begin(self, trainee: PolicyTrainer, policy: str = "p") -> protocol.AdapterRef:
+        def make(op: str, commit: str, source: protocol.AdapterRef | None) -> protocol.InitAdapter:
+            return protocol.InitAdapter(
+                op=op, policy=policy, rank=8, alpha=16.0, targets=["q"], seed=1, commit=commit, source=source
+            )
+
+        return self.commit(trainee, await trainee.init(make, None), policy)
+
+    def commit(
+        self, trainee: PolicyTrainer, manifest: protocol.Manifest | None, policy: str = "p"
+    ) -> protocol.AdapterRef:
+        assert manifest is not None
+        self.artifacts.verify(manifest.hash)
+        ref = protocol.AdapterRef(policy=policy, version=self.versions, hash=manifest.hash, rank=8, alpha=16.0)
+        self.versions += 1
+        trainee.committed(ref)
+        return ref
+
+    def content(self, ref: protocol.AdapterRef) -> str:
+        return self.artifacts.path(ref.hash, ADAPTER).read_text()
+
+    def staged(self) -> int:
+        return len(list((self.artifacts._root / ".staging").iterdir()))
+
+
+@pytest.fixture
+async def room(tmp_path: Path) -> AsyncIterator[Room]:
+    room = Room(tmp_path, worker_wait_seconds=0.2)
+    yield room
+    for worker in room.workers:
+        await worker.die()
+    room.ledger.close()
+
+
+def forward(number: int) -> ForwardRequest:
+    member = protocol.GroupMember(tokens=[number], logprobs=[-1.0], advantages=[1.0], weights=[1.0])
+    batch = protocol.encode(protocol.TrainingBatch(groups=[protocol.SharedPrefixGroup(prompt=[1], members=[member])]))
+    return ForwardRequest(batch, protocol.Loss(name="aipo", params={"rho": 4.0}))
+
+
+async def step(
+    trainee: PolicyTrainer, parent: protocol.AdapterRef, number: int, *, commit: bool
+) -> protocol.OperationDone:
+    """One optimizer step on the gradient of one batch."""
+    await trainee.forward(parent, forward(number))
+    return await trainee.optim_step(parent, protocol.Adam(lr=0.1 * number), commit=commit, scale=1 / number)
+
+
+async def history(room: Room, trainee: PolicyTrainer, steps: int, every: int = 1) -> list[str]:
+    """Take that many steps; the content of every committed version."""
+    ref = await room.begin(trainee)
+    contents = [room.content(ref)]
+    for number in range(1, steps + 1):
+        done = await step(trainee, ref, number, commit=number % every == 0)
+        if number % every == 0:
+            ref = room.commit(trainee, done.manifest)
+            contents.append(room.content(ref))
+    return contents
+
+
+async def test_steps_follow_each_other_on_one_lease(room: Room) -> None:
+    worker = await room.worker()
+    contents = await history(room, room.trainee(), 4)
+    assert len(set(contents)) == 5
+    assert [type(op).__name__ for op in worker.operations] == ["InitAdapter"] + ["ForwardBackward", "OptimStep"] * 4
+    assert {op.lease for op in worker.operations[1:]} == {2}
+    assert all(op.steps == 0 for op in worker.operations[1:])
+    assert [op.parent.version for op in worker.operations[1:]] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert all(room.tickets.reads(op.parent.ticket, op.parent.hash) for op in worker.operations[1:])
+    assert all(room.tickets.open_batch(op.batch_ticket) is None for op in worker.operations[1::2]), (
+        "offers are withdrawn"
+    )
+    assert room.staged() == 0
+
+
+async def test_metrics_of_both_operations_come_back(room: Room) -> None:
+    await room.worker()
+    trainee = room.trainee()
+    parent = await room.begin(trainee)
+    done = await trainee.forward(parent, forward(1))
+    assert done.metrics == {"loss:sum": 1.0, "tokens": 1.0, "entropy:sum": 2.0}
+    done = await trainee.optim_step(parent, protocol.Adam(lr=0.1), commit=True)
+    assert done.metrics == {"grad_norm": 1.0}
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("death", range(8))
+async def test_a_lost_worker_costs_its_work_and_nothing_else(tmp_path: Path, every: int, death: int) -> None:
+    """Whenever the worker dies, the versions are those of an undisturbed run."""
+    calm = Room(tmp_path / "calm")
+    await calm.worker()
+    expected = await history(calm, calm.trainee(), 3, every)
+    rough = Room(tmp_path / "rough")
+    first = await rough.worker("a")
+    heard = 0
+
+    async def die(op: Any) -> None:
+        nonlocal heard
+        heard += 1
+        if heard == death + 1:
+            assert first.link is not None
+            first.link.cut()
+
+    first.answer = die
+    await rough.worker("b")
+    assert await history(rough, rough.trainee(), 3, every) == expected
+    assert rough.fleet.losses == (1 if heard > death else 0)
+    for room in (calm, rough):
+        for worker in room.workers:
+            await worker.die()
+        room.ledger.close()
+
+
+async def test_a_stale_worker_reloads(room: Room) -> None:
+    worker = await room.worker()
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+    ref = room.commit(trainee, (await step(trainee, ref, 1, commit=True)).manifest)
+    worker._states.clear()  # it dropped the policy: the pending step must not be built on nothing
+
+    heard: list[str] = []
+
+    async def once(op: Any) -> protocol.OperationDone | None:
+        heard.append(type(op).__name__)
+        if heard == ["ForwardBackward"]:
+            return protocol.OperationDone(epoch=0, op=op.op, error="not held here", category="stale")
+        return None
+
+    worker.answer = once
+    done = await step(trainee, ref, 2, commit=True)
+    assert done.manifest is not None
+    assert heard == ["ForwardBackward", "ForwardBackward", "OptimStep"]
+    assert worker.operations[-1].lease > worker.operations[-3].lease
+    assert room.training.retries == 1
+
+
+async def test_steps_since_the_commit_are_replayed(room: Room) -> None:
+    one = await room.worker("one")
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+    await step(trainee, ref, 1, commit=False)
+    await step(trainee, ref, 2, commit=False)
+    await one.die()
+    two = await room.worker("two")
+    await step(trainee, ref, 3, commit=True)
+    assert [op.steps for op in two.operations] == [0, 0, 1, 1, 2, 2]
+    assert [op.commit != "" for op in two.operations if isinstance(op, protocol.OptimStep)] == [False, False, True]
+
+
+@pytest.mark.parametrize("category", ["lost", "stale"])
+async def test_who_never_manages_is_no_failure_of_the_job(room: Room, category: Any) -> None:
+    worker = await room.worker()
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+
+    async def refuse(op: Any) -> protocol.OperationDone:
+        return protocol.OperationDone(epoch=0, op=op.op, error="no luck", category=category)
+
+    worker.answer = refuse
+    with pytest.raises(Unavailable, match="training failed 4 times, the last: worker worker: no luck"):
+        await step(trainee, ref, 1, commit=True)
+
+
+async def test_a_worker_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    room = Room(tmp_path, request_timeout_seconds=0.2)
+    worker = await room.worker()
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+    worker.training.clear()
+    before = len(worker.other)
+    with pytest.raises(Unavailable, match=r"the last: worker worker did not answer ForwardBackward within 0\.2 s"):
+        await step(trainee, ref, 1, commit=True)
+    attempts = room.settings.retry_limit + 1
+    await eventually(
+        lambda: sum(isinstance(message, protocol.CancelOperation) for message in worker.other[before:]) == attempts
+    )
+    worker.training.set()
+    assert (await step(trainee, ref, 1, commit=True)).manifest is not None, "it answers again"
+    await worker.die()
+    room.ledger.close()
+
+
+async def test_what_no_worker_can_do_is_not_tried_again(room: Room) -> None:
+    worker = await room.worker()
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+
+    async def refuse(op: Any) -> protocol.OperationDone:
+        return protocol.OperationDone(epoch=0, op=op.op, error="the batch is no batch", category="failed")
+
+    worker.answer = refuse
+    with pytest.raises(TrainingFailed, match="worker worker: the batch is no batch"):
+        await step(trainee, ref, 1, commit=True)
+    assert len(worker.operations) == 2
+    assert room.staged() == 0
+
+
+@pytest.mark.parametrize("lie", ["nothing uploaded", "other bytes", "no manifest"])
+async def test_a_commit_must_be_what_was_uploaded(room: Room, lie: str) -> None:
+    liar = await room.worker("a")
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+
+    async def answer(op: Any) -> protocol.OperationDone | None:
+        if not isinstance(op, protocol.OptimStep):
+            return None
+        if lie == "nothing uploaded":
+            return protocol.OperationDone(epoch=0, op=op.op, manifest=protocol.manifest_of([]))
+        done = liar.upload(op, "something")
+        done.manifest = protocol.manifest_of([]) if lie == "other bytes" else None
+        return done
+
+    liar.answer = answer
+    with pytest.raises(Unavailable, match="worker a uploaded"):
+        await step(trainee, ref, 1, commit=True)
+    assert sum(room.training.pinned.values()) == 1, "version 0 alone, which this test names nowhere else"
+
+
+async def test_late_answers_are_ignored(room: Room) -> None:
+    worker = await room.worker()
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+    worker.training.clear()
+    stepping = asyncio.create_task(step(trainee, ref, 1, commit=True))
+    await eventually(lambda: len(worker.operations) == 2)
+    await worker.say(protocol.OperationDone(epoch=0, op="another", metrics={"grad_norm": 9.0}))
+    await worker.say(protocol.OperationDone(epoch=0, op=worker.operations[1].op, error="old"), epoch=worker.epoch - 1)
+    await settle()
+    assert not stepping.done()
+    worker.training.set()
+    done = await stepping
+    await worker.say(protocol.OperationDone(epoch=0, op=worker.operations[1].op, error="again", category="failed"))
+    await settle()
+    assert room.commit(trainee, done.manifest).version == 1
+
+
+async def test_cancelling_a_step_gives_it_up_at_the_worker(room: Room) -> None:
+    worker = await room.worker()
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+    worker.training.clear()
+    stepping = asyncio.create_task(step(trainee, ref, 1, commit=True))
+    await eventually(lambda: len(worker.operations) == 2)
+    stepping.cancel()
+    await asyncio.gather(stepping, return_exceptions=True)
+    trainee.forget()
+    await eventually(lambda: len(worker.other) == 2)
+    assert isinstance(worker.other[0], protocol.CancelOperation)
+    assert worker.other[0].op == worker.operations[1].op
+    assert worker.other[1] == protocol.EvictArtifacts(policy="p")
+
+
+async def test_no_trainer_in_time_is_said(room: Room) -> None:
+    await room.worker("rolls", roles=["rollout"])
+    with pytest.raises(Unavailable, match=f"no worker serves {MODEL} for train"):
+        await room.begin(room.trainee())
+
+
+async def test_a_trainer_that_comes_is_found(tmp_path: Path) -> None:
+    room = Room(tmp_path, worker_wait_seconds=20)
+    beginning = asyncio.create_task(room.begin(room.trainee()))
+    await settle()
+    await room.worker()
+    assert (await beginning).version == 0
+    for worker in room.workers:
+        await worker.die()
+    room.ledger.close()
+
+
+async def test_policies_are_spread_over_the_trainers(room: Room) -> None:
+    workers = [await room.worker(name) for name in ("a", "b")]
+    for policy in ("p", "q", "r", "s"):
+        trainee = room.trainee(policy)
+        await step(trainee, await room.begin(trainee, policy), 1, commit=False)
+    taken = [{op.policy for op in worker.operations} for worker in workers]
+    assert [len(policies) for policies in taken] == [2, 2]
+    assert not taken[0] & taken[1], "a policy stays where it is"
+
+
+async def test_a_policy_comes_back_to_where_its_state_rests(room: Room) -> None:
+    """However often it is told to rest; not once its state may go."""
+    workers = [await room.worker(name) for name in ("a", "b")]
+    for policy in ("p", "q"):
+        trainee = room.trainee(policy)
+        await step(trainee, await room.begin(trainee, policy), 1, commit=False)
+    by_name = {worker.name: worker.operations[0].policy for worker in workers}
+    later = by_name["b"]
+    assert (await room.training.worker_for(later, MODEL)).name == "b"
+    for _ in range(2):
+        room.training.forget_policy(later, aside=True)
+    room.training.forget_policy(by_name["a"])
+    assert (await room.training.worker_for(later, MODEL)).name == "b"
+    room.training.forget_policy(later, aside=True)
+    room.training.forget_policy(later)
+    assert (await room.training.worker_for(later, MODEL)).name == "a"
+
+
+async def test_a_worker_that_is_given_up_forgets_the_policy(room: Room) -> None:
+    worker = await room.worker()
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+    await step(trainee, ref, 1, commit=False)
+
+    async def gone(op: Any) -> protocol.OperationDone:
+        return protocol.OperationDone(epoch=0, op=op.op, error="it is gone", category="lost")
+
+    worker.answer = gone
+    with pytest.raises(Unavailable, match="it is gone"):
+        await step(trainee, ref, 2, commit=False)
+    forgotten = [message for message in worker.other if isinstance(message, protocol.EvictArtifacts)]
+    assert forgotten and set(map(repr, forgotten)) == {repr(protocol.EvictArtifacts(policy="p"))}
+
+
+async def test_a_batch_carries_one_prompt_for_its_group(tmp_path: Path) -> None:
+    """What the trainer gets from a job: prompts once, the behaviour's log-probs, advantages that sum to nothing."""
+    service = Service(tmp_path)
+    await service.start()
+    worker = await service.worker().join()
+    await service.host(turns=2).join()
+    view, _ = await service.controller.submit(
+        "alice", job_of(algorithm__group_size=4, algorithm__kl_weight=0.1, stop__steps=1, sampling__temperature=0.7)
+    )
+    await service.ends(view.id)
+    (batch,) = worker.batches.values()
+    assert len(batch.groups) == 2
+    for unit in batch.groups:
+        assert len(unit.members) == 4
+        assert sum(member.advantages[0] for member in unit.members) == pytest.approx(0)
+        for member in unit.members:
+            assert len({len(member.tokens), len(member.logprobs), len(member.advantages), len(member.weights)}) == 1
+            own = [i for i, weight in enumerate(member.weights) if weight]
+            assert own[0] == 0
+            assert len(own) < len(member.tokens), "the environment's turn carries no loss"
+            assert sum(member.weights) == pytest.approx(1)
+    (forward,) = [op for op in worker.operations if isinstance(op, protocol.ForwardBackward)]
+    (optimise,) = [op for op in worker.operations if isinstance(op, protocol.OptimStep)]
+    assert optimise.scale == pytest.approx(1 / 8), "each of eight trajectories weighs the same"
+    assert (forward.temperature, forward.kl_weight, forward.tenant) == (0.7, 0.1, "alice")
+    assert forward.loss == protocol.Loss(name="aipo", params={"rho": 4.0})
+    sampled = {tuple(g.prompt) for g in worker.generates if g.request.endswith(".0")}
+    assert {tuple(unit.prompt) for unit in batch.groups} == sampled
+    json.dumps(view.spec)
+    await service.close()
+
+
+async def test_policies_spread_over_training_workers_that_come_later(room: Room) -> None:
+    """All began where one worker was: at their next steps they go where fewer are, one reload each, and stay."""
+    first = await room.worker("first")
+    names = ("p", "q", "r", "s")
+    trainees = {name: room.trainee(name) for name in names}
+    refs = {name: await room.begin(trainee, name) for name, trainee in trainees.items()}
+    second = await room.worker("second")
+    for number in (1, 2, 3):
+        for name, trainee in trainees.items():
+            done = await step(trainee, refs[name], number, commit=True)
+            refs[name] = room.commit(trainee, done.manifest, name)
+    steps = {worker.name: [op.policy for op in worker.operations if isinstance(op, protocol.OptimStep)]
+             for worker in (first, second)}  # fmt: skip
+    assert steps == {"first": ["r", "s"] * 3, "second": ["p", "q"] * 3}
+    assert set(room.leases.values()) == {2}, "nobody moves twice"
+
+
+async def test_a_policy_comes_back_to_the_worker_that_stays(room: Room) -> None:
+    """Once it has nothing uncommitted; one that may vanish trains it only while no other can."""
+    stays = await room.worker("stays")
+    spot = await room.worker("spot", kind="preemptible")
+    trainee = room.trainee()
+    ref = await room.begin(trainee)
+    await stays.die()
+    await step(trainee, ref, 1, commit=False)
+    await stays.join()
+    done = await step(trainee, ref, 2, commit=True)
+    ref = room.commit(trainee, done.manifest)
+    for number in (3, 4):
+        done = await step(trainee, ref, number, commit=True)
+        ref = room.commit(trainee, done.manifest)
+    steps = {
+        worker.name: sum(isinstance(op, protocol.OptimStep) for op in worker.operations) for worker in (stays, spot)
+    }
+    assert steps == {"stays": 2, "spot": 2}
+    await eventually(lambda: protocol.EvictArtifacts(policy="p") in spot.other)
+
+
+async def test_places_are_those_of_the_workers_that_are_given_policies(tmp_path: Path) -> None:
+    """Fewer than there were, once a worker that stays is there: who has begun no gradient queues for its next one."""
+    room = Room(tmp_path, trainer_slots=1)
+    places, rested, begun = TrainerSlots(room.fleet, room.settings, room.clock), list[str](), {"one"}
+
+    def guest(name: str) -> SlotHolder:
+        return SlotHolder(name, "alice", name, MODEL, rest=lambda: rested.append(name), gradient=lambda: name in begun)
+
+    one, two = guest("one"), guest("two")
+    for name in ("spot", "another"):
+        await room.worker(name, kind="preemptible")
+    for each in (one, two):
+        await asyncio.wait_for(places.acquire(each), 1)
+    await room.worker("stays")
+    await asyncio.wait_for(places.acquire(one), 1)
+    assert rested == []
+    begun.clear()
+    coming = asyncio.create_task(places.acquire(one))
+    await settle()
+    assert not coming.done() and not one.busy
+    assert places.reason(one) == f"all 1 training places for {MODEL} are in use; 0 others wait before this one"
+    assert rested == ["one"]
+    places.idle(two)
+    await asyncio.wait_for(coming, 1)
+    assert one.busy and rested == ["one", "two"]
+    for worker in room.workers:
+        await worker.die()
+    room.ledger.close()

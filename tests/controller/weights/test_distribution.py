@@ -1,0 +1,650 @@
+"""Workers that load, catch up, lend to each other, fall behind and lose what they should have."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.peers import (
+    MODEL,
+    WORKER_TOKEN,
+    ManualClock,
+    ScriptedWorker,
+    Service,
+    eventually,
+    job_of,
+    settle,
+    text_of,
+)
+from tests.support.virtual import by_number, machine
+
+from rookery import protocol
+from rookery.controller.fleet.fleet import Fleet, Worker
+from rookery.controller.weights.peers import LOOKED_AT, PEERS
+from rookery.controller.weights.pull_failures import PullFailures
+from rookery.controller.weights.tickets import Tickets
+from rookery.protocol.connection import ConnectionClosed
+from rookery.scheduling.peers import PeerCandidate, select_peers
+from rookery.settings import Settings
+from rookery.simulation.clock import EPOCH, InlineLedger, run
+from rookery.simulation.site import MEMORY, Site
+from rookery.simulation.texts import whole
+from rookery.storage.artifacts import Artifacts
+
+
+class Room:
+    """A fleet, and the versions that jobs sample from."""
+
+    def __init__(self, folder: Path) -> None:
+        self.clock = ManualClock()
+        self.settings = Settings(
+            data=folder,
+            cache=folder,
+            heartbeat_seconds=2,
+            suspect_seconds=10,
+            rejoin_seconds=60,
+            stuck_seconds=120,
+        )
+        self.artifacts = Artifacts(folder / "artifacts")
+        self.tickets = Tickets(self.artifacts, self.clock, 600)
+        self.fleet = Fleet(self.settings, self.clock, WORKER_TOKEN, self.tickets)
+        self.absences = PullFailures(self.fleet, self.artifacts, InlineLedger())
+        self.used: list[protocol.AdapterRef] = []
+        self.fleet.in_use = lambda model: [ref for ref in self.used if model == MODEL]
+        self.lost: list[tuple[str, str]] = []
+        self.fleet.on_lost(lambda worker, reason: self.lost.append((worker.name, reason)))
+        self.workers: list[ScriptedWorker] = []
+
+    def worker(self, name: str = "worker", **script: object) -> ScriptedWorker:
+        self.workers.append(ScriptedWorker(self.fleet.serve, self.tickets, name, **script))  # type: ignore[arg-type]
+        return self.workers[-1]
+
+    def ref(self, version: int, policy: str = "p") -> protocol.AdapterRef:
+        staging = self.artifacts.begin()
+        staging.write("adapter_model.safetensors", [f"{policy} {version}".encode()])
+        return protocol.AdapterRef(policy=policy, version=version, hash=staging.commit().hash, rank=4, alpha=8.0)
+
+    def __getitem__(self, name: str) -> Worker:
+        worker = self.fleet.named(name)
+        assert worker is not None
+        return worker
+
+    def states(self) -> dict[str, str]:
+        return {worker.name: worker.state for worker in self.fleet.all()}
+
+    def able(self, role: str) -> list[str]:
+        return [worker.name for worker in self.fleet.serving(role, MODEL)]
+
+
+@pytest.fixture
+async def room(tmp_path: Path) -> AsyncIterator[Room]:
+    room = Room(tmp_path)
+    watch = asyncio.create_task(room.fleet.watch())
+    yield room
+    watch.cancel()
+    await asyncio.gather(watch, return_exceptions=True)
+    for worker in room.workers:
+        if worker.link is not None:
+            await worker.die()
+    await room.absences.close()
+
+
+def ready() -> protocol.Ready:
+    return protocol.Ready(epoch=0, model_hash="m", max_context=256, device="cpu", dtype="bfloat16")
+
+
+def beat(generated: int = 0) -> protocol.Heartbeat:
+    return protocol.Heartbeat(
+        epoch=0, progress=0, active=0, waiting=0, training=0, adapters=0, generated=generated, trained=0,
+        decode_seconds=0.0, train_seconds=0.0, memory_bytes=0,
+    )  # fmt: skip
+
+
+def held(worker: ScriptedWorker) -> list[protocol.AdapterRef]:
+    """What it was asked to hold, in order."""
+    return [ref for message in worker.other if isinstance(message, protocol.PrefetchAdapters) for ref in message.refs]
+
+
+def bare(ref: protocol.AdapterRef) -> protocol.AdapterRef:
+    return msgspec.structs.replace(ref, ticket="", peers=[])
+
+
+# --- joining and catching up ------------------------------------------------------------------------------------------
+
+
+async def test_who_loads_for_long_is_neither_given_work_nor_taken_for_stuck(room: Room) -> None:
+    worker = await room.worker(loading=True, max_context=0, device="").join()
+    for _ in range(100):
+        await worker.say(beat())
+        await settle()
+        await room.clock.advance(6, steps=1)
+    assert room.states() == {"worker": "joining"}
+    assert room.able("rollout") == room.able("train") == []
+    assert not room["worker"].accepts(None)
+    assert room.fleet.missing("train", MODEL) == f"no worker serves {MODEL} for train (worker is joining)"
+    await worker.say(ready())
+    await eventually(lambda: room.states() == {"worker": "serving"})
+    assert (room["worker"].hello.max_context, room["worker"].hello.device) == (256, "cpu")
+    assert room.able("rollout") == room.able("train") == ["worker"]
+    await worker.say(ready())
+    await eventually(lambda: room.states() == {"worker": "suspect"})  # it cannot become ready twice
+
+
+async def test_it_catches_up_with_what_is_in_use_and_takes_what_it_has(room: Room) -> None:
+    one, two = room.ref(1), room.ref(7, "q")
+    room.used = [one, two]
+    worker = room.worker(loading=True)
+    worker.pulling.clear()
+    await worker.join()
+    await worker.say(ready())
+    await eventually(lambda: len(held(worker)) == 2)
+    assert [bare(ref) for ref in held(worker)] == [one, two]
+    assert all(room.tickets.reads(ref.ticket, ref.hash) for ref in held(worker))
+    assert room.states() == {"worker": "catching up"}
+    assert (room.able("rollout"), room.able("train")) == (["worker"], [])
+    here = room["worker"]
+    assert (here.accepts(None), here.accepts(one), here.accepts(two)) == (True, False, False)
+    await worker.say(protocol.AdaptersCached(epoch=0, hashes=[one.hash]))
+    await eventually(lambda: here.accepts(one))
+    assert not here.accepts(two)
+    assert room.states() == {"worker": "catching up"}
+    await worker.say(protocol.AdaptersCached(epoch=0, hashes=[two.hash]))
+    await eventually(lambda: room.states() == {"worker": "serving"})
+    assert room.able("train") == ["worker"]
+    assert here.accepts(room.ref(99)), "it pulls what work names"
+
+
+async def test_who_comes_back_keeps_its_adapters(room: Room) -> None:
+    room.used = [room.ref(1)]
+    worker = await room.worker().join()
+    await eventually(lambda: room.states() == {"worker": "serving"})
+    first = worker.epoch
+    await worker.die()
+    await worker.join()
+    assert worker.epoch > first
+    assert room.states() == {"worker": "serving"}, "at once"
+    assert len(held(worker)) == 1, "it was asked once"
+
+
+async def test_a_newer_version_takes_an_older_ones_place(room: Room) -> None:
+    old, new, other = room.ref(1), room.ref(2), room.ref(1, "q")
+    room.used = [old, other]
+    worker = room.worker()
+    worker.pulling.clear()
+    await worker.join()
+    room.fleet.announce(MODEL, new)
+    await worker.say(protocol.AdaptersCached(epoch=0, hashes=[new.hash]))
+    await eventually(lambda: room["worker"].accepts(new))
+    assert room.states() == {"worker": "catching up"}, "the other policy's is still to come"
+    await worker.say(protocol.AdaptersCached(epoch=0, hashes=[other.hash]))
+    await eventually(lambda: room.states() == {"worker": "serving"})
+
+
+async def test_what_is_forgotten_need_not_come(room: Room) -> None:
+    room.used = [room.ref(1)]
+    worker = room.worker()
+    worker.pulling.clear()
+    await worker.join()
+    assert room.states() == {"worker": "catching up"}
+    room.fleet.evict([room.used[0].hash])
+    assert room.states() == {"worker": "serving"}
+    await eventually(lambda: any(isinstance(message, protocol.EvictArtifacts) for message in worker.other))
+
+
+async def test_trainers_alone_catch_up_with_nothing(room: Room) -> None:
+    room.used = [room.ref(1)]
+    await room.worker("trainer", roles=["train"]).join()
+    assert room.states() == {"trainer": "serving"}
+
+
+async def test_the_list_of_who_serves_is_what_each_worker_says(room: Room) -> None:
+    room.used = [room.ref(1)]
+    workers = [room.worker(f"w{n}", roles=roles) for n, roles in enumerate([["train"], ["rollout"]] * 3)]
+    for number, worker in enumerate(workers):
+        if number % 3 == 0:
+            worker.pulling.clear()
+        await worker.join()
+    await workers[1].die()
+    await workers[2].say(protocol.Draining(epoch=0))
+    await settle()
+    for role in ("train", "rollout"):
+        assert room.able(role) == [w.name for w in room.fleet.all() if w.has_role(role, MODEL)]
+    before = room.fleet.serving("rollout", MODEL)
+    names = [worker.name for worker in before]
+    await workers[3].die()
+    assert [worker.name for worker in before] == names, "who looks at the list keeps it as it was"
+
+
+async def test_tokens_per_second_are_of_the_last_beats(room: Room) -> None:
+    worker = await room.worker().join()
+    assert room["worker"].tokens_per_second() == 0.0
+    for generated in (0, 100, 200, 400, 600, 800, 1000):
+        await worker.say(beat(generated))
+        await settle()
+        await room.clock.advance(2, steps=1)
+    assert room["worker"].tokens_per_second() == pytest.approx(90.0), "from the second beat on: 900 in 10 s"
+
+
+# --- published versions -----------------------------------------------------------------------------------------------
+
+
+async def test_a_published_version_is_announced_to_who_generates_and_lacks_it(room: Room) -> None:
+    lacking, holding = await room.worker("lacking").join(), room.worker("holding")
+    trainer = await room.worker("trainer", roles=["train"]).join()
+    new = room.ref(3)
+    holding.adapters = {new.hash}
+    await holding.join()
+    room.fleet.announce("another model", room.ref(9))
+    room.fleet.announce(MODEL, new)
+    await eventually(lambda: [bare(ref) for ref in held(lacking)] == [new])
+    assert held(holding) == held(trainer) == []
+    await eventually(lambda: new.hash in room["lacking"].cached)
+
+
+async def test_who_is_slow_to_get_versions_is_given_no_request_for_them_meanwhile(room: Room) -> None:
+    quick, slow = await room.worker("quick").join(), await room.worker("slow").join()
+    slow.pulling.clear()
+    first, second = room.ref(1), room.ref(2)
+    room.fleet.announce(MODEL, first)
+    assert room["slow"].accepts(first), "nobody knows yet that it is slow"
+    await eventually(lambda: first.hash in room["quick"].cached)
+    await room.clock.advance(5, steps=1)
+    slow.pulling.set()
+    await eventually(lambda: first.hash in room["slow"].cached)
+    slow.pulling.clear()
+    room.fleet.announce(MODEL, second)
+    await eventually(lambda: second.hash in room["quick"].cached)
+    here = room["slow"]
+    assert (here.accepts(second), here.accepts(first), here.accepts(None)) == (False, True, True)
+    slow.pulling.set()
+    await eventually(lambda: here.accepts(second))
+    room.fleet.announce(MODEL, room.ref(3))
+    await eventually(lambda: not here.prefetch_requests)
+    assert not here.slow, "this time it was as quick as the other"
+    assert room.states() == {"quick": "serving", "slow": "serving"}
+    await quick.die()
+
+
+async def test_who_is_overtaken_by_the_next_version_is_slow(room: Room) -> None:
+    slow = await room.worker("slow").join()
+    slow.pulling.clear()
+    for version in (1, 2, 3):
+        room.fleet.announce(MODEL, room.ref(version))
+    here = room["slow"]
+    assert here.slow
+    assert [asked.ref.version for asked in here.prefetch_requests.values()] == [3]
+    assert here.accepts(room.ref(1)), "nobody pulls it ahead any more: work that names it does"
+
+
+async def test_who_does_not_read_its_frames_is_suspect(room: Room) -> None:
+    deaf, other = await room.worker("deaf").join(), await room.worker("other").join()
+    link = room["deaf"].connection
+    hangs = asyncio.Event()
+
+    async def never(frame: bytes) -> None:
+        hangs.set()
+        await asyncio.Event().wait()
+
+    link.send = never  # type: ignore[method-assign]
+    room.fleet.announce(MODEL, room.ref(1))
+    await hangs.wait()
+    for _ in range(6):
+        for worker in (deaf, other):
+            await worker.say(beat())
+        await settle()
+        await room.clock.advance(2, steps=2)
+    assert room.states() == {"deaf": "suspect", "other": "serving"}
+    assert room.lost == [("deaf", room.lost[0][1])]
+    assert "has not read a frame for" in room.lost[0][1]
+
+
+SETTLED = 20.0
+"""Seconds after which everybody has been judged."""
+
+
+def widest_gap(times: list[float]) -> float:
+    return max(later - sooner for sooner, later in pairwise(times))
+
+
+def test_a_receiver_ten_times_slower_delays_no_commit() -> None:
+    """In virtual time: the same job with two quick generating workers, and with a third whose network is slow."""
+    usual = machine(16).model_copy(update={"adapter_bytes": 10_000_000, "download": 20e6, "latency": 0.01})
+    algorithm = {"group_size": 4, "groups_per_step": 4, "max_staleness": 1}
+    job = job_of(environment={"id": "task"}, algorithm=algorithm, sampling={"max_tokens": 64}, stop={"steps": 1000})
+
+    async def commits(folder: str, slow: bool) -> list[float]:
+        site = Site(Path(folder), whole, context=512, seed=1, tenants=["alice"])
+        await site.controller.start()
+        roles: dict[str, Literal["train", "rollout"]] = {"trainer": "train", "one": "rollout", "two": "rollout"}
+        if slow:
+            roles["slow"] = "rollout"
+        workers = []
+        for name, role in roles.items():
+            speed = usual.download / (10 if name == "slow" else 1)
+            workers.append(site.worker(name, usual.model_copy(update={"download": speed}), roles=[role]))
+            workers[-1].start()
+        host = site.host({"builtin:task": 0.05}, prompt_tokens=8, turns=1, reward=by_number)
+        await host.join()
+        view, _ = await site.controller.submit("alice", job)
+        await asyncio.sleep(60)
+        rows = await site.controller.metrics("alice", view.id)
+        if slow:
+            assert workers[-1].pulled > 0
+            assert {row["state"] for row in site.controller.workers()} == {"serving"}
+        for worker in workers:
+            await worker.kill()
+        await site.close()
+        return [row["time"] - EPOCH for row in rows]
+
+    def play(slow: bool) -> list[float]:
+        with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+            return run(commits(folder, slow))
+
+    without, beside = play(False), play(True)
+    # until its first pull is over nobody knows that it is slow: that costs one of its pulls' time, once
+    without, beside = ([time for time in times if time > SETTLED] for times in (without, beside))
+    assert len(without) > 20
+    assert len(beside) >= len(without) - 1
+    assert widest_gap(beside) <= 1.1 * widest_gap(without)
+
+
+# --- what cannot be pulled --------------------------------------------------------------------------------------------
+
+
+async def test_who_cannot_pull_what_is_intact_is_suspect(room: Room) -> None:
+    room.used = [room.ref(1)]
+    worker, other = room.worker(), room.worker("other")
+    worker.pulling.clear()
+    await worker.join()
+    await other.join()
+    await worker.say(protocol.PullFailed(epoch=0, hash=room.used[0].hash, error="HTTP 500"))
+    await eventually(lambda: room.states() == {"worker": "suspect", "other": "serving"})
+    assert "which is here: HTTP 500" in room.lost[0][1]
+    await worker.die()
+    worker.pulling.set()
+    await worker.join()
+    await eventually(lambda: room.states() == {"worker": "serving", "other": "serving"})
+
+
+@pytest.mark.parametrize("damage", ["changed", "gone"])
+async def test_nobody_is_suspect_for_what_the_service_itself_has_not(room: Room, damage: str) -> None:
+    room.used = [room.ref(1)]
+    looked: list[str] = []
+    verify = room.artifacts.verify
+
+    def counted(digest: str) -> protocol.Manifest:
+        looked.append(digest)
+        return verify(digest)
+
+    room.artifacts.verify = counted  # type: ignore[method-assign]
+    path = room.artifacts.path(room.used[0].hash, "adapter_model.safetensors")
+    if damage == "changed":
+        path.write_bytes(b"x" * path.stat().st_size)
+    else:
+        room.artifacts.delete(room.used[0].hash)
+    workers = [room.worker(f"w{n}") for n in range(3)]
+    for worker in workers:
+        worker.pulling.clear()
+        await worker.join()
+    assert set(room.states().values()) == {"catching up"}
+    for worker in workers:
+        await worker.say(protocol.PullFailed(epoch=0, hash=room.used[0].hash, error="another hash"))
+    await eventually(lambda: set(room.states().values()) == {"serving"})
+    assert room.lost == []
+    assert looked == [room.used[0].hash], "hashed once, however many complain"
+
+
+async def test_a_complaint_about_what_nobody_named_is_nothing(room: Room) -> None:
+    ref = room.ref(1)
+    worker = await room.worker().join()
+    await worker.say(protocol.PullFailed(epoch=0, hash=ref.hash, error="I want it"))
+    await settle()
+    assert room.states() == {"worker": "serving"}
+    assert room.fleet.failed_pulls == 0
+
+
+# --- lending ----------------------------------------------------------------------------------------------------------
+
+
+def lent(worker: ScriptedWorker) -> list[protocol.ServeArtifact]:
+    return [message for message in worker.other if isinstance(message, protocol.ServeArtifact)]
+
+
+async def lending(room: Room, name: str, ref: protocol.AdapterRef, **hello: object) -> ScriptedWorker:
+    worker = room.worker(name, **{"address": f"http://{name}:1", **hello})
+    worker.adapters = {ref.hash}
+    return await worker.join()
+
+
+async def test_peers_are_told_to_lend_for_the_ticket_that_the_asker_gets(room: Room) -> None:
+    ref = room.ref(1)
+    lenders_ = [await lending(room, name, ref) for name in ("a", "b", "c")]
+    await lending(room, "mute", ref, address="")
+    asker = await room.worker("asker").join()
+    granted = room.fleet.adapter_ref(room["asker"], ref)
+    assert len(granted.peers) == PEERS
+    assert room.tickets.reads(granted.ticket, ref.hash), "the service honours it too"
+    await settle()
+    asked = [worker for worker in lenders_ if lent(worker)]
+    assert sorted(f"http://{worker.name}:1" for worker in asked) == sorted(granted.peers)
+    assert {(loan.hash, loan.ticket) for worker in asked for loan in lent(worker)} == {(ref.hash, granted.ticket)}
+    assert all(0 < loan.seconds <= 600 for worker in asked for loan in lent(worker))
+    again = room.fleet.adapter_ref(room["asker"], ref)
+    assert set(again.peers) - set(granted.peers), "the one that has lent nothing goes first"
+    for _ in range(20):
+        room.fleet.adapter_ref(room["asker"], ref)
+    await settle()
+    assert [len(lent(worker)) for worker in lenders_] == [1, 1, 1], "a ticket is told once"
+    await asker.say(protocol.TicketRequest(epoch=0, hash=ref.hash))
+    await eventually(lambda: any(isinstance(message, protocol.TicketGrant) for message in asker.other))
+    assert room.fleet.adapter_ref(room["a"], ref).peers == [], "who has it needs nobody"
+
+
+async def test_who_is_lost_or_leaves_or_was_told_to_forget_lends_no_more(room: Room) -> None:
+    ref = room.ref(1)
+    a, b = await lending(room, "a", ref), await lending(room, "b", ref)
+    asker = await room.worker("asker").join()
+    assert len(room.fleet.adapter_ref(room["asker"], ref).peers) == 2
+    await a.die()
+    assert room.fleet.adapter_ref(room["asker"], ref).peers == ["http://b:1"]
+    await b.say(protocol.Draining(epoch=0))
+    await settle()
+    assert room.fleet.adapter_ref(room["asker"], ref).peers == []
+    await a.join()
+    assert room.fleet.adapter_ref(room["asker"], ref).peers == ["http://a:1"]
+    room.fleet.evict([ref.hash])
+    assert room.fleet.adapter_ref(room["asker"], ref).peers == []
+    await asker.die()
+
+
+async def test_who_pulled_lends_in_its_turn(room: Room) -> None:
+    ref = room.ref(1)
+    await lending(room, "a", ref)
+    second = await room.worker("second", address="http://second:1").join()
+    room.fleet.announce(MODEL, ref)
+    await eventually(lambda: ref.hash in room["second"].cached)
+    assert held(second)[0].peers == ["http://a:1"]
+    await room.worker("third").join()
+    assert set(room.fleet.adapter_ref(room["third"], ref).peers) == {"http://a:1", "http://second:1"}
+
+
+async def test_a_grant_looks_at_few_lenders_however_many_there_are(room: Room) -> None:
+    ref = room.ref(1)
+    for number in range(2 * LOOKED_AT):
+        await lending(room, f"far{number:02}", ref, host="far")
+    await lending(room, "near", ref, host="here")
+    await room.worker("asker", host="here").join()
+    named = [set(room.fleet.adapter_ref(room["asker"], ref).peers) for _ in range(LOOKED_AT + 1)]
+    assert any("http://near:1" in peers for peers in named), "it comes up in its turn"
+    assert len(set.union(*named)) > LOOKED_AT
+
+
+WORKERS = st.builds(PeerCandidate, st.text("abc", min_size=1), st.booleans(), st.floats(0, 10))
+
+
+@given(st.lists(WORKERS, unique_by=lambda worker: worker.name), st.integers(0, 4))
+def test_near_lenders_go_first_then_those_left_in_peace(able: list[PeerCandidate], most: int) -> None:
+    chosen = select_peers(able, most)
+    assert len(chosen) == min(most, len(able))
+    by_name = {lender.name: lender for lender in able}
+    keys = [(not by_name[name].near, by_name[name].lent) for name in chosen]
+    assert keys == sorted(keys)
+    left = [lender for lender in able if lender.name not in chosen]
+    assert all((not lender.near, lender.lent) >= keys[-1] for lender in left if keys)
+
+
+# --- the whole service ------------------------------------------------------------------------------------------------
+
+
+async def test_a_worker_that_joins_in_the_middle_of_a_step_helps_with_it(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    await service.start()
+    first = service.worker("first", chunk=1, shortest=1 << 20)
+    await first.join()
+    await service.host().join()
+    view, _ = await service.controller.submit("alice", job_of(stop={"steps": 3}, sampling={"max_tokens": 30}))
+    await eventually(lambda: len(first.active) == 4 and service.controller._rollouts.sampled >= 4)
+    first.generating.clear()
+    second = service.worker("second", loading=True)
+    second.pulling.clear()
+    await second.join()
+    await second.say(ready())
+    await eventually(lambda: bool(held(second)))
+    rows = {row["name"]: row for row in service.controller.workers()}
+    assert rows["second"]["state"] == "catching up"
+    assert second.generates == []
+    await first.die()  # all it had is at stake
+    await settle()
+    assert second.generates == [], "it has not the adapter yet"
+    second.pulling.set()
+    await eventually(lambda: len(second.generates) == 4)
+    assert any(generate.prefix_tokens for generate in second.generates), "received tokens are kept"
+    await service.ends(view.id)
+    service.check_history(view.id)
+    await service.close()
+
+
+async def test_what_is_in_use_is_what_jobs_sample_from(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    await service.start()
+    worker = await service.worker("first", chunk=1, shortest=1 << 20).join()
+    await service.host().join()
+    view, _ = await service.controller.submit("alice", job_of(stop={"steps": 50}, sampling={"max_tokens": 20}))
+
+    async def committed() -> bool:
+        return (await service.controller.show("alice", view.id)).step >= 2
+
+    await eventually(committed)
+    worker.generating.clear()
+    await settle()
+    versions = [ref.version for ref in service.controller._in_use(MODEL)]
+    sampled = {generate.adapter.version for generate, _ in worker.active.values() if generate.adapter is not None}
+    assert sampled <= set(versions)
+    assert versions == sorted(versions)
+    assert service.controller._in_use("another model") == []
+    worker.generating.set()
+    await service.close()
+
+
+@pytest.mark.parametrize("how", ["killed", "garbage", "closes", "frozen", "says goodbye"])
+async def test_however_a_worker_leaves_its_requests_go_on_from_their_last_token(tmp_path: Path, how: str) -> None:
+    service = Service(tmp_path)
+    await service.start()
+    first = await service.worker("first", chunk=2, shortest=1 << 20).join()
+    await service.host().join()
+    algorithm = {"group_size": 4, "groups_per_step": 1}
+    view, _ = await service.controller.submit(
+        "alice", job_of(stop={"steps": 1}, sampling={"max_tokens": 40}, algorithm=algorithm)
+    )
+    rollouts = service.controller._rollouts
+    await eventually(lambda: len(first.active) == 4 and rollouts.sampled >= 12)
+    first.generating.clear()
+    await settle()
+    had = {name: live.reply.tokens[:] for name, live in rollouts._live.items()}
+    logprobs = {name: live.reply.logprobs[:] for name, live in rollouts._live.items()}
+    assert sum(map(len, had.values())) == rollouts.sampled
+    late = [first.next_chunk(name) for name in list(first.active)]
+    second = await service.worker("second", chunk=3, shortest=1 << 20).join()
+    await eventually(lambda: service.controller._fleet.serving("train", MODEL) != [])
+    assert first.link is not None
+    if how == "killed":
+        first.link.cut()
+    elif how == "garbage":
+        await first.link.send(b"\xc1 no message")
+    elif how == "closes":
+        await first.link.close("done")
+    elif how == "says goodbye":
+        await first.say(protocol.Draining(epoch=0))
+    else:
+        while not second.generates:
+            await second.say(beat())
+            await service.clock.advance(1, steps=2)
+    await eventually(lambda: {g.request for g in second.generates} >= set(had))
+    for generate in second.generates[:4]:
+        assert generate.prefix_tokens[: len(had[generate.request])] == had[generate.request]
+    if how == "frozen":  # it wakes, and sends what it had on the connection that was given up
+        ignored = service.controller._fleet.ignored_frames
+        for chunk in late:
+            with contextlib.suppress(ConnectionClosed):
+                await first.say(protocol.Output(epoch=0, chunks=[chunk]))
+        assert service.controller._fleet.ignored_frames >= ignored
+    await service.ends(view.id)
+    for row in await service.controller.trajectories("alice", view.id, 100):
+        (trajectory,) = row["trajectories"]
+        (request,) = [name for name in had if name.startswith(row["episode"])]
+        generate = next(g for g in second.generates if g.request == request)
+        tokens, values, _ = text_of(generate.seed, 40, 1 << 20)
+        mask = trajectory["mask"]
+        assert [t for t, own in zip(trajectory["tokens"], mask, strict=True) if own] == tokens
+        assert [v for v, own in zip(trajectory["logprobs"], mask, strict=True) if own][: len(values)] == values
+        assert logprobs[request] == values[: len(logprobs[request])]
+    twice = first.sampled + second.sampled
+    assert max(twice.values()) == 1, "no token that had been received was sampled again"
+    service.check_history(view.id)
+    await service.close()
+
+
+async def test_running_requests_are_taken_up_by_a_restarted_controller(tmp_path: Path) -> None:
+    """Three workers generate when the controller dies; each keeps what it sampled, and the next controller goes on
+    from there: nothing is generated twice, whatever had been received."""
+    service = Service(tmp_path)
+    await service.start()
+    workers = [await service.worker(f"w{n}", chunk=1, max_rows=2, shortest=1 << 20).join() for n in range(3)]
+    host = await service.host().join()
+    view, _ = await service.controller.submit("alice", job_of(stop={"steps": 2}, sampling={"max_tokens": 12}))
+    await eventually(lambda: sum(len(worker.active) for worker in workers) >= 4)
+    await eventually(lambda: service.controller._rollouts.sampled >= 6)
+    running = {worker.name: dict(worker.active) for worker in workers}
+    service.peers.clear()
+    await service.crash()
+    await host.leave()
+    for worker in workers:
+        worker.generating.clear()
+    await service.start()
+    for worker in workers:
+        again = ScriptedWorker(
+            service.controller.serve_worker, service.controller.tickets, worker.name, chunk=1, max_rows=2,
+            shortest=1 << 20, instance=worker.instance,
+        )  # fmt: skip
+        again.adapters = worker.adapters
+        service.peers.append(again)
+        await again.join(running=sorted(running[worker.name]))
+    service.reconnect(host)
+    await host.join()
+    news = {peer.name: peer for peer in service.peers if isinstance(peer, ScriptedWorker)}
+    claimed = {name for requests in running.values() for name in requests}
+    await eventually(lambda: claimed <= {g.request for peer in news.values() for g in peer.generates})
+    for name, requests in running.items():
+        assert set(requests) <= {generate.request for generate in news[name].generates}, "where they ran before"
+    await service.ends(view.id)
+    service.check_history(view.id)
+    await service.close()

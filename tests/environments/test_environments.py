@@ -1,0 +1,404 @@
+"""Built-in environments, the JSONL reader, the order of prompts."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support import faulty
+
+from rookery.environments import datasets
+from rookery.environments.base import Environment, Reply, Split
+from rookery.environments.builtins import BUILTINS, find
+from rookery.environments.calculator import calculate
+from rookery.environments.datasets import PromptDataset
+from rookery.environments.jsonl import read_jsonl
+from rookery.environments.reasoning_gym import REPLIES_ARE_CODE, ReasoningGym, ReasoningGymOptions
+from rookery.environments.verifiers.reasoning_gym_scores import LITERAL, restored, stored
+from rookery.errors import UserError
+
+ROWS = [{"prompt": f"{number} + 1 = ?", "answer": number + 1} for number in range(10)]
+
+
+def play(environment: Environment, prompt: Any, *replies: str) -> tuple[float, dict[str, float], list[str]]:
+    """Reward, metrics and everything that the environment said."""
+    episode = environment.for_episode()
+    episode.prompt, episode.seed = prompt, 0
+    first: Any = episode.reset(prompt, 0)
+    heard = [message["content"] for message in first]
+    total, metrics = 0.0, {}
+    for turn, text in enumerate(replies):
+        step: Any = episode.step(Reply(text=text, tokens=[], messages=[], turn=turn))
+        total += step.reward
+        metrics.update(step.metrics)
+        heard += [message["content"] for message in step.messages]
+        assert step.done == (turn == len(replies) - 1)
+    return total, metrics, heard
+
+
+# --- jsonl ----------------------------------------------------------------------------------------------------------
+
+
+def test_jsonl_plays_a_row() -> None:
+    environment = BUILTINS["jsonl"]({"rows": ROWS, "verifier": "number", "eval_last": 3})
+    train, held_out = list(environment.prompts("train")), list(environment.prompts("eval"))
+    assert (train, held_out) == (ROWS[:7], ROWS[7:])
+    assert play(environment, train[0], "It is 1")[0] == 1
+    assert play(environment, train[0], "It is 2")[::2] == (0, ["0 + 1 = ?"])
+
+
+def test_jsonl_takes_messages_and_files(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    path, held_out = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"messages": messages, "city": "Rome\u2028"}).encode() + b"\r\n\n")
+    held_out.write_text(json.dumps({"prompt": "Hi", "city": "Oslo"}))
+    verifier = {"name": "json", "fields": {"capital": "city"}, "strict": True}
+    environment = BUILTINS["jsonl"]({"path": str(path), "eval_path": str(held_out), "verifier": verifier})
+    (row,) = environment.prompts("train")
+    assert environment.reset(row, 0) == messages
+    assert play(environment, row, json.dumps({"capital": "Rome\u2028"}))[0] == 1
+    assert [row["city"] for row in environment.prompts("eval")] == ["Oslo"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"prompt": "a"}\n{"prompt": }', "dataset: line 2 is not JSON .* write one JSON object per line"),
+        ('{"prompt": "a", "answer": NaN}', "line 1 is not JSON .NaN"),
+        ("\n\n", "no rows; write"),
+        ('{"prompt": "a"}\n\n[1]', "line 3 is list, not an object"),
+        ('{"question": "a"}', "line 1 has neither prompt nor messages, but 'question'; give one"),
+        ('{"prompt": "a", "messages": []}', "line 1 has both"),
+        ('{"prompt": " "}', 'line 1: prompt is " "; give a text'),
+        ('{"prompt": ["a"]}', "line 1: prompt is .* give a text"),
+        ('{"messages": "a"}', "line 1: messages is .* give a list"),
+        ('{"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}', r"line 1: messages\.1 is .* give"),
+        ('{"messages": []}', "line 1: messages is"),
+        (b'{"prompt": "a"}\n{"prompt": "\xff"}', "line 2 is not UTF-8; save"),
+        ('{"prompt": "a"}' + "[" * 100_000, "line 1 is not JSON"),
+    ],
+)
+def test_malformed_rows_are_refused_with_line_and_remedy(content: str | bytes, says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        read_jsonl(content)
+    assert "\n" not in str(caught.value)
+
+
+@settings(max_examples=60)
+@given(rows=st.lists(st.dictionaries(st.text(), st.text() | st.integers() | st.none(), max_size=3), min_size=1))
+def test_any_well_formed_rows_come_back(rows: list[dict[str, Any]]) -> None:
+    whole = [{key: value for key, value in row.items() if key != "messages"} | {"prompt": "a"} for row in rows]
+    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in whole)
+    assert read_jsonl(text) == whole
+    assert read_jsonl(text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")) is not None
+
+
+@pytest.mark.parametrize(
+    ("id", "options", "says"),
+    [
+        ("jsnl", {}, 'environment.id: given "jsnl"; did you mean jsonl'),
+        ("jsonl", {"rows": ROWS}, "environment.verifier: missing"),
+        (
+            "jsonl",
+            {"rows": ROWS, "verifier": "exat"},
+            r'environment\.verifier\.name: given "exat", allowed: one of exact',
+        ),
+        ("jsonl", {"rows": ROWS, "verifier": "exact", "paht": 1}, "environment.paht: unknown field; did you mean path"),
+        ("jsonl", {"verifier": "exact"}, "exactly one of rows, path and dataset"),
+        (
+            "jsonl",
+            {"rows": ROWS, "verifier": {"name": "number", "tolerance": -1}},
+            "environment.verifier.tolerance: given -1",
+        ),
+        ("jsonl", {"rows": ROWS, "verifier": {"name": "regex", "pattern": "("}}, "not a valid regular expression"),
+        ("jsonl", {"rows": ROWS, "verifier": {"name": "exact", "answer": "y"}}, "row 1: the row has no field 'y'"),
+        ("jsonl", {"rows": ROWS, "verifier": "exact", "eval_last": 10}, "eval_last: given 10, allowed: less than"),
+        ("jsonl", {"path": "/absent", "verifier": "exact"}, "cannot be read .No such file"),
+        ("jsonl", {"dataset": "ab", "verifier": "exact"}, "only the service can read"),
+        ("calculator", {"low": 5, "high": 6, "prompts": 9}, "at most 8"),
+        ("calculator", {"instruction": "sum"}, "environment.instruction: .*{expression}"),
+        ("calculator", {"operations": ["/"]}, "environment.operations.0"),
+    ],
+)
+def test_wrong_options_are_refused_by_path(id: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        find(id)(options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is not None, reason="the extra is installed")
+def test_reasoning_gym_names_its_extra() -> None:
+    find("reasoning-gym").check({"task": "spell_backward"})
+    with pytest.raises(UserError, match=r"pip install 'rookery\[reasoning-gym\]'"):
+        find("reasoning-gym")({"task": "spell_backward"})
+
+
+GYM = """
+import os
+
+
+class Dataset:
+    def __init__(self, task, size, seed, config):
+        if task != "count":
+            raise ValueError(f"Dataset '{task}' not registered")
+        self.size, self.seed, self.config = size, seed, config
+
+    def __getitem__(self, number):
+        assert 0 <= number < self.size
+        return {"question": "?", "answer": str(self.seed + number), "metadata": {"shape": (1, {2}), **self.config}}
+
+    def score_answer(self, answer, entry):
+        print("not an answer")
+        while answer == "for ever":
+            pass
+        if answer == "open":
+            open(os.devnull)
+        if answer == "exit":
+            raise SystemExit
+        if answer == "variables":
+            return any(name.startswith("ROOKERY_") for name in os.environ)
+        if answer == "shape":
+            return entry["metadata"]["shape"] == (1, {2})
+        return answer == entry["answer"] if answer != "raise" else entry[answer]
+
+
+def create_dataset(task, size, seed, **config):
+    return Dataset(task, size, seed, config)
+"""
+"""The library's interface, as far as we use it: entry i of a dataset is drawn from its seed + i."""
+
+
+@pytest.fixture
+def gym(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A library in the place of reasoning-gym, here and in the processes that score."""
+    (tmp_path / "reasoning_gym").mkdir()
+    (tmp_path / "reasoning_gym" / "__init__.py").write_text(GYM)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delitem(sys.modules, "reasoning_gym", raising=False)
+    yield
+    sys.modules.pop("reasoning_gym", None)
+
+
+def test_reasoning_gym_holds_out_other_entries(gym: None) -> None:
+    environment = find("reasoning-gym")(
+        {"task": "count", "size": 5, "eval_size": 3, "tag": "answer", "config": {"x": 1}}
+    )
+    train, held_out = list(environment.prompts("train")), list(environment.prompts("eval"))
+    assert [entry["answer"] for entry in train + held_out] == [str(number) for number in range(8)]
+    assert (len(train), train[0]["metadata"]) == (5, {"shape": [1, "{2}"], "x": 1})
+    assert play(environment, train[2], "hm <answer> 2 </answer>")[:2] == (1, {"right": 1, "unjudged": 0})
+    assert play(environment, train[2], "2")[0] == 0
+    with pytest.raises(UserError, match=r"environment\.task: absent: Dataset 'absent' not registered"):
+        find("reasoning-gym")({"task": "absent"})
+
+
+def test_reasoning_gym_scores_by_the_entry_as_the_library_made_it(gym: None) -> None:
+    """Which JSON does not give back; a prompt that was stored without it is scored as it is."""
+    environment = find("reasoning-gym")({"task": "count"})
+    prompt = json.loads(json.dumps(next(iter(environment.prompts("train")))))
+    assert play(environment, prompt, "shape")[0] == 1
+    del prompt[LITERAL]
+    assert play(environment, prompt, "shape")[0] == 0
+    assert play(environment, prompt, "0")[0] == 1
+
+
+def test_an_entry_is_stored_beside_its_literal_only_where_that_helps() -> None:
+    for entry in ({"a": (1, [2])}, {"a": {2: {3}}}):
+        assert restored(json.loads(json.dumps(stored(entry)))) == entry
+    for entry in ({"a": [1, None]}, {"a": (1, float("nan"))}, {"a": ({1}, object())}):
+        assert list(stored(entry)) == ["a"]
+
+
+def test_a_reply_that_computes_for_ever_scores_nothing_and_delays_no_other(gym: None) -> None:
+    environment = ReasoningGym(ReasoningGymOptions(task="count"), limit=2.0)
+    prompt = next(iter(environment.prompts("train")))
+    with ThreadPoolExecutor() as threads:
+        late = threads.submit(play, environment, prompt, "for ever")
+        assert play(environment, prompt, "0")[0] == 1
+        assert not late.done(), "the honest reply waited for the other"
+        assert late.result()[:2] == (0, {"right": 0, "unjudged": 1})
+    assert play(environment, prompt, "0")[:2] == (1, {"right": 1, "unjudged": 0})
+
+
+def test_a_reply_on_which_the_scorer_raises_scores_nothing(gym: None) -> None:
+    environment = find("reasoning-gym")({"task": "count"})
+    prompt = next(iter(environment.prompts("train")))
+    for reply in ("raise", "exit"):
+        assert play(environment, prompt, reply)[:2] == (0, {"right": 0, "unjudged": 1})
+    assert play(environment, prompt, "0")[:2] == (1, {"right": 1, "unjudged": 0})
+
+
+def test_what_scores_replies_has_no_secrets_and_opens_no_file(gym: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROOKERY_TOKEN", "secret")
+    environment = find("reasoning-gym")({"task": "count"})
+    prompt = next(iter(environment.prompts("train")))
+    assert play(environment, prompt, "variables")[:2] == (0, {"right": 0, "unjudged": 0})
+    assert play(environment, prompt, "open")[:2] == (0, {"right": 0, "unjudged": 1})
+
+
+@pytest.mark.parametrize("task", REPLIES_ARE_CODE)
+def test_a_task_that_runs_replies_as_code_is_refused(task: str) -> None:
+    """When the job is submitted: the service makes no such environment, its host would."""
+    says = rf'environment\.task: given "{task}", allowed: a task that only reads replies; .* Python code, by .*; host'
+    for refuse in (find("reasoning-gym"), find("reasoning-gym").vet):
+        with pytest.raises(UserError, match=says) as caught:
+            refuse({"task": task})
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("reasoning_gym") is None, reason="the extra is not installed")
+def test_no_other_task_of_the_library_runs_replies_as_code() -> None:
+    factory = importlib.import_module("reasoning_gym.factory")
+    runs = {"eval", "exec", "compile", "parse_expr", "sympify"}
+    found = {name for name, (made, _) in factory.DATASETS.items() if runs & {*made.score_answer.__code__.co_names}}
+    # number_sorting runs its own answer, which the reply has no part in; composite asks the others.
+    assert found - {"number_sorting"} == {*REPLIES_ARE_CODE} - {"composite"}
+
+
+# --- calculator -----------------------------------------------------------------------------------------------------
+
+
+def test_the_calculator_has_to_be_called_and_its_result_used() -> None:
+    environment = BUILTINS["calculator"]({})
+    prompt = {"expression": "47 * 38", "answer": 1786}
+    assert play(environment, prompt, "CALC(47 * 38)", "1786") == (
+        1.0,
+        {"called": 1, "asked": 1, "right": 1},
+        [
+            "You have a calculator. To use it, reply with CALC and the expression in brackets, and nothing else.\n"
+            "What is 47 * 38?",
+            "The calculator says 1786. Reply with that number only.",
+        ],
+    )
+    assert play(environment, prompt, "CALC(47 * 38)", "it is 1787")[0] == 0.5
+    assert play(environment, prompt, "CALC(1 + 1)")[0] == 0.2
+    assert play(environment, prompt, "1786")[0] == 0  # guessed, or known: either way without the tool
+    assert play(environment, prompt, "CALC(47 *")[0] == 0
+
+
+def test_the_calculators_sums_are_distinct_and_held_out() -> None:
+    environment = BUILTINS["calculator"]({"low": 1, "high": 8, "prompts": 100, "eval_prompts": 28})
+    splits: list[Split] = ["train", "eval"]
+    train, held_out = ([prompt["expression"] for prompt in environment.prompts(split)] for split in splits)
+    assert (len(train), len(held_out), len({*train, *held_out})) == (100, 28, 128)
+    assert [prompt["expression"] for prompt in environment.prompts("train")] == train
+
+
+def test_the_calculator_computes_sums_and_nothing_else() -> None:
+    assert calculate(" (2 + 3) * -4 / 8 ") == -2.5
+    assert calculate("6 / 2") == 3
+    for text in (
+        "2 ** 99",
+        "__import__('os')",
+        "1 / 0",
+        "'a' * 9",
+        "2 +",
+        "f(1)",
+        "",
+        "True + 1",
+        "1e300 * 1e300 // 1",
+        "(",
+    ):
+        with pytest.raises(ValueError):
+            calculate(text)
+
+
+# --- the order of prompts -------------------------------------------------------------------------------------------
+
+
+class Listed(Environment):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def prompts(self, split: Split) -> Iterable[Any]:
+        return range(self.count)
+
+
+class Streamed(Listed):
+    """No length; ends after ``count``, or never where that is negative."""
+
+    def prompts(self, split: Split) -> Iterable[Any]:
+        return itertools.count() if self.count < 0 else iter(range(self.count))
+
+
+def numbers(
+    prompts: PromptDataset, start: int, count: int, *, seed: int = 0, shuffle: bool = True, wrap: bool = True
+) -> list[int]:
+    taken, _ = prompts.take(start, count, seed, shuffle, wrap=wrap)
+    return [json.loads(prompt) for prompt in taken]
+
+
+@settings(max_examples=40)
+@given(size=st.integers(1, 20), cuts=st.lists(st.integers(1, 9), min_size=1, max_size=8), seed=st.integers(0, 3))
+def test_prompts_are_a_function_of_seed_and_index(size: int, cuts: list[int], seed: int) -> None:
+    """However they are asked for: no index is skipped or repeated, and every epoch holds each prompt once."""
+    whole = numbers(PromptDataset(Listed(size), "train"), 0, sum(cuts), seed=seed)
+    parts, start, again = [], 0, PromptDataset(Streamed(size), "train")
+    for count in cuts:
+        parts += numbers(again, start, count, seed=seed)
+        start += count
+    assert parts == whole
+    for epoch in range(len(whole) // size):
+        assert sorted(whole[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+def test_epochs_and_seeds_differ_and_eval_ends() -> None:
+    prompts = PromptDataset(Listed(50), "train")
+    first, second = numbers(prompts, 0, 50), numbers(prompts, 50, 50)
+    assert first != second and sorted(first) == sorted(second)
+    assert numbers(prompts, 0, 50, seed=1) != first
+    assert numbers(prompts, 48, 5, shuffle=False) == [48, 49, 0, 1, 2]
+    assert numbers(PromptDataset(Listed(3), "eval"), 1, 9, shuffle=False, wrap=False) == [1, 2]
+    assert prompts.take(0, 1, 0, True, wrap=True)[1] == 50
+
+
+def test_endless_prompts_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "STREAM_AFTER", 10)
+    endless = PromptDataset(Streamed(-1), "train")
+    assert endless.take(0, 1, 0, True, wrap=True)[1] == -1
+    assert numbers(endless, 5, 3) == [5, 6, 7]
+    assert numbers(endless, 20, 2) == [20, 21]
+    assert numbers(endless, 2, 2) == [2, 3]  # a resumed job asks again
+    long = PromptDataset(Streamed(13), "train")
+    assert numbers(long, 11, 5) == [11, 12, 0, 1, 2]
+    assert numbers(long, 26, 2) == [0, 1]
+    assert numbers(PromptDataset(Streamed(13), "eval"), 11, 5, wrap=False) == [11, 12]
+
+
+def test_prompts_that_are_none_or_no_json_are_told() -> None:
+    with pytest.raises(ValueError, match="gave none"):
+        numbers(PromptDataset(Listed(0), "train"), 0, 1)
+
+    class Odd(Environment):
+        def prompts(self, split: Split) -> Iterable[Any]:
+            return [1, {2}]
+
+    with pytest.raises(ValueError, match="prompt 1 is not JSON"):
+        numbers(PromptDataset(Odd(), "train"), 0, 1)
+    with pytest.raises(RuntimeError, match="no prompts"):
+        numbers(PromptDataset(faulty.RaisesInPrompts(), "train"), 0, 1)
+
+
+def test_episodes_share_nothing_with_the_object_handed_over() -> None:
+    class Remembers(Environment):
+        def __init__(self) -> None:
+            self.said: list[str] = []
+
+    handed = Remembers()
+    handed.for_episode().said.append("x")  # type: ignore[attr-defined]
+    assert handed.said == []
+    handed.said = (item for item in "x")  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"Remembers cannot be copied .*for_episode"):
+        handed.for_episode()

@@ -1,0 +1,384 @@
+"""The environment host against a real WebSocket server that plays the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from tests.support import faulty
+from websockets.asyncio.server import Server, ServerConnection, serve
+
+from rookery import protocol
+from rookery.environments.base import Environment
+from rookery.environments.builtins import BUILTINS
+from rookery.environments.episodes import Episodes
+from rookery.environments.host import Host, Hosted, link_url
+from rookery.environments.user_code import UserCodeExecutor
+from rookery.errors import UserError
+
+
+class Controller:
+    """The other end: accepts one host at a time, sends calls, gathers answers by call."""
+
+    def __init__(self) -> None:
+        self.hellos: list[protocol.HostHello] = []
+        self.beats: list[protocol.HostHeartbeat] = []
+        self.refusal = ""
+        self._answers: dict[str, asyncio.Future[Any]] = {}
+        self._link: ServerConnection | None = None
+        self._joined = asyncio.Condition()
+        self._numbers = itertools.count()
+        self.server: Server
+
+    async def handle(self, link: ServerConnection) -> None:
+        assert link.request is not None and link.request.path == "/wire/host"
+        hello = protocol.decode(protocol.from_host, await link.recv(decode=False))
+        assert isinstance(hello, protocol.HostHello)
+        if self.refusal:
+            await link.send(protocol.encode(protocol.HelloRejected(reason=self.refusal)))
+            return
+        epoch = len(self.hellos) + 1
+        await link.send(protocol.encode(protocol.HostWelcome(epoch=epoch, heartbeat_seconds=0.05)))
+        async with self._joined:
+            self.hellos.append(hello)
+            self._link = link
+            self._joined.notify_all()
+        async for frame in link:
+            message = protocol.decode(protocol.from_host, frame if isinstance(frame, bytes) else frame.encode())
+            assert message.epoch == epoch  # type: ignore[union-attr]
+            if isinstance(message, protocol.HostHeartbeat):
+                async with self._joined:
+                    self.beats.append(message)
+                    self._joined.notify_all()
+            elif isinstance(message, protocol.Prompts | protocol.Observation):
+                self._answers[message.call].set_result(message)
+
+    async def joined(self, times: int = 1) -> protocol.HostHello:
+        async with self._joined:
+            await self._joined.wait_for(lambda: len(self.hellos) >= times)
+        return self.hellos[times - 1]
+
+    async def beaten(self, times: int) -> None:
+        async with self._joined:
+            await self._joined.wait_for(lambda: len(self.beats) >= times)
+
+    async def drop(self) -> None:
+        """Break the connection as a network does."""
+        assert self._link is not None
+        self._link.transport.abort()
+        await self._link.wait_closed()
+
+    async def send(self, message: protocol.Message) -> None:
+        assert self._link is not None
+        await self._link.send(protocol.encode(message))
+
+    async def begin(self, message: Any) -> asyncio.Future[Any]:
+        message.call = f"call-{next(self._numbers)}"
+        future = self._answers[message.call] = asyncio.get_running_loop().create_future()
+        await self.send(message)
+        return future
+
+    async def ask(self, message: Any) -> Any:
+        return await asyncio.wait_for(await self.begin(message), 20)
+
+
+def reset(episode: str, environment: str = "env", number: int = 3, **options: Any) -> protocol.Reset:
+    prompt = json.dumps({"number": number}).encode()
+    return protocol.Reset(
+        call="", episode=episode, job="job", environment=environment, options=options, prompt=prompt, seed=7
+    )
+
+
+def step(episode: str, turn: int = 0, text: str = "3") -> protocol.StepEpisode:
+    turns = [protocol.ChatMessage(role="user", content="Say 3."), protocol.ChatMessage(role="assistant", content=text)]
+    tokens = list(text.encode())
+    return protocol.StepEpisode(call="", episode=episode, turn=turn, text=text, tokens=tokens, messages=turns)
+
+
+def prompts(environment: str = "env", start: int = 0, count: int = 3, **options: Any) -> protocol.GetPrompts:
+    return protocol.GetPrompts(
+        call="",
+        job="job",
+        environment=environment,
+        options=options,
+        split="train",
+        start=start,
+        count=count,
+        seed=0,
+        shuffle=False,
+    )
+
+
+@contextlib.asynccontextmanager
+async def hosting(**environments: Hosted) -> AsyncIterator[Controller]:
+    controller = Controller()
+    async with serve(controller.handle, "127.0.0.1", 0) as controller.server:
+        port = controller.server.sockets[0].getsockname()[1]
+        host = Host(f"http://127.0.0.1:{port}", "tml-key", environments, instance="me")
+        running = asyncio.create_task(host.run())
+        try:
+            await asyncio.wait_for(controller.joined(), 20)
+            yield controller
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+
+
+async def test_an_episode_from_hello_to_reward() -> None:
+    async with hosting(env=faulty.Good(), slow=faulty.SlowAsync) as controller:
+        hello = controller.hellos[0]
+        assert (hello.token, hello.instance, hello.protocol) == ("tml-key", "me", protocol.PROTOCOL)
+        assert {(offer.name, offer.deterministic) for offer in hello.environments} == {("env", True), ("slow", True)}
+        listed = await controller.ask(prompts(start=6))
+        assert ([json.loads(prompt)["number"] for prompt in listed.prompts], listed.size) == ([6, 7, 0], 8)
+        first = await controller.ask(reset("e1"))
+        assert (first.turns, first.error) == ([protocol.ChatMessage(role="user", content="Say 3.")], "")
+        right = await controller.ask(step("e1"))
+        assert (right.reward, right.done, right.error) == (1, True, "")
+        await controller.ask(reset("e2"))
+        assert (await controller.ask(step("e2", text="4"))).reward == 0
+        await controller.ask(reset("e3", "slow", seconds=0.01, prompts=2))
+        assert (await controller.ask(step("e3"))).reward == 1
+        assert controller.beats
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        (faulty.RaisesInReset(), r"RuntimeError: no beginning \(.*faulty\.py:[0-9]+ in reset\)$"),
+        (faulty.RaisesInStep(), r"RuntimeError: no step \(.*faulty\.py:[0-9]+ in step\)$"),
+        (faulty.Exits(), r"RuntimeError: SystemExit: 3"),
+        (faulty.ExitsAsync(), r"RuntimeError: SystemExit: 3"),
+        (faulty.WrongAnswers("text"), "TypeError: reset gave str"),
+        (faulty.WrongAnswers("none"), "TypeError: reset gave NoneType"),
+        (faulty.WrongAnswers("messages"), "TypeError: message 0 that reset gave is {'role': 'user'}"),
+        (faulty.WrongAnswers("empty"), "TypeError: reset gave no messages"),
+        (faulty.WrongAnswers("reward"), "ValueError: could not convert string to float"),
+        (faulty.WrongAnswers("step"), "TypeError: step returned float, not a rookery.Step"),
+        (faulty.WrongAnswers("surrogate"), "UnicodeEncodeError: .*surrogates not allowed$"),
+    ],
+)
+async def test_what_goes_wrong_in_an_environment_is_its_calls_error(environment: Hosted, says: str) -> None:
+    async with hosting(env=environment, good=faulty.Good()) as controller:
+        answer = await controller.ask(reset("e1"))
+        if not answer.error:
+            answer = await controller.ask(step("e1"))
+        assert re.match(says, answer.error), answer.error
+        assert "\n" not in answer.error
+        after = await controller.ask(step("e1", turn=1))
+        assert "after the episode's end" in after.error or "not alive" in after.error or "stands at" in after.error
+        # Others notice nothing.
+        await controller.ask(reset("e2", "good"))
+        assert (await controller.ask(step("e2"))).reward == 1
+
+
+async def test_an_answer_too_large_for_a_frame_is_its_calls_error() -> None:
+    """Nobody loses the link by it, and it is not asked for again."""
+
+    class Long(faulty.Good):
+        def prompts(self, split: Any) -> Any:
+            return ["x" * protocol.MAX_FRAME]
+
+        def reset(self, prompt: Any, seed: int) -> Any:
+            return [{"role": "user", "content": "x" * protocol.MAX_FRAME}]
+
+    async with hosting(env=Long(), good=faulty.Good()) as controller:
+        for message in (prompts(count=1), reset("e1")):
+            answer = await controller.ask(message)
+            assert re.match(r"the answer has 671[0-9]{5} bytes, at most 64 MB can be sent", answer.error)
+        await controller.ask(reset("e2", "good"))
+        assert (await controller.ask(step("e2"))).reward == 1
+        assert len(controller.hellos) == 1
+
+
+async def test_not_a_number_is_passed_on() -> None:
+    async with hosting(env=faulty.NotANumber()) as controller:
+        await controller.ask(reset("e1"))
+        answer = await controller.ask(step("e1"))
+        assert math.isnan(answer.reward) and math.isnan(answer.metrics["share"]) and not answer.error
+
+
+async def test_wrong_calls_and_prompts_are_answered_with_an_error() -> None:
+    async with hosting(env=faulty.Good(), bad=faulty.RaisesInPrompts, jsonl=BUILTINS["jsonl"]) as controller:
+        assert "no environment 'other'; it has env, bad, jsonl" in (await controller.ask(prompts("other"))).error
+        assert "no environment 'other'" in (await controller.ask(reset("e0", "other"))).error
+        assert "takes no options; given x" in (await controller.ask(reset("e1", x=1))).error
+        assert "unexpected keyword argument 'x'" in (await controller.ask(prompts("bad", x=1))).error
+        assert "RuntimeError: no prompts" in (await controller.ask(prompts("bad"))).error
+        assert "environment.verifier: missing" in (await controller.ask(prompts("jsonl", rows=[]))).error
+        assert "not alive" in (await controller.ask(step("never"))).error
+        await controller.ask(reset("e2"))
+        assert "stands at turn 0" in (await controller.ask(step("e2", turn=1))).error
+        await controller.ask(step("e2"))
+        assert "after the episode's end" in (await controller.ask(step("e2", turn=1))).error
+
+
+async def test_a_call_sent_again_is_answered_from_memory_and_nothing_happens_twice() -> None:
+    counting = faulty.Counting()
+    async with hosting(env=counting) as controller:
+        await controller.ask(reset("e1"))
+        first = await controller.ask(step("e1", 0, "a"))
+        await controller.ask(step("e1", 1, "b"))
+        # A controller that was restarted tells the episode from its beginning.
+        assert (await controller.ask(reset("e1"))).turns[0].content == "Say 3."
+        again = await controller.ask(step("e1", 0, "a"))
+        assert (again.turns, counting.answered) == (first.turns, ["a", "b"])
+        assert "another reply" in (await controller.ask(step("e1", 1, "c"))).error
+        assert (await controller.ask(step("e1", 2, "c"))).done
+        assert counting.answered == ["a", "b", "c"]
+
+
+async def test_episodes_outlive_a_broken_link() -> None:
+    stuck = faulty.Stuck()
+    async with hosting(env=faulty.Counting(), stuck=stuck) as controller:
+        await controller.ask(reset("e1"))
+        await controller.ask(step("e1", 0, "a"))
+        await controller.ask(reset("e2", "stuck"))
+        await controller.begin(step("e2"))
+        await asyncio.to_thread(stuck.entered.acquire)
+        await controller.drop()
+        hello = await asyncio.wait_for(controller.joined(2), 20)
+        assert (hello.instance, set(hello.episodes)) == ("me", {"e1", "e2"})
+        # The step that ran meanwhile is asked for again, and happens once.
+        waiting = await controller.begin(step("e2"))
+        stuck.release.set()
+        assert (await asyncio.wait_for(waiting, 20)).reward == 1
+        assert not stuck.entered.acquire(blocking=False)
+        assert (await controller.ask(step("e1", 1, "b"))).turns[0].content == "Step 2."
+
+
+async def test_no_episode_is_closed_for_the_sake_of_others() -> None:
+    """However many there are, and however long it has been idle."""
+
+    async def prototype(name: str, options: dict[str, Any]) -> Environment:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    episodes = Episodes(UserCodeExecutor(), prototype)
+    names = [f"e{number}" for number in range(10_001)]
+    turns = [episodes.reset(reset(name)) for name in names]
+    await asyncio.sleep(0)
+    assert set(episodes.names()) == set(names)
+    assert episodes.reset(reset("e0")) is turns[0]
+    for turn in turns:
+        turn.cancel()
+    await asyncio.gather(*turns, return_exceptions=True)
+
+
+async def test_stuck_environments_delay_nobody() -> None:
+    """Eighty that never return, more than the job's threads; another job, async ones and beats go on."""
+    stuck = faulty.Stuck()
+    async with hosting(stuck=stuck, good=faulty.Good(), later=faulty.SlowAsync(seconds=0.01)) as controller:
+        for number in range(80):
+            message = reset(f"s{number}", "stuck")
+            message.job = "stuck job"
+            await controller.ask(message)
+        waiting = [await controller.begin(step(f"s{number}")) for number in range(80)]
+        for name in ("good", "later"):
+            await controller.ask(reset(name, name))
+            assert (await controller.ask(step(name))).reward == 1
+        assert not any(future.done() for future in waiting)
+        await controller.send(protocol.CloseEpisode(episode="s0"))
+        stuck.release.set()
+        answers = await asyncio.wait_for(asyncio.gather(*waiting[1:]), 20)
+        assert all(answer.reward == 1 for answer in answers)
+
+
+async def test_an_async_step_is_cancelled_and_closed_when_its_episode_is() -> None:
+    closed = asyncio.Event()
+    entered = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    class Waits(faulty.Good):
+        async def step(self, reply: Any) -> Any:
+            loop.call_soon_threadsafe(entered.set)
+            await asyncio.Event().wait()
+
+        def close(self) -> None:
+            loop.call_soon_threadsafe(closed.set)
+
+    async with hosting(env=Waits) as controller:
+        await controller.ask(reset("e1"))
+        await controller.begin(step("e1"))
+        await asyncio.wait_for(entered.wait(), 20)
+        await controller.send(protocol.CloseEpisode(episode="e1"))
+        await asyncio.wait_for(closed.wait(), 20)
+        assert "not alive" in (await controller.ask(step("e1"))).error
+
+
+async def test_a_blocking_async_step_does_not_stop_heartbeats() -> None:
+    class Blocks(faulty.Stuck):
+        async def step(self, reply: Any) -> Any:  # what it should not do
+            self.entered.release()
+            self.release.wait()
+            return faulty.Good.step(self, reply)
+
+    blocks = Blocks()
+    async with hosting(env=blocks, good=faulty.Good()) as controller:
+        await controller.ask(reset("e1"))
+        waiting = await controller.begin(step("e1"))
+        await asyncio.to_thread(blocks.entered.acquire)
+        before = len(controller.beats)
+        await controller.ask(reset("e2", "good"))
+        assert (await controller.ask(step("e2"))).reward == 1
+        await asyncio.wait_for(controller.beaten(before + 3), 20)
+        assert not waiting.done()
+        blocks.release.set()
+        assert (await asyncio.wait_for(waiting, 20)).reward == 1
+
+
+async def test_async_environments_go_on_after_one_that_exits() -> None:
+    async with hosting(env=faulty.ExitsAsync(), good=faulty.SlowAsync(0.0)) as controller:
+        await controller.ask(reset("e1"))
+        assert "SystemExit" in (await controller.ask(step("e1"))).error
+        await controller.ask(reset("e2", "good"))
+        assert (await controller.ask(step("e2"))).reward == 1
+
+
+async def test_a_refused_host_says_why() -> None:
+    controller = Controller()
+    controller.refusal = "the key is not known"
+    async with serve(controller.handle, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(UserError, match="refuses this environment host: the key is not known"):
+            await asyncio.wait_for(Host(f"http://127.0.0.1:{port}", "x", {}).run(), 20)
+    with pytest.raises(UserError, match="not a service's address"):
+        await Host("nonsense", "x", {}).run()
+    assert link_url("https://a.b/x/", "/wire/host") == "wss://a.b/x/wire/host"
+
+
+async def test_the_process_of_the_built_ins_dies_with_its_parent() -> None:
+    controller = Controller()
+    async with serve(controller.handle, "127.0.0.1", 0) as controller.server:
+        port = controller.server.sockets[0].getsockname()[1]
+        command = [sys.executable, "-m", "rookery.environments.process", "--die-with-parent"]
+        process = await asyncio.create_subprocess_exec(
+            *command, "--connect", f"http://127.0.0.1:{port}", "--token", "t\n", stdin=subprocess.PIPE
+        )
+        try:
+            hello = await asyncio.wait_for(controller.joined(), 30)
+            assert hello.token == "t"  # as a file has it, with its newline
+            assert {offer.name for offer in hello.environments} == {f"builtin:{id}" for id in BUILTINS}
+            options = {"rows": [{"prompt": "Say 3.", "answer": 3}], "verifier": "exact"}
+            listed = await controller.ask(prompts("builtin:jsonl", count=1, **options))
+            message = reset("e1", "builtin:jsonl", **options)
+            message.prompt = listed.prompts[0]
+            assert (await controller.ask(message)).turns == [protocol.ChatMessage(role="user", content="Say 3.")]
+            assert (await controller.ask(step("e1"))).reward == 1
+            assert process.stdin is not None
+            process.stdin.close()
+            assert await asyncio.wait_for(process.wait(), 20) == 0
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()

@@ -1,0 +1,243 @@
+"""The pure decisions: turns, routes, staleness, failures, retention."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rookery.scheduling import retention, routing
+from rookery.scheduling.failures import FailureRateMonitor
+from rookery.scheduling.fairness import DeficitRoundRobin
+from rookery.scheduling.staleness import ReadyGroup, admission_budget, select_batch
+
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+owners = st.tuples(st.sampled_from(["a", "b", "c"]), st.sampled_from(["1", "2", "3"]))
+
+
+@given(st.lists(st.one_of(st.tuples(st.just("put"), owners, st.booleans()), st.tuples(st.sampled_from(["take", "drop"]),
+                                                                                  owners, st.booleans()))))  # fmt: skip
+def test_every_item_comes_out_exactly_once(actions: list[tuple[str, tuple[str, str], bool]]) -> None:
+    queue: DeficitRoundRobin[int] = DeficitRoundRobin()
+    inside: dict[int, tuple[str, str]] = {}
+    out: list[int] = []
+    for number, (action, owner, first) in enumerate(actions):
+        if action == "put":
+            queue.put(*owner, number, first=first)
+            inside[number] = owner
+        elif action == "take":
+            item = queue.take(lambda item: True)
+            assert (item is None) == (not inside)
+            if item is not None:
+                del inside[item]
+                out.append(item)
+        else:
+            victim = next((item for item, its in inside.items() if its == owner), -1)
+            assert queue.remove(*owner, victim) == (victim >= 0)
+            assert not queue.remove(*owner, victim)
+            inside.pop(victim, None)
+        assert len(queue) == len(inside) == len(list(queue))
+        assert set(queue) == set(inside)
+    while (item := queue.take(lambda item: True)) is not None:
+        out.append(item)
+        del inside[item]
+    assert not inside
+    assert len(out) == len(set(out))
+
+
+@given(st.lists(owners, min_size=1, max_size=60), st.integers(1, 5), st.integers(0, 20))
+def test_tenants_and_jobs_take_turns_and_keep_their_order(
+    puts: list[tuple[str, str]], turn: int, asked_after: int
+) -> None:
+    queue: DeficitRoundRobin[tuple[str, str, int]] = DeficitRoundRobin(turn)
+    for number, owner in enumerate(puts):
+        queue.put(*owner, (*owner, number))
+    left: dict[str, int] = defaultdict(int)
+    for tenant, _ in puts:
+        left[tenant] += 1
+    places = {owner: queue.before(*owner) for owner in set(puts) if not asked_after}
+    taken: list[tuple[str, str, int]] = []
+    turns: dict[str, int] = defaultdict(int)
+    while (item := queue.take(lambda item: True)) is not None:
+        place = places.pop((item[0], item[1]), None)
+        assert place in (None, len(taken) - asked_after), "before() says how many come first"
+        taken.append(item)
+        if len(taken) == asked_after:
+            places = {owner: queue.before(*owner) for owner in set(puts)}
+        left[item[0]] -= 1
+        turns[item[0]] += 1
+        waiting = [tenant for tenant, count in left.items() if count]
+        assert all(turns[item[0]] - turns[tenant] <= turn for tenant in waiting), "nobody is ahead by more than a turn"
+    for owner in set(puts):
+        numbers = [number for *its, number in taken if tuple(its) == owner]
+        assert numbers == sorted(numbers)
+
+
+def test_what_is_not_ready_is_passed_over_without_losing_its_turn() -> None:
+    queue: DeficitRoundRobin[str] = DeficitRoundRobin()
+    queue.put("a", "1", "a1")
+    queue.put("b", "1", "b1")
+    queue.put("b", "1", "b2")
+    assert queue.take(lambda item: item.startswith("b")) == "b1"
+    assert queue.take(lambda item: item == "nothing") is None
+    assert queue.take(lambda item: True) == "a1"
+    queue.put("b", "1", "b0", first=True)
+    assert queue.take(lambda item: True) == "b0"
+    assert queue.before("b", "1") == 0
+    assert queue.before("a", "1") is None
+
+
+# --- routes -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_goes_to_the_trainer_with_the_fewest() -> None:
+    assert routing.lease({}) is None
+    assert routing.lease({"b": 1, "a": 1, "c": 2}) == "a"
+    assert routing.lease({"b": 0, "a": 1}) == "b"
+    assert routing.lease({"b": 1, "a": 1}, aside="b") == "b"
+    assert routing.lease({"b": 2, "a": 1}, aside="b") == "a"
+
+
+def test_a_training_worker_is_crowded_where_a_move_makes_it_even() -> None:
+    assert routing.crowded({"a": 2, "b": 0}, "a")
+    assert routing.crowded({"a": 5, "b": 4, "c": 3}, "a")
+    assert not routing.crowded({"a": 5, "b": 4, "c": 3}, "b")
+    assert not routing.crowded({"a": 1, "b": 0}, "a")
+    assert not routing.crowded({"b": 0}, "a"), "it takes no policies at all now"
+
+
+# --- staleness --------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150)
+@given(
+    seed=st.integers(0, 2**32),
+    per_step=st.integers(1, 4),
+    max_staleness=st.integers(0, 4),
+    every=st.integers(1, 5),
+    failures=st.floats(0, 0.3),
+)
+def test_no_group_is_ever_trained_beyond_the_bound(
+    seed: int, per_step: int, max_staleness: int, every: int, failures: float
+) -> None:
+    """Groups start, end in any order and fail, steps are taken and commits come late: the job goes on, and what it
+    trains on is never too old."""
+    every = min(every, max_staleness + 1)  # as the specification demands
+    random = Random(seed)
+    step = durable = 0
+    training: list[ReadyGroup] | None = None
+    running: list[ReadyGroup] = []
+    ready: list[ReadyGroup] = []
+    ordinal = dropped = 0
+    for _ in range(600):
+        free = admission_budget(
+            step=step + (training is not None),
+            durable_step=durable,
+            in_flight=len(running),
+            ready=len(ready),
+            per_step=per_step,
+            max_staleness=max_staleness,
+        )
+        assert free >= 0
+        for _ in range(random.randint(0, free)):
+            running.append(ReadyGroup(str(ordinal), ordinal, durable))
+            ordinal += 1
+        moves = ["end"] * bool(running) + ["train"] * (training is None) + ["step"] * (training is not None)
+        match random.choice(moves):
+            case "end":
+                group = running.pop(random.randrange(len(running)))
+                if random.random() >= failures:
+                    ready.append(group)
+            case "train":
+                batch, stale = select_batch(ready, step=step, count=per_step, max_staleness=max_staleness)
+                assert len(batch) in (0, per_step)
+                ready = [group for group in ready if group not in stale and group not in batch]
+                dropped += len(stale)
+                assert all(step - group.step <= max_staleness for group in batch)
+                assert all(step - group.step > max_staleness for group in stale)
+                if batch and ready:  # what expires first went first
+                    assert max(g.step for g in batch) <= min(g.step for g in ready)
+                training = batch or None
+            case "step":
+                training = None
+                step += 1
+                if step % every == 0:
+                    durable = step
+    assert step >= 20, "it never stands still"
+    if failures == 0:
+        assert dropped == 0 or max_staleness > 0
+
+
+def test_strict_mode_runs_one_steps_groups_at_a_time() -> None:
+    room = {"per_step": 4, "max_staleness": 0}
+    assert admission_budget(step=0, durable_step=0, in_flight=0, ready=0, **room) == 4
+    assert admission_budget(step=0, durable_step=0, in_flight=3, ready=1, **room) == 0
+    assert admission_budget(step=1, durable_step=0, in_flight=0, ready=0, **room) == 0, "training: nothing new yet"
+    assert admission_budget(step=0, durable_step=0, in_flight=0, ready=0, per_step=4, max_staleness=2) == 12
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from(["", "", "boom", "late"]), max_size=60), st.integers(2, 20), st.floats(0.1, 1))
+def test_the_verdict_is_that_of_the_window(ends: list[str], window: int, share: float) -> None:
+    failures = FailureRateMonitor(window, share)
+    seen: deque[str] = deque(maxlen=window)
+    for end in ends:
+        failures.add(end)
+        seen.append(end)
+        bad = [error for error in seen if error]
+        expected = len(seen) >= window // 2 and len(bad) > share * len(seen)
+        assert (failures.verdict is not None) == expected
+        if expected:
+            assert f"{len(bad)} of the last {len(seen)}" in str(failures.verdict)
+            assert max(bad.count(error) for error in bad) == bad.count(str(failures.verdict).rpartition(": ")[2])
+
+
+# --- retention --------------------------------------------------------------------------------------------------------
+
+scores = st.one_of(st.none(), st.floats(-1, 1))
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=30), st.integers(1, 5))
+def test_the_version_that_earned_the_best_reward_stays_until_a_better_one(means: list[float], keep_last: int) -> None:
+    """Version v samples a mean of ``means[v]``, which is first known when version v + 1 was made of it."""
+    kept: list[int] = []
+    for newest in range(len(means)):
+        kept.append(newest)
+        rewards = retention.earned([(None, None), *((v - 1, means[v - 1]) for v in range(1, newest + 1))])
+        candidates = [retention.RetentionCandidate(version, rewards.get(version)) for version in kept]
+        going = retention.retire(candidates, keep_last=keep_last, keep_best=True)
+        kept = [version for version in kept if version not in going]
+        if newest:
+            assert max(means[version] for version in kept if version < newest) == max(means[:newest])
+
+
+def test_a_version_is_judged_by_what_it_sampled_also_after_a_lost_one() -> None:
+    """Version 2 was made of version 1's episodes and lost; version 3 was trained from version 1 again."""
+    assert retention.earned([(None, None), (0, 0.1), (1, 0.9), (1, 0.8), (3, 0.2)]) == {0: 0.1, 1: 0.8, 3: 0.2}
+
+
+@given(
+    st.dictionaries(st.integers(0, 30), scores, min_size=1),
+    st.integers(1, 5),
+    st.booleans(),
+    st.sets(st.integers(0, 30)),
+)
+def test_the_head_the_last_the_best_and_the_used_stay(
+    versions: dict[int, float | None], keep_last: int, keep_best: bool, in_use: set[int]
+) -> None:
+    candidates = [retention.RetentionCandidate(version, score) for version, score in versions.items()]
+    going = retention.retire(candidates, keep_last=keep_last, keep_best=keep_best, in_use=in_use)
+    assert going == sorted(going)
+    stay = set(versions) - set(going)
+    newest = sorted(versions)[-keep_last:]
+    assert stay >= set(newest) | (in_use & set(versions))
+    scored = {version: score for version, score in versions.items() if score is not None}
+    best = [version for version, score in scored.items() if score == max(scored.values())]
+    if keep_best and scored:
+        assert max(best) in stay
+    assert len(stay - set(newest) - in_use) <= (1 if keep_best else 0)

@@ -1,0 +1,543 @@
+"""The HTTP API over real sockets: jobs from submit to adapter, refusals, owners, tickets, streams."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import re
+import socket
+import stat
+import sys
+import tarfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served, tokenizer
+
+from rookery.errors import UserError
+from rookery.server import schemas
+from rookery.server.embedded import EmbeddedService
+from rookery.settings import Settings
+
+
+@dataclass
+class Faces:
+    """A service with a scripted worker, the administrator, and two tenants; a job of the first has completed."""
+
+    root: Path
+    service: EmbeddedService
+    admin: httpx.Client
+    ada: httpx.Client
+    bob: httpx.Client
+    done: dict[str, Any]
+    worker: ScriptedWorker
+
+
+def end_of(client: httpx.Client, id: str) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
+    """Follows a job's stream to its end: all events, and the job then."""
+    events = []
+    with client.stream("GET", f"/api/v1/jobs/{id}/metrics/stream", timeout=60) as response:
+        kind = ""
+        for line in response.iter_lines():
+            if line.startswith("event: "):
+                kind = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                events.append((kind, json.loads(line.removeprefix("data: "))))
+    assert events[-1][0] == "end"
+    return events, events[-1][1]
+
+
+@pytest.fixture(scope="module")
+def faces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faces]:
+    root = tmp_path_factory.mktemp("faces")
+    with served(root) as service:
+        token = (root / "data" / "worker.token").read_text().strip()
+
+        def client(key: str) -> httpx.Client:
+            return httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+
+        with client(service.key) as admin, ScriptedWorker(service.url, token, tokenizer(root)) as worker:
+            keys = []
+            for name in ("ada", "bob"):
+                tenant = admin.post("/api/v1/tenants", json={"name": name}).json()
+                keys.append(admin.post(f"/api/v1/tenants/{tenant['id']}/keys", json={"label": "test"}).json()["key"])
+            with client(keys[0]) as ada, client(keys[1]) as bob:
+                submitted = ada.post("/api/v1/jobs", json=job(), headers={"Idempotency-Key": "first"})
+                assert submitted.status_code == 201, submitted.text
+                _, done = end_of(ada, submitted.json()["id"])
+                assert done["state"] == "completed", done
+                yield Faces(root, service, admin, ada, bob, done, worker)
+
+
+def refused(response: httpx.Response, status: int) -> str:
+    """The one line of a refusal."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert isinstance(error, str) and error and "\n" not in error and "Traceback" not in error
+    return error
+
+
+# --- a job and what it leaves -----------------------------------------------------------------------------------------
+
+
+def test_a_job_runs_to_its_end_and_shows_what_it_did(faces: Faces) -> None:
+    assert faces.done["step"] == 2 and faces.done["steps"] == 2 and faces.done["tenant"] == "ada"
+    rows = faces.ada.get(f"/api/v1/jobs/{faces.done['id']}/metrics").json()
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(0 <= row["reward"] <= 1 for row in rows)
+    later = faces.ada.get(f"/api/v1/jobs/{faces.done['id']}/metrics", params={"after": 1}).json()
+    assert later == rows[1:]
+    kinds = {event["kind"] for event in faces.ada.get(f"/api/v1/jobs/{faces.done['id']}/events").json()}
+    assert "state" in kinds
+    assert [view["id"] for view in faces.ada.get("/api/v1/jobs").json()] == [faces.done["id"]]
+
+
+def test_the_stream_gives_every_row_and_the_end_also_to_those_who_come_late(faces: Faces) -> None:
+    events, view = end_of(faces.ada, faces.done["id"])
+    assert [data["step"] for kind, data in events if kind == "metrics"] == [1, 2]
+    assert view["state"] == "completed"
+    headers = {"Last-Event-ID": "1"}
+    text = faces.ada.get(f"/api/v1/jobs/{faces.done['id']}/metrics/stream", headers=headers).text
+    assert "id: 2\nevent: metrics" in text and "id: 1\n" not in text
+
+
+def test_the_same_key_is_the_same_job(faces: Faces) -> None:
+    again = faces.ada.post("/api/v1/jobs", json=job(), headers={"Idempotency-Key": "first"})
+    assert again.status_code == 200 and again.json()["id"] == faces.done["id"]
+    other = faces.ada.post("/api/v1/jobs", json=job(name="other"), headers={"Idempotency-Key": "first"})
+    assert "first" in refused(other, 409)
+
+
+def test_trajectories_tell_tokens_logprobs_and_versions(faces: Faces) -> None:
+    rows = faces.ada.get(f"/api/v1/jobs/{faces.done['id']}/trajectories", params={"limit": 3}).json()
+    assert len(rows) == 3
+    trajectory = rows[0]["trajectories"][0]
+    assert len(trajectory["tokens"]) == len(trajectory["logprobs"]) == len(trajectory["versions"])
+    assert rows[0]["reward"] in (0.0, 1.0)
+    assert "limit" in refused(faces.ada.get(f"/api/v1/jobs/{faces.done['id']}/trajectories?limit=0"), 422)
+
+
+def test_an_adapter_comes_without_the_trainers_state(faces: Faces) -> None:
+    path = f"/api/v1/jobs/{faces.done['id']}/policies/main/versions"
+    assert [row["version"] for row in faces.ada.get(path).json()] == [0, 1, 2]
+    response = faces.ada.get(f"{path}/latest/adapter")
+    assert int(response.headers["content-length"]) == len(response.content)
+    with tarfile.open(fileobj=io.BytesIO(response.content)) as archive:
+        found = {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
+    assert found == adapter_files(2.0)
+    assert faces.ada.get(f"{path}/1/adapter").status_code == 200
+    refused(faces.ada.get(f"{path}/99/adapter"), 404)
+    refused(faces.ada.get(f"{path}/newest/adapter"), 404)
+
+
+def test_a_policy_and_a_base_model_answer(faces: Faces) -> None:
+    asked = {"messages": [{"role": "user", "content": "2+2?"}], "seed": 4, "max_tokens": 20, "temperature": 0}
+    for target, version in ((MODEL, 0), (faces.done["id"], 2), (f"{faces.done['id']}@1", 1)):
+        reply = faces.ada.post("/api/v1/sample", json={"target": target, **asked}).json()
+        assert reply["text"] == "4" and reply["version"] == version, reply
+        assert len(reply["tokens"]) == len(reply["logprobs"]) == 2
+    refused(faces.ada.post("/api/v1/sample", json={"target": "nobody", **asked}), 404)
+    assert "messages" in refused(faces.ada.post("/api/v1/sample", json={"target": MODEL, "messages": []}), 422)
+    long = {**asked, "messages": [{"role": "user", "content": "x" * 600}]}
+    assert "context" in refused(faces.ada.post("/api/v1/sample", json={"target": MODEL, **long}), 400)
+
+
+def test_pause_resume_and_cancel(faces: Faces) -> None:
+    waiting = job(name="waiting", environment={"hosted": "nobody-offers-this"})
+    id = faces.bob.post("/api/v1/jobs", json=waiting).json()["id"]
+    assert faces.bob.post(f"/api/v1/jobs/{id}/pause").json()["state"] == "paused"
+    assert faces.bob.post(f"/api/v1/jobs/{id}/resume").json()["state"] in ("queued", "running")
+    view = faces.bob.post(f"/api/v1/jobs/{id}/cancel").json()
+    assert view["state"] == "cancelled" and view["finished"] > 0
+    assert end_of(faces.bob, id)[1]["state"] == "cancelled"
+    refused(faces.bob.post(f"/api/v1/jobs/{id}/resume"), 409)
+    refused(faces.bob.post(f"/api/v1/jobs/{id}/explode"), 422)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"base_model": "no-such-model"}, "base_model"),
+        ({"algorithm": {"groupsize": 8}}, "algorithm.groupsize"),
+        ({"stop": {}}, "at least one of steps"),
+        ({"environment": {"id": "jsonl", "rows": [{"prompt": "?", "answer": "!"}], "verifier": "magic"}}, "verifier"),
+        ({"environment": {"id": "jsonl", "path": "/etc/passwd", "verifier": "exact"}}, "upload"),
+        ({"environment": {"id": "jsonl", "dataset": "0" * 64, "verifier": "exact"}}, "dataset"),
+        ({"environment": {"hosted": "x", "seed": 2**64}}, "environment.seed"),
+        ({"policies": {"main": {"warm_start": {"peft": "/home/ada/adapter"}}}}, "upload"),
+        ({"policies": {"main": {"warm_start": {"upload": "0" * 64}}}}, "warm_start"),
+        ({"policies": {"main": {"rank": 400}}}, "policies.main.rank"),
+    ],
+)
+def test_a_wrong_job_is_refused_with_its_reasons_and_creates_nothing(
+    faces: Faces, change: dict[str, Any], said: str
+) -> None:
+    before = len(faces.ada.get("/api/v1/jobs").json())
+    for path in ("/api/v1/jobs", "/api/v1/jobs/dry-run"):
+        response = faces.ada.post(path, json=job(**change))
+        assert 400 <= response.status_code < 500, response.text
+        assert said in response.text
+        refused(response, response.status_code)
+    assert len(faces.ada.get("/api/v1/jobs").json()) == before
+
+
+def test_a_librarys_environment_is_made_by_its_host_and_never_in_the_service(
+    faces: Faces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service runs in this process, its host in another, where the library may or may not be installed."""
+    (tmp_path / "reasoning_gym").mkdir()
+    (tmp_path / "reasoning_gym" / "__init__.py").write_text("raise AssertionError('run in the service')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "reasoning_gym", raising=False)
+    absent = job(environment={"id": "reasoning-gym", "task": "absent"})
+    assert refused(faces.ada.post("/api/v1/jobs/dry-run", json=absent), 422).startswith("prompts('train'): ")
+    wrong = job(environment={"id": "reasoning-gym", "task": "absent", "size": 0})
+    assert "environment.size" in refused(faces.ada.post("/api/v1/jobs", json=wrong), 422)
+
+
+def test_a_dry_run_shows_the_whole_job_and_three_prompts(faces: Faces) -> None:
+    before = len(faces.ada.get("/api/v1/jobs").json())
+    plan = faces.ada.post("/api/v1/jobs/dry-run", json=job()).json()
+    assert plan["spec"]["algorithm"]["loss"]["name"] == "aipo" and len(plan["prompts"]) == 3
+    assert "<|im_start|>assistant" in plan["prompts"][0]["text"]
+    assert len(faces.ada.get("/api/v1/jobs").json()) == before
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"job"', b"\xff"])
+def test_a_body_that_is_no_job_is_refused(faces: Faces, body: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    response = faces.ada.post("/api/v1/jobs", content=body, headers=headers)
+    assert refused(response, response.status_code) and response.status_code in (400, 422)
+
+
+def test_every_error_has_one_shape(faces: Faces) -> None:
+    refused(faces.ada.get("/api/v1/nothing"), 404)
+    refused(faces.ada.delete("/api/v1/jobs"), 405)
+    refused(faces.ada.get(f"/api/v1/jobs/{faces.done['id']}/metrics?after=x"), 422)
+
+
+# --- uploads ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_uploaded_dataset_trains_a_job(faces: Faces) -> None:
+    content = b'{"prompt": "2+2?", "answer": "4"}\n\n{"prompt": "1+3?", "answer": "4"}\n'
+    uploaded = faces.ada.post("/api/v1/datasets", content=content).json()
+    assert uploaded["rows"] == 2
+    environment = {"id": "jsonl", "dataset": uploaded["dataset"], "verifier": "exact"}
+    wanted = job(name="uploaded", environment=environment, stop={"steps": 1})
+    refused(faces.bob.post("/api/v1/jobs", json=wanted), 422)
+    id = faces.ada.post("/api/v1/jobs", json=wanted).json()["id"]
+    assert end_of(faces.ada, id)[1]["state"] == "completed"
+
+
+def test_a_bad_upload_is_refused_with_its_line(faces: Faces) -> None:
+    assert "line 2" in refused(faces.ada.post("/api/v1/datasets", content=b'{"prompt": "?"}\nnonsense\n'), 400)
+    refused(faces.ada.post("/api/v1/datasets", content=b""), 400)
+    refused(faces.ada.post("/api/v1/adapters", content=b"no tar"), 400)
+    empty = io.BytesIO()
+    with tarfile.open(fileobj=empty, mode="w"):
+        pass
+    assert "adapter_config.json" in refused(faces.ada.post("/api/v1/adapters", content=empty.getvalue()), 400)
+
+
+def test_an_archive_takes_no_more_room_than_it_has_bytes(faces: Faces) -> None:
+    """Neither compressed nor with holes."""
+    zeros = io.BytesIO()
+    with tarfile.open(fileobj=zeros, mode="w:gz") as archive:
+        about = tarfile.TarInfo("adapter_model.safetensors")
+        about.size = 50 << 20
+        archive.addfile(about, io.BytesIO(bytes(about.size)))
+    assert "not compressed" in refused(faces.ada.post("/api/v1/adapters", content=zeros.getvalue()), 400)
+    about = tarfile.TarInfo("adapter_model.safetensors")
+    about.pax_headers = {
+        "GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.name": about.name,
+        "GNU.sparse.map": "0,0", "GNU.sparse.size": str(50 << 20), "GNU.sparse.realsize": str(50 << 20),
+    }  # fmt: skip
+    holes = about.tobuf(tarfile.PAX_FORMAT) + bytes(1024)
+    assert "larger than the archive" in refused(faces.ada.post("/api/v1/adapters", content=holes), 400)
+    sparse = old_sparse("adapter_model.safetensors", 1000, 3000)
+    assert "is sparse" in refused(faces.ada.post("/api/v1/adapters", content=sparse * 3 + bytes(1024)), 400)
+
+
+def old_sparse(name: str, stored: int, said: int) -> bytes:
+    """A member as GNU tar wrote holes before there was PAX: the first ``stored`` bytes of ``said``."""
+    about = tarfile.TarInfo(name)
+    about.size, about.type = stored, tarfile.GNUTYPE_SPARSE
+    header = bytearray(about.tobuf(tarfile.GNU_FORMAT))
+    header[386:410] = b"%011o\0%011o\0" % (0, stored)  # the first piece: where it lies, and how long it is
+    header[483:495] = b"%011o\0" % said
+    header[148:156] = b"        "  # what the sum is computed with in the sum's place
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + bytes(stored + -stored % 512)
+
+
+def test_a_broken_archive_is_refused_at_once(faces: Faces) -> None:
+    """Also one that would be read for ever, and one that is read as something else than was meant."""
+    config, weights = (tarfile.TarInfo(name) for name in ("adapter_config.json", "adapter_model.safetensors"))
+    backwards = tarfile.TarInfo("readme")
+    backwards.size = -512  # what follows it is its own header
+    link = tarfile.TarInfo(weights.name)
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    endless = bytearray(old_sparse(weights.name, 0, 0)[:512])
+    endless[482] = 1  # further pieces follow, it says
+    endless[148:156] = b"        "
+    endless[148:156] = b"%06o\0 " % sum(endless)
+    for content, said in (
+        (link.tobuf() + bytes(1024), "adapter_model.safetensors is no plain file"),
+        (config.tobuf() * 2 + bytes(1024), "adapter_config.json twice"),
+        (tarfile.TarInfo("readme").tobuf() * 300 + bytes(1024), "more than 256 files"),
+        (bytes(endless), "no tar archive"),
+        (config.tobuf(tarfile.GNU_FORMAT) + backwards.tobuf(tarfile.GNU_FORMAT) + bytes(1024), "adapter"),
+    ):
+        assert said in refused(faces.ada.post("/api/v1/adapters", content=content, timeout=20), 400)
+
+
+def test_half_a_character_in_a_job_is_refused_and_leaves_nothing(faces: Faces) -> None:
+    written = json.dumps(job(name="half", environment={"hosted": "x", "note": "\ud83d"}))
+    for path in ("/api/v1/jobs", "/api/v1/jobs/dry-run"):
+        headers = {"Content-Type": "application/json"}
+        assert "half of one" in refused(faces.ada.post(path, content=written, headers=headers), 422)
+    assert "half" not in [row["name"] for row in faces.ada.get("/api/v1/jobs").json()]
+
+
+def test_an_uploaded_adapter_begins_a_job(faces: Faces) -> None:
+    tar = io.BytesIO()
+    with tarfile.open(fileobj=tar, mode="w") as archive:
+        for name, content in adapter_files(3.0).items():
+            about = tarfile.TarInfo(f"folder/{name}")
+            about.size = len(content)
+            archive.addfile(about, io.BytesIO(content))
+    digest = faces.ada.post("/api/v1/adapters", content=tar.getvalue()).json()["adapter"]
+    start = {"main": {"rank": 4, "targets": ["q"], "warm_start": {"upload": digest}}}
+    wanted = job(name="warm", policies=start, stop={"steps": 1})
+    refused(faces.bob.post("/api/v1/jobs", json=wanted), 422)
+    id = faces.ada.post("/api/v1/jobs", json=wanted).json()["id"]
+    assert end_of(faces.ada, id)[1]["state"] == "completed"
+
+
+def test_an_upload_beyond_the_limit_is_cut_off(tmp_path: Path) -> None:
+    with served(tmp_path, upload_bytes=2000) as service:
+        headers = {"X-API-Key": service.key}
+        with httpx.Client(base_url=service.url, headers=headers) as client:
+            assert "2000" in refused(client.post("/api/v1/datasets", content=b"x" * 3000), 413)
+            for path in ("/api/v1/jobs", "/api/v1/sample", "/v1/chat/completions", "/v1/completions"):
+                assert client.post(path, content=b"x" * 3000).status_code == 413
+                assert client.post(path, content=iter([b"x" * 1500] * 2)).status_code == 413
+
+
+def test_json_has_a_lower_limit_than_files(faces: Faces) -> None:
+    """16 MB: it is parsed where everybody waits."""
+    row = json.dumps({"prompt": "?", "answer": "x" * (17 << 20)}).encode()
+    headers = {"Content-Type": "application/json"}
+    for path in ("/api/v1/jobs", "/api/v1/jobs/dry-run", "/api/v1/sample"):
+        assert "16777216" in refused(faces.ada.post(path, content=row, headers=headers), 413)
+    for path in ("/v1/completions", "/tinker/api/v1/asample"):
+        assert faces.ada.post(path, content=row, headers=headers).status_code == 413
+    assert faces.ada.post("/api/v1/datasets", content=row).status_code == 201
+
+
+# --- whose it is ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["", "Authorization: Bearer tml-wrong\r\n", "X-API-Key: tml-wrong\r\n"])
+def test_no_body_is_read_without_a_key(faces: Faces, key: str) -> None:
+    """The answer comes while the body does not."""
+    url = httpx.URL(faces.service.url)
+    for path in (
+        *("/api/v1/jobs", "/api/v1/jobs/dry-run", "/api/v1/sample", "/api/v1/datasets", "/api/v1/adapters"),
+        *("/api/v1/tenants", "/v1/chat/completions", "/v1/completions", "/tinker/api/v1/forward_backward"),
+        *("/tinker/api/v1/asample", "/tinker/oai/api/v1/completions"),
+    ):
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 9000\r\n{key}\r\n"
+        with socket.create_connection((url.host, url.port or 80), timeout=10) as connection:
+            connection.sendall(head.encode())
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 401 "), path
+
+
+def test_without_a_key_and_with_a_wrong_one_nothing_is_told(faces: Faces) -> None:
+    document = faces.ada.get("/openapi.json").json()
+    checked = 0
+    for path, methods in document["paths"].items():
+        if not path.startswith("/api/"):
+            continue
+        for method in methods:
+            url = path.format(job=faces.done["id"], policy="main", version="1", action="pause", tenant="t", key="k")
+            for headers in ({}, {"Authorization": "Bearer tml-wrong"}, {"X-API-Key": "tml-wrong"}):
+                response = httpx.request(method, faces.service.url + url, headers=headers, json={})
+                assert response.status_code == 401, (method, url, response.text)
+                checked += 1
+    assert checked > 50
+
+
+def test_another_tenants_key_answers_as_if_nothing_were_there(faces: Faces) -> None:
+    document = faces.ada.get("/openapi.json").json()
+    compared = 0
+    for path, methods in document["paths"].items():
+        for method in methods if "{job}" in path else ():
+            for action in ("pause", "resume", "cancel") if "{action}" in path else ("",):
+                answers = []
+                for id in (faces.done["id"], "job-000000000000000000000000"):
+                    url = path.format(job=id, policy="main", version="1", action=action)
+                    response = faces.bob.request(method, url)
+                    assert response.status_code == 404, (method, url, response.text)
+                    answers.append(response.text.replace(id, "ID"))
+                assert answers[0] == answers[1]
+                compared += 1
+    assert compared >= 10
+    messages = [{"role": "user", "content": "2+2?"}]
+    refused(faces.bob.post("/api/v1/sample", json={"target": faces.done["id"], "messages": messages}), 404)
+    warm = {"main": {"rank": 4, "warm_start": {"job": faces.done["id"]}}}
+    refused(faces.bob.post("/api/v1/jobs", json=job(policies=warm)), 422)
+    assert faces.done["id"] not in [view["id"] for view in faces.bob.get("/api/v1/jobs").json()]
+    assert faces.ada.get(f"/api/v1/jobs/{faces.done['id']}").json()["state"] == "completed"
+
+
+def test_the_administrators_things_are_the_administrators(faces: Faces) -> None:
+    assert [worker["name"] for worker in faces.admin.get("/api/v1/workers").json()] == ["scripted"]
+    assert {"ada", "bob"} <= {tenant["name"] for tenant in faces.admin.get("/api/v1/tenants").json()}
+    for method, path in (("GET", "workers"), ("GET", "tenants"), ("POST", "tenants"), ("POST", "tenants/x/keys")):
+        refused(faces.ada.request(method, f"/api/v1/{path}", json={"name": "eve"}), 403)
+    refused(faces.admin.post("/api/v1/tenants/nobody/keys", json={}), 404)
+
+
+def test_secrets_are_the_users_alone_and_hashed_at_rest(faces: Faces) -> None:
+    for name in ("admin.key", "worker.token", "rookery.db", "rookery.db-wal"):
+        assert stat.S_IMODE((faces.root / "data" / name).stat().st_mode) == 0o600
+    assert faces.service.key.startswith("tml-")
+    database = (faces.root / "data" / "rookery.db").read_bytes()
+    database += (faces.root / "data" / "rookery.db-wal").read_bytes()
+    assert faces.service.key.encode() not in database
+    assert hashlib.sha256(faces.service.key.encode()).hexdigest().encode() in database
+
+
+# --- tickets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_hash_without_a_ticket_opens_nothing(faces: Faces) -> None:
+    versions = faces.ada.get(f"/api/v1/jobs/{faces.done['id']}/policies/main/versions").json()
+    digest = versions[-1]["hash"]
+    for headers in ({}, {"X-Rookery-Ticket": "99999999999.forged"}, {"X-Rookery-Ticket": "x"}):
+        for path in (f"/wire/artifacts/{digest}", f"/wire/artifacts/{digest}/adapter_model.safetensors"):
+            refused(faces.ada.get(path, headers=headers), 404)
+    refused(faces.ada.get("/wire/offers/guess"), 404)
+    refused(faces.ada.put("/wire/uploads/guess/adapter_model.safetensors", content=b"x"), 404)
+
+
+def test_a_worker_reads_what_it_was_given_a_ticket_for(faces: Faces) -> None:
+    asked = {"target": faces.done["id"], "messages": [{"role": "user", "content": "?"}], "max_tokens": 2}
+    assert faces.ada.post("/api/v1/sample", json=asked).status_code == 200
+    whole = adapter_files(2.0)["adapter_model.safetensors"]
+    assert whole in faces.worker.read.values() and whole[10:] in faces.worker.read.values()
+
+
+# --- the service ------------------------------------------------------------------------------------------------------
+
+
+def test_health_figures_and_documentation(faces: Faces) -> None:
+    assert httpx.get(f"{faces.service.url}/healthz").json()["service"] == "rookery"
+    assert faces.ada.get("/api/v1/health").json()["totals"]["sampled_tokens"] > 0
+    text = httpx.get(f"{faces.service.url}/metrics").text
+    assert 'rookery_jobs{state="completed"}' in text and "rookery_sampled_tokens_total" in text
+    for secret in (faces.done["id"], "ada", "sums"):
+        assert secret not in text
+    told = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"^(rookery_\w+)", text, re.MULTILINE))
+    assert set(re.findall(r"`(rookery_\w+)", told)) == {name for name in shown if not name.endswith("_created")}
+    document = httpx.get(f"{faces.service.url}/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    assert "group_size" in schemas["AlgorithmSpec"]["properties"]
+    submit = document["paths"]["/api/v1/jobs"]["post"]
+    assert submit["requestBody"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/JobSpec"}
+    assert "waits_for" in schemas["JobView"]["properties"]
+    assert httpx.get(f"{faces.service.url}/docs").status_code == 200
+    models = {row["name"]: row["state"] for row in faces.ada.get("/api/v1/models").json()}
+    assert models[MODEL] == "loaded" and models["qwen3-1.7b"] == "known"
+
+
+def test_answers_are_what_the_documentation_says(faces: Faces) -> None:
+    """Every field of a real answer is documented, with its type."""
+    path = f"/api/v1/jobs/{faces.done['id']}"
+    asked = faces.ada.post("/api/v1/jobs", json=job(name="measured", evaluation={"prompts": 2}, stop={"steps": 1}))
+    measured = end_of(faces.ada, asked.json()["id"])[1]
+    assert measured["state"] == "completed"
+    for client, address, shape in (
+        (faces.ada, f"{path}/metrics", schemas.MetricsRow),
+        (faces.ada, f"{path}/events", schemas.Event),
+        (faces.ada, f"{path}/trajectories", schemas.EpisodeRow),
+        (faces.ada, f"/api/v1/jobs/{measured['id']}/evaluations", schemas.Evaluation),
+        (faces.ada, f"{path}/policies/main/versions", schemas.Version),
+        (faces.ada, "/api/v1/models", schemas.BaseModelRow),
+        (faces.admin, "/api/v1/workers", schemas.WorkerRow),
+    ):
+        rows = client.get(address).json()
+        assert rows, address
+        known = {field.alias or name for name, field in shape.model_fields.items()}
+        for row in rows:
+            shape.model_validate(row)
+            families = ("reward/", "lag_share/") if shape is schemas.MetricsRow else ()
+            more = {name for name in row if not name.startswith(families)}
+            assert more <= known, address
+    schemas.Health.model_validate(faces.ada.get("/api/v1/health").json())
+    costs = schemas.Costs.model_validate(faces.admin.get("/api/v1/costs").json())
+    assert [row.tenant for row in costs.tenants] == [row["id"] for row in faces.admin.get("/api/v1/tenants").json()]
+    for row in costs.tenants:
+        keys = faces.admin.get(f"/api/v1/tenants/{row.tenant}/keys").json()
+        assert keys and all(schemas.KeyRow.model_validate(key) for key in keys)
+    schemas.DryRun.model_validate(faces.ada.post("/api/v1/jobs/dry-run", json=job()).json())
+
+
+def test_a_broken_upload_leaves_the_service_well(faces: Faces) -> None:
+    address = faces.service.url.removeprefix("http://").split(":")
+    with socket.create_connection((address[0], int(address[1]))) as raw:
+        request = (
+            f"POST /api/v1/datasets HTTP/1.1\r\nHost: x\r\nX-API-Key: {faces.service.key}\r\n"
+            "Content-Length: 1000\r\n\r\nhalf"
+        )
+        raw.sendall(request.encode())
+    assert faces.ada.get("/api/v1/health").status_code == 200
+
+
+def test_a_port_that_is_taken_and_a_second_service_are_refused(faces: Faces, tmp_path: Path) -> None:
+    port = int(faces.service.url.rsplit(":", 1)[1])
+    with pytest.raises(UserError, match=rf"port {port} .*--port"):
+        EmbeddedService(Settings.load({}, data=tmp_path, port=port, models="", workers=0)).__enter__()
+    with pytest.raises(UserError, match="in use by another service"):
+        EmbeddedService(Settings.load({}, data=faces.root / "data", port=0, models="", workers=0)).__enter__()
+    with served(tmp_path) as second:  # what was refused left nothing locked
+        assert httpx.get(f"{second.url}/healthz").status_code == 200
+
+
+def test_stopping_ends_streams_and_leaves_jobs_for_the_next_start(tmp_path: Path) -> None:
+    opened, ended = threading.Event(), threading.Event()
+
+    def follow(url: str, key: str, id: str) -> None:
+        path = f"{url}/api/v1/jobs/{id}/metrics/stream"
+        with httpx.stream("GET", path, headers={"X-API-Key": key}, timeout=60) as response:
+            for _ in response.iter_lines():
+                opened.set()
+        ended.set()
+
+    with served(tmp_path) as service:
+        headers = {"X-API-Key": service.key}
+        id = httpx.post(f"{service.url}/api/v1/jobs", json=job(), headers=headers).json()["id"]
+        reader = threading.Thread(target=follow, args=(service.url, service.key, id))
+        reader.start()
+        assert opened.wait(30)
+    reader.join(30)
+    assert ended.is_set()
+    with served(tmp_path) as service:
+        token = (tmp_path / "data" / "worker.token").read_text().strip()
+        with (
+            httpx.Client(base_url=service.url, headers=headers) as client,
+            ScriptedWorker(service.url, token, tokenizer(tmp_path)),
+        ):
+            assert end_of(client, id)[1]["state"] == "completed"

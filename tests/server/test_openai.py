@@ -1,0 +1,512 @@
+"""The OpenAI face before its judge, the real ``openai`` client: a real service, a real worker, a small random model."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from tests.server.test_api import end_of
+from tests.support.faces import MODEL, ScriptedWorker, job, served, tokenizer
+from tests.support.peers import eventually
+from tests.support.small_model import save_small_model
+
+from rookery import protocol
+from rookery.server.embedded import EmbeddedService
+from rookery.tokenization.chat import Chat
+from rookery.tokenization.registry import model_folder
+from rookery.worker.engine.native.engine import NativeEngine
+from rookery.worker.model.adapter import read_adapter
+from rookery.worker.model.decoder import Decoder
+from rookery.worker.model.lora import LoraBank
+
+HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]
+
+
+@dataclass
+class Open:
+    service: EmbeddedService
+    client: OpenAI
+    stranger: OpenAI
+    http: httpx.Client
+    base: str
+    job: str
+    folder: Path
+    """The prepared model."""
+
+    def chat(self, **asked: Any) -> Any:
+        plain: dict[str, Any] = {"model": self.base, "messages": HELLO, "max_tokens": 24, "seed": 7}
+        return self.client.chat.completions.create(**{**plain, **asked})
+
+    def text(self, **asked: Any) -> Any:
+        plain: dict[str, Any] = {"model": self.base, "prompt": "Once", "max_tokens": 24, "seed": 7}
+        return self.client.completions.create(**{**plain, **asked})
+
+
+@pytest.fixture(scope="module")
+def face(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
+    root = tmp_path_factory.mktemp("openai")
+    base = str(save_small_model(root / "small"))
+    with served(root, models=base, workers=1, threads=1, flush_seconds=0.02, max_rows=8, answer_tokens=40) as service:
+
+        def http(key: str) -> httpx.Client:
+            return httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+
+        def client(key: str) -> OpenAI:
+            return OpenAI(base_url=f"{service.url}/v1", api_key=key, max_retries=0)
+
+        with http(service.key) as admin:
+            tenant = admin.post("/api/v1/tenants", json={"name": "bob"}).json()
+            key = admin.post(f"/api/v1/tenants/{tenant['id']}/keys", json={"label": "test"}).json()["key"]
+            submitted = admin.post("/api/v1/jobs", json=job(
+                base_model=base, stop={"steps": 1}, sampling={"max_tokens": 8},
+                policies={"main": {"rank": 4, "targets": ["q", "v"], "optimizer": {"lr": 0.1}}},
+                environment={"id": "jsonl", "rows": [{"prompt": "Say something."}],
+                             "verifier": {"name": "regex", "pattern": "[A-Za-z]"}},
+                algorithm={"group_size": 8, "groups_per_step": 2},
+            )).json()  # fmt: skip
+            _, done = end_of(admin, submitted["id"])
+            assert done["state"] == "completed", done
+            with client(service.key) as mine, client(key) as stranger:
+                folder = model_folder(root / "cache", base)
+                yield Open(service, mine, stranger, admin, base, done["id"], folder)
+
+
+def joined(chunks: list[Any]) -> dict[int, str]:
+    """The text of each choice of a chat's stream; shapes are checked on the way."""
+    texts: dict[int, str] = {}
+    ended: set[int] = set()
+    for chunk in chunks:
+        assert chunk.object == "chat.completion.chunk" and chunk.id == chunks[0].id
+        for choice in chunk.choices:
+            assert choice.index not in ended
+            if choice.index not in texts:
+                assert choice.delta.role == "assistant"
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+            if choice.finish_reason:
+                ended.add(choice.index)
+    assert ended == set(texts)
+    return texts
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_answer_has_openais_shape(face: Open) -> None:
+    answer = face.chat()
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-") and answer.model == face.base
+    assert answer._request_id == answer.id
+    choice = answer.choices[0]
+    assert choice.message.role == "assistant" and choice.message.content
+    assert choice.finish_reason == ("length" if answer.usage.completion_tokens == 24 else "stop")
+    assert choice.logprobs is None
+    chat = Chat.load(face.folder)
+    assert answer.usage.prompt_tokens == len(chat.prompt(HELLO))
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert "token_ids" not in choice.to_dict() and "prompt_token_ids" not in choice.to_dict()
+
+
+def test_the_same_seed_is_the_same_answer_and_each_choice_is_its_own(face: Open) -> None:
+    four = face.chat(n=4, extra_body={"return_token_ids": True})
+    texts = [choice.message.content for choice in four.choices]
+    assert [choice.index for choice in four.choices] == [0, 1, 2, 3]
+    assert len(set(texts)) == 4
+    assert [choice.message.content for choice in face.chat(n=4).choices] == texts
+    assert face.chat().choices[0].message.content == texts[0]
+    assert face.chat(seed=8).choices[0].message.content != texts[0]
+    assert face.chat(seed=None).choices[0].message.content != face.chat(seed=None).choices[0].message.content
+    assert four.usage.prompt_tokens == face.chat().usage.prompt_tokens, "a prompt counts once"
+    assert four.usage.completion_tokens == sum(len(choice.token_ids) for choice in four.choices)
+    cold = face.chat(n=2, temperature=0, seed=None)
+    assert cold.choices[0].message.content == cold.choices[1].message.content
+
+
+def test_a_stream_says_what_the_whole_answer_says(face: Open) -> None:
+    """The model's bytes are mostly no UTF-8: nothing of a character is shown before the whole of it."""
+    whole = face.chat(n=3, max_tokens=100)
+    chunks = list(face.chat(n=3, max_tokens=100, stream=True, stream_options={"include_usage": True}))
+    assert joined(chunks[:-1]) == {choice.index: choice.message.content for choice in whole.choices}
+    assert len(chunks) > 10, "it came in pieces"
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert joined(list(face.chat(stream=True))) == {0: face.chat().choices[0].message.content}
+
+
+def test_a_stream_ends_in_openais_way(face: Open) -> None:
+    asked = {"model": face.base, "messages": HELLO, "max_tokens": 3, "stream": True}
+    response = face.http.post("/v1/chat/completions", json=asked)
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = [event for event in response.text.split("\n\n") if event.startswith("data: ")]
+    assert events[-1] == "data: [DONE]"
+    assert all("usage" not in json.loads(event.removeprefix("data: ")) for event in events[:-1])
+
+
+async def test_the_async_client_streams_many_at_once(face: Open) -> None:
+    async with AsyncOpenAI(base_url=f"{face.service.url}/v1", api_key=face.service.key, max_retries=0) as client:
+
+        async def talk(seed: int) -> str:
+            stream = await client.chat.completions.create(
+                model=face.base, messages=HELLO, max_tokens=16, seed=seed, stream=True
+            )
+            return joined([chunk async for chunk in stream])[0]
+
+        texts = await asyncio.gather(*(talk(seed) for seed in range(12)))
+    assert texts[7] == face.chat(max_tokens=16).choices[0].message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_text_before_it(face: Open, stream: bool) -> None:
+    text = face.text(max_tokens=60).choices[0].text
+    stop = text[20:23]
+    expected = text[: text.index(stop)]
+    for stops in (stop, ["never this", stop]):
+        answer = face.text(max_tokens=60, stop=stops, stream=stream)
+        pieces = [choice for part in (answer if stream else [answer]) for choice in part.choices]
+        assert "".join(piece.text for piece in pieces) == expected
+        assert pieces[-1].finish_reason == "stop"
+
+
+def test_what_may_become_a_stop_string_is_shown_when_it_does_not(face: Open) -> None:
+    text = face.text().choices[0].text
+    stops = [text[:2] + "…", text[-1] + "…"]
+    parts = [choice.text for chunk in face.text(stop=stops, stream=True) for choice in chunk.choices]
+    assert "".join(parts) == text
+
+
+def test_the_answers_limit_is_a_setting_where_the_request_has_none(face: Open) -> None:
+    assert face.chat(max_tokens=None).usage.completion_tokens == 40
+    assert face.chat(max_tokens=None, max_completion_tokens=5).usage.completion_tokens == 5
+    assert face.text(max_tokens=None).usage.completion_tokens == 16, "OpenAI's own"
+
+
+def test_texts_come_in_lists_and_as_token_ids(face: Open) -> None:
+    chat = Chat.load(face.folder)
+    both = face.text(prompt=["Once", "Twice"], n=2)
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert both.choices[0].text == face.text().choices[0].text == face.text(prompt=chat.encode("Once")).choices[0].text
+    ids = face.text(prompt=[chat.encode("Once"), chat.encode("Twice")], n=2)
+    assert [choice.text for choice in ids.choices] == [choice.text for choice in both.choices]
+    assert both.usage.prompt_tokens == len("OnceTwice")
+
+
+def test_a_conversation_may_be_written_in_parts(face: Open) -> None:
+    plain: list[Any] = [{"role": "system", "content": "Be brief."}, *HELLO, {"role": "assistant", "content": "Hi."},
+                        {"role": "user", "content": "And now?"}]  # fmt: skip
+    parts: list[Any] = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+        *HELLO,
+        openai.types.chat.ChatCompletionMessage(role="assistant", content="Hi.").model_dump(),
+        plain[3],
+    ]
+    answers = [face.chat(messages=m, extra_body={"return_token_ids": True}) for m in (plain, parts)]
+    assert answers[0].choices[0].prompt_token_ids == Chat.load(face.folder).prompt(plain)
+    assert answers[0].choices[0].to_dict() == answers[1].choices[0].to_dict()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_documentations_examples_run(face: Open, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "openai.md").read_text()
+    example = page.split("```python\n")[number + 1].split("```")[0]
+    monkeypatch.setenv("OPENAI_BASE_URL", f"{face.service.url}/v1")
+    monkeypatch.setenv("OPENAI_API_KEY", face.service.key)
+    exec(compile(example.replace("JOB", face.job), "docs/openai.md", "exec"), {})
+
+
+# --- log-probs and token ids ------------------------------------------------------------------------------------------
+
+
+def alone(face: Open, prompt: list[int], seed: int, adapter: Path | None = None) -> tuple[list[int], list[float]]:
+    """What the engine samples when nothing is around it."""
+    decoder = Decoder.load(face.folder)
+    chat = Chat.load(face.folder)
+    bank = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
+    ref = None
+    if adapter is not None:
+        bank.add("a", read_adapter(adapter, decoder.config))
+        ref = protocol.AdapterRef(policy="p", version=1, hash="a", rank=4, alpha=8.0)
+    engine = NativeEngine(decoder, bank, chat.decode, max_rows=4, kv_budget_bytes=1 << 26)
+    engine.submit(protocol.Generate(request="r", adapter=ref, prompt=prompt, shared_prefix=len(prompt), max_tokens=24,
+                                temperature=1.0, seed=seed, stop_tokens=chat.stop_tokens))  # fmt: skip
+    while engine.step():
+        pass
+    (chunk,) = engine.drain()
+    return chunk.tokens, chunk.logprobs
+
+
+def test_token_ids_and_logprobs_are_the_engines(face: Open) -> None:
+    choice = face.chat(extra_body={"return_token_ids": True}, logprobs=True).choices[0]
+    assert choice.prompt_token_ids == Chat.load(face.folder).prompt(HELLO)
+    assert (choice.token_ids, choice.token_logprobs) == alone(face, choice.prompt_token_ids, 7)
+    assert choice.token_versions == [0] * len(choice.token_ids)
+    assert [entry.logprob for entry in choice.logprobs.content] == choice.token_logprobs
+    said = b"".join(bytes(entry.bytes) for entry in choice.logprobs.content)
+    assert said.decode(errors="replace") == choice.message.content
+    assert all(entry.top_logprobs == [] for entry in choice.logprobs.content)
+
+
+def test_an_adapters_answers_are_its_own_and_say_its_version(face: Open, tmp_path: Path) -> None:
+    answers = {name: face.chat(model=name, extra_body={"return_token_ids": True})
+               for name in (face.base, f"{face.job}@0", f"{face.job}@1", face.job, f"{face.job}:latest")}  # fmt: skip
+    assert [answer.model for answer in answers.values()] == [
+        face.base, f"{face.job}@0", f"{face.job}@1", f"{face.job}@1", f"{face.job}@1",
+    ]  # fmt: skip
+    ids = {name: answer.choices[0].token_ids for name, answer in answers.items()}
+    assert ids[f"{face.job}@0"] == ids[face.base], "version 0 is the untrained adapter"
+    assert ids[f"{face.job}@1"] == ids[face.job] == ids[f"{face.job}:latest"] != ids[face.base]
+    assert answers[face.job].choices[0].token_versions == [1] * len(ids[face.job])
+    archive = face.http.get(f"/api/v1/jobs/{face.job}/policies/main/versions/1/adapter").content
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(tmp_path, filter="data")
+    choice = answers[face.job].choices[0]
+    assert (choice.token_ids, choice.token_logprobs) == alone(face, choice.prompt_token_ids, 7, tmp_path)
+
+
+def test_a_streams_pieces_have_every_token_once(face: Open) -> None:
+    asked: dict[str, Any] = {"n": 2, "extra_body": {"return_token_ids": True}, "logprobs": True, "max_tokens": 60}
+    whole = face.chat(**asked)
+    pieces = [choice for chunk in face.chat(stream=True, **asked) for choice in chunk.choices]
+    for expected in whole.choices:
+        mine = [piece.to_dict() for piece in pieces if piece.index == expected.index]
+        assert mine[0]["prompt_token_ids"] == expected.prompt_token_ids
+        for field in ("token_ids", "token_logprobs", "token_versions"):
+            assert [entry for piece in mine for entry in piece.get(field, [])] == getattr(expected, field)
+        logged = [entry for piece in mine for entry in (piece.get("logprobs") or {}).get("content", [])]
+        assert logged == expected.to_dict()["logprobs"]["content"]
+
+
+def test_tokens_of_a_stop_string_are_told_but_not_shown(face: Open) -> None:
+    plain = face.text(extra_body={"return_token_ids": True}, logprobs=0).choices[0]
+    text = plain.text
+    at = next(n for n in range(6, 20) if text[n : n + 2] not in text[: n + 1])
+    cut = face.text(extra_body={"return_token_ids": True}, logprobs=0, stop=text[at : at + 2]).choices[0]
+    assert cut.token_ids == plain.token_ids[: len(cut.token_ids)]
+    logged = cut.logprobs
+    assert len(cut.token_ids) > len(logged.tokens) == len(logged.token_logprobs) == len(logged.text_offset)
+    assert logged.token_logprobs == cut.token_logprobs[: len(logged.tokens)]
+    assert logged.text_offset == sorted(logged.text_offset) and logged.text_offset[-1] < at == len(cut.text)
+    assert logged.top_logprobs is None
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_models_are_those_that_can_be_asked(face: Open) -> None:
+    names = [model.id for model in face.client.models.list()]
+    assert names == [face.base, f"{face.job}:latest", f"{face.job}@1", f"{face.job}@0"]
+    assert [model.id for model in face.stranger.models.list()] == [face.base]
+    for name in (*names, face.job):
+        found = face.client.models.retrieve(name)
+        assert found.id == name and found.object == "model"
+        assert (found.owned_by, found.created > 0) == (("rookery", False) if name == face.base else ("admin", True))
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_key_is_refused(face: Open) -> None:
+    with OpenAI(base_url=f"{face.service.url}/v1", api_key="tml-wrong", max_retries=0) as client:
+        for ask in (client.models.list, lambda: client.chat.completions.create(model=face.base, messages=HELLO)):
+            with pytest.raises(openai.AuthenticationError) as refused:
+                ask()
+            assert refused.value.code == "invalid_api_key" and "tml-" in refused.value.message
+
+
+def test_another_tenants_job_is_as_unknown_as_one_that_never_was(face: Open) -> None:
+    bodies = []
+    for name in (face.job, "job-" + "0" * 24):
+        for suffix in ("", "@1", ":latest"):
+            with pytest.raises(openai.NotFoundError) as refused:
+                face.stranger.chat.completions.create(model=name + suffix, messages=HELLO)
+            assert refused.value.code == "model_not_found" and refused.value.param == "model"
+            with pytest.raises(openai.NotFoundError):
+                face.stranger.models.retrieve(name + suffix)
+            bodies.append(json.dumps(refused.value.body).replace(name, "X"))
+    assert bodies[:3] == bodies[3:]
+
+
+@pytest.mark.parametrize("suffix", ["@99", "@-1", "@first"])
+def test_a_version_that_is_not_there_is_refused(face: Open, suffix: str) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        face.chat(model=face.job + suffix)
+    assert refused.value.status_code in (400, 404)
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"top_p": 0.9}, "top_p"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"presence_penalty": -1}, "presence_penalty"),
+        ({"logit_bias": {"5": 100}}, "logit_bias"),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"extra_body": {"top_k": 40}}, "top_k"),
+        ({"extra_body": {"no_such_thing": 1}}, "no_such_thing"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": "x", "name": "Ada"}]}, "messages.0.name"),
+        ({"model": ""}, "model"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_supported_is_refused_by_name(face: Open, asked: dict[str, Any], param: str, stream: bool) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        face.chat(**asked, stream=stream)
+    assert refused.value.param == param and param in refused.value.message
+    assert refused.value.type == "invalid_request_error" and "\n" not in refused.value.message
+
+
+def test_an_image_and_a_prompt_too_long_are_refused(face: Open) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content"):
+        face.chat(messages=[{"role": "user", "content": [image]}])
+    with pytest.raises(openai.BadRequestError, match="600 tokens, the model's context is 512") as refused:
+        face.text(prompt="x" * 600)
+    assert refused.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"logprobs": 2},
+        {"best_of": 3},
+        {"echo": True},
+        {"suffix": "end"},
+        {"prompt": ""},
+        {"prompt": [5, 100_000]},
+        {"prompt": [-1]},
+        {"prompt": [1 << 32]},
+        {"prompt": []},
+        {"prompt": ["x"] * 100, "n": 100},
+    ],
+    ids=str,
+)
+def test_a_text_that_cannot_be_gone_on_with_is_refused(face: Open, asked: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError):
+        face.text(**asked)
+
+
+def test_arguments_that_ask_for_nothing_are_fine(face: Open) -> None:
+    answer = face.chat(
+        top_p=1, frequency_penalty=0, presence_penalty=0, logit_bias={}, tools=[], tool_choice="none", user="ada",
+        response_format={"type": "text"}, store=False, metadata={"a": "b"}, service_tier="auto", top_logprobs=0,
+        extra_body={"top_k": -1, "min_p": 0, "repetition_penalty": 1.0},
+    )  # fmt: skip
+    assert answer.choices[0].message.content == face.chat().choices[0].message.content
+
+
+def test_what_is_no_request_or_no_endpoint_has_openais_shape(face: Open) -> None:
+    response = face.http.post("/v1/chat/completions", content=b"{", headers={"content-type": "application/json"})
+    assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError, match="there are /v1/chat/completions"):
+        face.client.embeddings.create(model=face.base, input="x")
+
+
+# --- hanging up, stopping ---------------------------------------------------------------------------------------------
+
+
+class Endless(ScriptedWorker):
+    """Says the first token of every answer, and then nothing more."""
+
+    def __init__(self, root: Path, service: EmbeddedService) -> None:
+        token = (root / "data" / "worker.token").read_text().strip()
+        super().__init__(service.url, token, tokenizer(root))
+        self.generates: list[protocol.Generate] = []
+
+    def _chunk(self, message: protocol.Generate) -> protocol.TokenChunk:
+        self.generates.append(message)
+        chunk = super()._chunk(message)
+        chunk.tokens, chunk.logprobs, chunk.finish = chunk.tokens[:1], chunk.logprobs[:1], ""
+        return chunk
+
+
+async def until_running(client: AsyncOpenAI, count: int) -> None:
+    """Waits for the service to say that so many requests run."""
+    async with asyncio.timeout(30):
+        while True:
+            health: Any = await client.get("/../api/v1/health", cast_to=object)
+            if health["gauges"]["requests_running"] == count:
+                return
+
+
+async def test_who_hangs_up_ends_the_generation(tmp_path: Path) -> None:
+    with served(tmp_path) as service, Endless(tmp_path, service) as worker:
+        async with AsyncOpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0) as client:
+            await until_served(client)
+            asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "n": 3, "seed": 0}
+            stream = await client.chat.completions.create(**asked, stream=True)
+            async for chunk in stream:
+                if chunk.choices[0].delta.content:
+                    break
+            await until_running(client, 3)
+            await stream.close()
+            await until_running(client, 0)
+            whole = asyncio.create_task(client.chat.completions.create(**asked))
+            await until_running(client, 3)
+            whole.cancel()
+            await until_running(client, 0)
+            await eventually(lambda: len(worker.generates) == 6)
+
+
+async def test_a_base_model_is_waited_for_where_a_worker_of_it_is_known(tmp_path: Path) -> None:
+    with served(tmp_path) as service:
+        token = (tmp_path / "data" / "worker.token").read_text().strip()
+        async with AsyncOpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0) as client:
+            asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "seed": 0}
+            with pytest.raises(openai.InternalServerError, match=f"no worker serves {MODEL} now") as refused:
+                await client.chat.completions.create(**asked)
+            assert refused.value.status_code == 503 and "x-should-retry" not in refused.value.response.headers
+            with ScriptedWorker(service.url, token, tokenizer(tmp_path)):
+                await until_served(client)
+            while (await client.models.list()).data:  # it has left without a word, and may come back
+                pass
+            waiting = asyncio.create_task(client.chat.completions.create(**asked))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(waiting), 0.5)
+            with ScriptedWorker(service.url, token, tokenizer(tmp_path)):
+                assert (await waiting).choices[0].message.content in ("4", "five")
+
+
+async def until_served(client: AsyncOpenAI) -> None:
+    async with asyncio.timeout(30):
+        while not (await client.models.list()).data:
+            pass
+
+
+@pytest.mark.parametrize("interactive_priority", [True, False])
+async def test_answers_go_first_where_the_setting_says_so_and_end_with_the_service(
+    tmp_path: Path, interactive_priority: bool
+) -> None:
+    with served(tmp_path, interactive_priority=interactive_priority) as service, Endless(tmp_path, service) as worker:
+        client = AsyncOpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0)
+        await until_served(client)
+        stream = await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
+        whole = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HELLO))
+        await eventually(lambda: len(worker.generates) == 2)  # a request runs from when it was sent
+        assert [generate.interactive for generate in worker.generates] == [interactive_priority] * 2
+        stopping = asyncio.create_task(asyncio.to_thread(service.__exit__, None, None, None))
+        with pytest.raises(openai.APIError, match="the service stops"):
+            async for _ in stream:
+                pass
+        with pytest.raises(openai.InternalServerError, match="the service stops"):
+            await whole
+        await client.close()
+        await stopping

@@ -1,0 +1,545 @@
+"""What one tenant can learn of another, or do to it, through any face: nothing. Real service, real sockets.
+
+The routes come from the application itself. A new one either takes its ids from its path, and is then tried with
+another tenant's ids without anybody having to remember it, or has to be added to :data:`WITHOUT_IDS` with a test.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import re
+import tarfile
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served, tokenizer
+from websockets.sync.client import connect
+
+import rookery
+from rookery import protocol
+from rookery.client import Client
+from rookery.errors import UserError
+from rookery.server.app import build
+from rookery.server.embedded import EmbeddedService
+from rookery.server.routes.admin import KEY_ID
+from rookery.storage.keys import hash_key
+
+PATIENCE = 120.0
+"""Seconds after which a test that waits gives up: far more than anything here takes on a busy machine."""
+
+SECRET = "the-owl-flies-at-noon"
+"""In Ada's prompts, names and uploads; nobody else may ever read it."""
+
+WITHOUT_IDS = {
+    "GET /api/v1/jobs": "test_lists_hold_the_tenants_own_things_alone",
+    "GET /api/v1/models": "test_lists_hold_the_tenants_own_things_alone",
+    "GET /api/v1/health": "test_lists_hold_the_tenants_own_things_alone",
+    "GET /api/v1/workers": "test_lists_hold_the_tenants_own_things_alone",
+    "GET /api/v1/costs": "test_lists_hold_the_tenants_own_things_alone",
+    "GET /api/v1/tenants": "test_lists_hold_the_tenants_own_things_alone",
+    "GET /v1/models": "test_lists_hold_the_tenants_own_things_alone",
+    "GET /healthz": "test_lists_hold_the_tenants_own_things_alone",
+    "GET /metrics": "test_lists_hold_the_tenants_own_things_alone",
+    "POST /api/v1/tenants": "test_lists_hold_the_tenants_own_things_alone",
+    "POST /api/v1/jobs": "test_a_job_cannot_name_anothers_things",
+    "POST /api/v1/jobs/dry-run": "test_a_job_cannot_name_anothers_things",
+    "POST /api/v1/sample": "test_nothing_of_anothers_can_be_sampled_from",
+    "POST /v1/chat/completions": "test_nothing_of_anothers_can_be_sampled_from",
+    "POST /v1/completions": "test_nothing_of_anothers_can_be_sampled_from",
+    "POST /api/v1/datasets": "test_a_hash_is_no_authority",
+    "POST /api/v1/adapters": "test_a_hash_is_no_authority",
+    "WEBSOCKET /wire/worker": "test_an_api_key_is_no_worker_token",
+    "WEBSOCKET /wire/host": "test_an_api_key_is_no_worker_token",
+}
+"""Routes without an id in their path, and the test here that tries them."""
+
+NOT_OURS = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc", "/tinker"}
+"""The framework's own, which know nobody; and an application of its own, which test_tinker_rest.py tries in the same
+way."""
+
+
+class Listening(ScriptedWorker):
+    """Keeps the tickets that it is given."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.refs: list[protocol.AdapterRef] = []
+        self.uploads: list[str] = []
+
+    async def _pull(self, http: httpx.AsyncClient, ref: protocol.AdapterRef) -> None:
+        self.refs.append(ref)
+        await super()._pull(http, ref)
+
+    async def _push(self, http: httpx.AsyncClient, ticket: str, files: dict[str, bytes]) -> protocol.Manifest:
+        self.uploads.append(ticket)
+        return await super()._push(http, ticket, files)
+
+
+@dataclass
+class Town:
+    """A service, its administrator, and two tenants. Ada has a completed job, a paused one and uploads; Bob asks."""
+
+    root: Path
+    service: EmbeddedService
+    worker: Listening
+    admin: httpx.Client
+    ada: httpx.Client
+    bob: httpx.Client
+    keys: dict[str, str] = field(default_factory=dict)
+    tenant: str = ""
+    """Ada's tenant id."""
+    done: dict[str, Any] = field(default_factory=dict)
+    paused: str = ""
+    dataset: str = ""
+    adapter: str = ""
+    versions: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def token(self) -> str:
+        return (self.root / "data" / "worker.token").read_text().strip()
+
+    def adas(self) -> list[str]:
+        """Everything that Ada has, as she sees it."""
+        paths = ["/api/v1/jobs"]
+        for id in (self.done["id"], self.paused):
+            parts = ("", "/metrics", "/events", "/trajectories", "/evaluations", "/policies/main/versions")
+            paths += [f"/api/v1/jobs/{id}{part}" for part in parts]
+        return [self.ada.get(path).text for path in paths]
+
+
+def ended(client: httpx.Client, id: str) -> dict[str, Any]:
+    """The job when it has ended."""
+    with client.stream("GET", f"/api/v1/jobs/{id}/metrics/stream", timeout=PATIENCE) as response:
+        for _ in response.iter_lines():
+            pass
+    view: dict[str, Any] = client.get(f"/api/v1/jobs/{id}").json()
+    return view
+
+
+def tarred(files: dict[str, bytes]) -> bytes:
+    tar = io.BytesIO()
+    with tarfile.open(fileobj=tar, mode="w") as archive:
+        for name, content in files.items():
+            about = tarfile.TarInfo(name)
+            about.size = len(content)
+            archive.addfile(about, io.BytesIO(content))
+    return tar.getvalue()
+
+
+ROWS = f'{{"prompt": "{SECRET} 2+2?", "answer": "4"}}\n{{"prompt": "{SECRET} 1+3?", "answer": "4"}}\n'.encode()
+
+
+@pytest.fixture(scope="module")
+def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
+    root = tmp_path_factory.mktemp("town")
+    with ExitStack() as stack:
+        service = stack.enter_context(served(root))
+        token = (root / "data" / "worker.token").read_text().strip()
+        worker = stack.enter_context(Listening(service.url, token, tokenizer(root)))
+
+        def client(key: str) -> httpx.Client:
+            headers = {"Authorization": f"Bearer {key}"}
+            return stack.enter_context(httpx.Client(base_url=service.url, headers=headers, timeout=PATIENCE))
+
+        admin = client(service.key)
+        keys, tenants = {}, {}
+        for name in (f"ada-{SECRET}", "bob"):
+            tenants[name] = admin.post("/api/v1/tenants", json={"name": name}).json()["id"]
+            keys[name[:3]] = admin.post(f"/api/v1/tenants/{tenants[name]}/keys", json={"label": SECRET}).json()["key"]
+        town = Town(root, service, worker, admin, client(keys["ada"]), client(keys["bob"]), keys)
+        town.tenant = tenants[f"ada-{SECRET}"]
+        town.dataset = town.ada.post("/api/v1/datasets", content=ROWS).json()["dataset"]
+        town.adapter = town.ada.post("/api/v1/adapters", content=tarred(adapter_files(7.0))).json()["adapter"]
+        environment = {"id": "jsonl", "dataset": town.dataset, "eval_dataset": town.dataset, "verifier": "exact"}
+        wanted = job(name=SECRET, environment=environment, evaluation={"prompts": 2})
+        made = town.ada.post("/api/v1/jobs", json=wanted, headers={"Idempotency-Key": "first"}).json()
+        town.done = ended(town.ada, made["id"])
+        assert town.done["state"] == "completed", town.done
+        waiting = job(name=f"{SECRET}-2", environment={"hosted": "adas"})
+        town.paused = town.ada.post("/api/v1/jobs", json=waiting).json()["id"]
+        town.ada.post(f"/api/v1/jobs/{town.paused}/pause").raise_for_status()
+        town.versions = town.ada.get(f"/api/v1/jobs/{town.done['id']}/policies/main/versions").json()
+        yield town
+
+
+# --- every route ------------------------------------------------------------------------------------------------------
+
+
+def routes() -> list[tuple[str, str]]:
+    """(method, path) of every route of the application, paths as ``/jobs/{job}``."""
+
+    def walk(routes: Any) -> Iterator[tuple[str, str]]:
+        for route in routes:
+            router = getattr(route, "original_router", None)
+            if router is not None:
+                yield from walk(router.routes)
+            elif route.path not in NOT_OURS:
+                path = re.sub(r":\w+}", "}", route.path)
+                yield from ((method, path) for method in getattr(route, "methods", None) or ["WEBSOCKET"])
+
+    return sorted(walk(build(None).routes))  # type: ignore[arg-type]  # nothing is served by this one
+
+
+def test_every_route_is_tried() -> None:
+    found = routes()
+    gc.collect()  # what tests before this one left is not this one's warning
+    with warnings.catch_warnings(action="error"):  # such as two operations of one name
+        documented = build(None).openapi()["paths"]  # type: ignore[arg-type]
+    assert {path for _, path in found} >= documented.keys() - NOT_OURS
+    without = {f"{method} {path}" for method, path in found if "{" not in path}
+    assert without == WITHOUT_IDS.keys(), "a route without ids in its path needs a test, named in WITHOUT_IDS"
+    assert all(test in globals() for test in WITHOUT_IDS.values())
+
+
+@pytest.mark.parametrize(("method", "path"), [(m, p) for m, p in routes() if "{" in p])
+def test_anothers_ids_answer_exactly_as_unknown_ones(town: Town, method: str, path: str) -> None:
+    before = town.adas()
+    none = "0" * 64
+    nobodys = ids(f"job-{'0' * 24}", f"tenant-{'0' * 24}", none, none[: len(town.worker.uploads[-1])], none[:KEY_ID])
+    for id in (town.done["id"], town.paused):
+        key = hash_key(town.keys["ada"])[:KEY_ID]
+        theirs = ids(id, town.tenant, town.versions[-1]["hash"], town.worker.uploads[-1], key)
+        for action in ("pause", "resume", "cancel") if "{action}" in path else ("",):
+            answers = []
+            for given in (theirs, nobodys):
+                response = town.bob.request(
+                    method, path.format(**given, action=action), json={} if method == "POST" else None
+                )
+                told = response.text
+                for name in NAMES:
+                    told = told.replace(given[name], name)
+                headers = {key: value for key, value in response.headers.items() if key != "date"}
+                answers.append((response.status_code, headers, told))
+            assert answers[0] == answers[1]
+            assert answers[0][0] in (403, 404), answers[0]
+            assert SECRET not in answers[0][2]
+    assert town.adas() == before
+
+
+NAMES = ("job", "tenant", "digest", "ticket", "key")
+
+
+def ids(job: str, tenant: str, digest: str, ticket: str, key: str) -> dict[str, str]:
+    """What a path names, by parameter. A parameter that is not here is a new one: say what it means."""
+    return {
+        "job": job,
+        "tenant": tenant,
+        "digest": digest,
+        "ticket": ticket,
+        "key": key,
+        "policy": "main",
+        "version": "1",
+        "name": "adapter_config.json",
+        "model": f"{job}@1",
+        "path": f"jobs/{job}",
+    }
+
+
+def test_lists_hold_the_tenants_own_things_alone(town: Town) -> None:
+    hidden = [SECRET, town.done["id"], town.paused, town.tenant, town.dataset, town.adapter, town.keys["ada"]]
+    hidden += [version["hash"] for version in town.versions]
+    for route in WITHOUT_IDS:
+        method, path = route.split(" ")
+        if method == "GET":
+            for client in (town.bob, httpx.Client(base_url=town.service.url)):
+                text = client.get(path).text
+                assert not [secret for secret in hidden if secret in text], route
+    assert town.bob.get("/api/v1/jobs").json() == []
+    for path in ("/api/v1/workers", "/api/v1/tenants", "/api/v1/costs"):
+        assert town.bob.get(path).status_code == 403
+    assert town.bob.post("/api/v1/tenants", json={"name": "mallory"}).status_code == 403
+    assert "mallory" not in town.admin.get("/api/v1/tenants").text
+    assert town.keys["ada"] not in town.admin.get("/api/v1/tenants").text
+
+
+def test_a_revoked_key_opens_nothing_and_its_tenants_other_keys_do(town: Town) -> None:
+    keys = f"/api/v1/tenants/{town.tenant}/keys"
+    made = town.admin.post(keys, json={"label": "lost"}).json()["key"]
+    (row,) = [row for row in town.admin.get(keys).json() if row["label"] == "lost"]
+    assert row["revoked"] is None and row["created"] > 0
+    assert made not in town.admin.get(keys).text and hash_key(made) not in town.admin.get(keys).text
+    lost = httpx.Client(base_url=town.service.url, headers={"X-API-Key": made})
+    assert lost.get("/api/v1/jobs").json() == town.ada.get("/api/v1/jobs").json()
+    for client in (lost, town.ada, town.bob):
+        assert client.delete(f"{keys}/{row['id']}").status_code == 403
+    gone = town.admin.delete(f"{keys}/{row['id']}")
+    assert gone.status_code == 200 and gone.json()["revoked"] >= row["created"]
+    assert lost.get("/api/v1/jobs").status_code == 401
+    assert lost.get("/v1/models").status_code == 401
+    assert town.ada.get("/api/v1/jobs").status_code == 200
+    assert town.admin.delete(f"{keys}/{row['id']}").status_code == 409, "it is revoked already"
+    bobs = [row["id"] for row in town.admin.get("/api/v1/tenants").json() if row["name"] == "bob"]
+    assert town.admin.delete(f"/api/v1/tenants/{bobs[0]}/keys/{row['id']}").status_code == 404
+    own = hash_key(town.service.key)[:KEY_ID]
+    admins = [row["id"] for row in town.admin.get("/api/v1/tenants").json() if row["name"] == "admin"]
+    refused = town.admin.delete(f"/api/v1/tenants/{admins[0]}/keys/{own}")
+    assert refused.status_code == 409 and "made with that key" in refused.text
+    assert town.admin.get("/api/v1/tenants").status_code == 200
+
+
+def test_a_revoked_key_of_the_data_folder_is_said_at_the_start(tmp_path: Path) -> None:
+    with served(tmp_path) as service, Client(service.url, service.key) as client:
+        other = Client(service.url, client.add_key("admin").key)
+        other.revoke_key("admin", hash_key(service.key)[:KEY_ID])
+        assert [bool(row.revoked) for row in other.keys("admin")] == [True, False]
+        other.close()
+    with pytest.raises(UserError, match=r"the key in admin\.key was revoked"), served(tmp_path):
+        pass
+    (tmp_path / "data" / "admin.key").unlink()
+    with served(tmp_path) as service, Client(service.url, service.key) as client:
+        assert len(client.keys("admin")) == 3
+
+
+# --- ids inside bodies ------------------------------------------------------------------------------------------------
+
+
+def same(town: Town, path: str, theirs: dict[str, Any], nobodys: dict[str, Any], names: dict[str, str]) -> None:
+    """Both requests are refused in the same words. ``names`` maps what Ada's is called to what nobody's is."""
+    answers = []
+    for body in (theirs, nobodys):
+        response = town.bob.post(path, json=body)
+        assert 400 <= response.status_code < 500, response.text
+        text = response.text
+        for mine, none in names.items():
+            text = text.replace(mine, "X").replace(none, "X")
+        answers.append((response.status_code, text))
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("path", ["/api/v1/jobs", "/api/v1/jobs/dry-run"])
+def test_a_job_cannot_name_anothers_things(town: Town, path: str) -> None:
+    before = town.adas()
+    none, nobody = "0" * 64, f"job-{'0' * 24}"
+    hashes = [town.dataset, town.adapter, *(version["hash"] for version in town.versions)]
+    for digest in hashes:  # also under the wrong field: an adapter is no dataset, a version no upload
+        for name in ("dataset", "eval_dataset"):
+            made = [
+                {**job()["environment"], **({"rows": None} if name == "dataset" else {}), name: value}
+                for value in (digest, none)
+            ]
+            made = [{key: value for key, value in one.items() if value is not None} for one in made]
+            same(town, path, job(environment=made[0]), job(environment=made[1]), {digest: none})
+        starts = [{"main": {"rank": 4, "targets": ["q"], "warm_start": {"upload": value}}} for value in (digest, none)]
+        same(town, path, job(policies=starts[0]), job(policies=starts[1]), {digest: none})
+    for id in (town.done["id"], town.paused):
+        for more in ({}, {"version": 1}, {"version": 99}, {"policy": "other"}):
+            starts = [
+                {"main": {"rank": 4, "targets": ["q"], "warm_start": {"job": value, **more}}} for value in (id, nobody)
+            ]
+            same(town, path, job(policies=starts[0]), job(policies=starts[1]), {id: nobody})
+    assert town.bob.get("/api/v1/jobs").json() == []
+    assert town.adas() == before
+
+
+def test_nothing_of_anothers_can_be_sampled_from(town: Town) -> None:
+    nobody = f"job-{'0' * 24}"
+    asked = {"messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 4}
+    for id in (town.done["id"], town.paused):
+        for version in ("", "@0", "@1", "@2", "@99", "@latest", "@x", "@"):
+            targets = [f"{value}{version}" for value in (id, nobody)]
+            theirs, nobodys = ({**asked, "target": target} for target in targets)
+            same(town, "/api/v1/sample", theirs, nobodys, {id: nobody})
+            theirs, nobodys = ({**asked, "model": target} for target in targets)
+            same(town, "/v1/chat/completions", theirs, nobodys, {id: nobody})
+            theirs, nobodys = ({"prompt": "2+2?", "model": target} for target in targets)
+            same(town, "/v1/completions", theirs, nobodys, {id: nobody})
+    for name in (town.versions[-1]["hash"], town.done["policies"][0]["id"], town.adapter, SECRET):
+        assert town.bob.post("/api/v1/sample", json={**asked, "target": name}).status_code == 404
+
+
+def test_a_hash_is_no_authority(town: Town) -> None:
+    """Who brings the same bytes has them, and only from then on."""
+    environment = {"id": "jsonl", "dataset": town.dataset, "verifier": "exact"}
+    wanted = job(name="same-bytes", environment=environment, stop={"steps": 1})
+    assert town.bob.post("/api/v1/jobs", json=wanted).status_code == 422
+    assert town.bob.post("/api/v1/datasets", content=ROWS).json()["dataset"] == town.dataset
+    made = town.bob.post("/api/v1/jobs", json=wanted).json()
+    assert ended(town.bob, made["id"])["state"] == "completed"
+    start = {"main": {"rank": 4, "targets": ["q"], "warm_start": {"upload": town.adapter}}}
+    wanted = job(name="same-adapter", policies=start, stop={"steps": 1})
+    assert town.bob.post("/api/v1/jobs", json=wanted).status_code == 422
+    brought = town.bob.post("/api/v1/adapters", content=tarred(adapter_files(7.0))).json()["adapter"]
+    assert brought == town.adapter
+    made = town.bob.post("/api/v1/jobs", json=wanted).json()
+    assert ended(town.bob, made["id"])["state"] == "completed"
+    for view in town.bob.get("/api/v1/jobs").json():  # what Bob leaves, he leaves alone
+        assert town.ada.get(f"/api/v1/jobs/{view['id']}").status_code == 404
+    assert {view["id"] for view in town.ada.get("/api/v1/jobs").json()} == {town.done["id"], town.paused}
+
+
+def test_an_idempotency_key_is_the_tenants_own(town: Town) -> None:
+    """The same key of another tenant makes another job, and tells nothing of the first."""
+    headers = {"Idempotency-Key": "first"}
+    made = town.bob.post("/api/v1/jobs", json=job(name="bobs", stop={"steps": 1}), headers=headers)
+    assert made.status_code == 201 and made.json()["id"] != town.done["id"] and SECRET not in made.text
+    again = town.ada.post("/api/v1/jobs", json=town.done["spec"], headers=headers)
+    assert (again.status_code, again.json()["id"]) == (200, town.done["id"])
+    assert ended(town.bob, made.json()["id"])["state"] == "completed"
+
+
+# --- environment hosts ------------------------------------------------------------------------------------------------
+
+
+class Recording(rookery.Environment):
+    """Keeps what it was asked and told."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+        self.heard: list[str] = []
+        self.lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recording:
+        made = Recording(self.word)
+        made.heard, made.lock = self.heard, self.lock
+        return made
+
+    def prompts(self, split: str) -> list[str]:
+        with self.lock:
+            self.heard.append(f"{self.word} prompts {split}")
+        return [f"{self.word} {number}" for number in range(4)]
+
+    def reset(self, prompt: str, seed: int) -> list[dict[str, str]]:
+        with self.lock:
+            self.heard.append(f"{self.word} reset {prompt}")
+        return [{"role": "user", "content": prompt}]
+
+    def step(self, reply: rookery.Reply) -> rookery.Step:
+        with self.lock:
+            self.heard.append(f"{self.word} step {reply.messages[0]['content']}")
+        return rookery.Step(reward=float(reply.text == "4"), done=True)
+
+
+def test_a_host_of_the_same_name_gets_its_own_tenants_episodes_alone(town: Town) -> None:
+    parts: dict[str, Any] = {
+        "policies": {"main": {"rank": 4, "targets": ["q"]}},
+        "algorithm": {"group_size": 2, "groups_per_step": 2},
+        "stop": {"steps": 3},
+    }
+    bobs, adas = Recording("bob"), Recording(SECRET)
+    with (
+        rookery.Client(town.service.url, town.keys["bob"]) as bob,
+        rookery.Client(town.service.url, town.keys["ada"]) as ada,
+    ):
+        jobs = [bob.train(base_model=MODEL, environment=bobs, name="shared", **parts)]
+        # Ada's job of that environment waits while only Bob offers it
+        waiting = {"name": "early", "base_model": MODEL, "environment": {"hosted": "shared", "return_timeout": 0.5}}
+        early = ada.submit({**waiting, **parts})
+        assert jobs[0].wait(PATIENCE).state == "completed"
+        paused = next(view for kind, view in early.follow() if kind == "job" and view.state == "paused")
+        assert "no environment host offers 'shared'" in paused.reason
+        jobs.append(ada.train(base_model=MODEL, environment=adas, name="shared", **parts))
+        jobs.append(bob.train(base_model=MODEL, environment=bobs, name="shared", **parts))
+        assert [job.wait(PATIENCE).state for job in jobs] == ["completed"] * 3
+        early.cancel()
+    assert {line.split()[0] for line in bobs.heard} == {"bob"}
+    assert {line.split()[0] for line in adas.heard} == {SECRET}
+    assert not [line for line in bobs.heard if SECRET in line] and not [line for line in adas.heard if "bob" in line]
+
+
+# --- sockets and tickets ----------------------------------------------------------------------------------------------
+
+
+def greeted(town: Town, path: str, frame: bytes) -> Any:
+    """What the service answers to a first frame; None where it only hangs up."""
+    with connect(town.service.url.replace("http", "ws", 1) + path) as socket:
+        socket.send(frame)
+        for answer in socket:
+            return protocol.decode(protocol.to_worker if path.endswith("worker") else protocol.to_host, bytes(answer))
+    return None
+
+
+def hello(token: str) -> bytes:
+    return protocol.encode(
+        protocol.Hello(
+            protocol=protocol.PROTOCOL, token=token, name="thief", instance="thief", model=MODEL, model_hash="0" * 64,
+            roles=["rollout", "train"], max_rows=64, max_context=512, max_rank=64, device="cpu", dtype="none",
+        )
+    )  # fmt: skip
+
+
+def host_hello(token: str, environment: str = "adas") -> bytes:
+    offers = [protocol.HostedEnvironment(name=environment)]
+    return protocol.encode(
+        protocol.HostHello(protocol=protocol.PROTOCOL, token=token, instance=f"thief-{token[:9]}", environments=offers)
+    )
+
+
+def test_an_api_key_is_no_worker_token(town: Town) -> None:
+    for token in (town.keys["bob"], town.service.key, "", "wröng", town.token[:-1], "\ud7ff" * 40):
+        answer = greeted(town, "/wire/worker", hello(token))
+        assert isinstance(answer, protocol.HelloRejected) and "token is wrong" in answer.reason, (token, answer)
+        assert town.token not in answer.reason
+    assert [worker["name"] for worker in town.admin.get("/api/v1/workers").json()] == ["scripted"]
+    for token in ("", "wröng", town.keys["bob"][:-1]):
+        answer = greeted(town, "/wire/host", host_hello(token))
+        assert answer == protocol.HelloRejected(reason="the key is not known to this service")
+    answer = greeted(town, "/wire/host", host_hello(town.keys["bob"], "builtin:jsonl"))
+    assert isinstance(answer, protocol.HelloRejected) and "belong to the service" in answer.reason
+    assert isinstance(greeted(town, "/wire/host", host_hello(town.keys["bob"])), protocol.HostWelcome)
+
+
+def test_a_worker_token_is_no_api_key(town: Town) -> None:
+    for headers in ({"Authorization": f"Bearer {town.token}"}, {"X-API-Key": town.token}):
+        for path in ("/api/v1/jobs", f"/api/v1/jobs/{town.done['id']}", "/api/v1/tenants"):
+            assert httpx.get(town.service.url + path, headers=headers).status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/wire/worker", "/wire/host"])
+@pytest.mark.parametrize("frame", [b"", b"\xff\xff", protocol.encode(protocol.Draining(epoch=1)), b'{"token": ""}'])
+def test_who_does_not_say_hello_is_told_nothing(town: Town, path: str, frame: bytes) -> None:
+    answer = greeted(town, path, frame)
+    assert answer is None or isinstance(answer, protocol.HelloRejected)
+    assert town.bob.get("/api/v1/health").status_code == 200
+
+
+def test_a_ticket_opens_what_it_came_with_and_nothing_else(town: Town) -> None:
+    asked = {"messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 4, "seed": 1}
+    for version in (1, 2):
+        town.ada.post("/api/v1/sample", json={**asked, "target": f"{town.done['id']}@{version}"}).raise_for_status()
+    tickets = {ref.hash: ref.ticket for ref in town.worker.refs}
+    first, second = town.versions[1]["hash"], town.versions[2]["hash"]
+
+    def read(digest: str, ticket: str, name: str = "/adapter_model.safetensors") -> httpx.Response:
+        headers = {"X-Rookery-Ticket": ticket.encode()}
+        return httpx.get(f"{town.service.url}/wire/artifacts/{digest}{name}", headers=headers)
+
+    assert read(first, tickets[first]).content == adapter_files(1.0)["adapter_model.safetensors"]
+    unknown = read(first, "")
+    assert unknown.status_code == 404
+    until, _, signature = tickets[first].partition(".")
+    forged = [
+        tickets[second], f"{int(until) + 1}.{signature}", f"{until}.{signature[::-1]}", signature, f"{until}.", until,
+        f".{signature}", f"{until}.é", f"²{until}.{signature}", f"{'9' * 5000}.{signature}", f"-{until}.{signature}",
+    ]  # fmt: skip
+    for ticket in forged:
+        for name in ("", "/adapter_model.safetensors", "/trainer_state.safetensors"):
+            answer = read(first, ticket, name)
+            assert (answer.status_code, answer.content) == (404, unknown.content), ticket
+    for name in ("/manifest.json", "/../manifest.json", "/%2e%2e%2f%2e%2e%2fadmin.key", "/.staging"):
+        assert read(first, tickets[first], name).status_code == 404
+    for digest in (first.upper(), first[:-1], f"{first}0", "..", ".staging"):
+        assert read(digest, tickets[first]).status_code == 404
+    for path in (f"/wire/uploads/{town.worker.uploads[-1]}/adapter_config.json", "/wire/uploads/x/adapter_config.json"):
+        assert httpx.put(town.service.url + path, content=b"{}").status_code == 404, "an upload that is over"
+
+
+def test_paths_on_the_services_disk_tell_a_tenant_nothing(town: Town, tmp_path: Path) -> None:
+    """A folder that is there and one that is not are refused in the same words; so are files of other people."""
+    (tmp_path / "here").mkdir()
+    here, gone = str(tmp_path / "here"), str(tmp_path / "gone")
+    same(town, "/api/v1/jobs", job(base_model=here), job(base_model=gone), {here: gone})
+    (tmp_path / "rows.jsonl").write_bytes(ROWS)
+    names = {str(tmp_path / "rows.jsonl"): str(tmp_path / "none.jsonl")}
+    for key in ("path", "eval_path"):
+        made = [{"id": "jsonl", "verifier": "exact", key: value} for pair in names.items() for value in pair]
+        same(town, "/api/v1/jobs", job(environment=made[0]), job(environment=made[1]), names)
+    starts = [{"main": {"warm_start": {"peft": value}}} for value in (here, gone)]
+    same(town, "/api/v1/jobs", job(policies=starts[0]), job(policies=starts[1]), {here: gone})

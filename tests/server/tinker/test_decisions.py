@@ -1,0 +1,184 @@
+"""The pure decisions behind clients' calls: their order, and who has a place; and their rows in the database."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.storing import checkpoint_row, future_row, manifest, sampler_row, visit
+
+from rookery.controller.sessions.futures import Futures
+from rookery.controller.sessions.operations import OptimStepResult, encode
+from rookery.errors import Conflict, NotFound
+from rookery.scheduling.reorder import ReorderBuffer
+from rookery.scheduling.slots import SlotUse, slots_to_free
+from rookery.storage.database import Database
+from rookery.storage.writer import StorageWriter, SystemClock
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 50), st.integers(0, 30), st.randoms(use_true_random=False))
+def test_numbers_leave_in_order_however_they_come(first: int, count: int, shuffle: random.Random) -> None:
+    numbers = list(range(first, first + count))
+    shuffle.shuffle(numbers)
+    line: ReorderBuffer[int] = ReorderBuffer(first)
+    left = []
+    for number in numbers:
+        line.put(number, number)
+        while (item := line.take()) is not None:
+            left.append(item)
+        waiting = [held for held in numbers[: numbers.index(number) + 1] if held not in left]
+        assert line.missing == (line.next if waiting else None)
+        with pytest.raises(ValueError, match="came before"):
+            line.put(number, number)
+    assert left == sorted(numbers)
+
+
+def test_a_number_given_up_stays_given_up() -> None:
+    line: ReorderBuffer[str] = ReorderBuffer(4)
+    line.put(6, "six")
+    line.put(5, "five")
+    assert (line.missing, line.last, line.take()) == (4, 6, None)
+    assert line.skip() == ["five", "six"]
+    assert (line.next, len(line), line.missing) == (7, 0, None)
+    with pytest.raises(ValueError, match="number 4 came before"):
+        line.put(4, "four")
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+holders = st.lists(
+    st.tuples(st.booleans(), st.booleans(), st.floats(0, 100)).map(lambda t: (t[0], t[1], t[2])), max_size=12
+).map(lambda rows: [SlotUse(str(at), busy, gradient, since) for at, (busy, gradient, since) in enumerate(rows)])
+
+
+@given(holders, st.integers(1, 12), st.integers(0, 12), st.floats(0, 20))
+def test_who_leaves(found: list[SlotUse], places: int, wanted: int, patience: float) -> None:
+    gone = slots_to_free(found, places=places, wanted=wanted, now=100.0, patience=patience)
+    known = {holder.name: holder for holder in found}
+    assert len(set(gone)) == len(gone) <= max(0, len(found) + wanted - places)
+    assert not any(known[name].busy for name in gone)
+    assert all(100.0 - known[name].since >= patience for name in gone if known[name].gradient)
+    if any(known[name].gradient for name in gone):  # then everybody idle without one goes
+        assert all(h.name in gone for h in found if not h.busy and not h.gradient)
+    stayed = [h.since for h in found if not h.busy and not h.gradient and h.name not in gone]
+    left = [known[name].since for name in gone if not known[name].gradient]
+    assert not stayed or not left or max(left) <= min(stayed)
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = Database(f"sqlite:///{tmp_path}/rookery.db")
+    database.create()
+    for tenant in ("alice", "bob"):
+        database.create_tenant(tenant, tenant, 0.0)
+    visit(database)
+    yield database
+    database.close()
+
+
+def commit(database: Database, name: str, parent: int | None, done: int, **more: tuple[str, bytes]) -> int:
+    lease = database.next_lease("one-policy")
+    return database.commit_model(
+        model="one", policy="one-policy", lease=lease, parent=parent, manifest=manifest(name), step=done, metrics={},
+        time=5.0, done_seq=done, **more,
+    ).version  # fmt: skip
+
+
+def test_a_commit_takes_its_calls_and_its_answer_along(database: Database) -> None:
+    for seq in (1, 2, 3):
+        database.open_future(future_row(f"one/{seq}", model="one", seq=seq, call=b"call"))
+    database.finish_future("one/1", b"gradient", 1.0)
+    assert commit(database, "zero", None, 0) == 0
+    assert [row.seq for row in database.futures_behind("one", 0)] == [1, 2, 3]
+    assert database.get_future("alice", "one/1").call == b"call"  # it may have to be computed again
+    assert commit(database, "one", 0, 2, outcome=("one/2", b"stepped")) == 1
+    assert database.get_model("alice", "one")[0].done_seq == 2
+    assert [(row.seq, row.outcome) for row in database.futures_behind("one", 2)] == [(3, None)]
+    assert database.get_future("alice", "one/1").call == b""
+    assert database.get_future("alice", "one/2").outcome == b"stepped"
+    with pytest.raises(Conflict):
+        commit(database, "late", 0, 3, outcome=("one/3", b"no"))
+    assert database.get_future("alice", "one/3").outcome is None
+    database.finish_future("one/2", b"again", 9.0)
+    assert database.get_future("alice", "one/2").outcome == b"stepped"
+    assert {row.id for row in database.open_futures()} == {"one", "one/3"}
+
+
+async def test_a_result_that_two_ask_for_is_in_memory_once(database: Database) -> None:
+    """It was fetched before, or is of an earlier process: both look it up."""
+    database.open_future(future_row("one/1", model="one", seq=1))
+    content = encode(OptimStepResult(metrics={"loss": 1.0}))
+    database.finish_future("one/1", content, 1.0)
+    ledger = StorageWriter()
+    futures = Futures(database, ledger, SystemClock(), again_seconds=1.0)
+    first, second = await asyncio.gather(*(futures.wait("alice", "one/1", 0.0) for _ in range(2)))
+    assert first is second
+    assert futures._bytes == len(content)
+    ledger.close()
+
+
+def test_results_expire_when_nobody_may_replay_them(database: Database) -> None:
+    commit(database, "zero", None, 0)
+    for seq in (1, 2):
+        database.open_future(future_row(f"one/{seq}", model="one", seq=seq))
+        database.finish_future(f"one/{seq}", b"done", 1.0)
+    database.open_future(future_row("sample"))
+    database.finish_future("sample", b"text", 1.0)
+    assert database.get_future("alice", "sample").call == b""
+    assert database.drop_futures(before=0.5) == 0
+    assert database.drop_futures(before=2.0) == 1  # the sample: the model's are behind its head
+    commit(database, "one", 0, 1)
+    assert database.drop_futures(before=2.0) == 1
+    with pytest.raises(NotFound):
+        database.get_future("alice", "one/1")
+    assert database.get_future("alice", "one/2").outcome == b"done"
+
+
+def test_what_a_name_or_a_sampler_holds_is_kept(database: Database) -> None:
+    version = commit(database, "zero", None, 0)
+    digest = manifest("zero").hash
+    database.save_checkpoint(checkpoint_row("one", name="kept", content="zero"), overwrite=False)
+    database.add_sampler(sampler_row("sampler", digest=digest))
+    commit(database, "one", version, 1)
+    assert database.retire_version("one-policy", version) is None
+    assert digest in database.live_hashes()
+    assert database.delete_checkpoint("alice", "one", "weights", "kept") is None
+    assert [row.id for row in database.idle_samplers(before=1.0)] == ["sampler"]
+    assert database.let_sampler_go("sampler") == digest
+    assert digest not in database.live_hashes()
+    assert not database.get_sampler("alice", "sampler").kept
+
+
+def test_names_are_taken_until_they_are_overwritten(database: Database) -> None:
+    with pytest.raises(Conflict, match="exists already"):
+        database.save_checkpoint(checkpoint_row("one", content="b"), overwrite=False)
+    outcome = ("one", b"saved")
+    freed = database.save_checkpoint(checkpoint_row("one", content="b"), overwrite=True, outcome=outcome)
+    assert freed == manifest("a").hash
+    assert database.get_future("alice", "one").outcome == b"saved"
+    database.expire_checkpoint("alice", "one", "weights", "main", 7.0)
+    assert [row.path for row in database.expired_checkpoints(8.0)] == ["tinker://one/weights/main"]
+    assert [database.join_sampler("alice", "one") for _ in range(2)] == [1, 2]
+
+
+def test_things_are_made_once(database: Database) -> None:
+    first = database.get_session("alice", "one")
+    keyed = msgspec.structs.replace(first, id="two", idempotency_key="key")
+    assert database.add_session(keyed).id == "two"
+    assert database.add_session(msgspec.structs.replace(keyed, id="three")).id == "two"
+    assert database.add_session(msgspec.structs.replace(keyed, id="four", tenant="bob")).id == "four"
+    with pytest.raises(Conflict):
+        visit(database, id="five", model="one")
+    row, created = database.open_future(future_row("one", call=b"other"))
+    assert (row.call, created) == (b"c", False)

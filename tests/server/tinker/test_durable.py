@@ -1,0 +1,247 @@
+"""What the Tinker API promises when things go wrong: order, retries, restarts, and more clients than places."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+from tests.support.tinkered import (
+    MODEL,
+    PATIENCE,
+    DroppingProxy,
+    client,
+    datum,
+    free_port,
+    logprobs,
+    new_key,
+    place_model,
+    running,
+    trainer,
+)
+from tinker import types
+
+from rookery.server.embedded import EmbeddedService
+
+TOKENS = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
+ADAM = types.AdamParams(learning_rate=0.02)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("durable")
+    place_model(folder)
+    return folder
+
+
+def steps(training: tinker.TrainingClient, count: int) -> list[float]:
+    """Training on one text; the losses."""
+    losses = []
+    for _ in range(count):
+        forward = training.forward_backward([datum(TOKENS, [1.0] * 11)], "cross_entropy")
+        step = training.optim_step(ADAM)
+        losses.append(forward.result(PATIENCE).metrics["loss:sum"])
+        assert step.result(PATIENCE).metrics is not None
+    return losses
+
+
+def test_chunks_out_of_order_lost_replies_and_the_same_numbers(root: Path) -> None:
+    """A batch of three chunks, whose first is sent last, through a proxy that loses the first reply of every kind; the
+    losses are those of a client with nothing in between."""
+    draw = np.random.default_rng(0)
+    texts = [draw.integers(0, 250, 3).tolist() for _ in range(2100)]
+    data = [datum(text, [1.0, 0.5]) for text in texts]
+    with running(root, "order") as service, DroppingProxy(service.url) as proxy:
+        results = []
+        for url in (None, f"{proxy.url}/tinker"):
+            visitor = client(service, url=url)
+            training = trainer(visitor)
+            output = training.forward_backward(data, "cross_entropy")
+            step = training.optim_step(ADAM)
+            found = output.result(PATIENCE)
+            metrics = step.result(PATIENCE).metrics
+            assert metrics is not None
+            assert len(found.loss_fn_outputs) == 2100
+            sampler = training.save_weights_and_get_sampling_client().result(PATIENCE)
+            sampled = sampler.sample(
+                types.ModelInput.from_ints(TOKENS), 2, types.SamplingParams(max_tokens=5, seed=1)
+            ).result(PATIENCE)
+            scored = logprobs(training.forward(data[:5], "cross_entropy").result(PATIENCE))
+            results.append((found, metrics["grad_norm"], [s.tokens for s in sampled.sequences], scored))
+            rest = tinker.RestClient(base_url=f"{service.url}/tinker", api_key=service.key)
+            assert len(rest.get_session(visitor.holder.get_session_id()).result(PATIENCE).training_run_ids) == 1
+        (one, norm, text, after), (other, norm_too, text_too, after_too) = results
+        assert one.metrics["loss:sum"] == pytest.approx(other.metrics["loss:sum"], rel=1e-5)
+        assert norm == pytest.approx(norm_too, rel=1e-5)
+        assert text == text_too
+        np.testing.assert_allclose(np.stack(after), np.stack(after_too), atol=1e-5)
+        assert {"create_session", "create_model", "forward_backward", "optim_step", "asample"} <= proxy.dropped.keys()
+        assert proxy.seen["forward_backward"] == 3 + 1 + 1
+
+
+def test_a_restart_in_the_middle_of_futures_and_of_a_gradient(root: Path) -> None:
+    port = free_port()
+    with running(root, "plain") as service:
+        expected = steps(trainer(client(service)), 4)
+    long = [datum([*range(200)], [0.0] * 199) for _ in range(24)]
+    with running(root, "restart", port) as service:
+        key = service.key
+        visitor = client(service)
+        training = trainer(visitor)
+        losses = steps(training, 2)
+        first = training.forward_backward([datum(TOKENS, [1.0] * 11)], "cross_entropy").result(PATIENCE)
+        second = training.forward_backward(long, "cross_entropy")  # nothing for the gradient, but time to be computed
+        step = training.optim_step(ADAM)
+        sampler = training.save_weights_for_sampler("middle")
+        wait_for(lambda: open_requests(root / "restart") >= 2)
+    with running(root, "restart", port) as service:
+        assert service.key == key
+        assert second.result(PATIENCE).metrics["loss:sum"] == 0.0
+        assert step.result(PATIENCE).metrics is not None
+        losses += [first.metrics["loss:sum"], *steps(training, 1)]
+        assert losses == pytest.approx(expected, rel=1e-4)
+        path = sampler.result(PATIENCE).path
+        answer = visitor.create_sampling_client(path).result(PATIENCE)
+        assert answer.sample(types.ModelInput.from_ints(TOKENS), 1, types.SamplingParams(max_tokens=3)).result(PATIENCE)
+
+
+def test_a_worker_killed_in_the_middle_of_a_gradient_costs_nothing(root: Path) -> None:
+    with running(root, "killed") as service:
+        expected = steps(trainer(client(service)), 4)
+        training = trainer(client(service))
+        losses = steps(training, 2)
+        first = training.forward_backward([datum(TOKENS, [1.0] * 11)], "cross_entropy").result(PATIENCE)
+        headers = {"Authorization": f"Bearer {service.key}"}
+        workers = httpx.get(f"{service.url}/api/v1/workers", headers=headers).json()
+        for worker in workers:
+            if worker["state"] == "serving":
+                os.kill(worker["pid"], signal.SIGKILL)
+        assert training.optim_step(ADAM).result(PATIENCE).metrics is not None
+        losses += [first.metrics["loss:sum"], *steps(training, 1)]
+        assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def open_requests(data: Path) -> int:
+    with sqlite3.connect(f"file:{data / 'rookery.db'}?mode=ro", uri=True) as database:
+        return int(database.execute("select count(*) from futures where outcome is null").fetchone()[0])
+
+
+def wait_for(condition: object) -> None:
+    over = threading.Event()
+    for _ in range(2000):
+        if condition():  # type: ignore[operator]
+            return
+        over.wait(0.005)
+    raise AssertionError("it did not come about")
+
+
+def test_64_clients_on_8_places_all_make_progress(root: Path) -> None:
+    """Clients of two tenants, all at once, on a worker with places for eight; what a client gets does not depend on the
+    others, nor on whether its model's state was in main memory or on disk while others trained."""
+    memory, memory_pulls = crowd(root, "memory", 64)
+    disk, disk_pulls = crowd(root, "disk", 16, trainer_state_cache_bytes=0)
+    assert memory[:16] == pytest.approx(disk, rel=1e-4)
+    assert np.all(memory[:, 1] != memory[:, 0])
+    assert memory_pulls == 0 < 16 - 8 <= disk_pulls
+
+
+def crowd(root: Path, data: str, count: int, **more: Any) -> tuple[np.ndarray, int]:
+    """Losses [client, step] of so many clients, and how often the worker pulled a training state."""
+    settings: dict[str, Any] = {"trainer_slots": 8, "slot_wait_seconds": 0.5, "session_poll_seconds": 0.3}
+    with running(root, data, **settings, **more) as service:
+        other = new_key(service, "other")
+        queued: set[str] = set()
+        seen = threading.Lock()
+
+        def work(number: int) -> list[float]:
+            visitor = client(service, other if number % 2 else None)
+            training = visitor.create_lora_training_client(MODEL, rank=4, seed=number).result(PATIENCE)
+
+            def told(state: object, reason: str | None) -> None:
+                if reason:
+                    with seen:
+                        queued.add(reason)
+
+            training._queue_state_logger.on_queue_state_change = told  # type: ignore[method-assign]
+            return steps(training, 2)
+
+        with ThreadPoolExecutor(count) as pool:
+            losses = list(pool.map(work, range(count)))
+        assert any("all 8 training places" in reason and "wait before this one" in reason for reason in queued)
+    logs = [path.read_text() for path in (root / data / "logs").glob(f"worker-{MODEL}*.log")]
+    return np.array(losses), sum(log.count("pulled trainer_state.safetensors") for log in logs)
+
+
+def test_a_number_that_stays_away_fails_what_waits_for_it(root: Path) -> None:
+    with running(root, "gap", session_seq_gap_seconds=1.0) as service:
+        training = trainer(client(service))
+        training._get_request_id()  # a number that is never sent
+        training._turn_counter += 1
+        lost = training.forward_backward([datum(TOKENS, [1.0] * 11)], "cross_entropy")
+        step = training.optim_step(ADAM)
+        with pytest.raises(tinker.RequestFailedError, match="request 1 of model"):
+            lost.result(PATIENCE)
+        with pytest.raises(tinker.RequestFailedError):
+            step.result(PATIENCE)
+        with pytest.raises(tinker.RequestFailedError, match="no step was taken"):
+            training.optim_step(ADAM).result(PATIENCE)
+        assert steps(training, 2)
+
+
+def test_two_tenants_with_the_same_names_share_nothing(root: Path) -> None:
+    with running(root, "tenants") as service:
+        keys = [new_key(service, name) for name in ("ada", "bob")]
+        paths, sessions = [], []
+        for key in keys:
+            visitor = client(service, key)
+            training = trainer(visitor)
+            steps(training, 1 + len(paths))
+            paths.append(training.save_state("same").result(PATIENCE).path)
+            training.save_weights_for_sampler("same").result(PATIENCE)
+            sessions.append((visitor, training))
+        assert paths[0] != paths[1]
+        for key, mine, theirs, (visitor, training) in zip(keys, paths, paths[::-1], sessions, strict=True):
+            rest = tinker.RestClient(base_url=f"{service.url}/tinker", api_key=key)
+            shown = [c.tinker_path for c in rest.list_user_checkpoints().result(PATIENCE).checkpoints]
+            assert mine in shown and theirs not in shown and len(shown) == 2
+            runs = rest.list_training_runs().result(PATIENCE).training_runs
+            assert [run.training_run_id for run in runs] == [training.model_id]
+            assert rest.list_sessions().result(PATIENCE).sessions == [visitor.holder.get_session_id()]
+            with pytest.raises(tinker.NotFoundError):
+                rest.get_weights_info_by_tinker_path(theirs).result(PATIENCE)
+            with pytest.raises(tinker.NotFoundError):
+                rest.delete_checkpoint_from_tinker_path(theirs).result(PATIENCE)
+            with pytest.raises(tinker.NotFoundError):
+                visitor.create_training_client_from_state(theirs).result(PATIENCE)
+            with pytest.raises(tinker.NotFoundError):
+                visitor.create_sampling_client(theirs).result(PATIENCE)
+        others(service, keys[1], sessions[0][1].model_id)
+        with pytest.raises(tinker.AuthenticationError):
+            client(service, "tml-nobody").create_sampling_client(base_model=MODEL).result(PATIENCE)
+
+
+def others(service: EmbeddedService, key: str, model: str) -> None:
+    """Another tenant's model and request answer as ones that never were."""
+    with httpx.Client(base_url=f"{service.url}/tinker/api/v1", headers={"X-API-Key": key}) as http:
+        for path, body in [
+            ("get_info", {"model_id": "MODEL"}),
+            ("optim_step", {"model_id": "MODEL", "seq_id": 9, "adam_params": {}}),
+            ("save_weights", {"model_id": "MODEL", "seq_id": 9, "path": "x"}),
+            ("retrieve_future", {"request_id": "MODEL/1"}),
+        ]:
+            answers = []
+            for name in (model, f"session-{'0' * 24}:train:0"):
+                given = {field: value.replace("MODEL", name) if isinstance(value, str) else value
+                         for field, value in body.items()}  # fmt: skip
+                reply = http.post(f"/{path}", json=given)
+                answers.append((reply.status_code, reply.text.replace(name, "MODEL")))
+            assert answers[0] == answers[1]
+            assert answers[0][0] in (404, 410)

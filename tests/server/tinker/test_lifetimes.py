@@ -1,0 +1,459 @@
+"""What lives how long in clients' sessions: places, checkpoints, results, samplers; and what a crash leaves of them.
+
+The controller is real, its workers follow a script and time passes when a test says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.driven import ADAM, AddingWorker, Client, forward, join
+from tests.support.peers import Service, eventually, settle
+
+from rookery import protocol
+from rookery.controller.sessions import operations
+from rookery.controller.sessions.futures import FutureExpired, PendingOperations
+from rookery.controller.training.policy_trainer import PolicyTrainer
+from rookery.errors import NotFound, Unavailable, UserError
+
+HOUR = 3600.0
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
+    service = Service(
+        tmp_path, session_poll_seconds=0.05, session_idle_seconds=100.0, trainer_slots=1, session_result_seconds=HOUR,
+        sampler_idle_seconds=10 * HOUR, slot_wait_seconds=1e6, suspect_seconds=1e9, stuck_seconds=1e9,
+    )  # fmt: skip
+    await service.start()
+    await join(service)
+    yield service
+    await service.close()
+
+
+async def wait(service: Service, seconds: float) -> None:
+    """Time passes, beat by beat; what is due is done in each."""
+    for _ in range(int(seconds / service.settings.heartbeat_seconds) + 1):
+        await service.clock.advance(service.settings.heartbeat_seconds, steps=1)
+        for _ in range(3):  # the ledger has a thread of its own
+            await service.ledger(lambda: None)
+            await settle()
+
+
+async def heads(client: Client) -> set[str]:
+    """Hashes of what is kept of the client's model."""
+    _, policy = await client.sessions.info(client.tenant, client.model)
+    return {row.hash for row in client.service.database.versions(client.tenant, policy.id) if row.kept}
+
+
+def told_to_rest(worker: AddingWorker) -> list[str]:
+    return [
+        message.policy for message in worker.other if isinstance(message, protocol.EvictArtifacts) and message.policy
+    ]
+
+
+# --- places -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_silent_client_gives_its_place_back_and_may_return(service: Service) -> None:
+    [worker] = service.peers
+    silent, eager = await Client(service).begin(), await Client(service, "bob").begin()
+    await silent.gradient(1, 2, 3)  # begun: it would keep its place
+    request = await eager.send(forward([1, 2, 3]))
+    waiting = await service.controller.sessions.wait("bob", request)
+    assert isinstance(waiting, PendingOperations) and waiting.paused and "all 1 training places" in waiting.reason
+    for _ in range(4):  # the eager one beats, the silent one does not
+        await wait(service, 30.0)
+        await eager.sessions.heartbeat("bob", eager.session)
+    assert isinstance(await eager.outcome(request), operations.ForwardBackwardResult)
+    assert len(told_to_rest(worker)) == 1
+    await eager.sessions.finish("bob", eager.session, "success")  # gives its place back at once
+    await silent.sessions.heartbeat("alice", silent.session)
+    before = len(worker.operations)
+    assert isinstance(await silent.step(), operations.OptimStepResult)
+    replayed = worker.operations[before:]
+    assert [type(op).__name__ for op in replayed] == ["ForwardBackward", "OptimStep"], "its gradient is computed again"
+    with pytest.raises(UserError, match="is finished"):
+        await eager.send(forward([1, 2, 3]))
+    with pytest.raises(FutureExpired, match="is finished"):
+        await eager.sessions.heartbeat("bob", eager.session)
+
+
+async def test_a_client_that_beats_keeps_its_place_while_nobody_waits(service: Service) -> None:
+    [worker] = service.peers
+    visitor = await Client(service).begin()
+    await visitor.gradient()
+    for _ in range(10):
+        await wait(service, 50.0)
+        await visitor.sessions.heartbeat("alice", visitor.session)
+    assert told_to_rest(worker) == []
+    await wait(service, 151.0)
+    assert len(told_to_rest(worker)) == 1
+
+
+# --- checkpoints and results ------------------------------------------------------------------------------------------
+
+
+async def test_expired_checkpoints_go_and_what_is_in_use_stays(service: Service) -> None:
+    visitor = await Client(service).begin()
+    await visitor.gradient()
+    await visitor.step()
+    paths = {
+        name: await visitor.save(name, ttl) for name, ttl in [("kept", None), ("short", HOUR), ("longer", 3 * HOUR)]
+    }
+    sampled = await visitor.save("sampled", HOUR, kind="sampler_weights")
+    sampler = await visitor.sampler(sampled)
+    [shared] = {row.hash for row in await visitor.sessions.checkpoints("alice")}
+    await visitor.gradient()
+    await visitor.step()
+    other = await visitor.save("other", HOUR)
+    digest = next(row.hash for row in await visitor.sessions.checkpoints("alice") if row.path == other)
+
+    service.clock.now += HOUR + 1
+    for path in (paths["short"], other):
+        with pytest.raises(NotFound, match="has expired"):
+            await visitor.sessions.weights("alice", path)
+    await visitor.sessions.sweep()
+    left = {row.path for row in await visitor.sessions.checkpoints("alice")}
+    assert left == {paths["kept"], paths["longer"]}
+    assert {shared, digest} <= service.artifacts.hashes(), "one is named by others, the other is the model's head"
+    await visitor.sessions.delete_checkpoint("alice", visitor.model, "weights", "kept")
+    service.clock.now += 3 * HOUR
+    await visitor.sample(sampler, 0)  # the sampler was used: it holds its weights, though its checkpoint is gone
+    await visitor.outcome(f"{sampler}/0")
+    await visitor.sessions.sweep()
+    assert {shared, digest} <= service.artifacts.hashes()
+    assert await visitor.sessions.checkpoints("alice") == []
+    service.clock.now += 10 * HOUR + 1
+    await visitor.sessions.sweep()
+    assert shared not in service.artifacts.hashes() and digest in service.artifacts.hashes()
+    late = await visitor.sample(sampler, 1)
+    failed = await visitor.outcome(late)
+    assert isinstance(failed, operations.OperationFailed) and failed.category == "user"
+    await visitor.gradient()
+    assert isinstance(await visitor.step(), operations.OptimStepResult), "the model itself goes on"
+
+
+@pytest.mark.parametrize("optimizer", [False, True])
+async def test_a_checkpoint_that_is_being_loaded_stays_until_it_is_the_models(
+    service: Service, optimizer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its owner deletes it meanwhile."""
+    visitor = await Client(service).begin()
+    await visitor.gradient()
+    await visitor.step()
+    path = await visitor.save("kept")
+    digest = next(row.hash for row in await visitor.sessions.checkpoints("alice"))
+    await visitor.gradient()
+    await visitor.step()
+    await visitor.save("other")  # the model's head is another
+
+    def late(work: Any) -> Any:
+        async def deleted_first(self: PolicyTrainer, *given: Any) -> Any:
+            if any(row.path == path for row in await visitor.sessions.checkpoints("alice")):
+                await visitor.sessions.delete_checkpoint("alice", visitor.model, "weights", "kept")
+            assert digest in service.artifacts.hashes()
+            return await work(self, *given)
+
+        return deleted_first
+
+    for name in ("init", "renew"):  # one of them comes between looking it up and committing it
+        monkeypatch.setattr(PolicyTrainer, name, late(getattr(PolicyTrainer, name)))
+    loaded = await visitor.do(operations.LoadState(path=path, optimizer=optimizer))
+    assert isinstance(loaded, operations.StateLoaded), loaded
+    await eventually(lambda: not service.controller.world.read)
+    await wait(service, 1)  # what nothing names is removed in the ledger
+    checkpoints = {row.hash for row in await visitor.sessions.checkpoints("alice")}
+    assert service.artifacts.hashes() == await heads(visitor) | checkpoints
+    assert not service.controller.world.left
+    await visitor.gradient()
+    assert isinstance(await visitor.step(), operations.OptimStepResult)
+
+
+async def test_results_expire_unless_their_model_may_have_to_replay_them(service: Service) -> None:
+    visitor = await Client(service).begin()
+    sampler = await visitor.sampler(None)
+    sampled = await visitor.sample(sampler, 0)
+    await visitor.outcome(sampled)
+    begun = await visitor.send(forward([1, 2, 3]))
+    await visitor.outcome(begun)
+    service.clock.now += HOUR + 1
+    await visitor.sessions.sweep()
+    await service.crash()
+    await service.start()
+    await join(service)
+    with pytest.raises(FutureExpired, match="has expired"):
+        await visitor.sessions.wait("alice", sampled)
+    assert isinstance(await visitor.outcome(begun), operations.ForwardBackwardResult)
+    assert isinstance(await visitor.step(), operations.OptimStepResult)
+
+
+async def test_of_a_finished_session_only_names_stay(service: Service) -> None:
+    [worker] = service.peers
+    visitor, other = await Client(service).begin(), await Client(service, "bob").begin()
+    await visitor.gradient()
+    await visitor.step()
+    path = await visitor.save("kept")
+    kept, _, policy = await visitor.sessions.weights("alice", path)
+    await visitor.gradient()
+    last = await visitor.send(operations.OptimStep(adam=ADAM))
+    await visitor.outcome(last)
+    await visitor.sessions.finish("alice", visitor.session, "success")
+    await visitor.sessions.sweep()
+    assert told_to_rest(worker)[-1] == policy.id and not visitor.sessions._models.keys() - {other.model}
+    assert isinstance(await visitor.outcome(last), operations.OptimStepResult), "results can still be fetched"
+    assert len(service.artifacts.hashes()) == 3, "the checkpoint, the last state, bob's"
+
+    service.clock.now += HOUR + 1
+    for _ in range(2):  # a second sweep finds nothing
+        await visitor.sessions.sweep()
+        assert service.artifacts.hashes() == {kept.hash} | await heads(other)
+    assert service.database.futures_behind(visitor.model, -1) == [], "nor are its calls kept"
+    with pytest.raises(UserError, match="is finished"):
+        await visitor.gradient()
+    assert [row.path for row in await visitor.sessions.checkpoints("alice", visitor.model)] == [path]
+    another = await Client(service).begin()
+    loaded = await another.do(operations.LoadState(path=path, optimizer=True))
+    assert isinstance(loaded, operations.StateLoaded), "and can be gone on from"
+    assert isinstance(await other.gradient(), operations.ForwardBackwardResult) and isinstance(
+        await other.step(), operations.OptimStepResult
+    )
+
+
+async def test_what_was_acknowledged_is_carried_out_after_the_session_is_finished(service: Service) -> None:
+    [worker] = service.peers
+    visitor = await Client(service).begin()
+    await worker.die()
+    request = await visitor.send(forward([1, 2, 3]))
+    await visitor.sessions.finish("alice", visitor.session, "success")
+    service.clock.now += HOUR + 1
+    await visitor.sessions.sweep()
+    await service.crash()
+    await service.start()
+    await visitor.sessions.sweep()
+    await join(service)
+    assert isinstance(await visitor.outcome(request), operations.ForwardBackwardResult)
+    service.clock.now += HOUR + 1
+    await eventually(lambda: visitor.sessions._models[visitor.model].resting)
+    await visitor.sessions.sweep()
+    assert not service.artifacts.hashes() and not visitor.sessions._models
+
+
+async def test_a_client_that_stays_away_for_long_has_finished(tmp_path: Path) -> None:
+    service = Service(
+        tmp_path, session_poll_seconds=0.05, session_expire_seconds=10 * HOUR, session_result_seconds=HOUR
+    )
+    await service.start()
+    await join(service)
+    silent, beats = await Client(service).begin(), await Client(service, "bob").begin()
+    for _ in range(2):
+        service.clock.now += 6 * HOUR
+        await beats.sessions.heartbeat("bob", beats.session)
+        await beats.sessions.sweep()
+    row = await silent.sessions.session("alice", silent.session)
+    assert (row.status, row.finished) == ("lost", service.clock.time())
+    with pytest.raises(FutureExpired, match="is finished"):
+        await silent.sessions.heartbeat("alice", silent.session)
+    service.clock.now += HOUR + 1
+    await silent.sessions.sweep()
+    assert service.artifacts.hashes() == await heads(beats)
+    assert isinstance(await beats.gradient(), operations.ForwardBackwardResult)
+    await service.close()
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_client_that_is_heard_of_is_never_lost(tmp_path: Path, restarts: bool) -> None:
+    """However seldom what it does is stored: one beats as the SDK does, one only calls."""
+    service = Service(
+        tmp_path, session_poll_seconds=0.05, session_expire_seconds=600.0, suspect_seconds=1e9, stuck_seconds=1e9
+    )
+    await service.start()
+    await join(service)
+    beats, computes = await Client(service).begin(), await Client(service, "bob").begin()
+    for _ in range(100):
+        service.clock.now += 10.0
+        await beats.sessions.heartbeat("alice", beats.session)
+        await computes.do(forward([1, 2, 3], only=True))
+    if restarts:
+        await service.crash()
+        await service.start()
+    await beats.sessions.sweep()
+    for client in (beats, computes):
+        [row] = await client.sessions.all(client.tenant)
+        assert row.finished is None and service.clock.time() - row.seen <= 70.0
+    await service.close()
+
+
+async def test_a_session_whose_end_was_stored_unheard_is_over(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visitor = await Client(service).begin()
+    finish = service.database.finish_session
+
+    def unheard(*arguments: Any) -> None:
+        finish(*arguments)
+        raise Unavailable("the server went away")
+
+    monkeypatch.setattr(service.database, "finish_session", unheard)
+    with pytest.raises(Unavailable):
+        await visitor.sessions.finish("alice", visitor.session, "success")
+    with pytest.raises(UserError, match="is finished"):
+        await visitor.gradient()
+    await visitor.sessions.sweep()
+    assert not visitor.sessions._models
+
+
+async def test_calls_that_changed_nothing_expire_in_a_model_that_goes_on(service: Service) -> None:
+    visitor = await Client(service).begin()
+    looked = [await visitor.send(forward([1, 2, 3], only=True)) for _ in range(3)]
+    for request in looked:
+        await visitor.outcome(request)
+    service.clock.now += HOUR + 1
+    await visitor.sessions.sweep()
+    assert service.database.futures_behind(visitor.model, -1) == []
+    await service.crash()
+    await service.start()
+    await join(service)
+    assert isinstance(await visitor.gradient(), operations.ForwardBackwardResult), "the next number is known"
+    behind = await visitor.send(forward([1, 2, 3], only=True))
+    await visitor.outcome(behind)
+    service.clock.now += HOUR + 1
+    await visitor.sessions.sweep()
+    assert len(service.database.futures_behind(visitor.model, -1)) == 2, "a gradient that has to be kept is before it"
+    assert isinstance(await visitor.step(), operations.OptimStepResult)
+    await visitor.save("kept")
+    await visitor.outcome(await visitor.send(forward([1, 2, 3], only=True)))
+    service.clock.now += HOUR + 1
+    await visitor.sessions.sweep()
+    assert service.database.futures_behind(visitor.model, -1) == [], "saving changed nothing either"
+
+
+async def test_weights_stay_while_somebody_samples_from_them(service: Service) -> None:
+    """An in-flight sampler moves on, a checkpoint is deleted: texts that began before may still move to a worker that
+    has to pull their weights."""
+    [worker] = service.peers
+    visitor = await Client(service).begin()
+    flying = f"{visitor.session}:sample:7"
+    assert isinstance(await visitor.do(operations.SaveSampler(sampler=flying, inflight=True)), operations.SamplerSaved)
+    zero = set(service.artifacts.hashes())
+    worker.generating.clear()
+    sampled = await visitor.sample(flying, 0)
+    await eventually(lambda: bool(worker.generates))
+    await visitor.gradient()
+    await visitor.step()
+    path = await visitor.save("named", kind="sampler_weights")
+    answers = service.controller.completions
+    target, chat = await answers.open("alice", path)
+    assert target.adapter is not None
+    named = target.adapter.hash
+    asked = asyncio.ensure_future(
+        answers.generate(
+            "alice", answers.prepare(target, chat, "Hello"), max_tokens=8, temperature=1.0, seed=1, stop=[]
+        )
+    )
+    await eventually(lambda: len(worker.generates) == 2)
+    await visitor.gradient()
+    await visitor.step()
+    assert isinstance(
+        await visitor.do(operations.SaveSampler(sampler=f"{flying}1", inflight=True)), operations.SamplerSaved
+    )
+    await visitor.sessions.delete_checkpoint("alice", visitor.model, "sampler_weights", "named")
+    assert {*zero, named} <= service.artifacts.hashes(), "nothing names them, but they are read"
+    worker.generating.set()
+    assert isinstance(await visitor.outcome(sampled), operations.SampleResult)
+    assert (await asked).tokens
+    await eventually(lambda: len(service.artifacts.hashes()) == 1)
+
+
+# --- crashes ----------------------------------------------------------------------------------------------------------
+
+
+async def trained(service: Service, *, crash_after: int | None) -> tuple[list[float], str]:
+    """Seven steps and a gradient, with a crash of everything somewhere; what the answers said of durability, and the
+    state's content at the end."""
+    visitor = await Client(service).begin()
+    durable = []
+    for number in range(7):
+        await visitor.gradient(number, 2, 3)
+        if number == crash_after:
+            await service.crash()
+            await service.start()
+            await join(service)
+        stepped = await visitor.step()
+        assert isinstance(stepped, operations.OptimStepResult), stepped
+        durable.append(stepped.metrics["durable"])
+        await visitor.gradient(number, 5)  # two batches in each gradient but the first
+    path = await visitor.save("end")
+    row, _, _ = await visitor.sessions.weights("alice", path)
+    versions = service.database.versions("alice", row.policy)
+    assert [version.step for version in versions] == [0, 3, 6, 7]
+    return durable, service.artifacts.path(row.hash, "adapter_model.safetensors").read_text()
+
+
+async def test_steps_that_are_not_durable_say_so_and_are_replayed(tmp_path: Path) -> None:
+    """Every crash between two durable versions costs computation, not a step: the state is the same in the end."""
+    ends = []
+    for crash in (None, 1, 2, 3, 4):
+        service = Service(tmp_path / str(crash), session_commit_every=3, session_poll_seconds=0.05)
+        await service.start()
+        await join(service)
+        durable, end = await trained(service, crash_after=crash)
+        assert durable == [0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0]
+        ends.append(end)
+        await service.close()
+    assert len(set(ends)) == 1
+
+
+async def test_a_sample_waits_for_the_worker_that_has_it(tmp_path: Path) -> None:
+    """After a crash another worker may dial in first; what the one that comes later has sampled is not sampled anew."""
+    service = Service(tmp_path, session_poll_seconds=0.05, reconnect_seconds=6.0)
+    await service.start()
+    holder = await join(service)
+    visitor = await Client(service).begin()
+    holder.generating.clear()
+    request = await visitor.sample(await visitor.sampler(None), 0)
+    await eventually(lambda: bool(holder.generates))
+    await service.crash()
+    await service.start()
+    empty = await join(service, "empty")
+    await eventually(lambda: service.controller.world.rollouts.waiting() == 1)
+    again = await join(service, running=[generate.request for generate in holder.generates])
+    assert isinstance(await visitor.outcome(request), operations.SampleResult)
+    assert not empty.generates and len(again.generates) == 1
+    await service.close()
+
+
+async def test_a_damaged_head_is_named_and_another_state_can_be_loaded(service: Service) -> None:
+    visitor = await Client(service).begin()
+    await visitor.gradient()
+    await visitor.step()
+    path = await visitor.save("good")
+    await visitor.gradient()
+    await visitor.step()
+    await visitor.save("bad")
+    head = max(row.version for row in await visitor.sessions.checkpoints("alice"))
+    digest = next(row.hash for row in await visitor.sessions.checkpoints("alice") if row.version == head)
+    await service.crash()
+    file = service.artifacts.path(digest, "adapter_model.safetensors")
+    file.write_text("x" * file.stat().st_size)
+    await service.start()
+    worker = await join(service)
+    for call in (
+        forward([1, 2]),
+        operations.SaveState(kind="weights", name="more"),
+        operations.SaveSampler(sampler="s"),
+    ):
+        failed = await visitor.do(call)
+        assert isinstance(failed, operations.OperationFailed) and failed.category == "server"
+        assert f"version {head} of model {visitor.model} is corrupt" in failed.error and path in failed.error
+    step = await visitor.step()
+    assert isinstance(step, operations.OperationFailed) and "is corrupt" in step.error
+    assert worker.operations == [], "no worker is told of it"
+    loaded = await visitor.do(operations.LoadState(path=path, optimizer=True))
+    assert isinstance(loaded, operations.StateLoaded)
+    await visitor.gradient()
+    assert isinstance(await visitor.step(), operations.OptimStepResult)

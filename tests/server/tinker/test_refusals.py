@@ -1,0 +1,266 @@
+"""What becomes of clients' calls when the database refuses for a while, or does not say that it took something.
+
+The controller is real, its workers follow a script and time passes when a test says so. Only the refusals are made up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.driven import AddingWorker, Client, forward, join
+from tests.support.peers import ADAPTER, Service, eventually
+
+from rookery import protocol
+from rookery.controller.sessions import operations
+from rookery.controller.sessions.futures import PendingOperations
+from rookery.errors import NotFound, RookeryError, StorageFull, Unavailable, UserError
+
+FULL = StorageFull("the database's disk is full; free some space, nothing was half-written")
+AWAY = Unavailable("the database does not answer")
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[Service]:
+    service = Service(
+        tmp_path, session_poll_seconds=0.05, session_seq_gap_seconds=50.0, suspect_seconds=1e9, stuck_seconds=1e9,
+        request_timeout_seconds=1e9, session_commit_every=3,
+    )  # fmt: skip
+    await service.start()
+    await join(service)
+    yield service
+    await service.close()
+
+
+class Refusing:
+    """The database refuses its ``method`` while ``trouble`` is set. ``taken``: after it has carried it out."""
+
+    def __init__(
+        self, service: Service, patch: pytest.MonkeyPatch, method: str, trouble: Exception, *, taken: bool = False
+    ) -> None:
+        self.trouble: Exception | None = trouble
+        self.refused = 0
+        real = getattr(service.database, method)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            if self.trouble is None:
+                return real(*arguments, **named)
+            if taken:
+                real(*arguments, **named)
+            self.refused += 1
+            raise self.trouble
+
+        patch.setattr(service.database, method, call)
+
+
+async def pass_until(service: Service, holds: Any) -> None:
+    """Time passes, beat by beat, until something holds."""
+
+    async def beat() -> bool:
+        await service.clock.advance(service.settings.heartbeat_seconds, steps=1)
+        for _ in range(2):  # a sweep's second call is made when its first is answered
+            await service.ledger(lambda: None)
+        return bool(holds())
+
+    await eventually(beat)
+
+
+# --- outcomes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trouble", [FULL, AWAY])
+async def test_an_outcome_that_was_refused_is_stored_later_and_its_model_goes_on(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: RookeryError
+) -> None:
+    visitor = await Client(service).begin()
+    database = Refusing(service, monkeypatch, "finish_future", trouble)
+    request = await visitor.send(operations.InvalidOperation(error="no such loss"))
+    await pass_until(service, lambda: database.refused >= 2)
+    waiting = await visitor.sessions.wait("alice", request)
+    assert isinstance(waiting, PendingOperations) and str(trouble) in waiting.reason
+    [said] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert request in said.getMessage() and said.__dict__["tenant"] == "alice", "said once, with the tenant"
+    database.trouble = None
+    await pass_until(service, lambda: service.database.get_future("alice", request).outcome is not None)
+    assert await visitor.outcome(request) == operations.OperationFailed(error="no such loss", category="user")
+    assert isinstance(await visitor.gradient(), operations.ForwardBackwardResult)
+    assert isinstance(await visitor.step(), operations.OptimStepResult)
+
+
+async def test_a_sample_whose_outcome_was_refused_is_answered_later(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    visitor = await Client(service).begin()
+    sampler = await visitor.sampler(None)
+    database = Refusing(service, monkeypatch, "finish_future", FULL)
+    request = await visitor.sample(sampler, 0)
+    await pass_until(service, lambda: database.refused >= 2)
+    database.trouble = None
+    await pass_until(service, lambda: service.database.get_future("alice", request).outcome is not None)
+    assert isinstance(await visitor.outcome(request), operations.SampleResult)
+
+
+# --- waits and lifetimes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trouble", [FULL, AWAY, OSError(5, "Input/output error")])
+async def test_a_sweep_that_failed_is_said_and_done_at_a_later_beat(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: Exception
+) -> None:
+    visitor = await Client(service).begin()
+    await visitor.save("short", ttl=1.0)
+    database = Refusing(service, monkeypatch, "expired_checkpoints", trouble)
+    await pass_until(service, lambda: database.refused >= 1)
+    first = service.clock.now
+    await pass_until(service, lambda: database.refused >= 2)
+    assert service.clock.now - first <= 2 * service.settings.heartbeat_seconds
+    said = [record for record in caplog.records if "not all that has expired" in record.getMessage()]
+    assert said and all(bool(record.exc_info) == isinstance(trouble, OSError) for record in said)
+    database.trouble = None
+    await pass_until(service, lambda: not service.database.list_checkpoints("alice"))
+
+
+async def test_what_waits_in_vain_for_a_number_is_told_when_the_database_takes_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile the waits and lifetimes of others are looked after."""
+    visitor, other = await Client(service).begin(), await Client(service, "bob").begin()
+    await other.save("short", ttl=1.0)
+    visitor._seq += 1  # a number that is never sent
+    lost = [await visitor.send(forward([1, 2, 3])), await visitor.send(forward([1, 2, 3]))]
+    database = Refusing(service, monkeypatch, "finish_future", FULL)
+    await pass_until(service, lambda: database.refused >= 1)
+    await pass_until(service, lambda: not service.database.list_checkpoints("bob"))
+    database.trouble = None
+    await pass_until(service, lambda: not service.database.open_futures())
+    for request in lost:
+        failed = await visitor.outcome(request)
+        assert isinstance(failed, operations.OperationFailed) and failed.category == "user"
+        assert f"request 1 of model {visitor.model} has not arrived for 50 s" in failed.error
+    refused = await visitor.step()
+    assert isinstance(refused, operations.OperationFailed) and "no step was taken" in refused.error
+    await visitor.gradient()
+    assert isinstance(await visitor.step(), operations.OptimStepResult)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_call_that_was_stored_and_not_said_to_be_is_carried_out_when_it_comes_again(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where somebody has asked for its outcome in between."""
+    [worker] = service.peers
+    same = forward([1, 2, 3])
+    visitor = await Client(service).begin()
+    sampler = await visitor.sampler(None)
+    database = Refusing(service, monkeypatch, "open_future", AWAY, taken=True)
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            await visitor.sessions.call("alice", visitor.model, 1, same)
+        with pytest.raises(Unavailable):
+            await visitor.sample(sampler, 0)
+    assert isinstance(await visitor.sessions.wait("alice", f"{visitor.model}/1"), PendingOperations)
+    database.trouble = None
+    with pytest.raises(UserError, match="was sent before with another content"):
+        await visitor.sessions.call("alice", visitor.model, 1, forward([3, 2, 1]))
+    for _ in range(2):
+        assert isinstance(
+            await visitor.outcome(await visitor.sessions.call("alice", visitor.model, 1, same)),
+            operations.ForwardBackwardResult,
+        )
+        assert isinstance(await visitor.outcome(await visitor.sample(sampler, 0)), operations.SampleResult)
+    assert sum(isinstance(op, protocol.ForwardBackward) for op in worker.operations) == 1
+    assert len(worker.generates) == 1
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+async def test_a_load_that_was_refused_costs_nothing_of_what_was_trained(
+    service: Service, monkeypatch: pytest.MonkeyPatch, optimizer: bool
+) -> None:
+    """Neither a step that was acknowledged and is not durable by itself, nor the gradient begun since."""
+    ends = []
+    for refused in (False, True):
+        visitor = await Client(service).begin()
+        await visitor.gradient(1, 2, 3)
+        await visitor.step()
+        path = await visitor.save("start")
+        await visitor.gradient(4, 5, 6)
+        stepped = await visitor.step()
+        assert isinstance(stepped, operations.OptimStepResult) and not stepped.metrics["durable"]
+        await visitor.gradient(7, 8, 9)
+        if refused:
+            database = Refusing(service, monkeypatch, "commit_model", FULL)
+            failed = await visitor.do(operations.LoadState(path=path, optimizer=optimizer))
+            assert isinstance(failed, operations.OperationFailed) and failed.error == str(FULL)
+            database.trouble = None
+        assert isinstance(await visitor.step(), operations.OptimStepResult)
+        ends.append(await content(visitor, "end"))
+        loaded = await visitor.do(operations.LoadState(path=path, optimizer=optimizer))
+        assert isinstance(loaded, operations.StateLoaded)
+        await visitor.gradient(4, 5, 6)
+        await visitor.step()
+        ends.append(await content(visitor, "again"))
+    assert ends[:2] == ends[2:]
+
+
+async def content(visitor: Client, name: str) -> str:
+    """The state, saved under ``name``."""
+    row, _, _ = await visitor.sessions.weights("alice", await visitor.save(name))
+    return visitor.service.artifacts.path(row.hash, ADAPTER).read_text()
+
+
+@pytest.mark.parametrize("crash", [False, True])
+async def test_a_step_that_failed_is_not_taken_later_whether_or_not_there_was_a_restart(
+    service: Service, crash: bool
+) -> None:
+    """Its upload found no room. It is as if neither it nor its gradient had ever been asked for."""
+    [worker] = service.peers
+    ends = []
+    for full in (False, True):
+        visitor = await Client(service).begin()
+        await visitor.gradient(1, 2, 3)
+        assert isinstance(await visitor.step(), operations.OptimStepResult)
+        await visitor.gradient(4, 5, 6)
+        assert isinstance(await visitor.step(), operations.OptimStepResult)
+        if full:
+            await visitor.gradient(7, 8, 9)
+            worker.answer = partial(without_room, worker)
+            failed = await visitor.step()
+            assert isinstance(failed, operations.OperationFailed) and failed.error == str(FULL)
+            worker.answer = None
+            if crash:
+                await service.crash()
+                await service.start()
+                await join(service)
+        await visitor.gradient(10, 11, 12)
+        assert isinstance(await visitor.step(), operations.OptimStepResult)
+        ends.append(await content(visitor, "end"))
+        row, _ = await visitor.sessions.info("alice", visitor.model)
+        policy = service.database.versions("alice", row.policy)
+        assert [version.step for version in policy] == [0, 3]
+    assert ends[0] == ends[1]
+
+
+async def without_room(worker: AddingWorker, op: Any) -> protocol.OperationDone | None:
+    """The disk of the service is full when a step is uploaded."""
+    staging = worker.tickets.staging(op.commit) if isinstance(op, protocol.OptimStep) else None
+    if staging is None:
+        return None
+    staging.full = FULL
+    return protocol.OperationDone(epoch=0, op=op.op, error="PUT: the service's disk is full", category="lost")
+
+
+# --- what is in memory ------------------------------------------------------------------------------------------------
+
+
+async def test_a_model_that_there_is_not_leaves_nothing_in_memory(service: Service) -> None:
+    visitor = await Client(service).begin()
+    for number in range(3):
+        with pytest.raises(NotFound):
+            await visitor.sessions.call("alice", f"{visitor.session}:train:{number + 1}", 1, forward([1, 2, 3]))
+    assert not visitor.sessions._loading

@@ -1,0 +1,320 @@
+"""Checkpoints, samplers, listings and refusals of the Tinker API, with the real SDK."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import tinker
+from tests.support.tinkered import MODEL, PATIENCE, client, datum, logprobs, place_model, running, trainer
+from tinker import types
+
+from rookery.controller.sessions.sessions import Sessions
+from rookery.errors import StorageFull
+from rookery.server.embedded import EmbeddedService
+
+TOKENS = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
+PROMPT = types.ModelInput.from_ints(TOKENS)
+ADAM = types.AdamParams(learning_rate=0.02)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedService]:
+    folder = tmp_path_factory.mktemp("rest")
+    place_model(folder)
+    with running(folder) as service:
+        yield service
+
+
+@pytest.fixture
+def visitor(service: EmbeddedService) -> Iterator[tinker.ServiceClient]:
+    with client(service) as visitor:
+        yield visitor
+
+
+@pytest.fixture
+def rest(service: EmbeddedService) -> tinker.RestClient:
+    return tinker.RestClient(base_url=f"{service.url}/tinker", api_key=service.key)
+
+
+def steps(training: tinker.TrainingClient, count: int) -> list[float]:
+    losses = []
+    for _ in range(count):
+        forward = training.forward_backward([datum(TOKENS, [1.0] * 11)], "cross_entropy")
+        step = training.optim_step(ADAM)
+        losses.append(forward.result(PATIENCE).metrics["loss:sum"])
+        step.result(PATIENCE)
+    return losses
+
+
+def test_state_with_and_without_the_optimizer(visitor: tinker.ServiceClient) -> None:
+    training = trainer(visitor)
+    steps(training, 3)
+    path = training.save_state("three").result(PATIENCE).path
+    assert path == f"tinker://{training.model_id}/weights/three"
+    onward = steps(training, 3)
+    resumed = visitor.create_training_client_from_state_with_optimizer(path).result(PATIENCE)
+    assert resumed.get_info().lora_rank == 4
+    assert resumed.model_id.endswith(":train:1")
+    assert steps(resumed, 3) == pytest.approx(onward, rel=1e-4)
+    fresh = visitor.create_training_client_from_state(path).result(PATIENCE)
+    losses = steps(fresh, 3)
+    assert losses[0] == pytest.approx(onward[0], rel=1e-4)  # the same weights
+    assert losses[2] != pytest.approx(onward[2], rel=1e-4)  # other moments
+    with pytest.warns(FutureWarning):
+        training.load_state_with_optimizer(path).result(PATIENCE)
+    assert steps(training, 3) == pytest.approx(onward, rel=1e-4)
+    with pytest.warns(FutureWarning):
+        training.load_state(path).result(PATIENCE)
+    assert steps(training, 3) == pytest.approx(losses, rel=1e-4)
+    with pytest.raises(tinker.RequestFailedError, match="exists already"):
+        training.save_state("three").result(PATIENCE)
+    assert training.save_state("three", overwrite=True).result(PATIENCE).path == path
+    other = visitor.create_lora_training_client(MODEL, rank=8).result(PATIENCE)
+    with pytest.warns(FutureWarning), pytest.raises(tinker.RequestFailedError, match="rank"):
+        other.load_state(path).result(PATIENCE)
+    with pytest.raises(tinker.NotFoundError):
+        visitor.create_training_client_from_state(f"tinker://{training.model_id}/weights/none").result(PATIENCE)
+
+
+def test_samplers_snapshot_named_in_flight_and_of_the_base(visitor: tinker.ServiceClient) -> None:
+    training = trainer(visitor)
+    greedy = types.SamplingParams(max_tokens=6, temperature=0.0, stop=[])
+
+    def said(sampler: tinker.SamplingClient) -> list[float]:
+        [sequence] = sampler.sample(PROMPT, 1, greedy).result(PATIENCE).sequences
+        assert (len(sequence.tokens), sequence.stop_reason) == (6, "length")
+        return [*sequence.tokens, *(sequence.logprobs or [])]
+
+    base = visitor.create_sampling_client(base_model=MODEL).result(PATIENCE)
+    assert base.get_base_model() == MODEL
+    zero = training.save_weights_and_get_sampling_client().result(PATIENCE)
+    flying = training.save_weights_and_get_sampling_client(kind="inflight").result(PATIENCE)
+    assert said(zero) == said(flying) == said(base)  # an untrained adapter adds nothing
+    steps(training, 2)
+    path = training.save_weights_for_sampler("two").result(PATIENCE).path
+    named = visitor.create_sampling_client(path).result(PATIENCE)
+    assert named.get_base_model() == MODEL
+    assert said(flying) == said(zero)  # until it is published
+    later = training.save_weights_and_get_sampling_client(kind="inflight").result(PATIENCE)
+    two = said(named)
+    assert two != said(zero)
+    assert said(later) == said(flying) == two
+    steps(training, 1)
+    assert said(named) == two
+    assert said(zero) == said(base)
+
+
+def test_stops_seeds_and_limits(visitor: tinker.ServiceClient) -> None:
+    sampler = visitor.create_sampling_client(base_model=MODEL).result(PATIENCE)
+
+    def sample(count: int = 1, **more: object) -> types.SampleResponse:
+        params = types.SamplingParams(**{"max_tokens": 40, "seed": 5, "stop": [], **more})  # type: ignore[arg-type]
+        return sampler.sample(PROMPT, count, params).result(PATIENCE)
+
+    [plain] = sample().sequences
+    assert len(plain.tokens) == 40
+    stop = next(token for at, token in enumerate(plain.tokens) if at > 4 and token not in plain.tokens[:at])
+    cut = plain.tokens.index(stop) + 1
+    [stopped] = sample(stop=[stop]).sequences
+    assert (stopped.tokens, stopped.stop_reason) == (plain.tokens[:cut], "stop")
+    assert sample(seed=6).sequences[0].tokens != plain.tokens
+    many = sample(count=5, max_tokens=3)
+    assert len({s.sequence_id for s in many.sequences}) == 5
+    assert many.sequences[0].tokens == plain.tokens[:3]
+    assert sample(max_tokens=None).sequences[0].stop_reason == "length"  # to the end of the context
+    with pytest.raises(tinker.BadRequestError, match="top_k and top_p"):
+        sample(top_p=0.5)
+    with pytest.raises(tinker.RequestFailedError, match="context"):
+        sampler.sample(types.ModelInput.from_ints(TOKENS * 50), 1, types.SamplingParams(max_tokens=1)).result(PATIENCE)
+
+
+def test_stop_strings_end_a_text_with_the_token_that_completes_them(visitor: tinker.ServiceClient) -> None:
+    training = trainer(visitor)
+    sampler = training.save_weights_and_get_sampling_client().result(PATIENCE)
+    tokenizer = training.get_tokenizer()
+
+    def sample(stop: object) -> types.SampledSequence:
+        params = types.SamplingParams(max_tokens=60, seed=5, stop=stop)  # type: ignore[arg-type]
+        return sampler.sample(PROMPT, 1, params).result(PATIENCE).sequences[0]
+
+    plain = sample([]).tokens
+    assert len(plain) == 60
+    readable = [at for at in range(4, 58) if tokenizer.decode(plain[at : at + 2]).isascii()]
+    stop = tokenizer.decode(plain[readable[0] : readable[0] + 2])
+    end = next(at for at in range(61) if stop in tokenizer.decode(plain[:at]))
+    for given in (stop, [stop], ["never this", stop]):
+        stopped = sample(given)
+        assert (stopped.tokens, stopped.stop_reason) == (plain[:end], "stop")
+        assert len(stopped.logprobs or []) == end
+    earlier = next(token for token in plain[1 : end - 1] if token not in plain[:1])
+    cut = plain.index(earlier) + 1
+    for token in ([earlier], [earlier, plain[end]]):
+        assert sample(token).tokens == plain[:cut]
+    assert sample(["never this"]).tokens == sample(None).tokens, "the model's own ends stay"
+
+
+def test_listings_ttl_deletion_and_information(
+    visitor: tinker.ServiceClient, rest: tinker.RestClient, service: EmbeddedService
+) -> None:
+    training = trainer(visitor, user_metadata={"for": "test"})
+    run = training.model_id
+    steps(training, 1)
+    kept = training.save_state("kept", user_metadata={"a": "b"}).result(PATIENCE).path
+    short = training.save_state("short", ttl_seconds=3600).result(PATIENCE).path
+    named = training.save_weights_for_sampler("named").result(PATIENCE).path
+    found = {c.tinker_path: c for c in rest.list_checkpoints(run).result(PATIENCE).checkpoints}
+    assert found.keys() == {kept, short, named}
+    assert found[named].checkpoint_type == "sampler" and found[kept].user_metadata == {"a": "b"}
+    assert found[short].expires_at is not None and found[kept].expires_at is None
+    assert (found[kept].size_bytes or 0) > 1000
+    rest.set_checkpoint_ttl_from_tinker_path(kept, 7200).result(PATIENCE)
+    rest.set_checkpoint_ttl_from_tinker_path(short, None).result(PATIENCE)
+    found = {c.tinker_path: c for c in rest.list_user_checkpoints().result(PATIENCE).checkpoints}
+    assert found[short].expires_at is None and found[kept].expires_at is not None
+    shown = rest.get_training_run(run).result(PATIENCE)
+    assert (shown.lora_rank, shown.base_model, shown.user_metadata) == (4, MODEL, {"for": "test"})
+    assert shown.last_checkpoint is not None and shown.last_checkpoint.tinker_path == short
+    assert run in [r.training_run_id for r in rest.list_training_runs(limit=100).result(PATIENCE).training_runs]
+    session = visitor.holder.get_session_id()
+    assert session in rest.list_sessions(limit=100).result(PATIENCE).sessions
+    assert rest.get_session(session).result(PATIENCE).training_run_ids == [run]
+    info = rest.get_weights_info_by_tinker_path(kept).result(PATIENCE)
+    assert (info.base_model, info.lora_rank, info.train_attn) == (MODEL, 4, True)
+    rest.delete_checkpoint_from_tinker_path(named).result(PATIENCE)
+    with pytest.raises(tinker.NotFoundError):
+        rest.delete_checkpoint_from_tinker_path(named).result(PATIENCE)
+    with pytest.raises(tinker.RequestFailedError, match="ttl_seconds"):
+        training.save_state("soon", ttl_seconds=5).result(PATIENCE)
+    models = rest.get_server_capabilities().result(PATIENCE).supported_models
+    assert [(m.model_name, m.max_context_length) for m in models if m.model_name == MODEL] == [(MODEL, 512)]
+
+
+def test_old_weights_go_and_kept_ones_stay(visitor: tinker.ServiceClient, service: EmbeddedService) -> None:
+    folder = service.settings.data / "artifacts"
+
+    def artifacts() -> set[str]:
+        return {entry.name for entry in folder.iterdir() if len(entry.name) == 64}
+
+    training = trainer(visitor)
+    steps(training, 1)
+    before = artifacts()
+    steps(training, 4)
+    assert len(artifacts() - before) <= 2  # the head, and perhaps one on its way out
+    training.save_state("kept").result(PATIENCE)
+    kept = artifacts()
+    steps(training, 3)
+    deadline = time.monotonic() + 5
+    while len(artifacts() - before) > 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(artifacts() - before) == 2
+    assert len(artifacts() & kept - before) == 1
+
+
+def test_a_finished_session_ends_and_takes_no_more(service: EmbeddedService) -> None:
+    visitor = client(service)
+    training = trainer(visitor)
+    session = visitor.holder.get_session_id()
+    headers = {"X-API-Key": service.key}
+    with httpx.Client(base_url=f"{service.url}/tinker/api/v1", headers=headers) as http:
+        assert http.post("/session_heartbeat", json={"session_id": session}).status_code == 200
+        visitor.close("success").result(PATIENCE)
+        assert http.post("/session_heartbeat", json={"session_id": session}).status_code == 410
+        late = http.post("/optim_step", json={"model_id": training.model_id, "seq_id": 1, "adam_params": {}})
+        assert late.status_code == 400 and "is finished" in late.text
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "auth/token", 404),
+        ("POST", "copy_weights", 404),
+        ("POST", "sessions/search", 404),
+        ("POST", "create_custom_loss", 404),
+        ("PUT", "sessions/x/project", 404),
+        ("POST", "training_runs/x/checkpoints/weights/y/publish", 404),
+        ("GET", "training_runs/x/checkpoints/weights/y/archive", 404),
+        ("GET", "no/such/thing", 404),
+        ("POST", "retrieve_future", 400),
+        ("POST", "create_model", 400),
+        ("POST", "forward_backward", 400),
+    ],
+)
+def test_what_is_not_there_says_so_at_once(service: EmbeddedService, method: str, path: str, status: int) -> None:
+    headers = {"X-API-Key": service.key, "Content-Type": "application/json"}
+    reply = httpx.request(method, f"{service.url}/tinker/api/v1/{path}", headers=headers, content=b"{}")
+    assert reply.status_code == status
+    assert len(reply.json()["error"]) > 20
+
+
+@pytest.mark.parametrize(
+    ("trouble", "told"),
+    [
+        (StorageFull("the disk is full"), {"type": "try_again", "queue_state_reason": "the disk is full"}),
+        (RuntimeError("a bug"), {"category": "server", "error": "internal error (RuntimeError); the log has it"}),
+    ],
+)
+def test_a_question_for_a_result_is_never_answered_with_500(
+    service: EmbeddedService, monkeypatch: pytest.MonkeyPatch, trouble: Exception, told: dict[str, str]
+) -> None:
+    """The client would ask again at once, for ever."""
+
+    async def wait(self: Sessions, tenant: str, request: str) -> None:
+        raise trouble
+
+    monkeypatch.setattr(Sessions, "wait", wait)
+    headers = {"X-API-Key": service.key}
+    url = f"{service.url}/tinker/api/v1/retrieve_future"
+    reply = httpx.post(url, headers=headers, json={"request_id": "any"})
+    assert reply.status_code == 200
+    assert told.items() <= reply.json().items()
+
+
+def test_unknown_fields_and_models_are_refused(service: EmbeddedService, visitor: tinker.ServiceClient) -> None:
+    headers = {"X-API-Key": service.key}
+    with httpx.Client(base_url=f"{service.url}/tinker/api/v1", headers=headers) as http:
+        asked = {"session_id": visitor.holder.get_session_id(), "novelty": "", "sampling_session_seq_id": 99,
+                 "base_model": MODEL}  # fmt: skip
+        assert http.post("/create_sampling_session", json=asked).status_code == 200
+        reply = http.post("/create_sampling_session", json={**asked, "novelty": 3})
+        assert (reply.status_code, "novelty" in reply.text) == (400, True)
+    with pytest.raises(tinker.BadRequestError, match="no model is called"):
+        visitor.create_lora_training_client("Nothing").result(PATIENCE)
+    with pytest.raises(tinker.BadRequestError, match=r"rank 999 is not served"):
+        visitor.create_lora_training_client(MODEL, rank=999).result(PATIENCE)
+    training = trainer(visitor)
+    with pytest.raises(tinker.RequestFailedError, match="dimuon"):
+        training.optim_step(types.DimuonParams(learning_rate=0.1)).result(PATIENCE)
+    [scored] = logprobs(training.forward([datum(TOKENS)], "cross_entropy").result(PATIENCE))
+    assert scored.shape == (11,)
+
+
+def test_every_route_asks_for_a_key(service: EmbeddedService) -> None:
+    from fastapi.routing import APIRoute
+
+    from rookery.server.tinker.app import build
+
+    open_to_all = {"/api/v1/healthz", "/api/v1/external/{ticket}/{digest}/{file}", "/{path:path}"}
+
+    def walk(routes: list) -> Iterator[APIRoute]:  # type: ignore[type-arg]
+        for route in routes:
+            inner = getattr(route, "original_router", None)
+            if inner is not None:
+                yield from walk(inner.routes)
+            elif isinstance(route, APIRoute):
+                yield route
+
+    tried = 0
+    for route in walk(build(None).routes):  # type: ignore[arg-type]
+        path = route.path if route.path.startswith("/api") else f"/api/v1{route.path}"
+        if path in open_to_all or route.path == "/{path:path}" or route.path.startswith("/v1"):  # test_tenancy.py's
+            continue
+        for method in route.methods:
+            tried += 1
+            reply = httpx.request(
+                method, f"{service.url}/tinker{path.replace('{', '').replace('}', '')}", content=b"{}"
+            )
+            assert reply.status_code == 401, path
+    assert tried > 25

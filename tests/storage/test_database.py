@@ -1,0 +1,772 @@
+"""The database, on SQLite and on PostgreSQL: one-transaction commits, the data cursor, owners, what a restart finds."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import random
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sqlalchemy import select, text, update
+from tests.support.faces import served
+from tests.support.storing import (
+    commit,
+    connected,
+    everything,
+    future_row,
+    in_threads,
+    make_ready,
+    manifest,
+    new_group,
+    running_postgres,
+    submit,
+    visit,
+)
+
+from rookery.client import Client
+from rookery.errors import Conflict, NotFound, Unavailable, UserError
+from rookery.server.launcher import Service
+from rookery.settings import Settings
+from rookery.storage import models
+from rookery.storage.database import Database
+from rookery.storage.keys import hash_key, new_key
+from rookery.storage.rows import EpisodeRow, JobRow, NewGroup, NewPolicy
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[str]:
+    with running_postgres() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/rookery.db"
+    server: str = request.getfixturevalue("postgres")
+    name = f"d{uuid.uuid4().hex}"
+    with connected(server.replace("NAME", "postgres"), isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(text(f"CREATE DATABASE {name}"))
+    return server.replace("NAME", name)
+
+
+@pytest.fixture
+def database(url: str) -> Iterator[Database]:
+    """With tenants alice and bob."""
+    database = Database(url)
+    database.create()
+    for tenant in ("alice", "bob"):
+        database.create_tenant(tenant, tenant.title(), 0.0)
+    yield database
+    database.close()
+
+
+# --- tenants and keys -------------------------------------------------------------------------------------------------
+
+
+def test_a_key_names_its_tenant_until_it_is_revoked(database: Database) -> None:
+    key = hash_key(new_key())
+    database.add_key(key, "alice", "laptop", 1.0)
+    tenant = database.tenant_of_key(key)
+    assert tenant is not None and tenant.id == "alice" and not tenant.admin
+    assert database.tenant_of_key(hash_key(new_key())) is None
+    for owner in ("alice", "bob", "nobody"):
+        with pytest.raises(Conflict):
+            database.add_key(key, owner, "again", 1.0)
+    with pytest.raises(NotFound):
+        database.revoke_key("bob", key, 2.0)
+    database.revoke_key("alice", key, 2.0)
+    assert database.tenant_of_key(key) is None
+    assert [(row.label, row.revoked) for row in database.keys("alice")] == [("laptop", 2.0)]
+    with pytest.raises(Conflict):
+        database.create_tenant("alice", "another", 3.0)
+    assert [row.id for row in database.list_tenants()] == ["alice", "bob"]
+    with pytest.raises(NotFound):
+        database.get_tenant("carol")
+
+
+# --- jobs -------------------------------------------------------------------------------------------------------------
+
+
+def test_submitting_is_idempotent_by_key(database: Database) -> None:
+    first, created = submit(database, key="k")
+    assert created and first.state == "queued"
+    assert submit(database, job="again", key="k") == (first, False)
+    assert submit(database, job="other", key="another")[1]
+    assert submit(database, tenant="bob", job="bobs", key="k")[1], "keys are each tenant's own"
+    assert submit(database, job="free")[1] and submit(database, job="free2")[1], "no key, no bond"
+    assert [policy.job for policy in database.policies("alice", "job")] == ["job"]
+    assert database.policies("alice", "again") == []
+
+
+def test_one_key_submitted_at_once_makes_one_job(database: Database) -> None:
+    results: list[tuple[JobRow, bool]] = []
+    in_threads(6, lambda i: results.append(submit(database, job=f"job{i}", key="k")))
+    assert len(results) == 6 and sum(created for _, created in results) == 1
+    assert len({row.id for row, _ in results}) == len(database.list_jobs("alice")) == 1
+
+
+def test_a_finished_job_stays_finished(database: Database) -> None:
+    submit(database)
+    assert database.set_job_state("job", "running", "", 5.0).started == 5.0
+    database.set_job_state("job", "paused", "asked to", 6.0)
+    assert database.set_job_state("job", "running", "", 7.0).started == 5.0
+    assert [job.id for job in database.all_unfinished_jobs()] == ["job"]
+    assert database.unfinished_job_ids() == {"job"}
+    done = database.set_job_state("job", "failed", "the environment is broken", 8.0, error="ValueError: \x00\ud800")
+    assert (done.finished, done.reason) == (8.0, "the environment is broken")
+    assert database.all_unfinished_jobs() == []
+    assert database.unfinished_job_ids() == set()
+    for state in ("running", "cancelled", "completed"):
+        with pytest.raises(Conflict, match="failed already"):
+            database.set_job_state("job", state, "", 9.0)
+    with pytest.raises(NotFound):
+        database.set_job_state("other", "running", "", 9.0)
+    with pytest.raises(Conflict):
+        database.add_groups("job", [new_group(0)])
+    with pytest.raises(Conflict):
+        commit(database, 0, None, [], 0)
+
+
+def test_the_end_of_a_job_is_told_and_closes_its_groups(database: Database) -> None:
+    for job in ("job", "other"):
+        submit(database, job=job)
+        database.set_job_state(job, "running", "", 5.0)
+    database.add_groups("job", [new_group(n) for n in range(3)])
+    database.add_groups("other", [new_group(0, job="other")])
+    make_ready(database, new_group(1))
+    database.finish_group("job-train-2", "failed", 6.0)
+    database.set_job_state("job", "failed", "the environment is broken", 8.0)
+    said = [(event.time, event.kind, event.text) for event in database.events("alice", "job", 10)]
+    assert said == [(5.0, "state", "running"), (8.0, "state", "failed: the environment is broken")]
+    assert database.group_counts("alice", "job") == {"dropped": 2, "failed": 1}
+    assert not database.save_turns("job-train-0-0", b"late"), "a dropped group's episodes are closed"
+    assert database.group_counts("alice", "other") == {"open": 1}
+
+
+def test_leases_only_grow(database: Database) -> None:
+    submit(database)
+    leases: list[int] = []
+    in_threads(8, lambda i: leases.append(database.next_lease("job-main")))
+    assert sorted(leases) == list(range(1, 9))
+    with pytest.raises(NotFound):
+        database.next_lease("other")
+
+
+def test_a_policy_is_added_once_and_only_by_its_owner(database: Database) -> None:
+    submit(database)
+    critic = NewPolicy(id="critic", name="critic", rank=4, alpha=4.0, targets=["q"])
+    with pytest.raises(NotFound):
+        database.add_policy("bob", "job", critic)
+    row = database.add_policy("alice", "job", critic)
+    assert database.get_policy("alice", "job", "critic") == row
+    with pytest.raises(Conflict):
+        database.add_policy("alice", "job", critic)
+    assert [policy.name for policy in database.policies("alice", "job")] == ["critic", "main"]
+
+
+# --- groups and the cursor --------------------------------------------------------------------------------------------
+
+
+def test_the_cursor_moves_only_with_the_next_ordinals(database: Database, url: str) -> None:
+    submit(database)
+    database.add_groups("job", [new_group(1), new_group(0)])
+    database.add_groups("job", [])
+    before = everything(url)
+    for ordinals in ([0], [1], [3], [2, 4], [2, 2]):
+        with pytest.raises(Conflict):
+            database.add_groups("job", [new_group(ordinal) for ordinal in ordinals])
+    with pytest.raises(NotFound):
+        database.add_groups("nothing", [new_group(2)])
+    assert everything(url) == before
+    database.add_groups("job", [new_group(2), new_group(7, split="eval:0")])
+    assert database.get_job("alice", "job").cursor == 3
+    assert [(g.split, g.ordinal) for g in database.open_groups("job")] == [
+        ("eval:0", 7),
+        ("train", 0),
+        ("train", 1),
+        ("train", 2),
+    ]
+
+
+def test_one_ordinal_is_handed_out_once(database: Database) -> None:
+    submit(database)
+    won: list[int] = []
+
+    def add(i: int) -> None:
+        for ordinal in range(5):
+            group = new_group(ordinal)
+            renamed = NewGroup(
+                id=f"{i}-{ordinal}", ordinal=ordinal, prompt=group.prompt, seed=0, created=1.0, episodes=()
+            )
+            try:
+                database.add_groups("job", [renamed])
+                won.append(ordinal)
+            except Conflict:
+                continue
+
+    in_threads(4, add)
+    assert sorted(won) == sorted({group.ordinal for group in database.open_groups("job")})
+    assert sorted(won) == list(range(database.get_job("alice", "job").cursor))
+
+
+def test_a_restart_finds_open_and_ready_groups_with_their_turns(url: str, database: Database) -> None:
+    submit(database)
+    database.add_groups("job", [new_group(0), new_group(1), new_group(2)])
+    assert database.save_turns("job-train-0-1", b"one turn", version=3, host_instance="host")
+    assert database.save_turns("job-train-0-1", b"two turns")
+    make_ready(database, new_group(1), version=2)
+    database.finish_episode("job-train-2-0", "failed", 5.0, error="TimeoutError: late")
+    database.finish_group("job-train-2", "failed", 6.0, reason="one member left")
+    database.close()
+
+    again = Database(url)
+    again.create()
+    (open_group,) = again.open_groups("job")
+    assert (open_group.id, open_group.prompt, open_group.tenant) == ("job-train-0", b'{"n": 0}', "alice")
+    assert [episode.seed for episode in open_group.episodes] == [2**63 - 1, 2**63 - 2]
+    fresh, running = open_group.episodes
+    assert (fresh.turns, fresh.version, fresh.state) == (b"", None, "open")
+    assert (running.turns, running.version, running.host_instance) == (b"two turns", 3, "host")
+    (ready,) = again.ready_groups("job")
+    assert (ready.min_version, [episode.trajectories for episode in ready.episodes]) == (2, [b"tokens"] * 2)
+    assert again.group_counts("alice", "job") == {"open": 1, "ready": 1, "failed": 1}
+    again.close()
+
+
+def test_what_is_closed_stays_as_it_was(database: Database) -> None:
+    submit(database)
+    database.add_groups("job", [new_group(n) for n in range(4)])
+    assert database.finish_episode("job-train-0-0", "done", 2.0, reward=1.0)
+    assert not database.finish_episode("job-train-0-0", "failed", 3.0, error="late")
+    assert not database.save_turns("job-train-0-0", b"late")
+    assert not database.save_turns("nothing", b"")
+    with pytest.raises(Conflict, match="1 open episodes"):
+        database.finish_group("job-train-0", "ready", 3.0)
+    assert [group.id for group in database.open_groups("job")] == [f"job-train-{n}" for n in range(4)]
+    make_ready(database, new_group(1))
+    with pytest.raises(Conflict):
+        database.finish_group("job-train-1", "failed", 3.0)
+    lease = database.next_lease("job-main")
+    commit(database, lease, None, ["job-train-1"], 0)
+    asked = ["job-train-2", "job-train-1", "job-train-0", "nothing"]
+    assert database.drop_groups(asked, "too old", 4.0) == ["job-train-2", "job-train-0"]
+    assert database.drop_groups(asked, "again", 5.0) == []
+    assert not database.save_turns("job-train-2-0", b"late"), "a dropped group's episodes are closed"
+    assert database.group_counts("alice", "job") == {"consumed": 1, "dropped": 2, "open": 1}
+
+
+def test_recent_episodes_and_their_trimming(database: Database) -> None:
+    submit(database)
+    groups = [new_group(n, members=1) for n in range(4)]
+    database.add_groups("job", groups)
+    for n, group in enumerate(groups):
+        database.save_turns(group.episodes[0].id, b"turns")
+        database.finish_episode(
+            group.episodes[0].id, "done", 10.0 + n, trajectories=b"t%d" % n, reward=n / 2, version=n % 2
+        )
+        database.finish_group(group.id, "ready", 20.0)
+
+    def texts(version: int | None = None) -> list[bytes]:
+        return [episode.trajectories for _, episode in database.recent_episodes("alice", "job", 3, version)]
+
+    assert texts() == [b"t3", b"t2", b"t1"]
+    assert texts(0) == [b"t2", b"t0"]
+    assert [group.ordinal for group, _ in database.recent_episodes("alice", "job", 2)] == [3, 2]
+    assert database.trim_episodes("job", 0) == 0, "they wait to be trained on"
+    commit(database, database.next_lease("job-main"), None, [group.id for group in groups[:3]], 0)
+    assert database.trim_episodes("job", 2) == 2
+    assert database.trim_episodes("job", 2) == 0
+    assert texts() == [b"t3", b"t2"]
+    (last,) = database.ready_groups("job")
+    assert last.episodes[0].turns == b"turns"
+
+
+# --- the commit -------------------------------------------------------------------------------------------------------
+
+
+def test_a_commit_is_visible_as_a_whole(database: Database) -> None:
+    submit(database)
+    lease = database.next_lease("job-main")
+    assert commit(database, lease, None, [], 0) == 0
+    database.add_groups("job", [new_group(0), new_group(1)])
+    ids = [make_ready(database, new_group(n)) for n in range(2)]
+    assert commit(database, lease, 0, ids, 1) == 1
+    job, policy = database.get_job("alice", "job"), database.get_policy("alice", "job", "main")
+    assert (job.step, job.counters, job.rng) == (1, {"steps": 1}, {"drawn": 1})
+    assert policy.head_version == 1
+    assert [(v.version, v.parent, v.step, v.kept) for v in database.versions("alice", policy.id)] == [
+        (0, None, 0, True),
+        (1, 0, 1, True),
+    ]
+    head = database.version("alice", policy.id, 1)
+    assert (head.manifest, head.hash, head.tenant) == (manifest("job-1"), manifest("job-1").hash, "alice")
+    assert database.group_counts("alice", "job") == {"consumed": 2}
+    assert database.ready_groups("job") == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "parent",
+        "first again",
+        "lease",
+        "old lease",
+        "open group",
+        "consumed group",
+        "named twice",
+        "unknown",
+        "another's",
+    ],
+)
+def test_a_commit_that_does_not_fit_changes_nothing(database: Database, url: str, wrong: str) -> None:
+    submit(database)
+    submit(database, tenant="bob", job="bobs")
+    database.add_groups("bobs", [new_group(0, job="bobs")])
+    make_ready(database, new_group(0, job="bobs"))
+    database.add_groups("job", [new_group(n) for n in range(4)])
+    ready = [make_ready(database, new_group(n)) for n in range(3)]
+    lease = database.next_lease("job-main")
+    commit(database, lease, None, [], 0)
+    commit(database, lease, 0, [ready[0]], 1)
+    parent: int | None = 1
+    groups = [ready[1]]
+    if wrong == "parent":
+        parent = 0
+    elif wrong == "first again":
+        parent = None
+    elif wrong == "lease":
+        lease += 1
+    elif wrong == "old lease":
+        database.next_lease("job-main")
+    elif wrong == "open group":
+        groups.append("job-train-3")
+    elif wrong == "consumed group":
+        groups.append(ready[0])
+    elif wrong == "named twice":
+        groups.append(ready[1])
+    elif wrong == "unknown":
+        groups.append("nothing")
+    else:
+        groups.append("bobs-train-0")
+    before = everything(url)
+    with pytest.raises(Conflict):
+        commit(database, lease, parent, groups, 2)
+    assert everything(url) == before
+
+
+def test_of_many_committers_one_wins(database: Database) -> None:
+    submit(database)
+    database.add_groups("job", [new_group(0)])
+    group = make_ready(database, new_group(0))
+    lease = database.next_lease("job-main")
+    commit(database, lease, None, [], 0)
+    won: list[int] = []
+    in_threads(6, lambda i: won.append(commit(database, lease, 0, [group], i + 1)))
+    assert won == [1]
+    assert [v.version for v in database.versions("alice", "job-main")] == [0, 1]
+
+
+def test_whether_an_artifact_is_named_is_told_after_the_commit_under_way(database: Database, url: str) -> None:
+    """That commit is one whose connection broke: the server may still carry it out."""
+    submit(database)
+    commit(database, database.next_lease("job-main"), None, [], 0)
+    digest, other = manifest("job-0").hash, manifest("job-1").hash
+    assert database.names("job-main", digest)
+    assert not database.names("job-main", other)
+    told: list[bool] = []
+    asking = threading.Thread(target=lambda: told.append(database.names("job-main", other)))
+    with connected(url) as under_way:
+        under_way.execute(update(models.policies).values(head_version=1))
+        asking.start()
+        asking.join(0.2)
+        assert not told
+        under_way.execute(update(models.versions).values(hash=other))
+    asking.join()
+    assert told == [True]
+
+
+def test_retiring_versions_and_evaluating_them(database: Database) -> None:
+    submit(database)
+    lease = database.next_lease("job-main")
+    for step in range(3):
+        commit(database, lease, step - 1 if step else None, [], step)
+    same = database.commit_step(
+        job="job",
+        policy="job-main",
+        lease=lease,
+        parent=2,
+        manifest=manifest("job-0"),
+        groups=[],
+        step=3,
+        counters={},
+        rng={},
+        metrics={},
+        time=5.0,
+    )
+    assert same.hash == manifest("job-0").hash
+    with pytest.raises(Conflict):
+        database.retire_version("job-main", 3)
+    assert database.retire_version("job-main", 0) is None, "version 3 has the same bytes"
+    assert database.retire_version("job-main", 1) == manifest("job-1").hash
+    database.add_upload("alice", "adapter", manifest("job-2").hash, 5, 1.0)
+    assert database.retire_version("job-main", 2) is None, "an upload has the same bytes"
+    assert database.live_hashes() == {manifest("job-0").hash, manifest("job-2").hash}
+    figures = {"prompts": 64, "stderr": 0.1, "results": {"rewards": [1.0, math.nan]}, "created": 6.0}
+    database.add_evaluation(policy="job-main", version=3, mean=0.25, **figures)  # type: ignore[arg-type]
+    database.add_evaluation(policy="job-main", version=3, mean=0.5, **figures)  # type: ignore[arg-type]
+    (evaluation,) = database.evaluations("alice", "job")
+    assert (evaluation.mean, evaluation.job) == (0.5, "job")
+    assert math.isnan(evaluation.results["rewards"][1])
+    assert database.version("alice", "job-main", 3).evaluation == 0.5
+    with pytest.raises(NotFound):
+        database.add_evaluation(policy="job-main", version=4, mean=0.5, **figures)  # type: ignore[arg-type]
+
+
+def test_a_corrupt_head_gives_way_to_the_newest_version_kept(database: Database) -> None:
+    submit(database)
+    lease = database.next_lease("job-main")
+    for step in range(4):
+        commit(database, lease, step - 1 if step else None, [], step)
+    database.retire_version("job-main", 2)
+    with pytest.raises(Conflict):
+        database.rollback("job-main", 2, "not the head")
+    assert database.rollback("job-main", 3, "bad hash").version == 1
+    assert database.get_job("alice", "job").step == 1
+    assert database.version("alice", "job-main", 3).lost == "bad hash"
+    with pytest.raises(Conflict):
+        commit(database, lease, 3, [], 4)
+    assert commit(database, lease, 1, [], 2) == 4, "numbers are never used again"
+    assert database.rollback("job-main", 4, "bad hash").version == 1
+    assert database.rollback("job-main", 1, "bad hash").version == 0
+    with pytest.raises(Conflict, match="no version before"):
+        database.rollback("job-main", 0, "bad hash")
+
+
+# --- owners -----------------------------------------------------------------------------------------------------------
+
+_ALICES: dict[str, Any] = {
+    "get_tenant": None,
+    "keys": [],
+    "revoke_key": NotFound,
+    "add_key": None,
+    "add_upload": None,
+    "get_upload": NotFound,
+    "add_event": None,
+    "events": [],
+    "get_job": NotFound,
+    "submit_job": None,
+    "list_jobs": [],
+    "add_policy": NotFound,
+    "policies": [],
+    "all_policies": {},
+    "get_policy": NotFound,
+    "group_counts": {},
+    "recent_episodes": [],
+    "versions": [],
+    "version": NotFound,
+    "evaluations": [],
+    "get_session": NotFound,
+    "list_sessions": [],
+    "get_model": NotFound,
+    "list_models": [],
+    "get_sampler": NotFound,
+    "list_samplers": [],
+    "join_sampler": NotFound,
+    "get_checkpoint": NotFound,
+    "list_checkpoints": [],
+    "expire_checkpoint": NotFound,
+    "delete_checkpoint": NotFound,
+    "count_checkpoints": {},
+    "get_future": NotFound,
+    "ended_samples": [],
+    "bills": {},
+    "bill": {},
+}
+"""What each method that takes a tenant answers bob who names alice's things; None: it names nothing that exists."""
+
+
+def test_another_tenants_things_are_not_there(database: Database) -> None:
+    submit(database)
+    database.add_key("hash", "alice", "", 0.0)
+    database.add_groups("job", [new_group(0)])
+    group = make_ready(database, new_group(0))
+    commit(database, database.next_lease("job-main"), None, [group], 0)
+    database.add_evaluation(policy="job-main", version=0, prompts=1, mean=0.0, stderr=0.0, results={}, created=0.0)
+    database.add_upload("alice", "dataset", "d" * 64, 1, 0.0)
+    database.add_event("alice", "job", 0.0, "kind", "text")
+    database.save_bills({("alice", "job"): {"reserved": {}}}, {})
+    visit(database)
+    database.open_future(future_row("one/0", "alice", None))
+    database.finish_future("one/0", b"text", 1.0)
+    named: dict[str, Any] = {
+        "id": "one",
+        "sampler": "one",
+        "first": 0,
+        "end": 10,
+        "session": "one",
+        "model": "one",
+        "expires": 1.0,
+        "job": "job",
+        "policy": "job-main",
+        "name": "main",
+        "version": 0,
+        "limit": 10,
+        "kind": "dataset",
+        "hash": "d" * 64,
+        "key_hash": "hash",
+        "time": 1.0,
+        "split": "train",
+    }
+    scoped = {
+        name: inspect.signature(method)
+        for name, method in inspect.getmembers(Database, inspect.isfunction)
+        if "tenant" in inspect.signature(method).parameters and not name.startswith("_")
+    }
+    assert scoped.keys() == _ALICES.keys() - {"get_tenant"}, "a new method: say what it answers a stranger"
+    for name, signature in scoped.items():
+        expected = _ALICES[name]
+        if expected is None:
+            continue
+        arguments = {p: named[p] for p in signature.parameters if p in named}
+        if name == "add_policy":
+            arguments["policy"] = NewPolicy(id="p", name="p", rank=1, alpha=1.0, targets=[])
+        if name == "recent_episodes":
+            del arguments["version"]
+        if "checkpoint" in name and "kind" in arguments:
+            arguments["kind"] = "weights"
+        method = getattr(database, name)
+        if expected is NotFound:
+            with pytest.raises(NotFound):
+                method(tenant="bob", **arguments)
+        else:
+            assert method(tenant="bob", **arguments) == expected, name
+        if name not in ("revoke_key", "add_policy", "expire_checkpoint", "delete_checkpoint"):
+            assert method(tenant="alice", **arguments), f"{name} shows them to their owner"
+    database.add_upload("bob", "dataset", "d" * 64, 1, 5.0)
+    assert database.get_upload("bob", "dataset", "d" * 64).created == 5.0, "who brings the same bytes has them too"
+    assert database.get_upload("alice", "dataset", "d" * 64).created == 0.0
+    with pytest.raises(NotFound):
+        database.get_upload("bob", "adapter", "d" * 64)
+
+
+# --- one service ------------------------------------------------------------------------------------------------------
+
+
+def fresh_database(server: str) -> str:
+    """The URL of an empty one."""
+    name = f"d{uuid.uuid4().hex}"
+    with connected(server.replace("NAME", "postgres"), isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(text(f"CREATE DATABASE {name}"))
+    return server.replace("NAME", name)
+
+
+def test_a_claimed_database_is_refused_to_others_until_its_claim_ends(postgres: str) -> None:
+    url = fresh_database(postgres)
+    one, other, elsewhere = Database(url), Database(url), Database(fresh_database(postgres))
+    for database in (one, other, elsewhere):
+        database.create()
+    one.claim()
+    one.claim()
+    elsewhere.claim()
+    with pytest.raises(UserError, match="in use by another service") as refused:
+        other.claim()
+    assert len(str(refused.value).splitlines()) == 1
+    one.close()
+    other.claim()
+
+    # The claim's connection is cut, as when the server restarts: it is taken again, unless somebody was faster.
+    kill = text("SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND database ="
+                " (SELECT oid FROM pg_database WHERE datname = current_database())")  # fmt: skip
+    with connected(url) as connection:
+        connection.execute(kill)
+    other.claim()
+    with pytest.raises(UserError, match="in use"):
+        one.claim()
+    with connected(url) as connection:
+        connection.execute(kill)
+    one.claim()
+    with pytest.raises(UserError, match="in use"):
+        other.claim()
+    for database in (one, other, elsewhere):
+        database.close()
+
+
+def test_a_second_service_on_the_same_postgresql_is_refused(postgres: str, tmp_path: Path) -> None:
+    url = fresh_database(postgres)
+    with served(tmp_path / "one", database=url), pytest.raises(UserError, match="in use by another service"):
+        served(tmp_path / "two", database=url).__enter__()
+    with served(tmp_path / "two", database=url) as again:
+        assert Client(again.url, again.key).jobs() == []
+
+
+def test_a_service_whose_database_was_taken_ends(
+    postgres: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rookery.server.launcher.CLAIM_SECONDS", 0.05)
+    url = fresh_database(postgres)
+
+    async def main() -> None:
+        settings = Settings.load({}, data=tmp_path, port=0, models="", workers=0, database=url)
+        async with Service(settings) as service:
+            serving = asyncio.ensure_future(service.serving())
+            with connected(url) as connection:  # what frees it has it, in one go
+                connection.execute(text(
+                    "SELECT pg_terminate_backend(pid), pg_advisory_lock(objid::bigint | (classid::bigint << 32))"
+                    " FROM pg_locks WHERE locktype = 'advisory' AND database ="
+                    " (SELECT oid FROM pg_database WHERE datname = current_database())"
+                ))  # fmt: skip
+                with pytest.raises(UserError, match="in use by another service"):
+                    await serving
+
+    asyncio.run(main())
+
+
+# --- odd values, odd places -------------------------------------------------------------------------------------------
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters()), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=40)
+@given(values=st.dictionaries(st.text(), json_values, max_size=4), words=st.text(st.characters()), blob=st.binary())
+def test_any_json_comes_back_and_any_text_is_taken(values: dict[str, Any], words: str, blob: bytes) -> None:
+    _round_trip("sqlite://", values, words, blob)
+
+
+def test_odd_values_on_both_databases(url: str) -> None:
+    _round_trip(url, {"nul \x00": ["\ud800", math.inf, -math.inf, 2**70]}, "\x00 \ud800 \U0001f426", bytes(range(256)))
+
+
+def _round_trip(url: str, values: dict[str, Any], words: str, blob: bytes) -> None:
+    database = Database(url)
+    database.create()
+    database.create_tenant("alice", words, 0.0)
+    row, _ = database.submit_job(
+        id="job", tenant="alice", name=words, spec=values, created=0.0, policies=[], idempotency_key=words
+    )
+    again, created = database.submit_job(
+        id="job2", tenant="alice", name="", spec={}, created=0.0, policies=[], idempotency_key=words
+    )
+    assert not created and again.spec == row.spec == values
+    database.add_groups("job", [new_group(0, members=1)])
+    episode = "job-train-0-0"
+    database.save_turns(episode, blob)
+    database.finish_episode(
+        episode, "failed", 1.0, trajectories=blob, reward=0.1, metrics={"x": math.nan}, error=words + "!"
+    )
+    ((_, stored),) = database.recent_episodes("alice", "job", 1)
+    assert isinstance(stored, EpisodeRow)
+    assert (stored.turns, stored.trajectories, stored.reward) == (blob, blob, 0.1)
+    assert math.isnan(stored.metrics["x"])
+    with pytest.raises(NotFound):
+        database.get_job("alice", words + "\x00")
+    database.add_event("alice", None, 0.0, "text", words)
+    clean = words.replace("\x00", "\ufffd").encode("utf-8", "replace").decode()
+    assert database.events("alice", None, 1)[0].text == clean
+    database.close()
+
+
+def test_a_database_of_another_version_is_refused(url: str, database: Database) -> None:
+    database.create()
+    with connected(url) as connection:
+        connection.execute(update(models.meta).values(value="0"))
+    with pytest.raises(UserError, match="has schema 0, this Rookery has schema"):
+        database.create()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "nonsense",
+        "nodb://x",
+        "sqlite:////nowhere/to/be/found.db",
+        "postgresql://rookery:secret@/x?host=/nowhere/to/be/found",
+    ],
+)
+def test_a_database_that_cannot_be_opened_is_refused_in_one_line(bad: str) -> None:
+    with pytest.raises(UserError) as refused:
+        database = Database(bad)
+        database.create()
+    assert "\n" not in str(refused.value) and "secret" not in str(refused.value)
+
+
+def test_a_server_that_went_away_is_unavailable() -> None:
+    with running_postgres() as server:
+        database = Database(server.replace("NAME", "postgres"))
+        database.create()
+        database.create_tenant("alice", "", 0.0)
+    with pytest.raises(Unavailable) as refused:
+        database.get_tenant("alice")
+    assert "\n" not in str(refused.value)
+    database.close()
+
+
+# --- kill -9 ----------------------------------------------------------------------------------------------------------
+
+_TRAIN_FOREVER = """
+import os, sys
+sys.path.insert(0, sys.argv[2])
+from tests.support.storing import Database, commit, make_ready, new_group
+database = Database(sys.argv[1])
+lease = database.next_lease("job-main")
+job, policy = database.get_job("alice", "job"), database.get_policy("alice", "job", "main")
+cursor, head, step = job.cursor, policy.head_version, job.step
+while True:
+    ready = [group.id for group in database.ready_groups("job")]
+    for group in database.open_groups("job"):
+        ready.append(make_ready(database, new_group(group.ordinal), version=head or 0))
+    if ready:
+        head, step = commit(database, lease, head, ready, step + 1), step + 1
+        os.write(1, f"{head} {' '.join(ready)}\\n".encode())
+    database.add_groups("job", [new_group(cursor), new_group(cursor + 1)])
+    cursor += 2
+"""
+
+
+def test_kill_9_keeps_a_gapless_chain_and_trains_each_group_once(database: Database, url: str) -> None:
+    """A process commits steps as fast as it can and is killed at random moments; the next goes on."""
+    submit(database)
+    moment = random.Random(11)
+    command = [sys.executable, "-c", _TRAIN_FOREVER, url, str(Path(__file__).parents[2])]
+    acknowledged: dict[int, set[str]] = {}
+    for _ in range(5):
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as trainer:
+            assert trainer.stdout is not None
+            lines = [trainer.stdout.readline() for _ in range(moment.randint(1, 20))]
+            trainer.kill()
+            lines += trainer.stdout.read().splitlines()
+        for line in lines:
+            head, *groups = line.decode().split()
+            acknowledged[int(head)] = set(groups)
+    versions = database.versions("alice", "job-main")
+    assert [v.version for v in versions] == list(range(len(versions)))
+    assert [v.parent for v in versions] == [None, *range(len(versions) - 1)]
+    assert [v.step for v in versions] == list(range(1, len(versions) + 1))
+    job = database.get_job("alice", "job")
+    assert (job.step, job.counters) == (len(versions), {"steps": len(versions)})
+    assert database.get_policy("alice", "job", "main").head_version == len(versions) - 1
+    with connected(url) as connection:
+        rows = connection.execute(select(models.groups).order_by(models.groups.c.ordinal)).all()
+    assert [row.ordinal for row in rows] == list(range(job.cursor)), "no prompt skipped or used twice"
+    consumed: dict[int, set[str]] = {}
+    for row in rows:
+        assert (row.state == "consumed") == (row.consumed_by is not None)
+        if row.consumed_by is not None:
+            consumed.setdefault(row.consumed_by, set()).add(row.id)
+    assert acknowledged.items() <= consumed.items()
+    assert len(consumed) == len(versions) > 5

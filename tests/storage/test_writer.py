@@ -1,0 +1,222 @@
+"""The writer thread: order, calls that become durable together, what a failing one takes with it, and what not."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from sqlalchemy import event
+from tests.support.storing import everything, make_ready, new_group, submit
+
+from rookery.errors import Conflict, NotFound, StorageFull, Unavailable
+from rookery.storage.database import Database
+from rookery.storage.writer import StorageWriter
+
+
+class Store:
+    """Notes what is carried out, and when it becomes durable."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.pending: list[int] = []
+        self.groups: list[list[int]] = []
+        self.end: Exception | None = None
+        """What goes wrong at the end of a group."""
+
+    @contextmanager
+    def batch_transaction(self) -> Iterator[None]:
+        yield
+        if self.end is not None:
+            self.pending = []
+            raise self.end
+        self.groups.append(self.pending)
+        self.pending = []
+
+    def wait(self) -> None:
+        self.gate.wait()
+
+    def note(self, number: int) -> int:
+        self.pending.append(number)
+        if number < 0:
+            raise Conflict(str(number))
+        return number * 2
+
+
+@pytest.fixture
+def ledger() -> Iterator[StorageWriter]:
+    ledger = StorageWriter()
+    yield ledger
+    ledger.close()
+
+
+async def waiting(
+    ledger: StorageWriter, store: Store, numbers: list[int], cancelled: int | None = None
+) -> list[asyncio.Task[int]]:
+    """Tasks whose calls stand behind one that holds the thread."""
+    blocker = asyncio.create_task(ledger(lambda: store.wait()))
+    await asyncio.sleep(0)
+    tasks = [asyncio.create_task(ledger(store.note, number)) for number in numbers]
+    await asyncio.sleep(0)
+    if cancelled is not None:
+        tasks[cancelled].cancel()
+    store.gate.set()
+    await blocker
+    return tasks
+
+
+async def test_calls_that_wait_share_a_transaction_in_order(ledger: StorageWriter) -> None:
+    store = Store()
+    tasks = await waiting(ledger, store, [1, 2, -3, 4])
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [str(result) for result in results] == ["2", "4", "-3", "8"]
+    assert store.groups == [[1, 2, -3, 4]]
+    with pytest.raises(Conflict):
+        await ledger(store.note, -1)
+
+
+async def test_a_failing_end_is_everybodys(ledger: StorageWriter) -> None:
+    store = Store()
+    store.end = Unavailable("gone")
+    tasks = await waiting(ledger, store, [1, 2, 3])
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [Unavailable] * 3
+    assert not store.pending
+
+
+async def test_where_the_disk_is_full_each_is_carried_out_alone(ledger: StorageWriter) -> None:
+    """A call that only looks must not fail for want of room that another one needs."""
+    store = Store()
+    store.end = StorageFull("full")
+    tasks = await waiting(ledger, store, [1, -2, 3])
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [str(result) for result in results] == ["2", "-2", "6"]
+    assert store.pending == [1, -2, 3]
+
+
+async def test_other_calls_stand_between_groups(ledger: StorageWriter) -> None:
+    store = Store()
+    order: list[int] = []
+    blocker = asyncio.create_task(ledger(lambda: store.wait()))
+    await asyncio.sleep(0)
+    calls = [store.note, order.append, store.note, store.note]
+    tasks = [asyncio.create_task(ledger(call, number)) for number, call in enumerate(calls)]
+    await asyncio.sleep(0)
+    store.gate.set()
+    await asyncio.gather(blocker, *tasks)
+    assert order == [1]
+    assert store.groups == [[0, 2, 3]], "0 alone is no group: its note came before"
+
+
+async def test_a_cancelled_callers_call_is_carried_out(ledger: StorageWriter) -> None:
+    store = Store()
+    tasks = await waiting(ledger, store, [1, 2, 3], cancelled=1)
+    assert await tasks[2] == 6
+    assert store.groups == [[1, 2, 3]]
+    assert tasks[1].cancelled()
+
+
+async def test_closing_carries_out_what_was_handed_over() -> None:
+    ledger, store = StorageWriter(), Store()
+    tasks = await waiting(ledger, store, list(range(200)))
+    await asyncio.to_thread(ledger.close)
+    assert await asyncio.gather(*tasks) == [number * 2 for number in range(200)]
+    assert [number for group in store.groups for number in group] + store.pending == list(range(200))
+    with pytest.raises(RuntimeError, match="the ledger is closed"):
+        await ledger(store.note, 1)
+
+
+# --- the database's side ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    database = Database(f"sqlite:///{tmp_path}/test.db")
+    database.create()
+    database.create_tenant("alice", "Alice", 1.0)
+    submit(database)
+    yield database
+    database.close()
+
+
+def test_together_all_is_durable_at_the_end_and_none_before(database: Database, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/test.db"
+    before = everything(url)
+    with database.batch_transaction():
+        database.add_groups("job", [new_group(0)])
+        make_ready(database, new_group(0))
+        assert len(database.ready_groups("job")) == 1, "calls within see each other"
+        assert everything(url) == before, "nobody else sees them"
+    assert len(database.ready_groups("job")) == 1
+
+
+def test_a_refused_call_undoes_itself_alone(database: Database) -> None:
+    with database.batch_transaction():
+        database.add_groups("job", [new_group(0)])
+        with pytest.raises(Conflict):
+            database.add_groups("job", [new_group(5)])
+        with pytest.raises(NotFound):
+            database.get_job("bob", "job")
+        assert submit(database, key=None, job="other")[1]
+        _, created = submit(database, job="keyed", key="k")
+        assert created
+        assert submit(database, job="again", key="k")[0].id == "keyed"
+        with pytest.raises(Conflict):
+            database.create_tenant("alice", "Alice", 1.0)
+        database.add_groups("job", [new_group(1)])
+    assert [group.ordinal for group in database.open_groups("job")] == [0, 1]
+    assert {job.id for job in database.list_jobs("alice")} == {"job", "other", "keyed"}
+
+
+def test_what_is_raised_within_undoes_all(database: Database) -> None:
+    with pytest.raises(ZeroDivisionError), database.batch_transaction():
+        database.add_groups("job", [new_group(0)])
+        raise ZeroDivisionError
+    assert not database.open_groups("job")
+    database.add_groups("job", [new_group(0)])
+
+
+def test_a_full_disk_undoes_all_of_them(database: Database) -> None:
+    group = new_group(0)
+    database.add_groups("job", [group])
+    database.close()
+
+    def small(connection: sqlite3.Connection, record: object) -> None:
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+        connection.execute(f"PRAGMA max_page_count={pages + 1}")
+
+    event.listen(database._engine, "connect", small)
+    with pytest.raises(StorageFull), database.batch_transaction():
+        database.save_turns(group.episodes[0].id, b"small")
+        with pytest.raises(StorageFull):
+            database.save_turns(group.episodes[1].id, b"x" * 100_000)
+        with pytest.raises(StorageFull):
+            database.save_turns(group.episodes[0].id, b"after")
+        with pytest.raises(StorageFull):
+            database.get_job("alice", "job")
+    event.remove(database._engine, "connect", small)
+    database.close()
+    assert [episode.turns for episode in database.open_groups("job")[0].episodes] == [b"", b""]
+
+
+async def test_the_shipped_two_together(database: Database, ledger: StorageWriter) -> None:
+    commits = 0
+
+    def count(connection: object) -> None:
+        nonlocal commits
+        commits += 1
+
+    group = new_group(0, members=40)
+    await ledger(database.add_groups, "job", [group])
+    event.listen(database._engine, "commit", count)
+    saved = await asyncio.gather(
+        *(ledger(database.save_turns, episode.id, b"said", version=0) for episode in group.episodes)
+    )
+    assert saved == [True] * 40
+    assert commits <= 10, "far fewer waits for the disk than calls"
+    stored = (await ledger(database.open_groups, "job"))[0]
+    assert {episode.turns for episode in stored.episodes} == {b"said"}

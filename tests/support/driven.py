@@ -1,0 +1,135 @@
+"""A client that drives the controller's sessions call by call, without HTTP, on scripted workers and a manual clock."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from tests.support.peers import MODEL, ScriptedWorker, Service
+
+from rookery import protocol
+from rookery.controller.sessions import operations
+from rookery.controller.sessions.futures import PendingOperations
+from rookery.controller.sessions.operations import AnyOutcome
+
+ADAM = protocol.Adam(lr=0.1)
+
+
+class AddingWorker(ScriptedWorker):
+    """A gradient is the chain of batches that it was added from; rows of a batch have log-probability −1."""
+
+    def _operate(self, op: Any) -> protocol.OperationDone:
+        if isinstance(op, protocol.OptimStep) and op.adam is None:  # a commit alone
+            lease, parent, steps, content = self._states[op.policy]
+            assert (op.lease, op.parent.hash, op.steps) == (lease, parent, steps)
+            return self.upload(op, content)
+        if not isinstance(op, protocol.ForwardBackward):
+            return super()._operate(op)
+        before = self._gradient.get(op.policy, "")
+        content = self.tickets.open_batch(op.batch_ticket)
+        assert content is not None
+        batch = protocol.decode(protocol.batches, content)
+        self.batches[op.op] = batch
+        held = self._states.get(op.policy)
+        wanted = (op.lease, op.parent.hash, op.steps)
+        if held is None or held[:3] != wanted:
+            if op.steps:
+                return protocol.OperationDone(
+                    epoch=0, op=op.op, error=f"holds {held}, wanted {wanted}", category="stale"
+                )
+            self._states[op.policy] = (*wanted, self._content(op.parent))
+        if not op.forward_only:
+            self._gradient[op.policy] = hashlib.sha256(("" if op.zero_grad else before).encode() + content).hexdigest()
+        rows = sum(len(datum.targets) for datum in batch.data)
+        metrics = {"loss:sum": float(rows), "tokens": float(rows)}
+        return protocol.OperationDone(epoch=0, op=op.op, metrics=metrics, logprobs=b"\0\0\x80\xbf" * rows)
+
+
+async def join(service: Service, name: str = "worker", running: Sequence[str] = ()) -> AddingWorker:
+    """A worker that serves; it says that it is ``running`` these requests."""
+    worker = AddingWorker(service.controller.serve_worker, service.controller.tickets, name)
+    service.peers.append(worker)
+    await worker.join(running)
+    return worker
+
+
+class Client:
+    """One client of one tenant's, with its own session."""
+
+    def __init__(self, service: Service, tenant: str = "alice") -> None:
+        self.service = service
+        self.tenant = tenant
+        self.session = ""
+        self.model = ""
+        self._seq = 0
+
+    @property
+    def sessions(self) -> Any:
+        return self.service.controller.sessions
+
+    async def begin(self, rank: int = 4) -> Client:
+        """A session and a model in it."""
+        row = await self.sessions.create(self.tenant, None, sdk_version="0.38.0", name="", about={})
+        self.session = row.id
+        request = await self.sessions.create_model(
+            self.tenant, row.id, 0, base_model=MODEL, rank=rank, targets=["q", "v"], seed=1, lora={}, about={}
+        )
+        made = await self.outcome(request)
+        assert isinstance(made, operations.ModelCreated), made
+        self.model = made.model
+        return self
+
+    async def outcome(self, request: str) -> AnyOutcome:
+        while isinstance(found := await self.sessions.wait(self.tenant, request), PendingOperations):
+            pass
+        return found
+
+    async def send(self, call: operations.AnyCall) -> str:
+        """The request's id of the model's next call."""
+        self._seq += 1
+        request: str = await self.sessions.call(self.tenant, self.model, self._seq, call)
+        return request
+
+    async def do(self, call: operations.AnyCall) -> AnyOutcome:
+        return await self.outcome(await self.send(call))
+
+    async def gradient(self, *tokens: int) -> AnyOutcome:
+        return await self.do(forward(tokens or (5, 6, 7)))
+
+    async def step(self) -> AnyOutcome:
+        return await self.do(operations.OptimStep(adam=ADAM))
+
+    async def save(self, name: str, ttl: float | None = None, kind: Any = "weights") -> str:
+        saved = await self.do(operations.SaveState(kind=kind, name=name, ttl=ttl))
+        assert isinstance(saved, operations.StateSaved), saved
+        return saved.path
+
+    async def sampler(self, path: str | None, number: int = 0) -> str:
+        """A sampler's id; without ``path`` of the base model."""
+        base_model = MODEL if path is None else None
+        row = await self.sessions.create_sampler(self.tenant, self.session, number, base_model=base_model, path=path)
+        return str(row.id)
+
+    async def sample(self, sampler: str, number: int, **more: Any) -> str:
+        """The request's id."""
+        given: dict[str, Any] = {
+            "prompt": [5, 6], "count": 1, "max_tokens": 8, "temperature": 1.0, "seed": number, "stop": [],
+            "stop_tokens": None, **more,
+        }  # fmt: skip
+        request: str = await self.sessions.sample(self.tenant, number, operations.Sample(sampler=sampler, **given))
+        return request
+
+
+def forward(tokens: Sequence[int], *, only: bool = False) -> operations.ForwardBackward:
+    """Cross-entropy of each token from the one before it."""
+    targets = list(tokens[1:])
+    rows = len(targets)
+    datum = protocol.Datum(
+        tokens=list(tokens[:-1]), rows=list(range(rows)), targets=targets, logprobs=[0.0] * rows,
+        advantages=[0.0] * rows, weights=[1.0] * rows,
+    )  # fmt: skip
+    batch = protocol.encode(protocol.TrainingBatch(data=[datum]))
+    return operations.ForwardBackward(
+        batch=batch, shapes=[[rows]], loss=protocol.Loss(name="cross_entropy"), forward_only=only
+    )

@@ -1,0 +1,223 @@
+"""What the tests of the faces share: a model folder with a tokenizer and no weights to speak of, and a worker that
+speaks the whole protocol over real sockets but computes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import numpy as np
+from safetensors.numpy import save
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed
+
+from rookery import protocol
+from rookery.server.embedded import EmbeddedService
+from rookery.settings import Settings
+from rookery.tokenization.registry import PREPARED, model_folder
+
+MODEL = "qwen3-0.6b"
+"""A catalogue name that no test prepares for real: its place in the test's own cache is filled with the tiny model."""
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_model(cache: Path) -> Path:
+    """A prepared model whose tokens are bytes."""
+    folder = model_folder(cache, MODEL)
+    folder.mkdir(parents=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "model_type": "qwen3",
+        "max_position_embeddings": 512,
+        "vocab_size": tokenizer.get_vocab_size(),
+        "num_hidden_layers": 1,
+        "hidden_size": 8,
+        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}))
+    (folder / "model.safetensors").write_bytes(save({"w": np.zeros(1, np.float32)}))
+    (folder / PREPARED).write_text(json.dumps({"name": MODEL, "hash": "0" * 64}))
+    return folder
+
+
+def adapter_files(value: float) -> dict[str, bytes]:
+    """A PEFT folder as far as names and formats go."""
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    weight = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    return {
+        "adapter_config.json": json.dumps(config).encode(),
+        "adapter_model.safetensors": save({weight: np.full((4, 8), value, np.float32)}),
+    }
+
+
+class ScriptedWorker:
+    """Replies to every request with one of two texts, chosen by the seed; takes every training step. Runs in a thread
+    until the ``with`` block ends."""
+
+    def __init__(self, url: str, token: str, tokenizer: Tokenizer, replies: tuple[str, str] = ("4", "five")) -> None:
+        self._url = url
+        self._token = token
+        self._replies = [[*tokenizer.encode(text).ids, tokenizer.token_to_id("<|im_end|>")] for text in replies]
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._work()))
+        self._stop: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._steps = 0
+        self.read: dict[str, bytes] = {}
+        """What was read with tickets: adapter files by ``hash/name``."""
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._loop is not None and self._stop is not None:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+    async def _work(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        address = self._url.replace("http", "ws", 1) + "/wire/worker"
+        async with connect(address, max_size=None) as socket, httpx.AsyncClient(base_url=self._url) as http:
+            hello = protocol.Hello(
+                protocol=protocol.PROTOCOL, token=self._token, name="scripted", instance="scripted", model=MODEL,
+                model_hash="0" * 64, roles=["rollout", "train"], max_rows=64, max_context=512, max_rank=64,
+                device="cpu", dtype="none",
+            )  # fmt: skip
+            await socket.send(protocol.encode(hello))
+            welcome = protocol.decode(protocol.to_worker, bytes(await socket.recv()))
+            assert isinstance(welcome, protocol.Welcome)
+            working = [
+                asyncio.create_task(self._answer(socket, http, welcome.epoch)),
+                asyncio.create_task(self._beat(socket, welcome)),
+            ]
+            stopping = asyncio.create_task(self._stop.wait())
+            await asyncio.wait({*working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (*working, stopping):
+                task.cancel()
+            for result in await asyncio.gather(*working, return_exceptions=True):
+                if isinstance(result, Exception) and not isinstance(result, ConnectionClosed):
+                    raise result
+
+    async def _beat(self, socket: ClientConnection, welcome: protocol.Welcome) -> None:
+        beat = protocol.Heartbeat(
+            epoch=welcome.epoch, progress=0, active=0, waiting=0, training=0, adapters=0, generated=0, trained=0,
+            decode_seconds=0, train_seconds=0, memory_bytes=0,
+        )  # fmt: skip
+        while True:
+            await socket.send(protocol.encode(beat))
+            await asyncio.sleep(welcome.heartbeat_seconds)
+
+    async def _answer(self, socket: ClientConnection, http: httpx.AsyncClient, epoch: int) -> None:
+        async for frame in socket:
+            message = protocol.decode(protocol.to_worker, bytes(frame))
+            try:
+                reply = await self._reply(message, http, epoch)
+            except httpx.HTTPStatusError as error:  # who wanted it has given it up meanwhile
+                assert isinstance(message, protocol.InitAdapter | protocol.ForwardBackward | protocol.OptimStep), error
+                reply = protocol.OperationDone(
+                    epoch=epoch, op=message.op, error=str(error).splitlines()[0], category="lost"
+                )
+            if reply is not None:
+                await socket.send(protocol.encode(reply))
+
+    async def _reply(self, message: protocol.ToWorker, http: httpx.AsyncClient, epoch: int) -> protocol.Message | None:
+        match message:
+            case protocol.Generate():
+                if message.adapter is not None:
+                    await self._pull(http, message.adapter)
+                return protocol.Output(epoch=epoch, chunks=[self._chunk(message)])
+            case protocol.PrefetchAdapters():
+                for ref in message.refs:
+                    await self._pull(http, ref)
+                return protocol.AdaptersCached(epoch=epoch, hashes=[ref.hash for ref in message.refs])
+            case protocol.InitAdapter():
+                manifest = await self._push(http, message.commit, adapter_files(0.0))
+                return protocol.OperationDone(epoch=epoch, op=message.op, manifest=manifest)
+            case protocol.ForwardBackward():
+                offered = (await http.get(f"/wire/offers/{message.batch_ticket}")).raise_for_status().content
+                units = protocol.decode(protocol.batches, offered).groups
+                count = sum(len(member.tokens) for unit in units for member in unit.members)
+                return protocol.OperationDone(
+                    epoch=epoch, op=message.op, metrics={"loss:sum": 1.0, "tokens": float(count)}
+                )
+            case protocol.OptimStep():
+                self._steps += 1
+                files = {**adapter_files(self._steps), "trainer_state.safetensors": b"secret moments"}
+                manifest = await self._push(http, message.commit, files) if message.commit else None
+                metrics = {"grad_norm": 1.0, "lr": message.adam.lr, "skipped": 0.0}
+                return protocol.OperationDone(epoch=epoch, op=message.op, metrics=metrics, manifest=manifest)
+        return None
+
+    def _chunk(self, message: protocol.Generate) -> protocol.TokenChunk:
+        tokens = self._replies[message.seed % 2][len(message.prefix_tokens) : message.max_tokens]
+        version = message.adapter.version if message.adapter is not None else 0
+        policy = message.adapter.policy if message.adapter is not None else ""
+        return protocol.TokenChunk(
+            request=message.request, offset=len(message.prefix_tokens), tokens=tokens, logprobs=[-0.5] * len(tokens),
+            version=version, policy=policy, finish="stop",
+        )  # fmt: skip
+
+    async def _pull(self, http: httpx.AsyncClient, ref: protocol.AdapterRef) -> None:
+        name = f"{ref.hash}/adapter_model.safetensors"
+        if name not in self.read:
+            headers = {"X-Rookery-Ticket": ref.ticket}
+            self.read[name] = (await http.get(f"/wire/artifacts/{name}", headers=headers)).raise_for_status().content
+            headers["Range"] = "bytes=10-"
+            rest = (await http.get(f"/wire/artifacts/{name}", headers=headers)).raise_for_status()
+            self.read[f"{name} from byte 10"] = rest.content if rest.status_code == 206 else b""
+
+    async def _push(self, http: httpx.AsyncClient, ticket: str, files: dict[str, bytes]) -> protocol.Manifest:
+        shards = []
+        for name, content in files.items():
+            answer = (await http.put(f"/wire/uploads/{ticket}/{name}", content=content)).raise_for_status()
+            shards.append(protocol.Shard(**answer.json()))
+        return protocol.manifest_of(shards)
+
+
+@contextmanager
+def served(root: Path, **more: Any) -> Iterator[EmbeddedService]:
+    """A service on a free port with the tiny model in its cache and no workers of its own."""
+    given: dict[str, Any] = {"port": 0, "models": "", "workers": 0, "heartbeat_seconds": 0.2, **more}
+    settings = Settings.load({}, data=root / "data", cache=root / "cache", **given)
+    if not model_folder(settings.cache, MODEL).exists():
+        write_model(settings.cache)
+    with EmbeddedService(settings) as service:
+        yield service
+
+
+def tokenizer(root: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(model_folder(root / "cache", MODEL) / "tokenizer.json"))
+
+
+def job(**more: Any) -> dict[str, Any]:
+    """A small job; ``more`` replaces its parts."""
+    rows = [{"prompt": f"{a}+{a}?", "answer": "4"} for a in range(8)]
+    return {
+        "name": "sums",
+        "base_model": MODEL,
+        "environment": {"id": "jsonl", "rows": rows[:6], "eval_rows": rows[6:], "verifier": "exact"},
+        "policies": {"main": {"rank": 4, "targets": ["q"]}},
+        "algorithm": {"group_size": 2, "groups_per_step": 2},
+        "stop": {"steps": 2},
+        **more,
+    }

@@ -1,0 +1,686 @@
+"""A controller with everything real but its peers, and peers that speak the wire protocol as their script says.
+
+* :class:`ScriptedWorker` samples tokens that are a function of (seed, position), so what a resumed text must be is
+  known, and trains by writing down the chain of batches that a policy saw, so two histories can be compared.
+* :class:`ScriptedHost` runs no code: what it answers is a function of the episode.
+* :class:`ManualClock` moves when a test moves it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import tokenizers.models
+from sqlalchemy import create_engine, select, update
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+
+from rookery import protocol
+from rookery.controller.controller import Controller
+from rookery.controller.fleet.env_hosts import SERVICE
+from rookery.controller.rollout.scheduler import AGAIN
+from rookery.controller.views import JobView
+from rookery.controller.weights.tickets import Tickets
+from rookery.errors import UserError
+from rookery.protocol.connection import Connection, ConnectionClosed
+from rookery.settings import Settings
+from rookery.simulation.links import MemoryLink, link_pair
+from rookery.spec.job import TARGETS
+from rookery.storage import models
+from rookery.storage.artifacts import Artifacts
+from rookery.storage.database import Database
+from rookery.storage.writer import RandomIds, StorageWriter
+from rookery.tokenization.chat import Chat
+
+MODEL = "smollm2-135m-instruct"
+WORKER_TOKEN = "worker-token"
+KEYS = {"alice-key": "alice", "bob-key": "bob", "service-key": SERVICE}
+PATIENCE = 20.0
+"""Seconds after which a test that waits for something gives up."""
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def model_folder(folder: Path, context: int = 512) -> Path:
+    """A tokenizer of single bytes and a ChatML template, as a model's folder holds them."""
+    tokenizer = Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=259, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([], trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": context}))
+    return folder
+
+
+STOP = 2
+"""The token <|im_end|>."""
+
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+class ManualClock:
+    def __init__(self) -> None:
+        self.now = 1_000_000.0
+        self._sleepers: list[tuple[float, asyncio.Future[None]]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._sleepers.append((self.now + seconds, future))
+        await future
+
+    async def advance(self, seconds: float, steps: int = 20) -> None:
+        """Time passes, in so many steps, and everybody gets to act on each."""
+        for _ in range(steps):
+            self.now += seconds / steps
+            due = [future for when, future in self._sleepers if when <= self.now]
+            self._sleepers = [sleeper for sleeper in self._sleepers if sleeper[0] > self.now]
+            for future in due:
+                if not future.done():
+                    future.set_result(None)
+            await settle()
+
+
+async def settle(rounds: int = 20) -> None:
+    """Let everybody who can act do so; not for what goes through the ledger's thread."""
+    for _ in range(rounds):
+        await asyncio.sleep(0)
+
+
+async def eventually(holds: Callable[[], bool | Awaitable[bool]]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            result = holds()
+            if result if isinstance(result, bool) else await result:
+                return
+            await asyncio.sleep(0)
+
+
+# --- a worker ---------------------------------------------------------------------------------------------------------
+
+
+def _draw(*parts: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+@cache
+def text_of(seed: int, max_tokens: int, shortest: int = 1) -> tuple[list[int], list[float], str]:
+    """``(tokens, logprobs, finish)`` of the whole reply that this seed gives. Letters, then perhaps the stop token."""
+    wanted = shortest + _draw("length", seed) % max_tokens
+    length = min(wanted, max_tokens)
+    tokens = [ord("a") - ord("!") + 3 + _draw("token", seed, i) % 26 for i in range(length)]
+    if wanted < max_tokens:
+        tokens[-1] = STOP
+    logprobs = [-float(_draw("logprob", seed, i) % 1000) / 250 for i in range(length)]
+    return tokens, logprobs, "stop" if wanted < max_tokens else "length"
+
+
+def shard(name: str, content: bytes) -> protocol.Shard:
+    return protocol.Shard(name=name, size=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+ADAPTER = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+
+
+def peft_config(rank: int = 16, alpha: float = 32.0, targets: Sequence[str] = TARGETS) -> bytes:
+    modules = [f"{target}_proj" for target in targets]
+    return json.dumps({"r": rank, "lora_alpha": alpha, "target_modules": modules}).encode()
+
+
+class ScriptedWorker:
+    """Speaks for one worker process. ``chunk`` tokens go out at a time, one frame each, requests in turn."""
+
+    def __init__(
+        self,
+        serve: Callable[[Connection], Awaitable[None]],
+        tickets: Tickets,
+        name: str = "worker",
+        *,
+        roles: Sequence[str] = ("rollout", "train"),
+        instance: str | None = None,
+        chunk: int = 3,
+        max_rows: int = 64,
+        shortest: int = 1,
+        **hello: Any,
+    ) -> None:
+        """``hello`` are more fields of its Hello."""
+        self.serve, self.tickets, self.name = serve, tickets, name
+        self.instance = instance or f"{name}-process"
+        self.roles, self.chunk, self.max_rows, self.shortest = list(roles), chunk, max_rows, shortest
+        self.hello = hello
+        self.adapters: set[str] = set()
+        """Hashes of the adapters in its cache; they stay there when it dies."""
+        self.pulling = asyncio.Event()
+        """Whether what it shall hold arrives."""
+        self.pulling.set()
+        self.epoch = -1
+        self.active: dict[str, tuple[protocol.Generate, int]] = {}
+        self.generates: list[protocol.Generate] = []
+        self.operations: list[Any] = []
+        self.batches: dict[str, protocol.TrainingBatch] = {}
+        self.other: list[Any] = []
+        self.sampled: Counter[tuple[str, int]] = Counter()
+        """(request, position) of every token that left while the link was up."""
+        self.chunks_left: int | None = None
+        """Chunks until the process is gone in the middle of a sentence."""
+        self.generating = asyncio.Event()
+        self.generating.set()
+        self.training = asyncio.Event()
+        self.training.set()
+        self.answer: Callable[[Any], Awaitable[protocol.OperationDone | None]] | None = None
+        """Answers an operation otherwise: a ``Done`` instead of what would be done, or None to do that."""
+        self._work = asyncio.Event()
+        self._states: dict[str, tuple[int, str, int, str]] = {}
+        self._gradient: dict[str, int] = {}
+        self._tasks: list[asyncio.Task[Any]] = []
+        self.link: MemoryLink | None = None
+
+    # --- its connection -----------------------------------------------------------------------------------------------
+
+    async def join(self, running: Sequence[str] = (), token: str = WORKER_TOKEN) -> ScriptedWorker:
+        self.link, theirs = link_pair()
+        self._tasks = [asyncio.ensure_future(self.serve(theirs))]
+        hello = protocol.Hello(
+            protocol=protocol.PROTOCOL, token=token, name=self.name, instance=self.instance, model=MODEL,
+            model_hash="m",
+            roles=self.roles, max_rows=self.max_rows, max_context=512, max_rank=64, device="cpu", dtype="float32",
+            adapters=sorted(self.adapters), running=list(running),
+        )  # fmt: skip
+        await self.link.send(protocol.encode(msgspec.structs.replace(hello, **self.hello)))
+        welcome = protocol.decode(protocol.to_worker, await self.link.receive())
+        if isinstance(welcome, protocol.HelloRejected):
+            raise PermissionError(welcome.reason)
+        assert isinstance(welcome, protocol.Welcome)
+        self.epoch, self.name = welcome.epoch, welcome.name
+        self._tasks += [asyncio.create_task(self._read()), asyncio.create_task(self._generate())]
+        return self
+
+    async def die(self) -> None:
+        """As ``kill -9`` does: the link is over, whatever it was doing."""
+        assert self.link is not None
+        self.link.cut()
+        for task in self._tasks[1:]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.active.clear()
+        self._states.clear()
+
+    async def say(self, message: protocol.Message, epoch: int | None = None) -> None:
+        message.epoch = self.epoch if epoch is None else epoch  # type: ignore[attr-defined]
+        assert self.link is not None
+        await self.link.send(protocol.encode(message))
+
+    async def _read(self) -> None:
+        assert self.link is not None
+        with contextlib.suppress(ConnectionClosed):
+            while True:
+                message = protocol.decode(protocol.to_worker, await self.link.receive())
+                match message:
+                    case protocol.Generate():
+                        self.generates.append(message)
+                        self.active[message.request] = (message, len(message.prefix_tokens))
+                        self._work.set()
+                    case protocol.Abort():
+                        self.active.pop(message.request, None)
+                    case protocol.SwitchAdapter():
+                        self.other.append(message)
+                        if message.request in self.active:
+                            generate, at = self.active[message.request]
+                            changed = msgspec.structs.replace(generate, adapter=message.adapter)
+                            self.active[message.request] = (changed, at)
+                    case protocol.ForwardBackward() | protocol.OptimStep() | protocol.InitAdapter():
+                        self.operations.append(message)
+                        self._tasks.append(asyncio.create_task(self._train(message)))
+                    case protocol.PrefetchAdapters():
+                        self.other.append(message)
+                        self._tasks.append(asyncio.create_task(self._pull(message)))
+                    case protocol.VersionCommitted():
+                        self._states[message.policy] = (message.lease, message.ref.hash, 0, self._content(message.ref))
+                        self.other.append(message)
+                    case _:
+                        self.other.append(message)
+
+    async def _pull(self, hold: protocol.PrefetchAdapters) -> None:
+        for ref in hold.refs:
+            await self.pulling.wait()
+            self.adapters.add(ref.hash)
+            with contextlib.suppress(ConnectionClosed):
+                await self.say(protocol.AdaptersCached(epoch=0, hashes=[ref.hash]))
+
+    # --- sampling -----------------------------------------------------------------------------------------------------
+
+    def next_chunk(self, request: str) -> protocol.TokenChunk:
+        generate, at = self.active[request]
+        tokens, logprobs, finish = text_of(generate.seed, generate.max_tokens, self.shortest)
+        assert generate.prefix_tokens == tokens[: len(generate.prefix_tokens)], (
+            "the text so far is not what was sampled"
+        )
+        end = min(at + self.chunk, len(tokens))
+        over = end == len(tokens)
+        self.active[request] = (generate, end)
+        if over:
+            del self.active[request]
+        adapter = generate.adapter
+        return protocol.TokenChunk(
+            request=request, offset=at, tokens=tokens[at:end], logprobs=logprobs[at:end],
+            version=adapter.version if adapter else 0, policy=adapter.policy if adapter else "",
+            finish=finish if over else "",
+        )  # fmt: skip
+
+    async def _generate(self) -> None:
+        with contextlib.suppress(ConnectionClosed):
+            while True:
+                await self._work.wait()
+                self._work.clear()
+                while self.active:
+                    for request in list(self.active):
+                        await self.generating.wait()
+                        if request not in self.active:
+                            continue
+                        if self.chunks_left == 0:
+                            assert self.link is not None
+                            self.link.cut()
+                            return
+                        chunk = self.next_chunk(request)
+                        await self.say(protocol.Output(epoch=0, chunks=[chunk]))
+                        if self.chunks_left is not None:
+                            self.chunks_left -= 1
+                        own = request.partition(AGAIN)[0]
+                        self.sampled.update((own, chunk.offset + i) for i in range(len(chunk.tokens)))
+                        await asyncio.sleep(0)
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def _content(self, ref: protocol.AdapterRef) -> str:
+        assert self.tickets.reads(ref.ticket, ref.hash) or not ref.ticket, "the ticket opens what it came with"
+        return self.tickets.artifacts.path(ref.hash, ADAPTER).read_text()
+
+    async def _train(self, op: Any) -> None:
+        await self.training.wait()
+        done = await self.answer(op) if self.answer is not None else None
+        with contextlib.suppress(ConnectionClosed):
+            await self.say(done or self._operate(op))
+
+    def _operate(self, op: Any) -> protocol.OperationDone:
+        if isinstance(op, protocol.InitAdapter):
+            begin = self._content(op.source) if op.source is not None else f"seed {op.seed} rank {op.rank}"
+            return self.upload(op, begin)
+        wanted = (op.lease, op.parent.hash, op.steps)
+        held = self._states.get(op.policy)
+        if held is None or held[:3] != wanted:
+            if op.steps or isinstance(op, protocol.OptimStep) or not (op.fresh or op.forward_only):
+                return protocol.OperationDone(
+                    epoch=0, op=op.op, error=f"holds {held}, wanted {wanted}", category="stale"
+                )
+            held = self._states[op.policy] = (*wanted, self._content(op.parent))
+        if isinstance(op, protocol.ForwardBackward):
+            content = self.tickets.open_batch(op.batch_ticket)
+            assert content is not None
+            batch = self.batches[op.op] = protocol.decode(protocol.batches, content)
+            before = 0 if op.zero_grad else self._gradient[op.policy]
+            self._gradient[op.policy] = before + sum(_draw(protocol.encode(unit)) for unit in batch.groups)
+            own = [w for unit in batch.groups for member in unit.members for w in member.weights if w]
+            return protocol.OperationDone(
+                epoch=0, op=op.op, metrics={"loss:sum": 1.0, "tokens": float(len(own)), "entropy:sum": 2.0}
+            )
+        stepped = f"{held[3]} {self._gradient.pop(op.policy)} {op.scale} {op.adam.lr}"
+        after = hashlib.sha256(stepped.encode()).hexdigest()
+        self._states[op.policy] = (op.lease, op.parent.hash, op.steps + 1, after)
+        if op.commit:
+            return self.upload(op, after)
+        return protocol.OperationDone(epoch=0, op=op.op, metrics={"grad_norm": 1.0})
+
+    def upload(self, op: Any, content: str) -> protocol.OperationDone:
+        """Write the artifact under the operation's ticket, and say so."""
+        staging = self.tickets.staging(op.commit)
+        assert staging is not None
+        if isinstance(op, protocol.InitAdapter):
+            config = peft_config(op.rank, op.alpha, op.targets)
+        else:
+            config = self.tickets.artifacts.path(op.parent.hash, CONFIG).read_bytes()
+        written = [staging.write(ADAPTER, [content.encode()]), staging.write(CONFIG, [config])]
+        return protocol.OperationDone(
+            epoch=0, op=op.op, metrics={"grad_norm": 1.0}, manifest=protocol.manifest_of(written)
+        )
+
+
+# --- an environment host ----------------------------------------------------------------------------------------------
+
+HANG = object()
+"""What a script gives for no answer at all."""
+
+
+class ScriptedHost:
+    """Environments whose prompts are numbers and whose rewards depend on the reply. It keeps its episodes and answers
+    repeated calls from memory, as hosts do, across the connections of one instance."""
+
+    def __init__(
+        self,
+        serve: Callable[[Connection], Awaitable[None]],
+        *,
+        key: str = "alice-key",
+        instance: str = "host-1",
+        environments: dict[str, bool] | None = None,
+        turns: int = 1,
+        script: Callable[[protocol.Reset | protocol.StepEpisode], Any] | None = None,
+    ) -> None:
+        """``environments`` maps names to whether they are deterministic; ``script`` may answer a call with a dict of
+        the fields of its ``Observed``, with :data:`HANG`, or with None for the usual."""
+        self.serve, self.key, self.instance, self.turns, self.script = serve, key, instance, turns, script
+        self.environments = environments or {"task": False}
+        self.episodes: dict[str, dict[int, protocol.Observation]] = {}
+        """By episode the answers so far: -1 the reset's, else the turn's."""
+        self.executed: Counter[tuple[str, int]] = Counter()
+        self.asked: list[protocol.GetPrompts] = []
+        self.calls = 0
+        self.closed: list[str] = []
+        self.answering = asyncio.Event()
+        self.answering.set()
+        self.epoch = -1
+        self.link: MemoryLink | None = None
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    async def join(self) -> ScriptedHost:
+        self.link, theirs = link_pair()
+        self._tasks = [asyncio.ensure_future(self.serve(theirs))]
+        hello = protocol.HostHello(
+            protocol=protocol.PROTOCOL, token=self.key, instance=self.instance, episodes=list(self.episodes),
+            environments=[protocol.HostedEnvironment(name=n, deterministic=d) for n, d in self.environments.items()],
+        )  # fmt: skip
+        await self.link.send(protocol.encode(hello))
+        welcome = protocol.decode(protocol.to_host, await self.link.receive())
+        if isinstance(welcome, protocol.HelloRejected):
+            raise PermissionError(welcome.reason)
+        assert isinstance(welcome, protocol.HostWelcome)
+        self.epoch = welcome.epoch
+        self._tasks.append(asyncio.create_task(self._read(self.link)))
+        return self
+
+    async def leave(self) -> None:
+        """The connection breaks; the process and its episodes stay."""
+        assert self.link is not None
+        self.link.cut()
+        for task in self._tasks[1:]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _read(self, link: MemoryLink) -> None:
+        with contextlib.suppress(ConnectionClosed):
+            while True:
+                message = protocol.decode(protocol.to_host, await link.receive())
+                if not self.answering.is_set():
+                    await self.answering.wait()
+                if isinstance(message, protocol.CloseEpisode):
+                    self.closed.append(message.episode)
+                    self.episodes.pop(message.episode, None)
+                elif isinstance(message, protocol.GetPrompts):
+                    self.asked.append(message)
+                    await link.send(protocol.encode(self.prompts(message)))
+                elif isinstance(message, protocol.Reset | protocol.StepEpisode):
+                    self.calls += 1
+                    answer = self.observe(message)
+                    if answer is not None:
+                        answer = msgspec.structs.replace(answer, epoch=self.epoch, call=message.call)
+                        await link.send(protocol.encode(answer))
+
+    def prompts(self, message: protocol.GetPrompts) -> protocol.Prompts:
+        prompts = [b'{"%s": %d}' % (message.split.encode(), message.start + i) for i in range(message.count)]
+        return protocol.Prompts(epoch=self.epoch, call=message.call, prompts=prompts)
+
+    def observe(self, message: protocol.Reset | protocol.StepEpisode) -> protocol.Observation | None:
+        turn = message.turn if isinstance(message, protocol.StepEpisode) else -1
+        answers = self.episodes.setdefault(message.episode, {})
+        if turn not in answers:
+            if turn - 1 not in answers and turn >= 0:
+                return protocol.Observation(
+                    epoch=0, call="", episode=message.episode, error="the episode is not alive here"
+                )
+            self.executed[(message.episode, turn)] += 1
+            scripted = self.script(message) if self.script is not None else None
+            if scripted is HANG:
+                return None
+            answers[turn] = protocol.Observation(
+                epoch=0, call="", episode=message.episode, **(scripted or self.usual(message))
+            )
+        return answers[turn]
+
+    def usual(self, message: protocol.Reset | protocol.StepEpisode) -> dict[str, Any]:
+        if isinstance(message, protocol.Reset):
+            return {
+                "turns": [protocol.ChatMessage(role="user", content=f"{message.prompt.decode()} {message.seed % 7}")]
+            }
+        done = message.turn + 1 >= self.turns
+        turns = [] if done else [protocol.ChatMessage(role="user", content=f"go on {message.turn}")]
+        reward = float(_draw("reward", message.text, message.turn) % 5)
+        return {"turns": turns, "reward": reward, "done": done, "metrics": {"odd": reward % 2}}
+
+
+# --- a controller with all that is real around it ---------------------------------------------------------------------
+
+
+class Crash(Exception):
+    """The process of this ledger is dead."""
+
+
+class MortalLedger:
+    """The shipped ledger (or another), until the process dies: then nothing more is written by it."""
+
+    def __init__(self, calls_left: int | None = None, after: bool = True, ledger: Any = None) -> None:
+        self._ledger = ledger or StorageWriter()
+        self.calls = 0
+        self.calls_left = calls_left
+        self.after = after
+        """Whether the last call is still carried out."""
+        self.died = asyncio.Event()
+
+    async def __call__(self, call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        if self.died.is_set():
+            raise Crash
+        self.calls += 1
+        if self.calls_left is not None and self.calls > self.calls_left:
+            self.died.set()
+            if not self.after:
+                raise Crash
+            await self._ledger(call, *arguments, **named)
+            raise Crash
+        result = await self._ledger(call, *arguments, **named)
+        if self.died.is_set():
+            raise Crash
+        return result
+
+    def close(self) -> None:
+        self.died.set()
+        self._ledger.close()
+
+
+class Service:
+    """What survives (database, artifacts, folders) and the controller that runs on it now."""
+
+    def __init__(
+        self, folder: Path, clock: Any = None, ledger: Callable[[], Any] = StorageWriter, **settings: Any
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.clock = clock or ManualClock()
+        self.make_ledger = ledger
+        usual = {"worker_wait_seconds": 30.0, "reconnect_seconds": 0.0}
+        self.settings = Settings(data=folder, cache=folder / "cache", **usual | settings)
+        self.database = Database(f"sqlite:///{folder}/rookery.db")
+        self.database.create()
+        for tenant in ("alice", "bob"):
+            self.database.create_tenant(tenant, tenant.title(), 1.0)
+        self.artifacts = Artifacts(folder / "artifacts")
+        self.chat = Chat.load(model_folder(folder / "model"))
+        self.no_model = ""
+        """Why base models cannot be prepared."""
+        self.lives = 0
+        self.peers: list[Any] = []
+        self.ledger: MortalLedger
+        self.controller: Controller
+
+    async def start(self, calls_left: int | None = None, after: bool = True) -> Controller:
+        """A new process on the same data."""
+
+        async def chat(model: str) -> Chat:
+            if self.no_model:
+                raise UserError(self.no_model)
+            return self.chat
+
+        async def authenticate(token: str) -> str | None:
+            return KEYS.get(token)
+
+        self.lives += 1
+        self.ledger = MortalLedger(calls_left, after, self.make_ledger())
+        self.controller = Controller(
+            self.database,
+            self.artifacts,
+            self.settings,
+            clock=self.clock,
+            ids=RandomIds(Random(self.lives)),
+            ledger=self.ledger,
+            chat=chat,
+            check_environment=lambda id, options: None,
+            provide=lambda model: None,
+            authenticate=authenticate,
+            worker_token=WORKER_TOKEN,
+            jobs_folder=self.folder / "jobs",
+        )
+        with contextlib.suppress(Crash):
+            await self.controller.start()
+        return self.controller
+
+    async def crash(self) -> None:
+        """``kill -9`` of the controller: nothing it would still do has an effect."""
+        self.ledger.died.set()
+        await self.close()
+
+    async def close(self) -> None:
+        for peer in self.peers:
+            if peer.link is not None:
+                await (peer.die() if isinstance(peer, ScriptedWorker) else peer.leave())
+        self.peers.clear()
+        await self.controller.stop()
+        self.ledger.close()
+
+    def worker(self, name: str = "worker", **script: Any) -> ScriptedWorker:
+        peer = ScriptedWorker(self.controller.serve_worker, self.controller.tickets, name, **script)
+        self.peers.append(peer)
+        return peer
+
+    def host(self, **script: Any) -> ScriptedHost:
+        peer = ScriptedHost(self.controller.serve_host, **script)
+        self.peers.append(peer)
+        return peer
+
+    def reconnect(self, host: ScriptedHost) -> ScriptedHost:
+        """The same process will dial the present controller."""
+        host.serve = self.controller.serve_host
+        self.peers.append(host)
+        return host
+
+    async def ends(self, job: str, state: str = "completed", tenant: str = "alice") -> JobView:
+        """The job once it is in ``state``; fails as soon as it ended otherwise."""
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                view = await self.controller.show(tenant, job)
+                if view.state == state:
+                    return view
+                assert view.state not in ("completed", "failed", "cancelled", "paused"), (view.state, view.reason)
+                await asyncio.sleep(0)
+
+    # --- between a crash and the next start ---------------------------------------------------------------------------
+
+    def corrupt(self, digest: str) -> None:
+        """The artifact's weights are as many bytes as they were, and others."""
+        path = self.artifacts.path(digest, ADAPTER)
+        path.write_bytes(b"x" * path.stat().st_size)
+
+    def stop_at(self, job: str, steps: int, tenant: str = "alice") -> None:
+        """The job, the only one there is, ends after so many steps."""
+        row = self.database.get_job(tenant, job)
+        spec = {**row.spec, "stop": {**row.spec["stop"], "steps": steps}}
+        with self.database._writing() as connection:
+            connection.execute(update(models.jobs).values(spec=spec))
+
+    # --- what must hold of a finished history -------------------------------------------------------------------------
+
+    def check_history(self, job: str, tenant: str = "alice") -> list[Any]:
+        """Versions are a gapless chain, no group is in two of them, no ordinal is missing. Answers the versions."""
+        policy = self.database.policies(tenant, job)[0]
+        versions = self.database.versions(tenant, policy.id)
+        assert [v.version for v in versions] == list(range(len(versions)))
+        step = {None: -1}
+        for version in versions:
+            assert version.lost or version.parent is None or version.step > step[version.parent]
+            step[version.version] = version.step
+        for kept in versions:
+            if kept.kept:
+                self.artifacts.verify(kept.hash)
+        rows = self.groups(job)
+        assert [row["ordinal"] for row in rows] == list(range(len(rows)))
+        assert self.database.get_job(tenant, job).cursor == len(rows)
+        assert len({row["prompt"] for row in rows}) == len(rows)
+        return versions
+
+    def groups(self, job: str) -> list[dict[str, Any]]:
+        engine = create_engine(f"sqlite:///{self.folder}/rookery.db")
+        try:
+            with engine.begin() as connection:
+                query = select(models.groups).where(models.groups.c.job == job).order_by(models.groups.c.ordinal)
+                return [dict(row._mapping) for row in connection.execute(query)]
+        finally:
+            engine.dispose()
+
+
+def job_of(**changes: Any) -> dict[str, Any]:
+    """A small job; ``algorithm__group_size=4`` changes a field inside."""
+    job: dict[str, Any] = {
+        "name": "test",
+        "base_model": MODEL,
+        "environment": {"hosted": "task"},
+        "algorithm": {"group_size": 2, "groups_per_step": 2},
+        "sampling": {"max_tokens": 8},
+        "stop": {"steps": 2},
+    }
+    for path, value in changes.items():
+        *parents, last = path.split("__")
+        place = job
+        for name in parents:
+            place = place.setdefault(name, {})
+        place[last] = value
+    return job
+
+
+def members(worker: ScriptedWorker) -> Iterator[tuple[list[int], protocol.GroupMember]]:
+    """Every trajectory that the worker was given to train on, with its prompt."""
+    for batch in worker.batches.values():
+        for unit in batch.groups:
+            for member in unit.members:
+                yield unit.prompt, member

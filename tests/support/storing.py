@@ -1,0 +1,197 @@
+"""What the storage tests share: rows to store, a look past the database's methods, a PostgreSQL of one's own."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, create_engine, select
+
+from rookery.errors import Conflict
+from rookery.protocol import Manifest, Shard, manifest_of
+from rookery.storage import models
+from rookery.storage.database import Database
+from rookery.storage.rows import (
+    CheckpointRow,
+    FutureRow,
+    JobRow,
+    ModelRow,
+    NewEpisode,
+    NewGroup,
+    NewPolicy,
+    SamplerRow,
+    SessionRow,
+)
+
+
+def manifest(name: str) -> Manifest:
+    return manifest_of([Shard(name=name, size=1, sha256="0" * 64)])
+
+
+def new_group(ordinal: int, members: int = 2, split: str = "train", job: str = "job") -> NewGroup:
+    id = f"{job}-{split}-{ordinal}"
+    episodes = tuple(NewEpisode(id=f"{id}-{m}", member=m, seed=2**63 - 1 - m) for m in range(members))
+    prompt = b'{"n": %d}' % ordinal
+    return NewGroup(id=id, ordinal=ordinal, prompt=prompt, seed=ordinal, created=1.0, episodes=episodes, split=split)
+
+
+def submit(database: Database, tenant: str = "alice", job: str = "job", key: str | None = None) -> tuple[JobRow, bool]:
+    policy = NewPolicy(id=f"{job}-main", name="main", rank=8, alpha=16.0, targets=["q", "v"])
+    return database.submit_job(
+        id=job,
+        tenant=tenant,
+        name="a job",
+        spec={"base_model": "tiny", "stop": {"steps": 2}},
+        created=1.0,
+        policies=[policy],
+        idempotency_key=key,
+        rng={"seed": 1},
+    )
+
+
+def visit(database: Database, tenant: str = "alice", id: str = "one", model: str = "one") -> None:
+    """A client's session with everything that can belong to one."""
+    database.add_session(
+        SessionRow(
+            id=id, tenant=tenant, idempotency_key=None, created=0.0, seen=0.0, finished=None, status="",
+            sdk_version="0.38.0", name="", about={},
+        )
+    )  # fmt: skip
+    row = ModelRow(
+        id=model, tenant=tenant, session=id, base_model="tiny", asked_model="tiny", policy=f"{model}-policy", lora={},
+        about={}, created=0.0, used=0.0, done_seq=-1, inflight=None,
+    )  # fmt: skip
+    policy = NewPolicy(id=f"{model}-policy", name=model, rank=8, alpha=16.0, targets=["q"])
+    database.add_model(row, policy)
+    database.add_sampler(sampler_row(id, tenant, session=id))
+    database.save_checkpoint(checkpoint_row(model, tenant), overwrite=False)
+    database.open_future(future_row(id, tenant, model))
+
+
+def sampler_row(id: str, tenant: str = "alice", session: str = "one", digest: str = "", used: float = 0) -> SamplerRow:
+    return SamplerRow(
+        id=id, tenant=tenant, session=session, base_model="tiny", asked_model="tiny", path="", model=None,
+        inflight=False, policy="", version=0, hash=digest, rank=0, alpha=0.0, created=0.0, used=used, kept=True,
+        clones=0,
+    )  # fmt: skip
+
+
+def checkpoint_row(
+    model: str = "model", tenant: str = "alice", name: str = "main", content: str = "a"
+) -> CheckpointRow:
+    kept = manifest(content)
+    return CheckpointRow(
+        model=model, kind="weights", name=name, tenant=tenant, policy=f"{model}-policy", version=0, manifest=kept,
+        hash=kept.hash, size=1, created=0.0, expires=None, about={},
+    )  # fmt: skip
+
+
+def future_row(id: str, tenant: str = "alice", model: str | None = None, seq: int = 0, call: bytes = b"c") -> FutureRow:
+    return FutureRow(
+        id=id, tenant=tenant, model=model, seq=seq, digest="", call=call, outcome=None, created=0.0, finished=None
+    )
+
+
+def make_ready(database: Database, group: NewGroup, version: int = 0) -> str:
+    for episode in group.episodes:
+        database.finish_episode(episode.id, "done", 2.0, trajectories=b"tokens", reward=1.0, version=version)
+    database.finish_group(group.id, "ready", 3.0, min_version=version)
+    return group.id
+
+
+def commit(database: Database, lease: int, parent: int | None, groups: list[str], step: int, job: str = "job") -> int:
+    row = database.commit_step(
+        job=job,
+        policy=f"{job}-main",
+        lease=lease,
+        parent=parent,
+        manifest=manifest(f"{job}-{step}"),
+        groups=groups,
+        step=step,
+        counters={"steps": step},
+        rng={"drawn": step},
+        metrics={"loss": 0.5},
+        time=4.0,
+    )
+    return row.version
+
+
+@contextmanager
+def connected(url: str, **options: Any) -> Iterator[Connection]:
+    """A connection beside the database's own, for what its methods do not show."""
+    engine = create_engine(url.replace("postgresql:", "postgresql+psycopg:"), **options)
+    with engine.begin() as connection:
+        yield connection
+    engine.dispose()
+
+
+def everything(url: str) -> dict[str, list[str]]:
+    """All rows of all tables."""
+    with connected(url) as connection:
+        return {t.name: sorted(map(repr, connection.execute(select(t)))) for t in models.metadata.tables.values()}
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """Runs ``work(i)`` for i < count, all beginning together; exceptions other than Conflict come out."""
+    barrier = threading.Barrier(count)
+    failures: list[BaseException] = []
+
+    def run(i: int) -> None:
+        barrier.wait()
+        try:
+            work(i)
+        except Conflict:
+            pass
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def postgres_programs() -> Path:
+    versions = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: float(path.parts[-3]))
+    if versions:
+        return versions[-1].parent
+    if found := shutil.which("initdb"):
+        return Path(found).parent
+    pytest.skip("no PostgreSQL server here: install Debian's package postgresql (or put initdb on the PATH)")
+
+
+@contextmanager
+def running_postgres() -> Iterator[str]:
+    """A cluster in a temporary folder, reachable through a socket in it; yields a URL up to the database's name."""
+    programs = postgres_programs()
+    pytest.importorskip("psycopg", reason="psycopg is missing: pip install 'rookery[postgres]'")
+    folder = Path(tempfile.mkdtemp(prefix="rookery-pg-"))
+    run: dict[str, Any] = {"check": True, "cwd": folder, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    if os.geteuid() == 0:  # the server refuses to run as root
+        nobody = pwd.getpwnam("nobody")
+        os.chown(folder, nobody.pw_uid, nobody.pw_gid)
+        run |= {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+    cluster = str(folder / "cluster")
+    quick = f"-k {folder} -c listen_addresses='' -c fsync=off"
+    try:
+        subprocess.run([programs / "initdb", "-D", cluster, "-U", "rookery", "-A", "trust", "--no-sync"], **run)
+        log = str(folder / "log")
+        subprocess.run([programs / "pg_ctl", "-D", cluster, "-w", "-l", log, "-o", quick, "start"], **run)
+        try:
+            yield f"postgresql://rookery@/NAME?host={folder}"
+        finally:
+            subprocess.run([programs / "pg_ctl", "-D", cluster, "-w", "-m", "immediate", "stop"], **run)
+    finally:
+        shutil.rmtree(folder)

@@ -1,0 +1,45 @@
+"""Waiting for an event beside cancellations that come in the same moment."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from itertools import permutations
+
+import pytest
+
+from rookery.aio import wait_event
+
+SECONDS = 0.05
+
+
+async def test_it_tells_whether_the_event_came() -> None:
+    event = asyncio.Event()
+    assert not await wait_event(event, 0.0)
+    asyncio.get_running_loop().call_soon(event.set)
+    assert await wait_event(event, 60.0)
+    assert await wait_event(event, 60.0), "it was set before"
+
+
+@pytest.mark.parametrize("seconds", [SECONDS, 60.0])
+@pytest.mark.parametrize("order", list(permutations(["event", "cancel"])), ids="-".join)
+async def test_a_cancellation_that_meets_the_event_is_not_lost(order: tuple[str, ...], seconds: float) -> None:
+    event = asyncio.Event()
+    task = asyncio.create_task(wait_event(event, seconds))
+    await asyncio.sleep(0)
+    time.sleep(2 * SECONDS)  # noqa: ASYNC251  # the loop stands still: the shorter time ends in the same moment, too
+    for what in order:
+        _ = event.set() if what == "event" else task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("gap", [-1e-3, 1e-3])
+async def test_a_cancellation_that_meets_the_end_of_the_time_is_not_lost(gap: float) -> None:
+    loop = asyncio.get_running_loop()
+    task = asyncio.create_task(wait_event(asyncio.Event(), SECONDS))
+    await asyncio.sleep(0)
+    loop.call_later(SECONDS + gap, task.cancel)
+    time.sleep(2 * SECONDS)  # noqa: ASYNC251  # both are due when the loop comes round
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -1,0 +1,319 @@
+"""The GPU's way to generate, run on the CPU in float32: the same texts as the CPU's engine, whatever happens to them.
+
+Log-probabilities agree within 1e-4 (sums in another order). Only the fused kernels and the CUDA graphs are missing:
+``model/fused.py`` computes by plain products here, and a recorded step runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support.tiny import small
+from tests.worker.engine.test_exactness import RANKS, adapter, order, prompt, run
+from torch import Tensor
+
+from rookery import protocol
+from rookery.worker.engine.native.attention import Stream
+from rookery.worker.engine.native.cuda.buckets import LEAST_KEYS, Kept, bucket
+from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner, plan
+from rookery.worker.engine.native.cuda.kv_pool import SCRATCH, KVPool, Range
+from rookery.worker.engine.native.engine import NativeEngine
+from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
+from rookery.worker.model.batch_invariance import LANES, capacity
+from rookery.worker.model.decoder import Decoder
+from rookery.worker.model.grouped_lora import Product, batched, grouped
+from rookery.worker.model.lora import LoraBank
+
+CLOSE = 1e-4
+
+
+def dense(decoder: Decoder, **options: int) -> NativeEngine:
+    return _engine(decoder, None, **options)
+
+
+def pooled(decoder: Decoder, product: Product = grouped, **options: int) -> NativeEngine:
+    return _engine(decoder, product, **options)
+
+
+def _engine(decoder: Decoder, product: Product | None, *, kv: int = 1 << 26, **options: int) -> NativeEngine:
+    bank = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
+    for seed, (key, rank) in enumerate(RANKS.items()):
+        bank.add(key, adapter(decoder, rank, seed))
+    runner = CudaGraphRunner(decoder, bank, kv, product) if product is not None else None
+    return NativeEngine(
+        decoder, bank, lambda tokens: "", **{"max_rows": 32, "prefill_tokens": 64, "kv_budget_bytes": kv, **options},
+        runner=runner,
+    )  # fmt: skip
+
+
+def mixed(decoder: Decoder, *, episode: str = "") -> list[protocol.Generate]:
+    """Groups that share a prompt wholly and in part, texts of their own, four adapters of three ranks and none."""
+    orders = []
+    for i in range(14):
+        text = prompt(decoder, i // 3, 5 + 37 * (i // 3))
+        key = ["a", "b", "c", "d", ""][i // 3 % 5]
+        shared = [len(text), len(text) // 2, 0][i // 3 % 3]
+        own = [] if shared == len(text) else [i]
+        orders.append(
+            order(f"r{i}", key, text + own, shared, seed=i, max_tokens=6 + 5 * i, temperature=0.5 * (i % 3),
+                  episode=f"{episode}{i}" if episode else "")
+        )  # fmt: skip
+    return orders
+
+
+def same(ours: dict[str, tuple[list[int], list[float]]], theirs: dict[str, tuple[list[int], list[float]]]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, (tokens, logprobs) in ours.items():
+        assert tokens == theirs[name][0], name
+        assert logprobs == pytest.approx(theirs[name][1], abs=CLOSE)
+
+
+@pytest.mark.parametrize("product", [grouped, batched])
+@pytest.mark.parametrize("family", ["llama", "llama one head", "mistral window", "qwen2 window", "qwen3", "smollm3"])
+def test_the_texts_are_those_of_the_cpu(family: str, product: Product) -> None:
+    decoder = small(family, torch.float32)
+    same(run(pooled(decoder, product), mixed(decoder)), run(dense(decoder), mixed(decoder)))
+
+
+def test_too_little_room_only_delays() -> None:
+    decoder = small("llama", torch.float32)
+    orders = mixed(decoder)
+    token = 2 * decoder.config.layers * decoder.config.kv_heads * decoder.config.head_dim * 4
+    tight = pooled(decoder, kv=token * 700)
+    same(run(tight, orders), run(dense(decoder), orders))
+    assert tight.stats["preempted"] > 0
+    assert _whole(tight)
+
+
+def test_a_next_turn_takes_up_its_cache_where_it_lies() -> None:
+    decoder = small("qwen3", torch.float32)
+    ours, theirs = pooled(decoder), dense(decoder)
+    first = mixed(decoder, episode="e")
+    told = run(ours, first)
+    same(told, run(theirs, first))
+    second = []
+    for one in first:
+        longer = [*one.prompt, *told[one.request][0], 3, 1, 4]
+        key = one.adapter.hash if one.adapter is not None else ""
+        second.append(
+            order(one.request + "+", key, longer, one.shared_prefix, seed=9, max_tokens=20, episode=one.episode)
+        )
+    before = ours.stats["reused_tokens"]
+    same(run(ours, second), run(theirs, second))
+    assert ours.stats["reused_tokens"] > before
+    assert _whole(ours)
+
+
+def test_a_request_that_switches_goes_on_as_on_the_cpu() -> None:
+    decoder = small("llama", torch.float32)
+    texts = []
+    for engine in (pooled(decoder), dense(decoder)):
+        for i in range(2):
+            engine.submit(order(f"r{i}", "a", [*range(40), i], 40, seed=i, max_tokens=30))
+        for _ in range(8):
+            engine.step()
+        for i, recompute in enumerate((True, False)):
+            ref = protocol.AdapterRef(policy="a", version=4, hash="d", rank=16, alpha=1.0)
+            assert engine.switch(f"r{i}", ref, recompute=recompute)
+        while engine.step():
+            pass
+        texts.append({chunk.request: (chunk.version, chunk.tokens) for chunk in engine.drain()})
+    assert texts[0] == texts[1]
+
+
+def test_what_is_wrong_in_one_adapter_stays_there() -> None:
+    decoder = small("llama", torch.float32)
+    clean = run(dense(decoder), [order("r", "a", [1, 2, 3], 3)])["r"][0]
+    for product in (grouped, batched):
+        engine = pooled(decoder, product)
+        fresh = init_adapter(decoder.config, 8, 16.0, list(PARTS), 0)
+        broken = {site: (a, torch.full_like(b, torch.nan)) for site, (a, b) in fresh.weights.items()}
+        engine.bank.add("broken", Adapter(8, 16.0, broken))
+        ref = protocol.AdapterRef(policy="p", version=1, hash="broken", rank=8, alpha=16.0)
+        texts: dict[str, list[int]] = {}
+        for i in range(5):
+            bad = order(f"bad{i}", "", [1, 2, 3, i], i % 4)
+            engine.submit(protocol.Generate(**{f: getattr(bad, f) for f in bad.__struct_fields__} | {"adapter": ref}))
+        engine.submit(order("r", "a", [1, 2, 3], 3))
+        ends = {}
+        while engine.step() or engine.active:
+            for chunk in engine.drain():
+                texts.setdefault(chunk.request, []).extend(chunk.tokens)
+                ends[chunk.request] = chunk.finish
+        assert texts["r"] == clean
+        assert {ends[f"bad{i}"] for i in range(5)} == {"error"}
+        # nor do the ranges that it leaves full of NaN harm who comes next
+        assert run(engine, [order("r2", "a", [1, 2, 3], 3)])["r2"][0] == clean
+
+
+@pytest.mark.parametrize("most", [50, 200])
+def test_a_slice_of_prefill_copies_a_bounded_number_of_keys(most: int) -> None:
+    """However few tokens each text adds to a long shared prompt; one alone is computed whatever it looks at."""
+    decoder = small("llama", torch.float32)
+    engine, seen = pooled(decoder, prefill_keys=most), []
+    prefill = engine._runner.prefill
+
+    def counted(streams: Sequence[Stream]) -> tuple[Tensor, Tensor]:
+        seen.append([s.prefix_length + s.start + len(s.tokens) for s in streams])
+        return prefill(streams)
+
+    engine._runner.prefill = counted  # type: ignore[method-assign]
+    text = prompt(decoder, 0, 60)
+    orders = [order(f"r{i}", "", [*text, i, i + 1], len(text), seed=i) for i in range(12)]
+    orders += [order(f"w{i}", "", prompt(decoder, i, 20), 20, seed=i) for i in range(30)]  # more than there are rows
+    same(run(engine, orders), run(dense(decoder), orders))
+    assert all(sum(keys) <= most or len(keys) == 1 for keys in seen)
+    assert max(map(len, seen)) == (2 if most == 50 else 3), "and no fewer than it may"
+
+
+def test_recorded_steps_are_dropped_when_the_adapters_move_and_only_then() -> None:
+    decoder = small("llama", torch.float32)
+    engine = pooled(decoder)
+    runner = engine._runner
+    assert isinstance(runner, CudaGraphRunner)
+    address = runner.store.k.data_ptr()
+    run(engine, [order("base", "", [5, 6, 7], 0)])
+    run(engine, [order("one", "b", [5, 6, 7], 0)])
+    kept = dict(runner._steps._kept)
+    assert {of.adapters for of in kept} == {0, 4}
+    run(engine, [order("two", "d", [5, 6, 7], 0, max_tokens=150), order("three", "b", [8], 0)])  # a place was free
+    run(engine, [order("four", "a", [5, 6, 7], 0, max_tokens=150)])  # fewer targets; the others idle meanwhile
+    assert all(runner._steps._kept[of] is step for of, step in kept.items())
+    run(engine, [order("five", "c", [5, 6, 7], 0)])  # a larger rank: other tensors
+    now = runner._steps._kept
+    assert all((now.get(of) is step) == (of.adapters == 0) for of, step in kept.items())
+    assert runner.store.k.data_ptr() == address
+
+
+def test_prefill_leaves_adapters_where_recorded_steps_know_them() -> None:
+    """Also where it multiplies each one's rows apart, and those that run have not stood side by side for long."""
+    decoder = small("llama", torch.float32)
+    engine = pooled(decoder, batched)
+    runner = engine._runner
+    assert isinstance(runner, CudaGraphRunner)
+    runner.arrange(["a", "c", "b"])  # the one of the largest rank between
+    turns = [[order(f"{key}{turn}", key, [5, 6, 7 + turn], 0) for key in "ab"] for turn in range(2)]
+    texts = run(engine, turns[0])
+    kept, state = dict(runner._steps._kept), engine.bank.state
+    texts |= run(engine, turns[1])
+    assert kept and engine.bank.state == state
+    assert all(runner._steps._kept[of] is step for of, step in kept.items())
+    same(texts, run(dense(decoder), [*turns[0], *turns[1]]))
+
+
+def _whole(engine: NativeEngine) -> bool:
+    """Whether what is free and what is parked is the whole pool again."""
+    pool = engine._runner.store
+    assert isinstance(pool, KVPool)
+    return pool.free_tokens + sum(parked.place.capacity for parked in pool.parked.values()) == pool.tokens - LANES
+
+
+# --- the parts that are pure ----------------------------------------------------------------------------------------
+
+
+@given(rows=st.integers(1, 600), keys=st.integers(1, 1 << 17), prefix=st.integers(0, 1 << 17), places=st.integers(0, 9))
+def test_a_bucket_holds_its_step_and_wastes_little(rows: int, keys: int, prefix: int, places: int) -> None:
+    of = bucket(rows, keys, prefix, places)
+    assert rows <= of.rows <= max(1, rows * 3 // 2)
+    assert keys <= of.keys <= max(LEAST_KEYS, 4 * keys)
+    assert prefix <= of.prefix and (of.prefix == 0) == (prefix == 0)
+    assert bucket(of.rows, of.keys, of.prefix, places) == of, "what is padded is padded to itself"
+
+
+def test_few_buckets_serve_many_steps() -> None:
+    assert len({bucket(rows, 1, 0, 0) for rows in range(1, 257)}) == 16
+    assert len({bucket(1, keys, 0, 0) for keys in range(1, 1 << 16)}) == 4
+
+
+def test_the_number_of_recorded_steps_is_bounded() -> None:
+    kept: Kept[int] = Kept(most=3)
+    made = []
+
+    def get(i: int) -> int:
+        return kept.get(bucket(1 << i, 1, 0, i % 2), lambda: made.append(i) or len(made))  # type: ignore[func-returns-value]
+
+    first = get(0)
+    for i in (1, 2, 0, 3):
+        get(i)
+    assert len(kept) == 3 and get(0) == first, "the one used last stays"
+    assert made == [0, 1, 2, 3]
+    get(1)
+    assert made[-1] == 1, "the one unused longest was dropped"
+    kept.drop(lambda of: of.adapters > 0)
+    assert len(kept) == 1
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 60)), min_size=1, max_size=9),
+    window=st.sampled_from([0, 1, 7, 64, 500]),
+)
+def test_a_plan_names_what_each_row_may_see(rows: list[tuple[int, int]], window: int) -> None:
+    """``rows``: tokens cached of the tail, and of the shared prompt (0: none)."""
+    streams, place = [], LANES
+    for start, before in rows:
+        own, prefix = Range(place, 128), Range(place + 128, 64) if before else None
+        place += 192
+        streams.append(Stream("", [place % 50], start, own, prefix, before))
+    of = bucket(len(rows), 91, max(before for _, before in rows), 0)
+    filled = plan(of, [window], streams, [])
+    base, filled = filled[: 3 * of.rows].reshape(3, -1), filled[3 * of.rows :]
+    parts = filled.reshape(-1, 2, of.rows)
+    assert len(parts) == (2 if of.prefix else 1)
+    for i, stream in enumerate(streams):
+        position = stream.prefix_length + stream.start
+        assert base[:, i].tolist() == [stream.tokens[0], position, stream.place.start + stream.start]
+        visible = [at for at in range(position + 1) if not window or position - at < window]
+        expected = {
+            (stream.prefix.start + at) if stream.prefix is not None and at < stream.prefix_length
+            else stream.place.start + at - stream.prefix_length
+            for at in visible
+        }  # fmt: skip
+        seen = [np.arange(begin, begin + length) for begin, length in parts[:, :, i]]
+        assert set(np.concatenate(seen).tolist()) == expected
+    spare = slice(len(rows), None)
+    assert (base[2, spare] == SCRATCH).all() and (parts[0, 0, spare] == SCRATCH).all()
+    assert (parts[0, 1, spare] == 1).all() and not parts[1:, 1, spare].any()
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 300), st.integers(0, 9)), max_size=60))
+def test_ranges_of_the_pool_never_overlap(steps: list[tuple[int, int, int]]) -> None:
+    config = small("llama").config
+    token = 2 * config.layers * config.kv_heads * config.head_dim * 2
+    pool = KVPool(config, torch.bfloat16, "cpu", 1500 * token)
+    held: list[Range] = []
+    for what, length, which in steps:
+        if what < 2:
+            place = pool.allocate("tail", length)
+            if place is not None:
+                held.append(place)
+            else:
+                assert not pool.parked, "parked segments make room first"
+        elif held:
+            place = held.pop(which % len(held))
+            if what == 2:
+                pool.free(place)
+            elif what == 3:
+                pool.retain(place, min(length, place.capacity), which, None)
+            else:
+                held.append(pool.move("tail", place, length) or place)
+            if what == 3 and length % 2 and (revived := pool.restore("tail", which, length)) is not None:
+                held.append(revived[0])
+        taken = [*held, *(parked.place for parked in pool.parked.values())]
+        used = sorted((place.start, place.start + place.capacity) for place in taken)
+        assert all(stop <= start for (_, stop), (start, _) in pairwise(used))
+        assert not used or (used[0][0] >= LANES and used[-1][1] <= pool.tokens)
+        assert pool.free_tokens + sum(place.capacity for place in taken) == pool.tokens - LANES
+        assert len(pool._free) == len(set(pool._free))
+        assert all(stop < start for (_, stop), (start, _) in pairwise(pool._free))
+    for place in held:
+        pool.free(place)
+    largest = 960
+    assert pool.allocate("tail", largest) is not None and capacity(largest) <= pool.tokens - LANES

@@ -1,0 +1,322 @@
+"""What a request may ask of the engine, and what may happen to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tests.support.tiny import small, smollm2, smollm2_folder
+
+from rookery import protocol
+from rookery.tokenization.chat import Chat
+from rookery.worker.engine.native.engine import NativeEngine
+from rookery.worker.engine.native.request import StopStrings
+from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
+from rookery.worker.model.batch_invariance import LANES
+from rookery.worker.model.lora import LoraBank
+
+
+def text(tokens: list[int]) -> str:
+    return "".join(chr(97 + token % 26) for token in tokens)
+
+
+def make(**options: int) -> NativeEngine:
+    decoder = small("llama")
+    bank = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
+    bank.add("a", init_adapter(decoder.config, 8, 16.0, list(PARTS), 0))
+    return NativeEngine(decoder, bank, text, **{"max_rows": 8, "kv_budget_bytes": 1 << 26, **options})
+
+
+def order(name: str = "r", **changes: object) -> protocol.Generate:
+    plain: dict[str, object] = {
+        "adapter": None,
+        "prompt": [1, 2, 3, 4],
+        "shared": 4,
+        "max_tokens": 12,
+        "temperature": 1.0,
+        "seed": 7,
+        "stop_tokens": [],
+    }
+    return protocol.Generate(request=name, **{**plain, **changes})  # type: ignore[arg-type]
+
+
+def finish(engine: NativeEngine) -> dict[str, tuple[list[int], protocol.TokenChunk]]:
+    """All tokens of each request, and its last chunk; offsets are checked on the way."""
+    tokens: dict[str, list[int]] = {}
+    ends: dict[str, int] = {}
+    last: dict[str, protocol.TokenChunk] = {}
+    while True:
+        busy = engine.step()
+        for chunk in engine.drain():
+            held = tokens.setdefault(chunk.request, [])
+            assert chunk.offset == ends.get(chunk.request, chunk.offset)
+            ends[chunk.request] = chunk.offset + len(chunk.tokens)
+            assert len(chunk.tokens) == len(chunk.logprobs)
+            held.extend(chunk.tokens)
+            last[chunk.request] = chunk
+        if not busy and not engine.active and not engine.waiting:
+            return {name: (tokens[name], last[name]) for name in tokens}
+
+
+def generate(engine: NativeEngine, **changes: object) -> tuple[list[int], protocol.TokenChunk]:
+    engine.submit(order(**changes))
+    return finish(engine)["r"]
+
+
+def test_a_stop_token_ends_the_text_and_is_kept() -> None:
+    tokens, chunk = generate(make())
+    assert chunk.finish == "length" and len(tokens) == 12
+    stop = tokens[4]
+    cut, chunk = generate(make(), stop_tokens=[stop, 500])
+    assert chunk.finish == "stop"
+    assert cut == tokens[: tokens.index(stop) + 1]
+
+
+def test_a_stop_string_ends_the_text_with_the_token_that_completes_it() -> None:
+    tokens, _ = generate(make())
+    stop = text(tokens[5:8])
+    cut, chunk = generate(make(), stop=["never this one", stop])
+    assert chunk.finish == "stop"
+    assert text(cut).endswith(stop) and stop not in text(cut[:-1])
+    # begun before the interruption, completed after it
+    resumed, chunk = generate(make(), stop=[stop], given=cut[:-1])
+    assert (resumed, chunk.finish, chunk.offset) == (cut[-1:], "stop", len(cut) - 1)
+
+
+def test_stop_strings_are_found_over_split_characters() -> None:
+    chat = Chat.load(smollm2_folder())
+    sentence = "Grüße 🙂🙃 from the aviary, über alles. END of it"
+    tokens = chat.encode(sentence)
+    for stop in ("🙃", "END", "üß", "the aviary", ". EN"):
+        stops = StopStrings([stop], chat.decode)
+        at = next(n for n in range(1, len(tokens) + 1) if stops.found(tokens[:n]))
+        assert stop in chat.decode(tokens[:at]) and stop not in chat.decode(tokens[: at - 1])
+    invalid = [token for token in range(200) if chat.decode([token]) == "\N{REPLACEMENT CHARACTER}"][:9]
+    stops = StopStrings(["END"], chat.decode)
+    assert stops.found([*invalid, *tokens])
+
+
+def test_given_tokens_that_already_end_the_text() -> None:
+    for changes, finish_ in (
+        ({"given": [5, 9], "stop_tokens": [9]}, "stop"),
+        ({"given": [5, 9], "max_tokens": 2}, "length"),
+        ({"given": [5, 9], "stop": [text([5, 9])]}, "stop"),
+    ):
+        engine = make()
+        engine.submit(order(**changes))
+        (chunk,) = engine.drain()
+        assert (chunk.finish, chunk.offset, chunk.tokens) == (finish_, 2, [])
+        assert not engine.step() and engine.running() == ["r"]
+
+
+def test_the_context_ends_a_text() -> None:
+    tokens, chunk = generate(make(max_context=10))
+    assert (len(tokens), chunk.finish) == (6, "length")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"prompt": []}, "empty"),
+        ({"prompt": [1] * 5000, "shared": 0}, "context is 4096"),
+        ({"shared": 5}, "shared"),
+        ({"prompt": [1, 2, 3, 211]}, "vocabulary"),
+        ({"given": [-1]}, "vocabulary"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"max_tokens": 4000}, "cache"),
+        ({"adapter": protocol.AdapterRef(policy="p", version=1, hash="zz", rank=8, alpha=1.0)}, "not resident"),
+    ],
+)
+def test_what_can_never_run_is_refused_and_leaves_nothing(changes: dict[str, object], says: str) -> None:
+    engine = make(kv_budget_bytes=1 << 20)
+    with pytest.raises(ValueError, match=says):
+        engine.submit(order(**changes))
+    assert not engine.step() and not engine.running() and not engine.drain()
+    engine.submit(order())
+    with pytest.raises(ValueError, match="already running"):
+        engine.submit(order())
+
+
+def test_chunks_name_the_version_that_sampled() -> None:
+    ref = protocol.AdapterRef(policy="p", version=5, hash="a", rank=8, alpha=16.0)
+    _, chunk = generate(make(), adapter=ref)
+    assert (chunk.policy, chunk.version) == ("p", 5)
+    _, chunk = generate(make())
+    assert (chunk.policy, chunk.version) == ("", 0)
+
+
+def test_abort_while_waiting_and_while_running() -> None:
+    engine = make(max_rows=1)
+    whole, _ = generate(make(), seed=3)
+    for name in ("first", "second", "third"):
+        engine.submit(order(name, seed=3))
+    for _ in range(5):
+        engine.step()
+    assert (engine.active, engine.waiting) == (1, 2)
+    engine.abort("first")
+    engine.abort("second")
+    engine.abort("unknown")
+    chunks = {chunk.request: chunk for chunk in engine.drain()}
+    assert chunks["first"].finish == chunks["second"].finish == "abort"
+    assert chunks["first"].tokens == whole[: len(chunks["first"].tokens)]
+    tokens, chunk = finish(engine)["third"]
+    assert (tokens, chunk.finish) == (whole, "length")
+    assert engine._store.bytes == sum(p.bytes for p in engine._store.parked.values()) + sum(
+        arena.bytes for kind in engine._store.arenas.values() for arena in kind.values()
+    )
+    assert all(not arena.places for kind in engine._store.arenas.values() for arena in kind.values())
+
+
+def test_the_prompts_of_those_who_wait_are_computed_along() -> None:
+    prompts = [[10 * i + j for j in range(1, 9)] for i in range(6)]
+    orders = [
+        order(f"{i}.{member}", prompt=prompt, shared=8, max_tokens=3 + member, seed=2 * i + member)
+        for i, prompt in enumerate(prompts)
+        for member in range(2)
+    ]
+    texts = []
+    for rows in (2, len(orders)):
+        engine = make(max_rows=rows)
+        for one in orders:
+            engine.submit(one)
+        texts.append({name: tokens for name, (tokens, _) in finish(engine).items()})
+        assert engine.stats["prefill_slices"] == 1
+        assert engine.stats["prefill_tokens"] == 48
+    assert texts[0] == texts[1]
+
+
+def test_a_prompt_computed_along_gives_way_to_the_rows() -> None:
+    prompts = [list(range(i, i + 20)) for i in range(0, 80, 20)]
+    orders = [order(str(i), prompt=prompt, shared=20, max_tokens=40, seed=i) for i, prompt in enumerate(prompts)]
+
+    def texts(engine: NativeEngine) -> dict[str, list[int]]:
+        for one in orders:
+            engine.submit(one)
+        found = {name: tokens for name, (tokens, _) in finish(engine).items()}
+        assert engine._store.bytes <= engine._store.budget
+        return found
+
+    roomy = make()
+    expected = texts(roomy)
+    for places in range(4, 9):
+        assert texts(make(max_rows=1, kv_budget_bytes=places * LANES * roomy._store.token_bytes)) == expected
+
+
+def test_a_controller_that_comes_back_takes_up_a_stream() -> None:
+    whole, _ = generate(make())
+    engine = make()
+    engine.submit(order(given=whole[:2]))
+    for _ in range(4):
+        engine.step()
+    lost = engine.drain()[0].tokens
+    assert not engine.attach("unknown", 0)
+    assert not engine.attach("r", 1)  # given tokens have no log-probabilities here
+    assert not engine.attach("r", 100)
+    assert engine.attach("r", 3)
+    chunk = engine.drain()[0]
+    assert (chunk.offset, chunk.tokens) == (3, lost[1:])
+    finish(engine)
+    assert engine.running() == ["r"] and engine.active == 0
+    assert engine.attach("r", 5)
+    chunk = engine.drain()[0]
+    assert (chunk.offset, chunk.tokens, chunk.finish) == (5, whole[5:], "length")
+    assert engine.attach("r", 12)
+    assert engine.drain()[0].finish == "length"
+
+
+def test_finished_requests_are_kept_up_to_a_number() -> None:
+    engine = make(finished_kept=2)
+    for i in range(5):
+        engine.submit(order(f"r{i}", max_tokens=1))
+    finish(engine)
+    assert len(engine.running()) == 2 and engine.generated == 5
+
+
+def test_an_adapter_of_no_numbers_ends_its_own_requests_only() -> None:
+    clean, _ = generate(make())
+    engine = make()
+    config = engine.decoder.config
+    fresh = init_adapter(config, 8, 16.0, list(PARTS), 0)
+    broken = Adapter(8, 16.0, {site: (a, torch.full_like(b, torch.nan)) for site, (a, b) in fresh.weights.items()})
+    engine.bank.add("broken", broken)
+    ref = protocol.AdapterRef(policy="p", version=1, hash="broken", rank=8, alpha=16.0)
+    for i in range(3):
+        engine.submit(order(f"bad{i}", adapter=ref))
+    engine.submit(order())
+    engine.submit(order("later", prompt=[9, 8, 7], shared=1, adapter=ref))
+    results = finish(engine)
+    assert results["r"] == (clean, results["r"][1])
+    assert all(results[name][1].finish == "error" for name in ("bad0", "bad1", "bad2", "later"))
+    assert "not numbers" in results["bad0"][1].error
+    # nor do their places harm who comes next
+    for i in range(8):
+        engine.submit(order(f"next{i}", shared=i % 5))
+    results = finish(engine)
+    assert all(results[f"next{i}"][0] == results[f"next{i % 5}"][0] for i in range(8))
+    assert results["next4"][0] == clean
+
+
+def test_an_evicted_adapter_serves_its_requests_to_the_end() -> None:
+    engine = make()
+    ref = protocol.AdapterRef(policy="p", version=1, hash="a", rank=8, alpha=16.0)
+    engine.submit(order(adapter=ref))
+    engine.step()
+    engine.bank.evict("a")
+    tokens, chunk = finish(engine)["r"]
+    assert (len(tokens), chunk.finish) == (12, "length")
+    assert len(engine.bank) == 0
+    with pytest.raises(ValueError, match="not resident"):
+        engine.submit(order("again", adapter=ref))
+
+
+def test_slices_are_bounded_and_take_turns() -> None:
+    engine = make(prefill_tokens=16, max_rows=64)
+    engine.submit(order("running", max_tokens=30))
+    for _ in range(3):
+        engine.step()
+    engine.submit(order("long", prompt=list(range(100)), shared=100))
+    before = engine.generated
+    for _ in range(12):
+        filled = engine.stats["prefill_tokens"]
+        engine.step()
+        assert engine.stats["prefill_tokens"] - filled <= 16
+    assert engine.generated - before >= 5
+
+
+def test_a_shared_prompt_is_computed_once() -> None:
+    engine = make()
+    for i in range(8):
+        engine.submit(order(f"r{i}", prompt=list(range(40)), shared=40, seed=i))
+    finish(engine)
+    assert engine.stats["prefill_tokens"] == 40
+
+
+def test_smollm2_answers() -> None:
+    chat, decoder = Chat.load(smollm2_folder()), smollm2()
+    bank = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
+    engine = NativeEngine(decoder, bank, chat.decode, max_rows=8, kv_budget_bytes=1 << 28)
+
+    def ask(messages: Sequence[dict[str, str]], stop: list[str]) -> str:
+        prompt = chat.prompt(messages)
+        engine.submit(
+            order(
+                prompt=prompt,
+                shared=len(prompt),
+                max_tokens=40,
+                temperature=0.0,
+                stop=stop,
+                stop_tokens=chat.stop_tokens,
+            )
+        )
+        tokens, chunk = finish(engine)["r"]
+        assert chunk.finish
+        return chat.decode(tokens)
+
+    question = [{"role": "user", "content": "Name three colors."}]
+    whole = ask(question, [])
+    assert "Red" in whole and "Green" in whole
+    assert ask(question, ["Gre"]) == whole[: whole.index("Green") + len("Green")]

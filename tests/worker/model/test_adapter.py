@@ -1,0 +1,206 @@
+"""Adapters: PEFT reads what is written and gives the same logits, and the other way round; what is no LoRA is refused;
+the bank serves many at once."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.support.tiny import divide, reference, small
+from tests.worker.model.test_decoder import Causal
+
+from rookery.errors import UserError
+from rookery.worker.model.adapter import PARTS, Adapter, init_adapter, read_adapter, write_adapter
+from rookery.worker.model.decoder import SITES, Decoder
+from rookery.worker.model.lora import LoraBank
+
+
+def filled(decoder: Decoder, rank: int, seed: int, targets: list[str], rslora: bool = False) -> Adapter:
+    fresh = init_adapter(decoder.config, rank, 24.0, targets, seed)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {site: (a, torch.randn(b.shape, generator=generator) * 0.1) for site, (a, b) in fresh.weights.items()}
+    return Adapter(rank, 24.0, weights, rslora)
+
+
+def bank(decoder: Decoder, **adapters: Adapter) -> LoraBank:
+    made = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
+    for key, adapter in adapters.items():
+        made.add(key, adapter)
+    return made
+
+
+def logits(decoder: Decoder, keeper: LoraBank, key: str, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        lora = keeper.select([key], [len(tokens)])
+        hidden = decoder.forward(tokens, torch.arange(len(tokens)), Causal(decoder.config), lora)
+        return decoder.project(hidden)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral window", "smollm3"])
+@pytest.mark.parametrize(("rank", "targets", "rslora"), [(8, list(PARTS), False), (5, ["q", "v", "down"], True)])
+def test_peft_gives_the_same_logits(tmp_path: Path, family: str, rank: int, targets: list[str], rslora: bool) -> None:
+    decoder = small(family, torch.float32)
+    adapter = filled(decoder, rank, 1, targets, rslora)
+    write_adapter(tmp_path, adapter, "base")
+    model = peft.PeftModel.from_pretrained(reference(family), tmp_path).eval()
+    tokens = torch.randint(0, 211, (23,))
+    with torch.no_grad():
+        expected = model(tokens[None]).logits[0]
+        with model.disable_adapter():
+            base = model(tokens[None]).logits[0]
+    assert (expected - base).abs().max() > 0.5
+    back = read_adapter(tmp_path, decoder.config)
+    assert (back.rank, back.alpha, back.targets, back.rslora) == (rank, 24.0, adapter.targets, rslora)
+    torch.testing.assert_close(logits(decoder, bank(decoder, x=back), "x", tokens), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_peft_folders_are_read(tmp_path: Path) -> None:
+    decoder = small("llama", torch.float32)
+    config = peft.LoraConfig(r=6, lora_alpha=12, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(reference("llama"), config).eval()
+    model.save_pretrained(tmp_path)
+    tokens = torch.randint(0, 211, (17,))
+    with torch.no_grad():
+        expected = model(tokens[None]).logits[0]
+    adapter = read_adapter(tmp_path, decoder.config)
+    torch.testing.assert_close(logits(decoder, bank(decoder, x=adapter), "x", tokens), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_version_zero_is_the_base_and_depends_on_its_seed() -> None:
+    decoder = small("llama", torch.float32)
+    tokens = torch.randint(0, 211, (9,))
+    made = [init_adapter(decoder.config, 4, 8.0, ["q", "up"], seed) for seed in (0, 0, 1)]
+    keeper = bank(decoder, a=made[0])
+    assert torch.equal(logits(decoder, keeper, "a", tokens), logits(decoder, keeper, "", tokens))
+    assert all(torch.equal(made[0].weights[site][0], made[1].weights[site][0]) for site in made[0].weights)
+    assert not torch.equal(made[0].weights[0, "q"][0], made[2].weights[0, "q"][0])
+
+
+def test_what_is_no_lora_of_this_model_is_refused(tmp_path: Path) -> None:
+    decoder = small("llama", torch.float32)
+    with pytest.raises(UserError, match=r"adapter_config\.json is missing"):
+        read_adapter(tmp_path, decoder.config)
+    write_adapter(tmp_path, filled(small("qwen3", torch.float32), 4, 0, list(PARTS)))
+    with pytest.raises(UserError, match="does not fit"):
+        read_adapter(tmp_path, decoder.config)
+    write_adapter(tmp_path, filled(decoder, 4, 0, list(PARTS)))
+    about = json.loads((tmp_path / "adapter_config.json").read_text())
+    for change, match in (
+        ({"use_dora": True}, "use_dora"),
+        ({"peft_type": "IA3"}, "IA3"),
+        ({"bias": "all"}, "bias"),
+        ({"r": 5}, "does not fit"),
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**about, **change}))
+        with pytest.raises(UserError, match=match):
+            read_adapter(tmp_path, decoder.config)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="no weights"):
+        read_adapter(tmp_path, decoder.config)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"no")
+    with pytest.raises(UserError, match="no PEFT adapter"):
+        read_adapter(tmp_path, decoder.config)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize(
+    "counts",
+    [
+        {"k3": 30, "k0": 3, "": 2, "k4": 3, "k1": 1},
+        {"k0": 9, "k1": 9, "k2": 9},
+        {"k0": 3, "k4": 2},
+        {"k0": 14, "": 1, "k4": 9},
+        {"k2": 11},
+    ],
+    ids=["one far larger", "even", "few", "uneven", "one"],
+)
+def test_many_adapters_of_different_ranks_in_one_batch(
+    counts: dict[str, int], divided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = small("llama", torch.float32)
+    if divided:
+        divide(monkeypatch, depth=24, rows=8)
+    made = {f"k{i}": filled(decoder, rank, i, list(PARTS)[i % 3 :]) for i, rank in enumerate([3, 16, 20, 64, 8])}
+    keeper = bank(decoder, **made)
+    keeper.select(list(counts)[:1], [1])  # room is made for the others beside it
+    x, y = torch.randn(sum(counts.values()), 64), torch.randn(sum(counts.values()), 192)
+    lora = keeper.select(list(counts), list(counts.values()))
+    assert lora is not None
+    got = lora(1, "gate_up", x, y.clone())
+    begin = 0
+    for key, count in counts.items():
+        rows = slice(begin, begin + count)
+        begin += count
+        expected = y[rows].clone()
+        if key:
+            for part, columns in (("gate", slice(0, 96)), ("up", slice(96, 192))):
+                a, b = made[key].weights[1, part]
+                expected[:, columns] += made[key].scale * x[rows] @ a.T @ b.T
+        torch.testing.assert_close(got[rows], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_adapter_in_use_stays_until_its_last_request_ends() -> None:
+    decoder = small("llama")
+    keeper = bank(decoder, a=filled(decoder, 4, 0, ["q"]))
+    keeper.pin("a")
+    keeper.evict("a")
+    assert "a" not in keeper and len(keeper) == 1
+    keeper.unpin("a")
+    assert len(keeper) == 0
+    keeper.evict("a")
+    with pytest.raises(UserError, match="max_rank 64"):
+        keeper.add("b", filled(decoder, 65, 0, ["q"]))
+
+
+def test_the_stack_follows_a_changing_set_of_adapters() -> None:
+    decoder = small("llama", torch.float32)
+    made = {f"k{i}": filled(decoder, 4 + 4 * i, i, list(PARTS)) for i in range(6)}
+    keeper, x, y = bank(decoder, **made), torch.randn(12, 64), torch.zeros(12, 64)
+    for turn in range(300):
+        keys = [f"k{(turn // 40 + i) % 6}" for i in range(1 + turn % 3)]
+        lora = keeper.select(keys, [12 // len(keys)] * len(keys))
+        assert lora is not None
+        got = lora(0, "o", x, y.clone())
+        for i, key in enumerate(keys):
+            rows = slice(12 // len(keys) * i, 12 // len(keys) * (i + 1))
+            a, b = made[key].weights[0, "o"]
+            torch.testing.assert_close(got[rows], made[key].scale * x[rows] @ a.T @ b.T, atol=1e-4, rtol=1e-4)
+        if turn == 150:
+            keeper.evict("k0")
+            keeper.add("k0", made["k0"])
+
+
+@pytest.mark.parametrize(
+    "counts", [[58, 6], [20, 12, 32], [20, 9, 32, 3], [16, 16, 16, 16], [300, 5, 2], [7, 2], [9, 1, 2, 7, 2]]
+)
+@pytest.mark.parametrize(("site", "width"), [("o", 64), ("qkv", 128)])
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_rows_get_the_same_bits_whoever_else_is_in_the_batch(
+    counts: list[int], site: str, width: int, spoilt: bool
+) -> None:
+    decoder = small("llama")
+    made = {f"k{i}": filled(decoder, 16 - 8 * (i % 2), i, list(PARTS)) for i in range(len(counts))}
+    alone = bank(decoder, **made)
+    if spoilt:
+        made["k1"].weights[0, SITES[site][0]][1][0, 0] = math.inf
+    together = bank(decoder, **made)
+    x, y = (torch.randn(sum(counts), size).to(decoder.dtype) for size in (64, width))
+    for rest in (0, 3):  # the last rows may be the base model's
+        keys, given = [*made, ""], [*counts[:-1], counts[-1] - min(rest, counts[-1] - 1), min(rest, counts[-1] - 1)]
+        lora = together.select(keys, given)
+        assert lora is not None and (not lora.foreign or not spoilt)
+        got = lora(0, site, x, y.clone())
+        for i, (key, rows) in enumerate(zip(keys, torch.arange(len(x)).split(given), strict=True)):
+            one = alone.select([key], [max(len(rows), 2)])
+            padded = [torch.cat((part[rows], part[:2]))[: max(len(rows), 2)] for part in (x, y)]
+            expected = padded[1] if one is None else one(0, site, *padded)
+            if i != 1 or not spoilt:
+                assert torch.equal(got[rows], expected[: len(rows)]), key
+            else:
+                assert not got[rows].isfinite().all()

@@ -1,0 +1,262 @@
+"""Base models made ready: what the prepared folder computes is what the published one computes."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tests.support.processes import alive
+from tests.support.tiny import FAMILIES, reference, smollm2_folder
+from tests.worker.model.test_decoder import logits
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from rookery.errors import EXIT_REFUSED, Unavailable, UserError
+from rookery.server.models import Models
+from rookery.settings import Settings
+from rookery.tokenization import registry
+from rookery.worker.model.convert import prepare
+from rookery.worker.model.decoder import Decoder
+
+
+def publish(folder: Path, family: str, shard: str = "5GB") -> transformers.PreTrainedModel:
+    """A model folder as transformers writes it, its weights rounded to bfloat16."""
+    model = reference(family)
+    for weight in model.parameters():
+        weight.data = weight.data.bfloat16().float()
+    model.save_pretrained(folder, max_shard_size=shard)
+    Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text("{}")
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_local_folder(tmp_path: Path, family: str) -> None:
+    model = publish(tmp_path / "published", family, "100KB" if family == "llama" else "5GB")
+    folder = prepare(str(tmp_path / "published"), tmp_path / "cache")
+    assert folder == registry.model_folder(tmp_path / "cache", str(tmp_path / "published"))
+    assert {"config.json", "tokenizer.json", "model.safetensors", "rookery.json"} <= {p.name for p in folder.iterdir()}
+    mark = json.loads((folder / "rookery.json").read_text())
+    assert mark["hash"] == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    assert mark["model_type"] == FAMILIES[family].model_type
+    tokens = torch.randint(0, 211, (31,))
+    with torch.no_grad():
+        expected = model(tokens[None]).logits[0]
+    torch.testing.assert_close(logits(Decoder.load(folder, torch.float32), tokens), expected, atol=1e-4, rtol=1e-4)
+    assert registry.status(tmp_path / "cache", str(tmp_path / "published")).state == "prepared"
+
+
+def test_prepared_once_by_several_processes(tmp_path: Path) -> None:
+    publish(tmp_path / "published", "llama")
+    with ProcessPoolExecutor(3) as pool:
+        folders = set(pool.map(prepare, [str(tmp_path / "published")] * 3, [tmp_path / "cache"] * 3))
+    (folder,) = folders
+    written = (folder / "rookery.json").stat().st_mtime_ns
+    assert prepare(str(tmp_path / "published"), tmp_path / "cache") == folder
+    assert (folder / "rookery.json").stat().st_mtime_ns == written
+    assert sorted(p.name for p in folder.parent.iterdir()) == [folder.name, folder.name + ".lock"]
+
+
+def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with pytest.raises(UserError, match="no model is called"):
+        prepare("no-such-model", cache)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"no config\.json"):
+        prepare(str(tmp_path / "empty"), cache)
+    publish(tmp_path / "odd", "llama")
+    about = json.loads((tmp_path / "odd" / "config.json").read_text())
+    (tmp_path / "odd" / "config.json").write_text(json.dumps({**about, "model_type": "gpt2"}))
+    with pytest.raises(UserError, match="gpt2"):
+        prepare(str(tmp_path / "odd"), cache)
+    publish(tmp_path / "cut", "llama")
+    weights = load_file(tmp_path / "cut" / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "cut" / "model.safetensors")
+    with pytest.raises(UserError, match=r"lack model\.norm\.weight"):
+        prepare(str(tmp_path / "cut"), cache)
+    (tmp_path / "cut" / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(UserError, match="cannot be read"):
+        prepare(str(tmp_path / "cut"), cache)
+    assert not [p for p in (cache / "models").iterdir() if p.suffix != ".lock"]
+
+
+def test_the_module_prints_the_folder(tmp_path: Path) -> None:
+    publish(tmp_path / "published", "llama")
+    command = [sys.executable, "-m", "rookery.worker.model.convert", "--cache", str(tmp_path / "cache")]
+    done = subprocess.run([*command, str(tmp_path / "published")], capture_output=True, text=True, check=True)
+    assert Path(done.stdout.strip()).is_dir()
+    done = subprocess.run([*command, "no-such-model"], capture_output=True, text=True, check=False)
+    assert done.returncode == EXIT_REFUSED
+    assert "no model is called" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_a_killed_attempt_left_is_removed(tmp_path: Path) -> None:
+    publish(tmp_path / "published", "llama")
+    folder = registry.model_folder(tmp_path / "cache", str(tmp_path / "published"))
+    began = subprocess.Popen([
+        *(sys.executable, "-c", KILLED, str(tmp_path / "published"), str(tmp_path / "cache")),
+    ])  # fmt: skip
+    assert began.wait(60) == -signal.SIGKILL
+    assert any(path.is_dir() for path in folder.parent.iterdir())
+    assert prepare(str(tmp_path / "published"), tmp_path / "cache") == folder
+    assert [path for path in folder.parent.iterdir() if path.is_dir()] == [folder]
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from rookery.worker.model import convert
+convert.save_file = lambda *_: os.kill(os.getpid(), 9)
+convert.prepare(sys.argv[1], Path(sys.argv[2]))
+"""
+"""A preparation that is killed when it comes to writing the weights."""
+
+SERVICE = """
+import asyncio, sys
+from rookery.server.models import Models
+from rookery.settings import Settings
+asyncio.run(Models(Settings(cache=sys.argv[2])).chat(sys.argv[1]))
+"""
+"""As much of a service as prepares a model."""
+
+
+def test_a_preparation_ends_with_the_service_that_began_it(tmp_path: Path) -> None:
+    publish(tmp_path / "published", "llama")
+    folder = registry.model_folder(tmp_path / "cache", str(tmp_path / "published"))
+    folder.parent.mkdir(parents=True)
+    with folder.with_name(folder.name + ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # so that it lasts
+        asked = [str(tmp_path / "published"), str(tmp_path / "cache")]
+        service = subprocess.Popen([sys.executable, "-c", SERVICE, *asked])
+        try:
+            while not (children := psutil.Process(service.pid).children()):
+                assert service.poll() is None
+                time.sleep(0.05)
+        finally:
+            service.kill()
+            service.wait()
+        psutil.wait_procs(children, timeout=60)
+        assert not any(map(alive, children))
+
+
+async def test_a_hub_that_does_not_answer_is_no_fault_of_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(Unavailable, match="the hub did not give org/model"):
+        await Models(Settings(cache=tmp_path / "cache")).chat("org/model")
+    with pytest.raises(UserError, match="no model is called"):
+        await Models(Settings(cache=tmp_path / "cache")).chat("no-such-model")
+
+
+COMMIT = "c0ffee00" * 5
+
+
+@contextmanager
+def hub(folder: Path, cut: str = "") -> Iterator[str]:
+    """A hub, as much of it as a download asks for, with ``folder`` as ``org/model``. Its link breaks within ``cut``."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.split("?")[0]
+            if path.startswith("/api/models/org/model/revision/"):
+                return self.say(json.dumps({"id": "org/model", "sha": COMMIT}).encode())
+            if path.startswith("/api/models/org/model/tree/"):
+                files = [
+                    {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": file.name}
+                    for file in folder.iterdir()
+                ]
+                return self.say(json.dumps(files).encode())
+            file = folder / path.removeprefix(f"/org/model/resolve/{COMMIT}/")
+            return self.say(file.read_bytes(), file.name) if file.is_file() else self.send_error(404)
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def say(self, content: bytes, name: str = "listing") -> None:
+            self.send_response(200)
+            for header, value in {"X-Repo-Commit": COMMIT, "ETag": f'"{name}"', "Content-Length": len(content)}.items():
+                self.send_header(header, str(value))
+            self.end_headers()
+            if self.command == "HEAD":
+                return
+            self.wfile.write(content[: len(content) // 2] if name == cut else content)
+            if name == cut:  # closed without lingering: the other end is told of a reset, not of an end
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                os.close(self.connection.detach())
+
+        def log_message(self, *about: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+def prepare_from(url: str, cache: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: the hub's library reads its variables once."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
+    return subprocess.run(
+        [sys.executable, "-m", "rookery.worker.model.convert", "--cache", str(cache), "org/model"],
+        env={**inherited, "HOME": str(cache.with_name("nobody")), "HF_ENDPOINT": url, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_what_the_hub_sends_lies_in_the_cache_until_its_model_is_prepared(tmp_path: Path) -> None:
+    publish(tmp_path / "published", "llama")
+    with hub(tmp_path / "published") as url:
+        done = prepare_from(url, tmp_path / "cache", HOME=str(tmp_path / "home"))
+        assert done.returncode == 0, done.stderr
+        assert registry.status(tmp_path / "cache", "org/model").state == "prepared"
+        assert not list(tmp_path.rglob("models--*"))
+        done = prepare_from(url, tmp_path / "other", HF_HOME=str(tmp_path / "shared"))
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "shared" / "hub" / "models--org--model").is_dir()
+        (tmp_path / "home" / ".cache" / "huggingface" / "hub").mkdir(parents=True)
+        done = prepare_from(url, tmp_path / "third", HOME=str(tmp_path / "home"))
+        assert done.returncode == 0, done.stderr
+        assert (tmp_path / "home" / ".cache" / "huggingface" / "hub" / "models--org--model").is_dir()
+        assert not (tmp_path / "other" / "hub").exists() and not (tmp_path / "third" / "hub").exists()
+
+
+def test_a_download_that_breaks_in_the_middle_is_one_line_and_is_tried_again(tmp_path: Path) -> None:
+    publish(tmp_path / "published", "llama")
+    with hub(tmp_path / "published", cut="model.safetensors") as url:
+        done = prepare_from(url, tmp_path / "cache")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "base_model: org/model cannot be fetched: the hub did not give org/model" in done.stderr
+    with hub(tmp_path / "published") as url:
+        assert prepare_from(url, tmp_path / "cache").returncode == 0
+
+
+def test_smollm2_comes_from_the_hub_or_the_package() -> None:
+    mark = json.loads((smollm2_folder() / "rookery.json").read_text())
+    assert mark["name"] == "smollm2-135m-instruct" and mark["model_type"] == "llama"
+    decoder = Decoder.load(smollm2_folder())
+    assert (decoder.config.layers, decoder.config.heads, decoder.config.kv_heads) == (30, 9, 3)

@@ -1,0 +1,773 @@
+"""Real worker processes, a real link, real trouble."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors import SafetensorError
+from tests.support.dialled import PATIENCE_SECONDS, Connection, Dialled
+from tests.support.peers import eventually
+from tests.support.small_model import save_small_model
+
+from rookery import protocol
+from rookery.errors import EXIT_REFUSED, UserError
+from rookery.worker.compute import Status, TimeSlice, next_turn
+from rookery.worker.connection import progress
+from rookery.worker.model.convert import prepare
+from rookery.worker.training_ops import TrainingOps
+from rookery.worker.transfer.http import CorruptArtifact, TransferFailed
+
+PROMPT = [40, 41, 42, 43, 44, 45]
+LONG = 400
+"""Tokens of a request that is still going on when the test acts: a small model samples some hundred a second."""
+
+
+class _Nothing:
+    def step(self) -> bool:
+        return True
+
+
+NOTHING = _Nothing()
+
+Start = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("worker")
+    prepare(str(save_small_model(folder / "small")), folder / "cache")
+    return folder
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Dialled]:
+    with Dialled(tmp_path / "artifacts") as service:
+        yield service
+
+
+@pytest.fixture
+def start(service: Dialled, cache: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts a worker of the service; all of them are gone afterwards."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(*arguments: str, before: str = "", token: str = "token", **settings: str) -> subprocess.Popen[bytes]:
+            code = f"{before}\nimport sys\nfrom rookery.worker.process import main\nsys.exit(main(sys.argv[1:]))"
+            command = [sys.executable, "-c", code, "--connect", service.url, "--model", str(cache / "small")]
+            environment = {**os.environ, "ROOKERY_TOKEN": token, "ROOKERY_CACHE": str(cache / "cache")}
+            environment |= {"ROOKERY_THREADS": "1"} | {
+                f"ROOKERY_{name.upper()}": value for name, value in settings.items()
+            }
+            process = subprocess.Popen(
+                [*command, *arguments], env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            return process
+
+        yield begin
+
+
+SLOW = """
+import time
+from rookery.worker.engine.native.engine import NativeEngine
+step = NativeEngine.step
+def slow(self):
+    time.sleep(0.005)
+    return step(self)
+NativeEngine.step = slow
+"""
+"""A text of ``LONG`` tokens takes seconds, so that a test can act in its middle."""
+
+
+def generate(request: str, adapter: protocol.AdapterRef | None = None, **changes: object) -> protocol.Generate:
+    fields: dict = {
+        "prompt": PROMPT,
+        "shared": 4,
+        "max_tokens": LONG,
+        "temperature": 1.0,
+        "seed": 5,
+        "stop_tokens": [],
+    }
+    return protocol.Generate(request=request, adapter=adapter, **fields | changes)
+
+
+def ended(process: subprocess.Popen[bytes]) -> tuple[int, str]:
+    """How a process ended, and what it wrote."""
+    _, said = process.communicate(timeout=PATIENCE_SECONDS)
+    return process.returncode, said.decode()
+
+
+def make_policy(service: Dialled, link: Connection, policy: str, seed: int = 1) -> protocol.AdapterRef:
+    """Version 0 of a policy, uploaded and committed."""
+    ticket = service.tickets.upload()
+    link.send(
+        protocol.InitAdapter(
+            op=f"init-{policy}", policy=policy, rank=4, alpha=8.0, targets=["q", "v", "down"], seed=seed, commit=ticket
+        )
+    )
+    done = link.done(f"init-{policy}")
+    assert done.error == ""
+    assert service.collect(ticket) == done.manifest
+    return service.ref(done.manifest, 0, policy)
+
+
+def batch(service: Dialled, tokens: int = 5) -> str:
+    member = protocol.GroupMember(
+        tokens=list(range(50, 50 + tokens)),
+        logprobs=[-5.0] * tokens,
+        advantages=[1.0] * tokens,
+        weights=[1.0] * tokens,
+    )
+    return service.tickets.publish_batch(
+        protocol.encode(
+            protocol.TrainingBatch(groups=[protocol.SharedPrefixGroup(prompt=PROMPT, members=[member, member])])
+        )
+    )
+
+
+def forward(op: str, parent: protocol.AdapterRef, ticket: str, **changes: object) -> protocol.ForwardBackward:
+    fields: dict = {
+        "policy": parent.policy,
+        "lease": 1,
+        "steps": 0,
+        "loss": protocol.Loss(name="importance_sampling"),
+        "temperature": 1.0,
+        "fresh": True,
+        "tenant": "tenant",
+    }
+    return protocol.ForwardBackward(op=op, parent=parent, batch_ticket=ticket, **fields | changes)
+
+
+def optim(op: str, parent: protocol.AdapterRef, **changes: object) -> protocol.OptimStep:
+    fields: dict = {"policy": parent.policy, "lease": 1, "steps": 0, "adam": protocol.Adam(lr=0.05), "tenant": "tenant"}
+    return protocol.OptimStep(op=op, parent=parent, **fields | changes)
+
+
+# --- joining --------------------------------------------------------------------------------------------------------
+
+HELD_BACK = """
+import pathlib, time
+import rookery.worker.process as process
+prepare = process.prepare
+def held_back(name, cache):
+    while not pathlib.Path({go!r}).exists():
+        time.sleep(0.05)
+    return prepare(name, cache)
+process.prepare = held_back
+"""
+
+
+def test_it_dials_in_before_its_model_is_there_and_beats_meanwhile(
+    service: Dialled, start: Start, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    start("--price", "0.5", before=HELD_BACK.format(go=str(go)))
+    link = service.connection(0)
+    assert (link.hello.loading, link.hello.max_context, link.hello.price) == (True, 0, 0.5)
+    service.until(lambda: len(link.of(protocol.Heartbeat)) > 5)
+    assert link.of(protocol.Ready) == []
+    assert {beat.active + beat.waiting + beat.training for beat in link.of(protocol.Heartbeat)} == {0}
+    link.drop()
+    again = service.connection(1)
+    assert again.hello.loading
+    go.touch()
+    [ready] = service.until(lambda: again.of(protocol.Ready))
+    assert ready.max_context == 512
+    again.drop()
+    last = service.connection(2)
+    assert (last.hello.loading, last.hello.max_context, last.hello.model_hash) == (False, 512, ready.model_hash)
+
+
+def test_a_token_that_was_read_from_a_file_may_have_its_newline(service: Dialled, start: Start) -> None:
+    start(token="token\n")
+    assert service.connection(0).hello.token == "token"
+
+
+@pytest.mark.parametrize(("kind", "ends"), [("UserError", EXIT_REFUSED), ("Unavailable", 1)])
+def test_a_model_that_cannot_be_prepared_ends_it_with_the_reason(
+    service: Dialled, start: Start, tmp_path: Path, kind: str, ends: int
+) -> None:
+    """With code 1 where another time may do."""
+    go = tmp_path / "go"
+    broken = HELD_BACK.format(go=str(go)).replace("return prepare", f"raise process.{kind}('no such weights') #")
+    worker = start(before=broken)
+    link = service.connection(0)
+    service.until(lambda: link.of(protocol.Heartbeat))
+    go.touch()
+    code, said = ended(worker)
+    assert code == ends
+    assert "no such weights" in said and "Traceback" not in said
+    assert isinstance(link.frames[-1], protocol.Draining)
+
+
+def test_it_may_be_told_to_end_while_it_loads(service: Dialled, start: Start, tmp_path: Path) -> None:
+    worker = start(before=HELD_BACK.format(go=str(tmp_path / "never")), drain_seconds="0.5")
+    link = service.connection(0)
+    service.until(lambda: link.of(protocol.Heartbeat))
+    worker.send_signal(signal.SIGTERM)
+    assert ended(worker)[0] == 0
+    assert isinstance(link.frames[-1], protocol.Draining)
+
+
+def test_what_it_shall_hold_comes_from_another_worker_and_what_cannot_be_had_is_told(
+    service: Dialled, start: Start, tmp_path: Path
+) -> None:
+    start("--peer-port", "0")
+    one = service.connection(0)
+    assert one.hello.address.startswith("http://127.0.0.1:")
+    adapter = make_policy(service, one, "p")
+    service.until(lambda: any(adapter.hash in holding.hashes for holding in one.of(protocol.AdaptersCached)))
+    start(cache=str(tmp_path / "cache"))
+    two = service.connection(1)
+    assert (two.hello.address, two.hello.adapters) == ("", [])
+    one.send(protocol.ServeArtifact(hash=adapter.hash, ticket=adapter.ticket, seconds=60))
+    damaged = service.store({"adapter_config.json": b"{}"})
+    service.artifacts.path(damaged.hash, "adapter_config.json").write_bytes(b"[]")
+    lent = msgspec.structs.replace(adapter, peers=[one.hello.address])
+    two.send(protocol.PrefetchAdapters(refs=[lent, service.ref(damaged, 1, "q")]))
+    service.until(lambda: [holding.hashes for holding in two.of(protocol.AdaptersCached)] == [[adapter.hash]])
+    assert [name for name, _ in service.requests if name.startswith(adapter.hash)] == []
+    [missing] = service.until(lambda: two.of(protocol.PullFailed))
+    assert missing.hash == damaged.hash
+    assert "corrupt" in missing.error
+    whole = sum(shard.size for shard in service.artifacts.open(adapter.hash).shards)
+    # a beat may fall into the pull
+    service.until(lambda: [beat for beat in two.of(protocol.Heartbeat) if beat.pulled_from_peers >= whole])
+    assert two.of(protocol.Heartbeat)[-1].pulled_from_peers == whole
+    two.send(generate("r", adapter, max_tokens=5))
+    assert {chunk.version for chunk in two.finished("r").chunks} == {0}
+    assert [name for name, _ in service.requests if name.startswith(adapter.hash)] == []
+
+
+# --- generating -----------------------------------------------------------------------------------------------------
+
+
+def test_tokens_stream_with_their_version_and_one_request_failing_touches_no_other(
+    service: Dialled, start: Start
+) -> None:
+    start("--name", "one", "--preemptible", "--max-rows", "7")
+    link = service.connection(0)
+    assert (link.hello.name, link.hello.kind, link.hello.max_rows) == ("one", "preemptible", 7)
+    assert (link.hello.loading, link.hello.running) == (True, [])
+    [ready] = service.until(lambda: link.of(protocol.Ready))
+    assert (ready.max_context, ready.device, len(ready.model_hash)) == (512, "cpu", 64)
+    adapter = make_policy(service, link, "p")
+    late = service.store({**_files(service, adapter), "trainer_state.safetensors": b"none"})
+    bad = service.store({**_files(service, adapter), "adapter_model.safetensors": b"no tensors"})
+    damaged = service.store({**_files(service, adapter), "trainer_state.safetensors": b"other"})
+    path = service.artifacts.path(damaged.hash, "adapter_model.safetensors")
+    path.write_bytes(bytes(len(path.read_bytes())))
+    link.send(
+        generate("base", max_tokens=40),
+        generate("adapted", adapter, max_tokens=40),
+        generate("renewed", service.ref(late, 3, "p", ticket=False), max_tokens=40),
+        generate("too long", prompt=PROMPT * 100),
+        generate("no adapter", service.ref(bad, 1)),
+        generate("damaged", service.ref(damaged, 2)),
+    )
+    for name, version, policy in [("base", 0, ""), ("adapted", 0, "p")]:
+        stream = link.finished(name)
+        assert (len(stream.tokens), len(stream.logprobs), stream.finish) == (40, 40, "length")
+        assert {(chunk.version, chunk.policy) for chunk in stream.chunks} == {(version, policy)}
+    for name, reason in [("too long", "context"), ("no adapter", "no PEFT adapter"), ("damaged", "corrupt")]:
+        stream = link.finished(name)
+        assert (stream.finish, stream.tokens) == ("error", [])
+        assert reason in stream.error
+        assert "\n" not in stream.error
+    [wanted] = service.until(lambda: link.of(protocol.TicketRequest))
+    assert wanted.hash == late.hash
+    link.send(protocol.TicketGrant(hash=late.hash, ticket=service.tickets.grant(late.hash)))
+    renewed = link.finished("renewed")
+    assert {chunk.version for chunk in renewed.chunks} == {3}
+    assert renewed.tokens == link.stream("adapted").tokens  # another version of the same weights
+    beats = service.until(
+        lambda: (b := link.of(protocol.Heartbeat)) and b[-1].generated >= 120 and b[-1].active == 0 and b
+    )
+    assert beats[-1].progress > 0
+    assert beats[-1].decode_seconds > 0
+    assert beats[-1].memory_bytes > 1 << 20
+
+
+def _files(service: Dialled, ref: protocol.AdapterRef) -> dict[str, bytes]:
+    shards = service.artifacts.open(ref.hash).shards
+    return {shard.name: service.artifacts.path(ref.hash, shard.name).read_bytes() for shard in shards}
+
+
+def test_a_killed_worker_costs_no_received_token(service: Dialled, start: Start) -> None:
+    first = start(before=SLOW)
+    link = service.connection(0)
+    adapter = make_policy(service, link, "p")
+    link.send(generate("whole", adapter))
+    whole = link.finished("whole")
+    link.send(generate("cut", adapter))
+    link.some("cut", 10)
+    first.kill()
+    service.until(lambda: link.closed)
+    received = link.stream("cut")
+    assert received.finish == ""
+    start()
+    link = service.connection(1)
+    assert link.hello.running == []
+    link.send(generate("cut", adapter, given=received.tokens))
+    rest = link.finished("cut")
+    assert rest.first == len(received.tokens)
+    assert received.tokens + rest.tokens == whole.tokens
+    assert received.logprobs + rest.logprobs == whole.logprobs
+
+
+def test_a_lost_link_loses_nothing(service: Dialled, start: Start) -> None:
+    worker = start()
+    link = service.connection(0)
+    adapter = make_policy(service, link, "p")
+    link.send(generate("whole", adapter))
+    whole = link.finished("whole")
+    names = ["claimed", "moved on", "left"]
+    link.send(*(generate(name, adapter) for name in names))
+    for name in names:
+        link.some(name, 5)
+    link.drop()
+    again = service.connection(1)
+    assert again.hello.instance == link.hello.instance
+    assert set(again.hello.running) >= set(names)
+    assert adapter.hash in again.hello.adapters
+    given = link.stream("claimed").tokens
+    elsewhere = [*whole.tokens[:5], (whole.tokens[5] + 1) % 256]
+    again.send(
+        generate("claimed", adapter, given=given),
+        generate("moved on", adapter, given=elsewhere, max_tokens=20),
+    )
+    rest = again.finished("claimed")
+    assert rest.first == len(given)
+    assert given + rest.tokens == whole.tokens
+    moved = again.finished("moved on")
+    assert (moved.first, len(moved.tokens)) == (6, 14)
+    assert again.stream("left").tokens == []  # nobody claimed it
+    again.drop()
+    last = service.connection(2)
+    assert "claimed" in last.hello.running  # it was told to its end, but did that arrive?
+    last.send(generate("claimed", adapter))
+    assert last.finished("claimed").tokens == whole.tokens
+    assert worker.poll() is None
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_running_request_goes_on_with_a_newer_version(service: Dialled, start: Start, recompute: bool) -> None:
+    start(before=SLOW)
+    link = service.connection(0)
+    old = make_policy(service, link, "p")
+    ticket = service.tickets.upload()
+    link.send(forward("a", old, batch(service)), optim("b", old, commit=ticket))
+    new = service.ref(link.done("b").manifest, 1, "p")
+    assert service.collect(ticket).hash == new.hash
+    link.send(generate("r", old))
+    link.some("r", 10)
+    link.send(
+        protocol.SwitchAdapter(request="r", adapter=new, recompute=recompute),
+        protocol.SwitchAdapter(request="unknown", adapter=new),
+    )
+    stream = link.finished("r")
+    versions = [chunk.version for chunk in stream.chunks for _ in chunk.tokens]
+    cut = versions.index(1)
+    assert versions == [0] * cut + [1] * (LONG - cut)
+    link.send(generate("old", old), generate("resumed", new, given=stream.tokens[:cut]))
+    whole, resumed = link.finished("old"), link.finished("resumed")
+    assert whole.tokens[:cut] == stream.tokens[:cut]
+    assert whole.logprobs[:cut] == stream.logprobs[:cut]
+    assert (stream.logprobs[cut:] == resumed.logprobs) == recompute
+    if recompute:
+        assert stream.tokens[cut:] == resumed.tokens
+
+
+def test_what_nobody_claims_is_let_go(service: Dialled, start: Start) -> None:
+    start(before=SLOW, rejoin_seconds="3")
+    link = service.connection(0)
+    link.send(generate("r", max_tokens=500, prompt=[1], shared=0))
+    link.some("r", 1)
+    link.drop()
+    assert service.connection(1).hello.running == ["r"]
+    number = 1
+    while (again := service.connection(number)).hello.running:  # it comes back each time, until it has let go
+        again.drop()
+        number += 1
+        assert number < 100
+    service.until(lambda: (beats := again.of(protocol.Heartbeat)) and beats[-1].active == 0)
+
+
+def test_what_a_new_link_does_not_claim_is_computed_no_further(service: Dialled, start: Start) -> None:
+    start(resume_seconds="0.3", max_rows="1")
+    link = service.connection(0)
+    link.send(*(generate(f"r{number}") for number in range(50)))
+    link.some("r0", 1)
+    link.drop()
+    again = service.connection(1)
+    assert len(again.hello.running) == 50
+    service.until(lambda: (beats := again.of(protocol.Heartbeat)) and beats[-1].active + beats[-1].waiting == 0)
+    assert again.of(protocol.Heartbeat)[-1].generated < 50 * LONG
+
+
+def test_a_stopped_worker_comes_back(service: Dialled, start: Start) -> None:
+    worker = start(before=SLOW)
+    link = service.connection(0)
+    link.send(generate("r"))
+    link.some("r", 5)
+    worker.send_signal(signal.SIGSTOP)
+    link.drop()
+    had = link.stream("r").tokens
+    worker.send_signal(signal.SIGCONT)
+    again = service.connection(1)
+    assert again.epoch != link.epoch
+    again.send(generate("r", given=had))
+    assert len(had) + len(again.finished("r").tokens) == LONG
+
+
+def test_an_aborted_request_may_begin_again_under_its_name(service: Dialled, start: Start) -> None:
+    start()
+    link = service.connection(0)
+    link.send(generate("r"), generate("aborted"))
+    link.some("r", 3)
+    link.send(protocol.Abort(request="r"), protocol.Abort(request="aborted"), protocol.Abort(request="unknown"))
+    link.send(generate("r", seed=6, max_tokens=8), generate("same", seed=6, max_tokens=8))
+    same = link.finished("same").tokens
+
+    def parts() -> list[protocol.TokenChunk]:
+        return [chunk for output in link.of(protocol.Output) for chunk in output.chunks if chunk.request == "r"]
+
+    service.until(lambda: parts()[-1].finish)
+    begun = max(number for number, chunk in enumerate(parts()) if chunk.offset == 0)
+    assert [token for chunk in parts()[begun:] for token in chunk.tokens] == same
+    service.until(lambda: (beat := link.of(protocol.Heartbeat)[-1]).active + beat.waiting == 0)
+
+
+def test_sigterm_sends_what_was_sampled_and_says_goodbye(service: Dialled, start: Start) -> None:
+    worker = start(before=SLOW)
+    service.flush_seconds = 60  # nothing leaves by itself
+    link = service.connection(0)
+    link.send(generate("r"))
+    service.until(lambda: (b := link.of(protocol.Heartbeat)) and b[-1].generated > 10)
+    assert link.stream("r").tokens == []
+    worker.send_signal(signal.SIGTERM)
+    service.until(lambda: link.closed)
+    sampled = link.stream("r")
+    assert len(sampled.tokens) > 10
+    assert isinstance(link.frames[-1], protocol.Draining)
+    assert ended(worker)[0] == 0
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def test_steps_commit_one_after_another(service: Dialled, start: Start) -> None:
+    start()
+    link = service.connection(0)
+    parent = make_policy(service, link, "p")
+    hashes = [parent.hash]
+    for version in (1, 2):
+        ticket = service.tickets.upload()
+        name = f"v{version}"
+        link.send(
+            forward(f"{name} a", parent, batch(service)),
+            forward(f"{name} b", parent, batch(service, 7), fresh=False),
+            optim(f"{name} c", parent),
+            forward(f"{name} d", parent, batch(service), steps=1),
+            optim(f"{name} e", parent, steps=1, commit=ticket),
+        )
+        answers = [link.done(f"{name} {letter}") for letter in "abcde"]
+        assert [done.error for done in answers] == [""] * 5
+        assert answers[0].metrics["tokens"] == 10
+        assert answers[2].metrics["grad_norm"] > 0
+        assert answers[2].manifest is None
+        manifest = answers[4].manifest
+        assert manifest is not None
+        assert service.collect(ticket) == manifest
+        service.artifacts.verify(manifest.hash)
+        assert "trainer_state.safetensors" in {shard.name for shard in manifest.shards}
+        parent = service.ref(manifest, version, "p")
+        hashes.append(parent.hash)
+        link.send(protocol.VersionCommitted(policy="p", lease=1, ref=parent))
+    assert len(set(hashes)) == 3
+    assert [path for path, _ in service.requests if path.endswith("trainer_state.safetensors")] == []  # never reloaded
+    link.send(generate("new", parent, max_tokens=10))
+    assert {chunk.version for chunk in link.finished("new").chunks} == {2}
+    # another worker goes on from the committed version
+    start()
+    other = service.connection(1)
+    other.send(forward("x", parent, batch(service), lease=2), optim("y", parent, lease=2))
+    assert [other.done(op).error for op in "xy"] == ["", ""]
+    link.send(forward("x", parent, batch(service), forward_only=True))
+    assert len(link.done("x").logprobs) == 2 * 5 * 4
+
+
+def test_an_operation_that_fails_is_never_stepped_over(service: Dialled, start: Start) -> None:
+    start()
+    link = service.connection(0)
+    parent, other = make_policy(service, link, "p"), make_policy(service, link, "other")
+    link.send(
+        forward("good", parent, batch(service)),
+        forward("gone", parent, "no such offer", fresh=False),
+        optim("over", parent),
+        forward("other", other, batch(service)),
+        optim("other step", other),
+    )
+    assert (link.done("good").error, link.done("good").category) == ("", "")
+    assert link.done("gone").category == "lost"
+    assert "\n" not in link.done("gone").error
+    assert link.done("over").category == "stale"
+    assert link.done("other step").error == ""
+    nonsense = service.tickets.publish_batch(b"nonsense")
+    link.send(forward("nonsense", parent, nonsense), optim("over that", parent))
+    assert link.done("nonsense").category == "failed"
+    assert link.done("over that").category == "stale"
+    link.send(forward("ahead", parent, batch(service), steps=3), optim("nothing held", parent, lease=9))
+    assert link.done("ahead").category == "stale"
+    assert link.done("nothing held").category == "stale"
+    link.send(forward("unknown loss", parent, batch(service), loss=protocol.Loss(name="none such")))
+    assert link.done("unknown loss").category == "failed"
+    link.send(forward("anew", parent, batch(service)), optim("anew step", parent))
+    assert (link.done("anew").error, link.done("anew step").error) == ("", "")
+    # an operation that is cancelled is not answered, nor is its gradient stepped with
+    link.send(forward("cancelled", parent, batch(service), steps=1), protocol.CancelOperation(op="cancelled"))
+    link.send(optim("after", parent, steps=1))
+    assert link.done("after").category == "stale"
+    assert [done for done in link.of(protocol.OperationDone) if done.op == "cancelled"] == []
+
+
+NO_ROOM = "Error while serializing: I/O error: No space left on device (os error 28)"
+
+
+@pytest.mark.parametrize(
+    ("error", "category"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "lost"),
+        (SafetensorError(NO_ROOM), "lost"),
+        (MemoryError(), "lost"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "lost"),
+        (TransferFailed("PUT: the service's disk is full"), "lost"),
+        (CorruptArtifact("artifact 0123 is corrupt"), "failed"),
+        (UserError("the adapter to start from has rank 8, the policy asks for 4"), "failed"),
+        (SafetensorError("Error while serializing: unknown dtype"), "failed"),
+        (RuntimeError("shapes do not match"), "failed"),
+    ],
+)
+async def test_a_workers_own_trouble_is_no_fault_of_what_it_was_asked(error: Exception, category: str) -> None:
+    """An operation that failed ends its job; one that was lost goes to another worker, and pauses the job at last."""
+
+    class Troubled:
+        def call(self, function: Callable[..., Any]) -> Future[Any]:
+            future: Future[Any] = Future()
+            future.set_exception(error)
+            return future
+
+    answers: list[tuple[str, str]] = []
+
+    async def answer(op: str, **told: Any) -> None:
+        answers.append((op, told["category"]))
+
+    operations = TrainingOps(Troubled(), None, answer)  # type: ignore[arg-type]
+    operations.initialise(
+        protocol.InitAdapter(op="i", policy="p", rank=4, alpha=8.0, targets=["q"], seed=1, commit="u")
+    )
+    await eventually(lambda: bool(answers))
+    assert answers == [("i", category)]
+    assert operations.failed == 1
+
+
+def test_a_step_that_was_cut_off_is_begun_anew(service: Dialled, start: Start) -> None:
+    start()
+    link = service.connection(0)
+    parent = make_policy(service, link, "p")
+    link.send(forward("a", parent, batch(service)))
+    assert link.done("a").error == ""
+    link.drop()
+    link = service.connection(1)
+    link.send(optim("half", parent))
+    assert link.done("half").category == "stale"
+    ticket = service.tickets.upload()
+    link.send(forward("b", parent, batch(service), lease=2), optim("c", parent, lease=2, commit=ticket))
+    assert link.done("b").error == ""
+    assert link.done("c").manifest == service.collect(ticket)
+
+
+def test_after_a_lost_link_a_state_comes_back_without_its_bytes(service: Dialled, start: Start) -> None:
+    """Under another lease: the one before went with the link."""
+    start()
+    link = service.connection(0)
+    parent = make_policy(service, link, "p")
+    ticket = service.tickets.upload()
+    link.send(forward("a", parent, batch(service)), optim("b", parent, commit=ticket))
+    manifest = link.done("b").manifest
+    assert manifest is not None and service.collect(ticket) == manifest
+    parent = service.ref(manifest, 1, "p")
+    link.send(protocol.VersionCommitted(policy="p", lease=1, ref=parent), forward("c", parent, batch(service)))
+    assert link.done("c").error == ""
+    link.drop()
+    link = service.connection(1)
+    link.send(forward("d", parent, batch(service), lease=2), optim("e", parent, lease=2))
+    assert [link.done(op).error for op in "de"] == ["", ""]
+    assert [path for path, _ in service.requests if path.endswith("trainer_state.safetensors")] == []
+
+
+def test_computing_goes_on_while_a_commit_is_uploaded_and_sigterm_waits_for_it(service: Dialled, start: Start) -> None:
+    worker = start(drain_seconds=str(PATIENCE_SECONDS))
+    link = service.connection(0)
+    parent = make_policy(service, link, "p")
+    service.uploads.clear()
+    service.uploads_held = threading.Event()
+    ticket = service.tickets.upload()
+    link.send(forward("a", parent, batch(service)), optim("b", parent, commit=ticket))
+    assert service.uploads.wait(PATIENCE_SECONDS)
+    link.send(generate("r", parent, max_tokens=20), forward("c", parent, batch(service), steps=1))
+    assert len(link.finished("r").tokens) == 20
+    assert link.done("c").error == ""
+    worker.send_signal(signal.SIGTERM)
+    service.uploads_held.set()
+    assert link.done("b").manifest == service.collect(ticket)
+    service.until(lambda: link.closed)
+    assert isinstance(link.frames[-1], protocol.Draining)
+    assert ended(worker)[0] == 0
+
+
+def test_sigterm_while_it_generates_and_trains_hands_back_what_was_sampled(service: Dialled, start: Start) -> None:
+    worker = start(before=SLOW)
+    link = service.connection(0)
+    parent = make_policy(service, link, "p")
+    link.send(generate("whole", parent))
+    whole = link.finished("whole")
+    service.flush_seconds = 60
+    link.drop()
+    link = service.connection(1)
+    link.send(generate("r", parent))
+    link.send(*(forward(f"f{number}", parent, batch(service, 40), fresh=number == 0) for number in range(200)))
+    link.done("f0")
+    service.until(lambda: (beats := link.of(protocol.Heartbeat)) and beats[-1].active == 1 and beats[-1].training > 0)
+    worker.send_signal(signal.SIGTERM)
+    service.until(lambda: link.closed)
+    assert isinstance(link.frames[-1], protocol.Draining)
+    assert ended(worker)[0] == 0
+    sampled = link.stream("r")
+    assert 0 < len(sampled.tokens) < LONG
+    assert sampled.finish == ""
+    assert sampled.tokens == whole.tokens[: len(sampled.tokens)], "handed back as far as it came"
+    assert len(link.of(protocol.OperationDone)) < 200, "what it trained on is given up: who sent it sends it elsewhere"
+
+
+# --- ending ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "token", "says"),
+    [
+        (["--model", "no-such-model"], "token", "no model is called"),
+        (["--roles", "rollout,cook"], "token", "--roles"),
+        (["--connect", "ftp://x"], "token", "--connect"),
+        ([], "wrong", "the token is wrong"),
+    ],
+)
+def test_what_cannot_work_ends_with_one_line(start: Start, arguments: list[str], token: str, says: str) -> None:
+    code, said = ended(start(*arguments, token=token))
+    assert code == EXIT_REFUSED
+    assert says in said
+    assert "Traceback" not in said
+
+
+BROKEN = """
+from rookery.worker.engine.native.engine import NativeEngine
+step = NativeEngine.step
+def broken(self):
+    if self.generated > 20:
+        raise RuntimeError("the arithmetic unit is on fire")
+    return step(self)
+NativeEngine.step = broken
+"""
+
+
+def test_a_failure_of_computing_itself_ends_the_process_after_what_was_sampled(service: Dialled, start: Start) -> None:
+    worker = start(before=BROKEN)
+    service.flush_seconds = 60
+    link = service.connection(0)
+    link.send(generate("r"))
+    service.until(lambda: link.closed)
+    assert len(link.stream("r").tokens) > 20
+    assert isinstance(link.frames[-1], protocol.Draining)
+    code, said = ended(worker)
+    assert code == 1
+    assert "on fire" in said
+
+
+def test_bytes_are_progress_only_while_nothing_computes() -> None:
+    """Versions of others keep coming while a slice hangs."""
+    assert progress(Status(progress=7), 100) != progress(Status(progress=7), 200)
+    for busy in ({"active": 1}, {"waiting": 1}, {"training": 1}):
+        hangs = Status(progress=7, **busy)
+        assert progress(hangs, 100) == progress(hangs, 200)
+
+
+HANGS = """
+import time
+from rookery.worker.engine.native.engine import NativeEngine
+from rookery.worker.trainer.native.trainer import Trainer
+NativeEngine.step = Trainer.step = lambda self: time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("part", ["engine", "trainer"])
+def test_a_first_slice_that_hangs_is_told_of_as_work_without_progress(
+    service: Dialled, start: Start, part: str
+) -> None:
+    """Or an idle worker's first slice could hang for ever: who has nothing to do need not make progress."""
+    start(before=HANGS)
+    link = service.connection(0)
+    parent = make_policy(service, link, "p")  # calls alone
+    link.send(generate("r") if part == "engine" else forward("a", parent, batch(service)))
+
+    def busy() -> list[bool]:
+        return [beat.active + beat.waiting + beat.training > 0 for beat in link.of(protocol.Heartbeat)]
+
+    service.until(lambda: len(busy()) >= 10 and all(busy()[-5:]))  # to the end, not while its adapter came
+    assert {beat.progress for beat in link.of(protocol.Heartbeat)[-5:]} == {link.of(protocol.Heartbeat)[-1].progress}
+
+
+def test_engine_and_trainer_share_the_time() -> None:
+    decode, train = TimeSlice(NOTHING, lambda: True), TimeSlice(NOTHING, lambda: training)
+
+    def spend(turns: int) -> None:
+        for _ in range(turns):
+            turn = next_turn([decode, train])
+            assert turn is not None
+            spent = 0.1 if turn is decode else 1.0
+            turn.clock += spent
+            turn.seconds += spent
+
+    training = False
+    spend(100)
+    assert (round(decode.seconds), train.seconds) == (10, 0)
+    training = True  # it is owed nothing for its idleness
+    spend(110)
+    assert abs(decode.seconds - 10 - train.seconds) <= 1.0
+    training = False
+    spend(1000)
+    training = True  # nor does it owe anything
+    before = train.seconds
+    spend(110)
+    assert abs(train.seconds - before - 10) <= 1.0
+
+
+def test_it_dies_with_its_parent(service: Dialled, start: Start) -> None:
+    worker = start("--die-with-parent")
+    service.connection(0)
+    assert worker.stdin is not None
+    worker.stdin.close()
+    worker.stdin = None
+    assert worker.wait(PATIENCE_SECONDS) != 0

@@ -1,0 +1,513 @@
+"""A worker's transfers against a real HTTP server and real peers: broken, corrupt, refused, silent."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import msgspec
+import pytest
+from safetensors import SafetensorError
+from tests.support.dialled import Dialled
+from tests.support.peers import eventually, settle
+
+from rookery import protocol
+from rookery.errors import UserError
+from rookery.worker.transfer import client as transfer
+from rookery.worker.transfer.client import Transfers
+from rookery.worker.transfer.http import CorruptArtifact, TransferFailed
+from rookery.worker.transfer.peer_server import AT_ONCE, PeerServer, listen
+from rookery.worker.transfer.prefetch import Prefetcher
+
+FILES = {
+    "adapter_config.json": b"{}",
+    "adapter_model.safetensors": os.urandom(64 << 10),
+    "trainer_state.safetensors": os.urandom(32 << 10),
+}
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Dialled]:
+    with Dialled(tmp_path / "artifacts") as service:
+        yield service
+
+
+async def no_renewal(digest: str) -> str:
+    raise TransferFailed("no new ticket came")
+
+
+def transfers(
+    service: Dialled,
+    root: Path,
+    *,
+    cap: int = 1 << 30,
+    peer_seconds: float = 10.0,
+    renew: Callable[[str], Awaitable[str]] = no_renewal,
+    arrived: Callable[[str], object] = lambda digest: None,
+    failed: Callable[[str, str], object] = lambda digest, reason: None,
+) -> Transfers:
+    return Transfers(
+        service.url,
+        root / "adapters",
+        cap,
+        renew,
+        timeout_seconds=10,
+        peer_seconds=peer_seconds,
+        arrived=arrived,
+        failed=failed,
+    )
+
+
+async def test_only_what_is_needed_is_pulled_and_once(service: Dialled, tmp_path: Path) -> None:
+    here, ref = transfers(service, tmp_path), service.ref(service.store(FILES), 1)
+    async with here.pulled(ref) as folder, here.pulled(ref) as again:
+        assert folder == again
+        assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
+        assert not (folder / "trainer_state.safetensors").exists()
+    assert here.here() == [ref.hash]
+    async with here.pulled(ref, state=True) as folder:
+        assert (folder / "trainer_state.safetensors").read_bytes() == FILES["trainer_state.safetensors"]
+    assert len(service.requests) == len(FILES)
+    await here.close()
+
+
+async def test_a_broken_transfer_goes_on_where_it_stopped(service: Dialled, tmp_path: Path) -> None:
+    here, ref = transfers(service, tmp_path), service.ref(service.store(FILES), 1)
+    service.cut = 40 << 10
+    async with here.pulled(ref) as folder:
+        assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
+    ranges = [asked for path, asked in service.requests if path.endswith("adapter_model.safetensors")]
+    assert ranges[0] == ""
+    assert len(ranges) > 1
+    assert all(0 < int(asked.removeprefix("bytes=").rstrip("-")) <= 64 << 10 for asked in ranges[1:])
+    await here.close()
+
+
+async def test_a_corrupt_shard_is_fetched_twice_and_refused(service: Dialled, tmp_path: Path) -> None:
+    here, manifest = transfers(service, tmp_path), service.store(FILES)
+    path = service.artifacts.path(manifest.hash, "adapter_model.safetensors")
+    good = path.read_bytes()
+    path.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    with pytest.raises(CorruptArtifact, match=r"adapter_model\.safetensors"):
+        async with here.pulled(service.ref(manifest, 1)):
+            pass
+    assert here.corrupt == 2
+    assert [name for name, _ in service.requests].count(f"{manifest.hash}/adapter_model.safetensors") == 2
+    assert here.here() == []
+    path.write_bytes(good)
+    async with here.pulled(service.ref(manifest, 1)) as folder:
+        assert (folder / "adapter_model.safetensors").read_bytes() == good
+    await here.close()
+
+
+async def test_damage_on_this_disk_is_mended(service: Dialled, tmp_path: Path) -> None:
+    ref = service.ref(service.store(FILES), 1)
+    first = transfers(service, tmp_path)
+    async with first.pulled(ref) as folder:
+        pass
+    await first.close()
+    (folder / "adapter_model.safetensors").write_bytes(b"x" * (64 << 10))
+    (folder / "manifest.json").write_bytes(b"{")
+    second = transfers(service, tmp_path)
+    async with second.pulled(ref) as folder:
+        assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
+    assert second.corrupt == 2
+    await second.close()
+
+
+async def test_an_expired_ticket_is_renewed_once(service: Dialled, tmp_path: Path) -> None:
+    manifest = service.store(FILES)
+    asked: list[str] = []
+
+    async def renew(digest: str) -> str:
+        asked.append(digest)
+        return service.tickets.grant(digest) if len(asked) == 1 else "no"
+
+    here = transfers(service, tmp_path, renew=renew)
+    async with here.pulled(service.ref(manifest, 1, ticket=False)):
+        assert asked == [manifest.hash]
+    other = service.store({"adapter_config.json": b"[]"})
+    with pytest.raises(TransferFailed, match="ticket"):
+        async with here.pulled(service.ref(other, 1, ticket=False)):
+            pass
+    assert asked == [manifest.hash, other.hash]
+    await here.close()
+
+
+async def test_an_upload_has_the_hash_that_the_service_computes(service: Dialled, tmp_path: Path) -> None:
+    here, ticket = transfers(service, tmp_path), service.tickets.upload()
+
+    def write(folder: Path) -> None:
+        for name, content in FILES.items():
+            (folder / name).write_bytes(content)
+
+    manifest = await here.upload(ticket, write)
+    assert manifest == service.collect(ticket)
+    assert service.artifacts.verify(manifest.hash) == manifest
+    async with here.pulled(service.ref(manifest, 1)):  # kept: nothing is pulled
+        assert service.requests == []
+    async with here.pulled(service.ref(manifest, 1), state=True):
+        assert [name for name, _ in service.requests] == [f"{manifest.hash}/trainer_state.safetensors"]
+    with pytest.raises(TransferFailed):
+        await here.upload(ticket, write)
+    await here.close()
+    assert all(not path.name.startswith(".") for path in (tmp_path / "adapters").iterdir())
+
+
+async def test_what_was_not_used_for_longest_goes_first(service: Dialled, tmp_path: Path) -> None:
+    manifests = [service.store({"adapter_model.safetensors": os.urandom(10 << 10)}) for _ in range(4)]
+    here = transfers(service, tmp_path, cap=25 << 10)
+    for age, manifest in enumerate(manifests[:3]):
+        async with here.pulled(service.ref(manifest, 1)) as folder:
+            pass
+        long_ago = folder.stat().st_mtime - 3600 + age
+        os.utime(folder, (long_ago, long_ago))
+    async with here.pulled(service.ref(manifests[3], 1)):
+        assert set(here.here()) == {manifests[2].hash, manifests[3].hash}
+    here.forget(manifests[2].hash)
+    assert here.here() == [manifests[3].hash]
+    here.forget(manifests[3].hash)
+    assert not here._cache._pins and manifests[3].hash not in here._locks, "nothing is kept of what is over"
+    await here.close()
+
+
+async def test_what_is_being_removed_is_not_here(
+    service: Dialled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, ref = transfers(service, tmp_path), service.ref(service.store(FILES), 1)
+    async with here.pulled(ref):
+        assert here.here() == [ref.hash]
+    monkeypatch.setattr(shutil, "rmtree", lambda *_: None)  # as slow as it can be
+    here.forget(ref.hash)
+    assert here.here() == []
+    assert len(list((tmp_path / "adapters").iterdir())) == 1
+    await here.close()
+
+
+async def test_what_is_over_leaves_a_full_disk(
+    service: Dialled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On which nothing more can be made."""
+    here, ref = transfers(service, tmp_path), service.ref(service.store(FILES), 1)
+    async with here.pulled(ref):
+        pass
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "mkdir", full)
+    here.forget(ref.hash)
+    assert here.here() == []
+    await eventually(lambda: not any((tmp_path / "adapters").iterdir()))
+    await here.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+    ids=["the system's", "safetensors'"],
+)
+async def test_on_a_full_disk_what_nobody_uses_makes_room(
+    service: Dialled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """For a pull and for a commit, of 10 kB each, where 25 kB fit; what is in use stays."""
+    here, root, size = transfers(service, tmp_path), tmp_path / "adapters", 10 << 10
+    old, used, new = (service.store({"adapter_model.safetensors": os.urandom(size)}) for _ in range(3))
+    fill, tries = transfer.fill, []
+
+    def unused(*digests: str) -> None:
+        """They were last used an hour ago."""
+        for digest in digests:
+            long_ago = (root / digest).stat().st_mtime - 3600
+            os.utime(root / digest, (long_ago, long_ago))
+
+    def take() -> None:
+        if sum(path.stat().st_size for path in root.rglob("*") if path.is_file()) + size > 25 << 10:
+            raise error
+
+    async def limited(*given: Any) -> None:
+        take()
+        await fill(*given)
+
+    def write(folder: Path) -> None:
+        tries.append(folder)
+        if len(tries) == 1:
+            (folder / "begun").write_bytes(b"half")
+        take()
+        (folder / "adapter_model.safetensors").write_bytes(os.urandom(size))
+
+    monkeypatch.setattr(transfer, "fill", limited)
+    async with here.pulled(service.ref(old, 1)), here.pulled(service.ref(used, 1)):
+        pass
+    async with here.pulled(service.ref(used, 1)):
+        unused(old.hash, used.hash)
+        async with here.pulled(service.ref(new, 1)):
+            assert set(here.here()) == {used.hash, new.hash}
+        unused(new.hash)
+        manifest = await here.upload(service.tickets.upload(), write)
+        assert len(tries) == 2 and [shard.name for shard in manifest.shards] == ["adapter_model.safetensors"]
+        assert set(here.here()) == {used.hash, manifest.hash}
+        with pytest.raises(type(error)):  # all of it is in use, or was a moment ago
+            async with here.pulled(service.ref(old, 1)):
+                pass
+    await here.close()
+    assert all(not path.name.startswith(".") for path in root.iterdir())
+
+
+@pytest.mark.parametrize("name", ["../escape", ".hidden/x", "/etc/x"])
+async def test_a_manifest_cannot_leave_its_folder(service: Dialled, tmp_path: Path, name: str) -> None:
+    manifest = protocol.manifest_of([protocol.Shard(name=name, size=1, sha256="0" * 64)])
+    folder = service.artifacts._root / manifest.hash
+    folder.mkdir()
+    (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
+    (folder / name).parent.mkdir(exist_ok=True)
+    here = transfers(service, tmp_path)
+    service.artifacts.open = lambda digest: manifest  # type: ignore[method-assign]
+    with pytest.raises(CorruptArtifact, match="outside"):
+        async with here.pulled(service.ref(manifest, 1)):
+            pass
+    await here.close()
+
+
+# --- peers ------------------------------------------------------------------------------------------------------------
+
+SIZE = len(FILES["adapter_model.safetensors"])
+
+
+class Lending:
+    """A worker's cache with an artifact in it, and its lender."""
+
+    def __init__(self, service: Dialled, root: Path) -> None:
+        self.root = root / "lending"
+        self.transfers = transfers(service, self.root)
+        listening, self.url = listen(service.url, None, 0)
+        assert listening is not None
+        self.lender = PeerServer(self.root / "adapters", listening)
+        self.lender.start()
+
+    async def has(self, ref: protocol.AdapterRef, *, state: bool = False) -> None:
+        async with self.transfers.pulled(ref, state=state):
+            pass
+
+    async def get(self, path: str, ticket: str = "t", **headers: str) -> httpx.Response:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            return await http.get(f"{self.url}{path}", headers={"X-Rookery-Ticket": ticket, **headers})
+
+
+@pytest.fixture
+async def lending(service: Dialled, tmp_path: Path) -> AsyncIterator[Lending]:
+    lending = Lending(service, tmp_path)
+    yield lending
+    await lending.lender.stop()
+    await lending.transfers.close()
+
+
+async def test_a_lender_hands_out_what_it_was_told_to_for_that_ticket_until_it_is_over(
+    service: Dialled, lending: Lending
+) -> None:
+    ref, other = (service.ref(service.store(files), 1) for files in (FILES, {"adapter_config.json": b"[]"}))
+    await lending.has(ref, state=True)
+    await lending.has(other)
+    shard = f"/artifacts/{ref.hash}/adapter_model.safetensors"
+    assert (await lending.get(shard)).status_code == 404, "not before it is told"
+    lending.lender.lend(ref.hash, "t", 60)
+    assert (await lending.get(shard)).content == FILES["adapter_model.safetensors"]
+    part = await lending.get(shard, Range="bytes=1000-")
+    assert (part.status_code, part.content) == (206, FILES["adapter_model.safetensors"][1000:])
+    manifest = msgspec.json.decode((await lending.get(f"/artifacts/{ref.hash}")).content, type=protocol.Manifest)
+    assert manifest.hash == ref.hash
+    lending.lender.lend(other.hash, "over", -1)
+    for path, ticket in [
+        (shard, "another"),
+        (shard, ""),
+        (f"/artifacts/{ref.hash}/trainer_state.safetensors", "t"),
+        (f"/artifacts/{ref.hash}/manifest.json", "t"),
+        (f"/artifacts/{ref.hash}/.adapter", "t"),
+        (f"/artifacts/{ref.hash}/..%2f{other.hash}%2fadapter_config.json", "t"),
+        (f"/artifacts/{ref.hash}/../{other.hash}/adapter_config.json", "t"),
+        (f"/artifacts/{other.hash}/adapter_config.json", "t"),
+        (f"/artifacts/{other.hash}/adapter_config.json", "over"),
+        ("/artifacts/..%2f..", "t"),
+        ("/", "t"),
+    ]:
+        assert (await lending.get(path, ticket)).status_code == 404, path
+    lending.lender._busy = AT_ONCE
+    assert (await lending.get(shard)).status_code == 503, "it does not let itself be overrun"
+    lending.lender._busy = 0
+    lending.lender.forget(ref.hash)
+    assert (await lending.get(shard)).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "told"),
+    [(None, None, ""), ("far.example:7100", 0, "http://far.example:7100"), (None, 0, "http://127.0.0.1:"),
+     ("[fe80::1]:71", 0, "http://[fe80::1]:71")],
+)  # fmt: skip
+def test_where_a_worker_lends(address: str | None, port: int | None, told: str) -> None:
+    listening, url = listen("http://127.0.0.1:7077", address, port)
+    assert url.startswith(told)
+    assert (listening is None) == (told == "")
+    if listening is not None:
+        listening.close()
+
+
+@pytest.mark.parametrize(("address", "port"), [("host", None), (":7100", None), ("host:x", 0), (None, 70000)])
+def test_an_address_that_is_none_is_refused(address: str | None, port: int | None) -> None:
+    with pytest.raises(UserError):
+        listen("http://127.0.0.1:7077", address, port)
+
+
+def lent(service: Dialled, manifest: protocol.Manifest, *peers: str) -> protocol.AdapterRef:
+    return msgspec.structs.replace(service.ref(manifest, 1), peers=list(peers))
+
+
+async def test_an_adapter_comes_from_a_peer_and_the_state_from_the_service(
+    service: Dialled, lending: Lending, tmp_path: Path
+) -> None:
+    manifest = service.store(FILES)
+    arrived: list[str] = []
+    here, ref = transfers(service, tmp_path, arrived=arrived.append), lent(service, manifest, lending.url)
+    await lending.has(ref)
+    lending.lender.lend(ref.hash, ref.ticket, 60)
+    service.requests.clear()
+    async with here.pulled(ref) as folder:
+        assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
+    assert service.requests == []
+    assert arrived == [ref.hash]
+    assert (here.lent, here.given) == (SIZE + len(FILES["adapter_config.json"]), 0)
+    async with here.pulled(ref, state=True):
+        assert [name for name, _ in service.requests] == [f"{ref.hash}/trainer_state.safetensors"]
+    await here.close()
+
+
+class Peer:
+    """Lends like a worker, until the shard's byte ``at``: then it breaks off, says nothing more, or lies."""
+
+    def __init__(
+        self, manifest: protocol.Manifest, does: Literal["breaks", "hangs", "lies", "refuses"], at: int
+    ) -> None:
+        self.manifest, self.does, self.at = manifest, does, at
+        self.asked: list[str] = []
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> Peer:
+        self._server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+        path = lines[0].split()[1]
+        self.asked.append(path)
+        name = path.rsplit("/", 1)[-1]
+        content = FILES.get(name, msgspec.json.encode(self.manifest))
+        begin = next((int(x.split("=")[1].rstrip("-")) for x in lines if x.startswith("range:")), 0)
+        status = "206 Partial Content" if begin else "200 OK"
+        if self.does == "refuses":
+            status, content, begin = "404 Not Found", b"", 0
+        head = f"HTTP/1.1 {status}\r\nContent-Length: {len(content) - begin}\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode())
+        if name != "adapter_model.safetensors" or self.does == "refuses":
+            writer.write(content[begin:])
+        elif self.does == "lies":
+            writer.write(content[begin : self.at] + bytes(len(content) - max(begin, self.at)))
+        else:
+            writer.write(content[begin : max(begin, self.at)])
+            await writer.drain()
+            if self.does == "hangs":
+                await reader.read()  # until the other end has had enough
+        writer.close()
+
+
+@pytest.mark.parametrize("does", ["breaks", "hangs", "refuses"])
+async def test_where_one_peer_stops_the_next_goes_on_then_the_service(
+    service: Dialled, tmp_path: Path, does: Literal["breaks", "hangs", "refuses"]
+) -> None:
+    manifest = service.store(FILES)
+    here = transfers(service, tmp_path, peer_seconds=1.0 if does == "hangs" else 10.0)
+    async with Peer(manifest, does, 20_000) as one, Peer(manifest, does, 50_000) as two:
+        async with here.pulled(lent(service, manifest, "http://127.0.0.1:1", one.url, two.url)) as folder:
+            assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
+        ranges = dict(service.requests)
+        shard = f"{manifest.hash}/adapter_model.safetensors"
+        if does == "refuses":
+            assert ranges[shard] == ""
+            assert here.lent == 0
+        else:
+            assert ranges[shard] == "bytes=50000-"
+            assert here.given == SIZE - 50_000
+        assert here.corrupt == 0
+        asked = len(one.asked) + len(two.asked)
+        other = service.store({"adapter_config.json": b"[]"})
+        one.manifest = two.manifest = other
+        async with here.pulled(lent(service, other, one.url, two.url)):
+            again = len(one.asked) + len(two.asked) > asked
+        assert again == (does == "refuses"), "who failed is left alone; who only had not this one is not"
+    await here.close()
+
+
+async def test_a_peer_that_lies_costs_one_fetch_from_the_service(service: Dialled, tmp_path: Path) -> None:
+    manifest = service.store(FILES)
+    here = transfers(service, tmp_path)
+    async with Peer(manifest, "lies", 30_000) as liar:
+        async with here.pulled(lent(service, manifest, liar.url)) as folder:
+            assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
+        assert (here.corrupt, here.given >= SIZE) == (1, True)
+    await here.close()
+
+
+async def test_what_cannot_be_had_is_told(service: Dialled, tmp_path: Path) -> None:
+    told: list[tuple[str, str]] = []
+    here = transfers(service, tmp_path, failed=lambda digest, reason: told.append((digest, reason)))
+    ref = service.ref(service.store(FILES), 1, ticket=False)
+    with pytest.raises(TransferFailed):
+        async with here.pulled(ref):
+            pass
+    assert told == [(ref.hash, "no new ticket came")]
+    await here.close()
+
+
+# --- ahead of need ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_slow_receiver_skips_versions_that_newer_ones_have_overtaken(service: Dialled, tmp_path: Path) -> None:
+    arrived: list[str] = []
+    begun: list[str] = []
+    here = transfers(service, tmp_path, arrived=arrived.append)
+    go = asyncio.Event()
+    pull = here._pull
+
+    async def slowly(digest: str, state: bool) -> Path:
+        begun.append(digest)
+        await go.wait()
+        return await pull(digest, state)
+
+    here._pull = slowly  # type: ignore[method-assign]
+    stored = [service.store({"adapter_config.json": str(version).encode()}) for version in range(6)]
+    refs = [service.ref(manifest, version, "a") for version, manifest in enumerate(stored)]
+    other = service.ref(service.store({"adapter_config.json": b"b"}), 0, "b")
+    ahead = Prefetcher(here)
+    ahead.hold(refs[:2])
+    await settle()
+    assert begun == [refs[0].hash, refs[1].hash], "two at a time; asked for together, neither overtakes the other"
+    for ref in (refs[2], refs[3], other, refs[4], refs[5]):
+        ahead.hold([ref])
+    ahead.forget(refs[5].hash)
+    go.set()
+    await eventually(lambda: len(arrived) >= 3)
+    assert arrived[2:] == [other.hash]
+    assert refs[2].hash not in begun
+    await here.close()
