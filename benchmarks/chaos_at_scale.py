@@ -1,18 +1,21 @@
 """The shipped controller among a thousand workers that are preempted a hundred thousand times, in virtual time.
 
 ``python benchmarks/chaos_at_scale.py [--seed N] [--workers N] [--jobs N] [--preemptions N] [--seeding]``. Ends with the
-first violation of what must hold (``rookery.simulation.chaos``), which names the seed and the events before it, else
+first violation of what must hold (``tests.chaos``), which names the seed and the events before it, else
 with a table of what happened. Same seed, same event log.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 
-from harness import Result, command
+from harness import ROOT, Result, command
 
-from rookery.simulation.chaos.faults import Plan
-from rookery.simulation.chaos.run import play
+sys.path.insert(0, str(ROOT))
+
+from tests.chaos.faults import Plan
+from tests.chaos.run import play
 
 
 def main() -> None:

@@ -14,11 +14,10 @@ from harness import ROOT, Result, command
 
 sys.path.insert(0, str(ROOT))
 
-from test_chaos_at_scale import SMALL, TRIES
+from tests.chaos.events import Violation
 from tests.chaos.mutations import MUTATIONS, Mutation, made
-
-from rookery.simulation.chaos.events import Violation
-from rookery.simulation.chaos.run import play
+from tests.chaos.run import play
+from tests.chaos.test_simulated import SMALL, TRIES
 
 
 def noticed(mutation: Mutation) -> tuple[int, Violation] | None:

@@ -20,6 +20,7 @@ import asyncio
 import logging
 import math
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -28,13 +29,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness import Result, command
+from harness import ROOT, Result, command
+
+sys.path.insert(0, str(ROOT))
+
+from tests.chaos.faults import Plan
+from tests.chaos.links import Peer, Wire
+from tests.chaos.run import MEMORY, Run
+from tests.chaos.site import Timers
 
 from rookery import protocol
-from rookery.simulation.chaos.faults import Plan
-from rookery.simulation.chaos.links import Peer, Wire
-from rookery.simulation.chaos.run import MEMORY, Run
-from rookery.simulation.chaos.site import Timers
 from rookery.simulation.clock import VirtualLoop
 
 WORKERS = (10, 30, 100, 300, 1000)
@@ -68,7 +72,7 @@ class Meter:
         self._came: tuple[str, int] | None = None
 
     def arrived(self, link: Wire, message: Any) -> None:
-        """As of :class:`rookery.simulation.chaos.links.Watch`."""
+        """As of :class:`tests.chaos.links.Watch`."""
         kind = type(message).__name__
         self.events[kind] += max(1, len(message.chunks)) if isinstance(message, protocol.Output) else 1
         self._came = (kind, time.thread_time_ns())

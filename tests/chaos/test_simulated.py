@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.chaos.events import Violation
+from tests.chaos.faults import Plan
 from tests.chaos.mutations import MUTATIONS, Mutation, made
-
-from rookery.simulation.chaos.events import Violation
-from rookery.simulation.chaos.faults import Plan
-from rookery.simulation.chaos.run import Outcome, play
+from tests.chaos.run import Outcome, play
 
 SMALL = Plan(seed=0, workers=12, jobs=4, preemptions=100)
 TRIES = 8

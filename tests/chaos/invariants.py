@@ -17,14 +17,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.chaos.events import Events
+from tests.chaos.links import Wire
+from tests.chaos.texts import text
+
 from rookery import protocol
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.scheduler import AGAIN, GenerationFailed, SamplingRequest, SamplingResult
 from rookery.settings import Settings
-from rookery.simulation.chaos.events import Events
-from rookery.simulation.chaos.links import Wire
-from rookery.simulation.chaos.texts import text
 
 
 @dataclass(eq=False)

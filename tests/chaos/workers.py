@@ -12,12 +12,12 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import msgspec
+from tests.chaos.links import Wire
+from tests.chaos.site import SLOW_SHARE, Site, Timers, hello
+from tests.chaos.texts import text
+from tests.chaos.trainers import Trainer
 
 from rookery import protocol
-from rookery.simulation.chaos.links import Wire
-from rookery.simulation.chaos.site import SLOW_SHARE, Site, Timers, hello
-from rookery.simulation.chaos.texts import text
-from rookery.simulation.chaos.trainers import Trainer
 
 BEAT_SECONDS = 2.0
 KEEP_SECONDS = 60.0

@@ -13,21 +13,22 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from tests.chaos.events import Events
+from tests.chaos.faults import PREEMPTIONS, Dice, Kind, Plan
+from tests.chaos.history import History, WatchedDatabase
+from tests.chaos.hosts import Host
+from tests.chaos.invariants import Requests
+from tests.chaos.ledger import Dead, SlowLedger
+from tests.chaos.links import Peer, Wire
+from tests.chaos.site import ENVIRONMENT, HOST_TOKEN, MODEL, SLOW_SHARE, WORKER_TOKEN
+from tests.chaos.texts import chat
+from tests.chaos.workers import Machine
+
 from rookery import protocol
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.errors import Conflict, StorageFull, Unavailable
 from rookery.settings import Settings
-from rookery.simulation.chaos.events import Events
-from rookery.simulation.chaos.faults import PREEMPTIONS, Dice, Kind, Plan
-from rookery.simulation.chaos.history import History, WatchedDatabase
-from rookery.simulation.chaos.hosts import Host
-from rookery.simulation.chaos.invariants import Requests
-from rookery.simulation.chaos.ledger import Dead, SlowLedger
-from rookery.simulation.chaos.links import Peer, Wire
-from rookery.simulation.chaos.site import ENVIRONMENT, HOST_TOKEN, MODEL, SLOW_SHARE, WORKER_TOKEN
-from rookery.simulation.chaos.texts import chat
-from rookery.simulation.chaos.workers import Machine
 from rookery.simulation.clock import EPOCH, VirtualClock, VirtualLoop
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.rows import FINAL_JOB_STATES
@@ -66,7 +67,7 @@ class Outcome:
 
 
 def play(plan: Plan) -> Outcome:
-    """Carry the plan out. Raises :class:`~rookery.simulation.chaos.events.Violation` as soon as something does not
+    """Carry the plan out. Raises :class:`~tests.chaos.events.Violation` as soon as something does not
     hold, naming the seed."""
     log, began = logging.getLogger("rookery"), time.monotonic()
     before = log.level
@@ -97,7 +98,7 @@ def number_tasks(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class Run:
-    """The :class:`~rookery.simulation.chaos.site.Site` of one run."""
+    """The :class:`~tests.chaos.site.Site` of one run."""
 
     def __init__(self, plan: Plan, folder: Path, began: float) -> None:
         self.plan = plan

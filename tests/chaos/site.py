@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Literal, Protocol
 
+from tests.chaos.events import Events
+from tests.chaos.faults import Dice, Plan
+from tests.chaos.history import History
+from tests.chaos.links import Peer, Wire
+
 from rookery import protocol
 from rookery.controller.controller import Controller
-from rookery.simulation.chaos.events import Events
-from rookery.simulation.chaos.faults import Dice, Plan
-from rookery.simulation.chaos.history import History
-from rookery.simulation.chaos.links import Peer, Wire
 
 MODEL = "smollm2-135m-instruct"
 """The base model that everybody holds: any name of the catalogue."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from tests.chaos.links import Wire
+from tests.chaos.site import ENVIRONMENT, HOST_TOKEN, Site, Timers
 
 from rookery import protocol
 from rookery.controller.fleet.env_hosts import BUILTIN
 from rookery.controller.jobs.trajectory import derive
-from rookery.simulation.chaos.links import Wire
-from rookery.simulation.chaos.site import ENVIRONMENT, HOST_TOKEN, Site, Timers
 
 BEAT_SECONDS = 2.0
 REWARDS = 3

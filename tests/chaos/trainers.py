@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from tests.chaos.history import ADAPTER, State, chained, traces
 
 from rookery import protocol
 from rookery.errors import RookeryError
-from rookery.simulation.chaos.history import ADAPTER, State, chained, traces
 from rookery.spec.job import TARGETS
 
 if TYPE_CHECKING:
-    from rookery.simulation.chaos.workers import Process
+    from tests.chaos.workers import Process
 
 CONFIG = "adapter_config.json"
 UPLOAD_ATTEMPTS = 3

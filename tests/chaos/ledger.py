@@ -14,8 +14,9 @@ from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
+from tests.chaos.events import Events
+
 from rookery.errors import Unavailable
-from rookery.simulation.chaos.events import Events
 from rookery.storage.database import Database
 
 T = TypeVar("T")

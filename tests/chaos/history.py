@@ -22,13 +22,13 @@ from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
+from tests.chaos.events import Events
+from tests.chaos.invariants import Lasting
 
 from rookery import protocol
 from rookery.algorithms.advantages import advantages
 from rookery.controller.jobs.trajectory import outcome_decoder
 from rookery.errors import RookeryError
-from rookery.simulation.chaos.events import Events
-from rookery.simulation.chaos.invariants import Lasting
 from rookery.spec.job import JobSpec
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.database import Database
