@@ -6,16 +6,18 @@ from typing import Protocol
 
 
 class ConnectionClosed(Exception):
-    """The other end is gone; nothing more will arrive or leave."""
+    """The other end is gone; no frame will arrive or leave any more."""
 
 
 class Connection(Protocol):
+    """One end of a message channel. The service's are WebSockets, the simulator's are in memory."""
+
     async def send(self, frame: bytes) -> None:
-        """Raises :class:`LinkClosed`."""
+        """Raises :class:`ConnectionClosed`."""
         ...
 
     async def receive(self) -> bytes:
-        """The next frame. Raises :class:`LinkClosed`."""
+        """The next frame. Raises :class:`ConnectionClosed`."""
         ...
 
     async def close(self, reason: str) -> None:

@@ -1,0 +1,69 @@
+"""Base classes, artifacts and adapter references: the pieces that all messages share.
+
+An artifact is a set of files named by the hash of its manifest. Messages name artifacts by hash and carry a ticket; the
+bytes travel over HTTP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import msgspec
+
+PROTOCOL = 2
+"""Version of the protocol. Both ends of a connection must use the same one."""
+
+
+class Message(msgspec.Struct, tag=True, omit_defaults=True):
+    """Base class of every message: one frame of a connection."""
+
+
+class Struct(msgspec.Struct, omit_defaults=True):
+    """Base class of the parts of messages."""
+
+
+class Shard(Struct, kw_only=True):
+    """One file of an artifact: its name inside the folder, its size in bytes, the SHA-256 of its bytes in hex."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+class Manifest(Struct, kw_only=True):
+    """An artifact: a PEFT adapter folder, with or without the trainer's state.
+
+    ``hash`` is the SHA-256 over the sorted shards' (name, size, sha256) and names the artifact everywhere.
+    """
+
+    hash: str
+    shards: list[Shard]
+
+
+def manifest_of(shards: Iterable[Shard]) -> Manifest:
+    """The manifest of these files. Its hash is that of the compact JSON ``[[name, size, sha256], …]``, by name."""
+    ordered = sorted(shards, key=lambda shard: shard.name)
+    listing = msgspec.json.encode([[shard.name, shard.size, shard.sha256] for shard in ordered])
+    return Manifest(hash=hashlib.sha256(listing).hexdigest(), shards=ordered)
+
+
+class AdapterRef(Struct, kw_only=True):
+    """One immutable version of a policy and where a worker reads it. ``hash`` names its manifest."""
+
+    policy: str
+    version: int
+    hash: str
+    rank: int
+    alpha: float
+    ticket: str = ""
+    """Reads ``GET {base}/wire/artifacts/{hash}/{shard}``; a :class:`~rookery.protocol.TicketRequest` renews it."""
+    peers: list[str] = msgspec.field(default_factory=list)
+    """Addresses of workers that hold the artifact and accept this ticket, tried before the service:
+    ``GET {peer}/artifacts/{hash}/{shard}``. The hash proves the bytes, so a peer need not be trusted."""
+
+
+class HelloRejected(Message, kw_only=True):
+    """The service refuses the connection and the other end must not retry. ``reason`` is one line for its operator."""
+
+    reason: str

@@ -1,0 +1,127 @@
+"""Messages between the controller and environment hosts.
+
+A host introduces itself with :class:`HostHello`; :class:`HostWelcome` gives the connection its epoch. The controller
+asks for prompts and drives episodes with calls; a host answers each call once and repeats the stored answer when the
+same call is sent again.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from rookery.protocol.common import HelloRejected, Message, Struct
+
+
+class HostedEnvironment(Struct, kw_only=True):
+    """``name`` is the value of a job's ``environment.hosted``; built-ins are named ``builtin:<id>``."""
+
+    name: str
+    deterministic: bool = False
+
+
+class HostHello(Message, kw_only=True):
+    """First frame of a host. ``instance`` is drawn once per process."""
+
+    protocol: int
+    token: str
+    """A tenant's API key, or the service's own token for a host that it spawned."""
+    instance: str
+    environments: list[HostedEnvironment]
+    episodes: list[str] = msgspec.field(default_factory=list)
+    """Episodes still alive in this process from an earlier connection."""
+
+
+class HostWelcome(Message, kw_only=True):
+    """``epoch`` is valid for this connection alone."""
+
+    epoch: int
+    heartbeat_seconds: float
+
+
+class HostHeartbeat(Message, kw_only=True):
+    """``active`` counts the episodes in the process."""
+
+    epoch: int
+    active: int
+
+
+class ChatMessage(Struct, kw_only=True):
+    """A chat message."""
+
+    role: str
+    content: str
+
+
+class GetPrompts(Message, kw_only=True):
+    """Asks for the prompts ``start`` … ``start + count - 1`` of a split, in the job's order: finite splits are shuffled
+    again for each pass over the data from ``seed`` when ``shuffle``, and start over at their end."""
+
+    call: str
+    job: str
+    environment: str
+    options: dict
+    split: Literal["train", "eval"]
+    start: int
+    count: int
+    seed: int
+    shuffle: bool
+
+
+class Prompts(Message, kw_only=True):
+    """Answer to :class:`GetPrompts`. ``size`` is the split's length where it is finite, else -1. Fewer prompts than
+    asked: only on error or in eval."""
+
+    epoch: int
+    call: str
+    prompts: list[bytes] = msgspec.field(default_factory=list)
+    """Each the JSON of one prompt."""
+    size: int = -1
+    error: str = ""
+
+
+class Reset(Message, kw_only=True):
+    """Begins an episode: builds the environment from (environment, options), answers :class:`Observation` of turn 0."""
+
+    call: str
+    episode: str
+    job: str
+    environment: str
+    options: dict
+    prompt: bytes
+    seed: int
+
+
+class StepEpisode(Message, kw_only=True):
+    """The policy's reply to turn ``turn``; ``messages`` is the whole conversation so far, the reply last."""
+
+    call: str
+    episode: str
+    turn: int
+    text: str
+    tokens: list[int]
+    messages: list[ChatMessage]
+
+
+class Observation(Message, kw_only=True):
+    """Result of ``reset`` or ``step``. A raised exception arrives as ``error`` (one line, with its type)."""
+
+    epoch: int
+    call: str
+    episode: str
+    messages: list[ChatMessage] = msgspec.field(default_factory=list)
+    reward: float = 0.0
+    done: bool = False
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    error: str = ""
+
+
+class CloseEpisode(Message, kw_only=True):
+    """The episode is over; the host deletes its environment."""
+
+    episode: str
+
+
+FromHost = HostHello | HostHeartbeat | Prompts | Observation
+ToHost = HostWelcome | HelloRejected | GetPrompts | Reset | StepEpisode | CloseEpisode

@@ -1,0 +1,366 @@
+"""Messages between the controller and workers: registration, heartbeats, generation, adapters, training.
+
+A worker introduces itself with :class:`Hello`; :class:`Welcome` gives the connection its epoch. Tokens of a request are
+numbered from 0 and ``TokenChunk.offset`` is the number of the chunk's first token: a receiver takes only the part that
+extends its copy, so a chunk sent twice counts once.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from rookery.protocol.common import AdapterRef, HelloRejected, Manifest, Message, Struct
+
+# --- worker → controller --------------------------------------------------------------------------------------------
+
+
+class Hello(Message, kw_only=True):
+    """First frame of a worker. ``instance`` is drawn once per process; ``running`` are requests still held from
+    an earlier connection, so that a controller that knows them resumes their streams instead of resending.
+
+    A worker that still loads its base model sets ``loading`` and sends :class:`Ready` when it is loaded."""
+
+    protocol: int
+    token: str
+    name: str
+    instance: str
+    model: str
+    model_hash: str
+    roles: list[Literal["rollout", "train"]]
+    kind: Literal["reserved", "preemptible"] = "reserved"
+    price: float = 0.0
+    """Cost of one hour, in any unit: the operator's choice."""
+    address: str = ""
+    """Where other workers may pull adapters from it; empty: it serves none."""
+    loading: bool = False
+    max_rows: int
+    """Sequences that decode at the same time."""
+    max_context: int
+    max_rank: int
+    device: str
+    dtype: str
+    pid: int = 0
+    host: str = ""
+    adapters: list[str] = msgspec.field(default_factory=list)
+    running: list[str] = msgspec.field(default_factory=list)
+
+
+class Ready(Message, kw_only=True):
+    """The base model is loaded: the worker accepts work."""
+
+    epoch: int
+    model_hash: str
+    max_context: int
+    device: str
+    dtype: str
+
+
+class AdaptersCached(Message, kw_only=True):
+    """These adapters are complete in the worker's cache, in addition to those reported before."""
+
+    epoch: int
+    hashes: list[str]
+
+
+class PullFailed(Message, kw_only=True):
+    """An adapter that work named could not be pulled, neither from a peer nor from the service."""
+
+    epoch: int
+    hash: str
+    error: str
+
+
+class Heartbeat(Message, kw_only=True):
+    """Sent at a fixed interval. ``progress`` counts finished compute slices, and bytes of adapters while nothing
+    computes: a worker whose progress stands still while ``active``, ``waiting`` or ``training`` is not zero is stuck
+    rather than dead."""
+
+    epoch: int
+    progress: int
+    active: int
+    waiting: int
+    training: int
+    adapters: int
+    generated: int
+    """Tokens sampled since the process began."""
+    trained: int
+    """Tokens trained on since the process began (loss or not, prompts counted once in each pass)."""
+    decode_seconds: float
+    train_seconds: float
+    memory_bytes: int
+    pulled_from_peers: int = 0
+    """Bytes of artifacts pulled from other workers since the process began …"""
+    pulled_from_service: int = 0
+    """… and from the service."""
+
+
+class PromptLogprob(Struct, kw_only=True):
+    """A prompt token's natural log-probability at temperature 1, and the likeliest tokens in its place with theirs,
+    best first."""
+
+    logprob: float
+    top: list[tuple[int, float]] = msgspec.field(default_factory=list)
+
+
+class TokenChunk(Struct, kw_only=True):
+    """Newly sampled tokens of one request. ``finish`` is empty until the last chunk.
+
+    ``logprobs`` are natural logs under the distribution sampled from (temperature applied). ``version`` is the adapter
+    version that the engine applied to these tokens (0 with ``policy`` empty: the base model)."""
+
+    request: str
+    offset: int
+    tokens: list[int]
+    logprobs: list[float]
+    version: int
+    policy: str = ""
+    finish: Literal["", "stop", "length", "abort", "error"] = ""
+    error: str = ""
+    prompt_logprobs: list[PromptLogprob] = msgspec.field(default_factory=list)
+    """With the last chunk: of the prompt's last tokens, as many as were requested."""
+
+
+class Output(Message, kw_only=True):
+    """One flush: new tokens of any number of requests."""
+
+    epoch: int
+    chunks: list[TokenChunk]
+
+
+class TicketRequest(Message, kw_only=True):
+    """Asks for a new ticket for an artifact that a request or an operation named."""
+
+    epoch: int
+    hash: str
+
+
+class OperationDone(Message, kw_only=True):
+    """Answer to :class:`ForwardBackward`, :class:`OptimStep` or :class:`InitAdapter`. ``error`` is empty on success;
+    ``category`` says whether a retry can help: ``stale`` (parent or lease does not match: send again with state),
+    ``failed`` (this operation cannot succeed), ``lost`` (the worker had to drop it; any worker may retry)."""
+
+    epoch: int
+    op: str
+    error: str = ""
+    category: Literal["", "stale", "failed", "lost"] = ""
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    logprobs: bytes = b""
+    """With forward_only, or where requested: float32 little-endian, the groups' loss tokens in order of the batch, then
+    the data's targets."""
+    manifest: Manifest | None = None
+    """With a commit: the uploaded artifact."""
+
+
+class Draining(Message, kw_only=True):
+    """The worker drains: it accepts nothing new and its unfinished requests move to other workers."""
+
+    epoch: int
+
+
+# --- controller → worker --------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, kw_only=True):
+    """``epoch`` is valid for this connection alone. Tickets are used at the address that the worker dialled."""
+
+    name: str
+    epoch: int
+    heartbeat_seconds: float
+    flush_seconds: float
+    """Tokens wait at most this long in the worker before they are sent."""
+
+
+class Generate(Message, kw_only=True):
+    """One generation. The sequence is ``prompt`` + ``prefix_tokens`` + the sampled tokens; sampled token i uses noise
+    from (``seed``, i), i counted from the first token of ``prefix_tokens``, so a resumed text equals an uninterrupted
+    one.
+
+    The first ``shared_prefix`` tokens of ``prompt`` are common to the episode's group: their cache is kept once for all
+    requests that agree on (adapter, these tokens). ``episode`` names the cache that a later turn may extend."""
+
+    request: str
+    adapter: AdapterRef | None
+    prompt: list[int]
+    shared_prefix: int
+    prefix_tokens: list[int] = msgspec.field(default_factory=list)
+    max_tokens: int
+    """Counted from the first token of ``prefix_tokens``."""
+    temperature: float
+    """0 is greedy; its log-probabilities are those at temperature 1."""
+    seed: int
+    stop_tokens: list[int]
+    stop: list[str] = msgspec.field(default_factory=list)
+    """A stop string ends the text with the token that completes it; that token is kept."""
+    episode: str = ""
+    in_flight: Literal["finish", "switch", "recompute"] = "finish"
+    """Reaction to a newer version. Unless it is ``finish``, a running request may also be resumed by a newer version
+    than it runs on; with ``switch`` it extends the episode's cache also where an older version computed it."""
+    prompt_logprobs: int = 0
+    """How many of the prompt's last tokens are scored too (its first token never is); ``shared_prefix`` must be 0."""
+    top_logprobs: int = 0
+    """With each scored token, how many of the likeliest tokens in its place are returned."""
+    interactive: bool = False
+    """Admitted before requests that are not interactive, which may lose their rows to it and resume later from the same
+    token. Does not affect the text."""
+
+
+class Abort(Message, kw_only=True):
+    """Stops a request; its last chunk has ``finish`` ``abort``."""
+
+    request: str
+
+
+class SwitchAdapter(Message, kw_only=True):
+    """A running request continues with ``adapter``, a newer version of its policy, from the next token after it is
+    loaded. Its attention cache stays as the older version computed it, unless ``recompute``. Tokens sampled before
+    keep the version that sampled them: a :class:`TokenChunk` never mixes two."""
+
+    request: str
+    adapter: AdapterRef
+    recompute: bool = False
+
+
+class PrefetchAdapters(Message, kw_only=True):
+    """These versions are in use: cache them and report each with :class:`AdaptersCached` when it is complete."""
+
+    refs: list[AdapterRef]
+
+
+class ServeArtifact(Message, kw_only=True):
+    """Serve the artifact to peers that bring ``ticket``, for ``seconds`` from now."""
+
+    hash: str
+    ticket: str
+    seconds: float
+
+
+class TicketGrant(Message, kw_only=True):
+    """Answer to :class:`TicketRequest`; ``peers`` as in :class:`AdapterRef`."""
+
+    hash: str
+    ticket: str
+    peers: list[str] = msgspec.field(default_factory=list)
+
+
+class Loss(Struct, kw_only=True):
+    """A loss by name with its parameters (algorithms/losses). A pure sum over tokens."""
+
+    name: str
+    params: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class ForwardBackward(Message, kw_only=True):
+    """Adds the gradient of Σ weight·term over the batch to the policy's accumulated gradient.
+
+    ``parent`` names the committed state from which the policy's current step began, ``steps`` the optimizer steps
+    since then on this lease: the worker answers ``stale`` unless it holds (policy, lease, parent, steps) or steps is 0
+    and it can load the parent."""
+
+    op: str
+    policy: str
+    lease: int
+    parent: AdapterRef
+    steps: int
+    batch_ticket: str
+    """``GET {base}/wire/offers/{ticket}`` answers an encoded :class:`~rookery.protocol.TrainingBatch`."""
+    loss: Loss
+    temperature: float
+    kl_weight: float = 0.0
+    forward_only: bool = False
+    zero_grad: bool = False
+    """Clear the accumulated gradient first (first operation of a step)."""
+    logprobs: bool = False
+    """Return ``OperationDone.logprobs`` also where a gradient is computed."""
+    tenant: str = ""
+
+
+class Adam(Struct, kw_only=True):
+    """Parameters of one AdamW step."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled (AdamW)."""
+    clip: float = 0.0
+    """Global gradient norm; 0 is off."""
+
+
+class OptimStep(Message, kw_only=True):
+    """One AdamW step of one policy on its accumulated gradient. With a NaN or infinity in gradient or loss nothing is
+    applied, the state stays as it was, and ``OperationDone.metrics['skipped']`` is 1. With ``commit`` the worker then
+    writes adapter and trainer state as artifact files, ``PUT {base}/wire/uploads/{commit}/{shard}``, and answers with
+    the manifest. Without ``adam`` it only commits: no step is taken and the gradient stays as it is."""
+
+    op: str
+    policy: str
+    lease: int
+    parent: AdapterRef
+    steps: int
+    adam: Adam | None
+    scale: float = 1.0
+    """Multiplies the accumulated gradient before it is clipped: a normalisation that is only known after the last
+    ``ForwardBackward``."""
+    commit: str = ""
+    """An upload ticket, or empty for no commit after this step."""
+    tenant: str = ""
+
+
+class VersionCommitted(Message, kw_only=True):
+    """The controller made ``ref`` durable: the worker's state of that policy is now this version with 0 steps."""
+
+    policy: str
+    lease: int
+    ref: AdapterRef
+
+
+class CancelOperation(Message, kw_only=True):
+    """Abandon a training operation that has not answered."""
+
+    op: str
+
+
+class EvictArtifacts(Message, kw_only=True):
+    """No request or operation will name these artifacts again, or this policy's trainer state is not needed here."""
+
+    hashes: list[str] = msgspec.field(default_factory=list)
+    policy: str = ""
+    offload: bool = False
+    """The policy's state may be needed again: keep it in main memory, if there is room."""
+
+
+class InitAdapter(Message, kw_only=True):
+    """Creates version 0: a LoRA with B = 0 and A drawn from ``seed`` (or the weights of ``source``, a PEFT artifact
+    with a read ticket), no optimizer state. Uploaded under ``commit``; :class:`OperationDone` brings the manifest."""
+
+    op: str
+    policy: str
+    rank: int
+    alpha: float
+    targets: list[str]
+    """Any of q k v o gate up down."""
+    seed: int
+    commit: str
+    source: AdapterRef | None = None
+
+
+FromWorker = Hello | Ready | AdaptersCached | PullFailed | Heartbeat | Output | TicketRequest | OperationDone | Draining
+ToWorker = (
+    Welcome
+    | HelloRejected
+    | Generate
+    | Abort
+    | SwitchAdapter
+    | PrefetchAdapters
+    | ServeArtifact
+    | TicketGrant
+    | ForwardBackward
+    | OptimStep
+    | VersionCommitted
+    | CancelOperation
+    | EvictArtifacts
+    | InitAdapter
+)
