@@ -335,7 +335,7 @@ class ScriptedWorker:
         wanted = (op.lease, op.parent.hash, op.steps)
         held = self._states.get(op.policy)
         if held is None or held[:3] != wanted:
-            if op.steps or isinstance(op, protocol.OptimStep) or not (op.fresh or op.forward_only):
+            if op.steps or isinstance(op, protocol.OptimStep) or not (op.zero_grad or op.forward_only):
                 return protocol.OperationDone(
                     epoch=0, op=op.op, error=f"holds {held}, wanted {wanted}", category="stale"
                 )
@@ -474,12 +474,12 @@ class ScriptedHost:
     def usual(self, message: protocol.Reset | protocol.StepEpisode) -> dict[str, Any]:
         if isinstance(message, protocol.Reset):
             return {
-                "turns": [protocol.ChatMessage(role="user", content=f"{message.prompt.decode()} {message.seed % 7}")]
+                "messages": [protocol.ChatMessage(role="user", content=f"{message.prompt.decode()} {message.seed % 7}")]
             }
         done = message.turn + 1 >= self.turns
         turns = [] if done else [protocol.ChatMessage(role="user", content=f"go on {message.turn}")]
         reward = float(_draw("reward", message.text, message.turn) % 5)
-        return {"turns": turns, "reward": reward, "done": done, "metrics": {"odd": reward % 2}}
+        return {"messages": turns, "reward": reward, "done": done, "metrics": {"odd": reward % 2}}
 
 
 # --- a controller with all that is real around it ---------------------------------------------------------------------

@@ -25,7 +25,7 @@ class StartingOver(RolloutScheduler):
     thrown_away = 0
     """Tokens that were received, and are generated again."""
 
-    def _again(self, live: InflightRequest, reason: str) -> None:
+    def _requeue(self, live: InflightRequest, reason: str) -> None:
         if reason in ("lost", "rejected") and not live.done.done():
             reply = live.reply
             self.thrown_away += len(reply.tokens)
