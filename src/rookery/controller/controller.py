@@ -32,6 +32,7 @@ from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.usage import UsageMeter
 from rookery.controller.validation import JobValidator
 from rookery.controller.views import JobState, JobView, Sampled
+from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.pull_failures import PullFailures
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import Conflict, StorageFull, Unavailable
@@ -77,6 +78,8 @@ class Controller(JobQueries):
         fleet = Fleet(settings, clock, worker_token, self.tickets)
         rollouts = parts.rollouts(fleet, settings, clock)
         training = TrainingDispatcher(fleet, self.tickets, settings, clock, ids, ledger)
+        collector = ArtifactCollector(ledger, database, artifacts, fleet, training.pinned)
+        training.on_stray(collector.delete_stray)
         world = ControllerContext(
             settings=settings,
             clock=clock,
@@ -90,6 +93,7 @@ class Controller(JobQueries):
             seeding=parts.seeding(fleet, rollouts, training, settings, clock),
             hosts=EnvironmentHosts(settings, clock, ids, authenticate, partial(ledger, database.unfinished_job_ids)),
             billing=UsageMeter(fleet, rollouts, training, settings, clock, ledger, database),
+            collector=collector,
             chat=chat,
             check_environment=check_environment,
             measured=self._measured,

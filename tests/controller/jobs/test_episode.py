@@ -125,9 +125,9 @@ async def test_the_context_ends_an_episode_in_its_middle_and_refuses_one_at_its_
 
     def long(message: Any) -> Any:
         if isinstance(message, protocol.StepEpisode):
-            return {"turns": [protocol.ChatMessage(role="user", content="x" * 200)], "reward": float(message.turn)}
+            return {"messages": [protocol.ChatMessage(role="user", content="x" * 200)], "reward": float(message.turn)}
         if message.episode.endswith("-g0-0"):
-            return {"turns": [protocol.ChatMessage(role="user", content="x" * 600)]}
+            return {"messages": [protocol.ChatMessage(role="user", content="x" * 600)]}
         return None
 
     await service.host(script=long).join()

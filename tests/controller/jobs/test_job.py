@@ -991,13 +991,13 @@ async def test_the_source_of_a_warm_start_stays_until_it_is_read(service: Servic
     job = await run(service, policies={"main": {"warm_start": {"job": source, "version": 1}}}, stop__steps=1)
     await eventually(lambda: len(worker.operations) > before)
     world = service.controller.world
-    await world.let_go(service.database.retire_version, policy.id, 1)
+    await world.collector.delete_unnamed(service.database.retire_version, policy.id, 1)
     assert found.hash in service.artifacts.hashes()
     worker.training.set()
     await service.ends(job)
     zero = service.check_history(job)[0]
     assert service.artifacts.path(zero.hash, ADAPTER).read_bytes() == content
-    assert not world.read and not world.left
+    assert not world.collector.readers and not world.collector.deferred
 
 
 async def test_others_answer_as_if_nothing_were_there(service: Service) -> None:

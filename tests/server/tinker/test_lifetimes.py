@@ -165,11 +165,11 @@ async def test_a_checkpoint_that_is_being_loaded_stays_until_it_is_the_models(
         monkeypatch.setattr(PolicyTrainer, name, late(getattr(PolicyTrainer, name)))
     loaded = await visitor.do(operations.LoadState(path=path, optimizer=optimizer))
     assert isinstance(loaded, operations.StateLoaded), loaded
-    await eventually(lambda: not service.controller.world.read)
+    await eventually(lambda: not service.controller.world.collector.readers)
     await wait(service, 1)  # what nothing names is removed in the ledger
     checkpoints = {row.hash for row in await visitor.sessions.checkpoints("alice")}
     assert service.artifacts.hashes() == await heads(visitor) | checkpoints
-    assert not service.controller.world.left
+    assert not service.controller.world.collector.deferred
     await visitor.gradient()
     assert isinstance(await visitor.step(), operations.OptimStepResult)
 

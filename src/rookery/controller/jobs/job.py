@@ -123,7 +123,9 @@ class Job:
             await self.progress.say("corrupt", line)
         if self.policy.head is None:
             first, source = partial(first_adapter, self.spec, self.policy.row.id), self._warm_start
-            async with world.reading(source):  # it may wait for long, and the source's job let it go meanwhile
+            async with world.collector.reading(
+                source
+            ):  # it may wait for long, and the source's job let it go meanwhile
                 manifest = await self._trainee.init(first, source)
                 await self._commit_version(manifest, [], {})
         assert self.policy.head is not None

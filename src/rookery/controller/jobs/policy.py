@@ -164,7 +164,7 @@ class PolicyHistory:
             in_use=[version for version, users in self._pinned.items() if users],
         )
         for version in going:
-            await world.let_go(world.database.retire_version, self.row.id, version)
+            await world.collector.delete_unnamed(world.database.retire_version, self.row.id, version)
             self._versions[version] = msgspec.structs.replace(self._versions[version], kept=False)
 
 

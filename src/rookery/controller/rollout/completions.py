@@ -110,7 +110,7 @@ class Completions:
             stop=list(stop),
             interactive=world.settings.interactive_priority,
         )
-        async with world.reading(target.adapter):
+        async with world.collector.reading(target.adapter):
             with self._pinned(target.adapter):
                 return await world.rollouts.sample(request, grown)
 

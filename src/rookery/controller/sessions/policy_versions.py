@@ -120,4 +120,4 @@ class PolicyVersions:
             await self._let_go(version)
 
     async def _let_go(self, version: int) -> None:
-        await self._world.let_go(self._world.database.retire_version, self._policy.id, version)
+        await self._world.collector.delete_unnamed(self._world.database.retire_version, self._policy.id, version)

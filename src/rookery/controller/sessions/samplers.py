@@ -104,7 +104,7 @@ class Samplers:
         outcome: operations.AnyOutcome
         try:
             adapter = await self._adapter(row)
-            async with self._world.reading(adapter):
+            async with self._world.collector.reading(adapter):
                 outcome = await self._sample(future, call, row, adapter)
         except* RookeryError as errors:
             error = _first(errors)
@@ -204,7 +204,7 @@ class Samplers:
         for row in await world.ledger(world.database.idle_samplers, before):
             if row.id not in sampling:
                 self._used.pop(row.id, None)
-                await world.let_go(world.database.let_sampler_go, row.id)
+                await world.collector.delete_unnamed(world.database.let_sampler_go, row.id)
 
 
 def _seed(drawn: str, number: int) -> int:

@@ -117,7 +117,7 @@ class Sessions:
         for model in await world.ledger(world.database.over_models, now - world.settings.session_result_seconds):
             if model not in self._models:
                 for digest in await world.ledger(world.database.end_model, model):
-                    await world.let_go(world.database.unnamed, digest)
+                    await world.collector.delete_unnamed(world.database.unnamed, digest)
 
     async def _clear(self) -> None:
         """Remember no model of a finished session that has nothing to do, and no session of which nobody is heard."""
@@ -395,7 +395,7 @@ class Sessions:
 
     async def delete_checkpoint(self, tenant: str, model: str, kind: str, name: str) -> None:
         world = self._world
-        await world.let_go(world.database.delete_checkpoint, tenant, model, kind, name)
+        await world.collector.delete_unnamed(world.database.delete_checkpoint, tenant, model, kind, name)
 
     async def weights(self, tenant: str, path: str) -> tuple[CheckpointRow, ModelRow, PolicyRow]:
         """What a path names, and the model it is of."""

@@ -284,7 +284,7 @@ class TrainingRun:
         content = operations.encode(saved)
 
         overwrite = call.overwrite or call.kind != "weights"  # the API lets only these be protected
-        await world.let_go(world.database.save_checkpoint, row, overwrite, (future.id, content))
+        await world.collector.delete_unnamed(world.database.save_checkpoint, row, overwrite, (future.id, content))
         self._futures.tell(future, saved, len(content))
 
     async def _save_sampler(self, call: operations.SaveSampler) -> operations.AnyOutcome:
@@ -312,7 +312,9 @@ class TrainingRun:
         found = protocol.AdapterRef(
             policy=self.policy.id, version=0, hash=source.hash, rank=policy.rank, alpha=policy.alpha
         )
-        async with world.reading(found):  # its owner may delete it, or its time be over, before it is this model's
+        async with world.collector.reading(
+            found
+        ):  # its owner may delete it, or its time be over, before it is this model's
             await checkpoint(world, self.row.tenant, call.path)
             if call.optimizer:
                 manifest = source.manifest
