@@ -21,12 +21,12 @@ _ROOMS = {
     "Job": "rookery.client",
     "JobSpec": "rookery.spec.job",
     "Record": "rookery.client",
-    "Refused": "rookery.client",
+    "RequestRefused": "rookery.client",
     "Reply": "rookery.environments.base",
     "RookeryError": "rookery.errors",
     "Settings": "rookery.settings",
     "Step": "rookery.environments.base",
-    "WaitedTooLong": "rookery.client",
+    "JobTimeout": "rookery.client",
 }
 
 __all__ = [

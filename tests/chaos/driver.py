@@ -165,7 +165,7 @@ class Town:
 
     def host(self) -> None:
         """A user's process that offers :data:`HOSTED`."""
-        self.joined["host"] = self._start("host", [__file__, self.url], ROOKERY_KEY=self.key)
+        self.joined["host"] = self._start("host", ["-m", "tests.chaos.driver", self.url], ROOKERY_KEY=self.key)
 
     @property
     def key(self) -> str:
@@ -297,6 +297,7 @@ class Town:
         with (self.logs / f"{name}.log").open("ab") as output:
             return subprocess.Popen(
                 [sys.executable, *arguments],
+                cwd=Path(__file__).parents[2],
                 env=self._environment | more,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

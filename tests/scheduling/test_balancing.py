@@ -396,7 +396,7 @@ async def test_what_somebody_waits_for_is_not_moved(tmp_path: Path) -> None:
     old = await frozen(room, "old", 2)
     rollouts = [room.sample(seed) for seed in texts(2)]
     await eventually(lambda: len(old.active) == 2)
-    chats = [room.sample(seed, "b", f"chat-{seed}", first=True, episode="") for seed in texts(2)]
+    chats = [room.sample(seed, "b", f"chat-{seed}", interactive=True, episode="") for seed in texts(2)]
     await eventually(lambda: len(old.active) == 4)
     new = await frozen(room, "new", 2)
     await eventually(lambda: len(new.active) == 2)

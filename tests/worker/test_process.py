@@ -95,7 +95,7 @@ NativeEngine.step = slow
 def generate(request: str, adapter: protocol.AdapterRef | None = None, **changes: object) -> protocol.Generate:
     fields: dict = {
         "prompt": PROMPT,
-        "shared": 4,
+        "shared_prefix": 4,
         "max_tokens": LONG,
         "temperature": 1.0,
         "seed": 5,
@@ -145,7 +145,7 @@ def forward(op: str, parent: protocol.AdapterRef, ticket: str, **changes: object
         "steps": 0,
         "loss": protocol.Loss(name="importance_sampling"),
         "temperature": 1.0,
-        "fresh": True,
+        "zero_grad": True,
         "tenant": "tenant",
     }
     return protocol.ForwardBackward(op=op, parent=parent, batch_ticket=ticket, **fields | changes)
@@ -321,7 +321,7 @@ def test_a_killed_worker_costs_no_received_token(service: Dialled, start: Start)
     start()
     link = service.connection(1)
     assert link.hello.running == []
-    link.send(generate("cut", adapter, given=received.tokens))
+    link.send(generate("cut", adapter, prefix_tokens=received.tokens))
     rest = link.finished("cut")
     assert rest.first == len(received.tokens)
     assert received.tokens + rest.tokens == whole.tokens
@@ -346,8 +346,8 @@ def test_a_lost_link_loses_nothing(service: Dialled, start: Start) -> None:
     given = link.stream("claimed").tokens
     elsewhere = [*whole.tokens[:5], (whole.tokens[5] + 1) % 256]
     again.send(
-        generate("claimed", adapter, given=given),
-        generate("moved on", adapter, given=elsewhere, max_tokens=20),
+        generate("claimed", adapter, prefix_tokens=given),
+        generate("moved on", adapter, prefix_tokens=elsewhere, max_tokens=20),
     )
     rest = again.finished("claimed")
     assert rest.first == len(given)
@@ -382,7 +382,7 @@ def test_a_running_request_goes_on_with_a_newer_version(service: Dialled, start:
     versions = [chunk.version for chunk in stream.chunks for _ in chunk.tokens]
     cut = versions.index(1)
     assert versions == [0] * cut + [1] * (LONG - cut)
-    link.send(generate("old", old), generate("resumed", new, given=stream.tokens[:cut]))
+    link.send(generate("old", old), generate("resumed", new, prefix_tokens=stream.tokens[:cut]))
     whole, resumed = link.finished("old"), link.finished("resumed")
     assert whole.tokens[:cut] == stream.tokens[:cut]
     assert whole.logprobs[:cut] == stream.logprobs[:cut]
@@ -394,7 +394,7 @@ def test_a_running_request_goes_on_with_a_newer_version(service: Dialled, start:
 def test_what_nobody_claims_is_let_go(service: Dialled, start: Start) -> None:
     start(before=SLOW, rejoin_seconds="3")
     link = service.connection(0)
-    link.send(generate("r", max_tokens=500, prompt=[1], shared=0))
+    link.send(generate("r", max_tokens=500, prompt=[1], shared_prefix=0))
     link.some("r", 1)
     link.drop()
     assert service.connection(1).hello.running == ["r"]
@@ -429,7 +429,7 @@ def test_a_stopped_worker_comes_back(service: Dialled, start: Start) -> None:
     worker.send_signal(signal.SIGCONT)
     again = service.connection(1)
     assert again.epoch != link.epoch
-    again.send(generate("r", given=had))
+    again.send(generate("r", prefix_tokens=had))
     assert len(had) + len(again.finished("r").tokens) == LONG
 
 
@@ -479,7 +479,7 @@ def test_steps_commit_one_after_another(service: Dialled, start: Start) -> None:
         name = f"v{version}"
         link.send(
             forward(f"{name} a", parent, batch(service)),
-            forward(f"{name} b", parent, batch(service, 7), fresh=False),
+            forward(f"{name} b", parent, batch(service, 7), zero_grad=False),
             optim(f"{name} c", parent),
             forward(f"{name} d", parent, batch(service), steps=1),
             optim(f"{name} e", parent, steps=1, commit=ticket),
@@ -516,7 +516,7 @@ def test_an_operation_that_fails_is_never_stepped_over(service: Dialled, start: 
     parent, other = make_policy(service, link, "p"), make_policy(service, link, "other")
     link.send(
         forward("good", parent, batch(service)),
-        forward("gone", parent, "no such offer", fresh=False),
+        forward("gone", parent, "no such offer", zero_grad=False),
         optim("over", parent),
         forward("other", other, batch(service)),
         optim("other step", other),
@@ -649,7 +649,7 @@ def test_sigterm_while_it_generates_and_trains_hands_back_what_was_sampled(servi
     link.drop()
     link = service.connection(1)
     link.send(generate("r", parent))
-    link.send(*(forward(f"f{number}", parent, batch(service, 40), fresh=number == 0) for number in range(200)))
+    link.send(*(forward(f"f{number}", parent, batch(service, 40), zero_grad=number == 0) for number in range(200)))
     link.done("f0")
     service.until(lambda: (beats := link.of(protocol.Heartbeat)) and beats[-1].active == 1 and beats[-1].training > 0)
     worker.send_signal(signal.SIGTERM)

@@ -98,16 +98,16 @@ class ChatFormat(ResponseFormat):
     stream_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def opening(self, choice: Choice) -> dict[str, Any]:
+    def first_chunk(self, choice: Choice) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
         return {"index": choice.index, "delta": delta, "finish_reason": None, **self._prompt(choice)}
 
-    def piece(self, choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
+    def delta(self, choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
         delta = {"content": text} if text else {}
         found = {"index": choice.index, "delta": delta, "logprobs": self._log(choice), "finish_reason": finish}
         return {**found, **self._tokens(choice)}
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
+    def message(self, choice: Choice) -> dict[str, Any]:
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text.shown, "refusal": None},
@@ -134,17 +134,17 @@ class TextFormat(ResponseFormat):
     kind = stream_kind = "text_completion"
     prefix = "cmpl"
 
-    def opening(self, choice: Choice) -> dict[str, Any] | None:
+    def first_chunk(self, choice: Choice) -> dict[str, Any] | None:
         if not self.asked.return_token_ids:
             return None
         return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None, **self._prompt(choice)}
 
-    def piece(self, choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
+    def delta(self, choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
         found = {"index": choice.index, "text": text, "logprobs": self._log(choice), "finish_reason": finish}
         return {**found, **self._tokens(choice)}
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
-        return {**self._prompt(choice), **self.piece(choice, choice.text.shown, choice.reply.finish)}
+    def message(self, choice: Choice) -> dict[str, Any]:
+        return {**self._prompt(choice), **self.delta(choice, choice.text.shown, choice.reply.finish)}
 
     def _log(self, choice: Choice) -> dict[str, Any] | None:
         if not self._logprobs:

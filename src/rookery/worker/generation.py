@@ -109,7 +109,7 @@ class HeldRequest:
 
 def _essence(generate: protocol.Generate) -> protocol.Generate:
     """What decides about the text, besides the adapter."""
-    return msgspec.structs.replace(generate, given=[], adapter=None, first=False)
+    return msgspec.structs.replace(generate, prefix_tokens=[], adapter=None, interactive=False)
 
 
 def _same(one: protocol.AdapterRef | None, other: protocol.AdapterRef | None) -> bool:

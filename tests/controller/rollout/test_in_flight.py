@@ -69,7 +69,7 @@ def order(
     plain: dict[str, object] = {
         "adapter": version(number),
         "prompt": prompt(length),
-        "shared": shared,
+        "shared_prefix": shared,
         "max_tokens": 16,
         "temperature": 1.0,
         "seed": 7,

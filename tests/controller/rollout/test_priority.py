@@ -55,7 +55,7 @@ async def test_a_chat_does_not_wait_for_the_rollouts_before_it(tmp_path: Path) -
     worker.generating.clear()
     rollouts = [room.sample(number) for number in range(8)]
     await eventually(lambda: len(worker.active) == 5)
-    chats = [room.sample(number, "b", f"chat-{number}", first=True, episode="") for number in range(3)]
+    chats = [room.sample(number, "b", f"chat-{number}", interactive=True, episode="") for number in range(3)]
     await eventually(lambda: len(worker.active) == 7)
     assert [g.request for g in worker.generates if g.interactive] == ["chat-0-0", "chat-1-1"], "half of the rows"
     assert not any(g.interactive for g in worker.generates[:5])
@@ -69,7 +69,7 @@ async def test_a_chat_does_not_wait_for_the_rollouts_before_it(tmp_path: Path) -
 
 async def test_a_flood_of_chats_leaves_the_rollouts_their_part(tmp_path: Path) -> None:
     room = Room(tmp_path, dispatch_ahead=0, interactive_share=0.5)
-    chats = [room.sample(number, "b", f"chat-{number}", first=True, episode="") for number in range(12)]
+    chats = [room.sample(number, "b", f"chat-{number}", interactive=True, episode="") for number in range(12)]
     rollouts = [room.sample(number) for number in range(4)]
     worker = await room.worker(max_rows=2)
     worker.generating.clear()
@@ -110,8 +110,8 @@ def test_the_engine_gives_rows_to_who_is_first_and_changes_no_text() -> None:
     for _ in range(5):
         engine.step()
     chunks = engine.drain()
-    engine.submit(order("chat", seed=9, max_tokens=4, first=True))
-    engine.submit(order("chat too", seed=10, max_tokens=4, first=True))
+    engine.submit(order("chat", seed=9, max_tokens=4, interactive=True))
+    engine.submit(order("chat too", seed=10, max_tokens=4, interactive=True))
     engine.step()
     assert engine.active == 2 and engine.waiting == 3 and engine.stats["preempted"] == 2
     ended: list[str] = []
@@ -130,7 +130,7 @@ def test_growing_texts_take_room_from_those_who_are_not_first() -> None:
     alone = make()
     engine = make(max_rows=4, kv_budget_bytes=780 * alone._store.token_bytes)
     for number in range(4):
-        engine.submit(order(f"r{number}", seed=number, max_tokens=200, first=number == 3))
+        engine.submit(order(f"r{number}", seed=number, max_tokens=200, interactive=number == 3))
     texts = finish(engine)
     assert engine.stats["preempted"] > 0
     for number in range(4):

@@ -52,8 +52,8 @@ class Room:
     ) -> asyncio.Task[SamplingResult]:
         fields: dict[str, Any] = {
             "id": f"{job}-{number}", "tenant": tenant, "job": job, "model": "smollm2-135m-instruct",
-            "adapter": ADAPTER, "prompt": [1, 5, 6], "shared": 3, "max_tokens": 12, "temperature": 1.0, "seed": number,
-            "stop_tokens": [2], "stop": [], "episode": f"e{number}",
+            "adapter": ADAPTER, "prompt": [1, 5, 6], "shared_prefix": 3, "max_tokens": 12, "temperature": 1.0,
+            "seed": number, "stop_tokens": [2], "stop": [], "episode": f"e{number}",
         }  # fmt: skip
         return asyncio.create_task(self.rollouts.sample(SamplingRequest(**{**fields, **changes}), grown))
 
@@ -556,7 +556,7 @@ async def test_a_closed_gate_lets_in_who_is_waited_for_alone(tmp_path: Path) -> 
     room.rollouts.gate = lambda worker: worker.name not in closed
     one = await room.worker("one")
     replies = [room.sample(number) for number in range(3)]
-    chat = room.sample(9, "b", "chat", first=True, episode="")
+    chat = room.sample(9, "b", "chat", interactive=True, episode="")
     check(await chat, 9)
     await settle()
     assert room.rollouts.waiting() == 3
@@ -576,7 +576,7 @@ async def test_what_is_handed_off_goes_on_elsewhere_with_its_tokens(tmp_path: Pa
     one = await room.worker("one", max_rows=4, chunk=2)
     one.generating.clear()
     seeds = full(5)
-    replies = [room.sample(seed, first=seed == seeds[4]) for seed in seeds]
+    replies = [room.sample(seed, interactive=seed == seeds[4]) for seed in seeds]
     await eventually(lambda: len(one.active) == 5)
     for times, seed in ((3, seeds[0]), (1, seeds[1]), (2, seeds[2])):
         for _ in range(times):
@@ -649,7 +649,7 @@ def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Pa
                     first = random.random() < 0.2
                     in_flight = "finish" if first else random.choice(["finish", "switch", "recompute"])
                     asked[number] = {
-                        "adapter": head, "in_flight": in_flight, "first": first, "tenant": random.choice("ab"),
+                        "adapter": head, "in_flight": in_flight, "interactive": first, "tenant": random.choice("ab"),
                         "episode": "" if first else f"e{number}",
                     }  # fmt: skip
                     sample(number)

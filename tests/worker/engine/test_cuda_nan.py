@@ -14,6 +14,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,12 +40,14 @@ from rookery.worker.trainer.native.varlen_attention import FusedAttention
 
 DTYPE = torch.bfloat16
 EVERY = ["q", "k", "v", "o", "gate", "up", "down"]
+ROOT = Path(__file__).parents[3]
 DONE = "the host's numbers and the device's never met"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mistral window", "llama biased", "smollm3"])
 def test_nothing_is_asked_of_the_device(family: str) -> None:
-    done = subprocess.run([sys.executable, __file__, family], capture_output=True, text=True, timeout=300)
+    command = [sys.executable, "-m", "tests.worker.engine.test_cuda_nan", family]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert DONE in done.stdout, done.stderr[-3000:]
 
 

@@ -33,7 +33,7 @@ def order(name: str = "r", **changes: object) -> protocol.Generate:
     plain: dict[str, object] = {
         "adapter": None,
         "prompt": [1, 2, 3, 4],
-        "shared": 4,
+        "shared_prefix": 4,
         "max_tokens": 12,
         "temperature": 1.0,
         "seed": 7,
@@ -81,7 +81,7 @@ def test_a_stop_string_ends_the_text_with_the_token_that_completes_it() -> None:
     assert chunk.finish == "stop"
     assert text(cut).endswith(stop) and stop not in text(cut[:-1])
     # begun before the interruption, completed after it
-    resumed, chunk = generate(make(), stop=[stop], given=cut[:-1])
+    resumed, chunk = generate(make(), stop=[stop], prefix_tokens=cut[:-1])
     assert (resumed, chunk.finish, chunk.offset) == (cut[-1:], "stop", len(cut) - 1)
 
 
@@ -100,9 +100,9 @@ def test_stop_strings_are_found_over_split_characters() -> None:
 
 def test_given_tokens_that_already_end_the_text() -> None:
     for changes, finish_ in (
-        ({"given": [5, 9], "stop_tokens": [9]}, "stop"),
-        ({"given": [5, 9], "max_tokens": 2}, "length"),
-        ({"given": [5, 9], "stop": [text([5, 9])]}, "stop"),
+        ({"prefix_tokens": [5, 9], "stop_tokens": [9]}, "stop"),
+        ({"prefix_tokens": [5, 9], "max_tokens": 2}, "length"),
+        ({"prefix_tokens": [5, 9], "stop": [text([5, 9])]}, "stop"),
     ):
         engine = make()
         engine.submit(order(**changes))
@@ -120,10 +120,10 @@ def test_the_context_ends_a_text() -> None:
     ("changes", "says"),
     [
         ({"prompt": []}, "empty"),
-        ({"prompt": [1] * 5000, "shared": 0}, "context is 4096"),
-        ({"shared": 5}, "shared"),
+        ({"prompt": [1] * 5000, "shared_prefix": 0}, "context is 4096"),
+        ({"shared_prefix": 5}, "shared"),
         ({"prompt": [1, 2, 3, 211]}, "vocabulary"),
-        ({"given": [-1]}, "vocabulary"),
+        ({"prefix_tokens": [-1]}, "vocabulary"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"temperature": math.nan}, "temperature"),
         ({"temperature": -1.0}, "temperature"),
@@ -174,7 +174,7 @@ def test_abort_while_waiting_and_while_running() -> None:
 def test_the_prompts_of_those_who_wait_are_computed_along() -> None:
     prompts = [[10 * i + j for j in range(1, 9)] for i in range(6)]
     orders = [
-        order(f"{i}.{member}", prompt=prompt, shared=8, max_tokens=3 + member, seed=2 * i + member)
+        order(f"{i}.{member}", prompt=prompt, shared_prefix=8, max_tokens=3 + member, seed=2 * i + member)
         for i, prompt in enumerate(prompts)
         for member in range(2)
     ]
@@ -191,7 +191,7 @@ def test_the_prompts_of_those_who_wait_are_computed_along() -> None:
 
 def test_a_prompt_computed_along_gives_way_to_the_rows() -> None:
     prompts = [list(range(i, i + 20)) for i in range(0, 80, 20)]
-    orders = [order(str(i), prompt=prompt, shared=20, max_tokens=40, seed=i) for i, prompt in enumerate(prompts)]
+    orders = [order(str(i), prompt=prompt, shared_prefix=20, max_tokens=40, seed=i) for i, prompt in enumerate(prompts)]
 
     def texts(engine: NativeEngine) -> dict[str, list[int]]:
         for one in orders:
@@ -209,7 +209,7 @@ def test_a_prompt_computed_along_gives_way_to_the_rows() -> None:
 def test_a_controller_that_comes_back_takes_up_a_stream() -> None:
     whole, _ = generate(make())
     engine = make()
-    engine.submit(order(given=whole[:2]))
+    engine.submit(order(prefix_tokens=whole[:2]))
     for _ in range(4):
         engine.step()
     lost = engine.drain()[0].tokens
@@ -247,14 +247,14 @@ def test_an_adapter_of_no_numbers_ends_its_own_requests_only() -> None:
     for i in range(3):
         engine.submit(order(f"bad{i}", adapter=ref))
     engine.submit(order())
-    engine.submit(order("later", prompt=[9, 8, 7], shared=1, adapter=ref))
+    engine.submit(order("later", prompt=[9, 8, 7], shared_prefix=1, adapter=ref))
     results = finish(engine)
     assert results["r"] == (clean, results["r"][1])
     assert all(results[name][1].finish == "error" for name in ("bad0", "bad1", "bad2", "later"))
     assert "not numbers" in results["bad0"][1].error
     # nor do their places harm who comes next
     for i in range(8):
-        engine.submit(order(f"next{i}", shared=i % 5))
+        engine.submit(order(f"next{i}", shared_prefix=i % 5))
     results = finish(engine)
     assert all(results[f"next{i}"][0] == results[f"next{i % 5}"][0] for i in range(8))
     assert results["next4"][0] == clean
@@ -278,7 +278,7 @@ def test_slices_are_bounded_and_take_turns() -> None:
     engine.submit(order("running", max_tokens=30))
     for _ in range(3):
         engine.step()
-    engine.submit(order("long", prompt=list(range(100)), shared=100))
+    engine.submit(order("long", prompt=list(range(100)), shared_prefix=100))
     before = engine.generated
     for _ in range(12):
         filled = engine.stats["prefill_tokens"]
@@ -290,7 +290,7 @@ def test_slices_are_bounded_and_take_turns() -> None:
 def test_a_shared_prompt_is_computed_once() -> None:
     engine = make()
     for i in range(8):
-        engine.submit(order(f"r{i}", prompt=list(range(40)), shared=40, seed=i))
+        engine.submit(order(f"r{i}", prompt=list(range(40)), shared_prefix=40, seed=i))
     finish(engine)
     assert engine.stats["prefill_tokens"] == 40
 
@@ -305,7 +305,7 @@ def test_smollm2_answers() -> None:
         engine.submit(
             order(
                 prompt=prompt,
-                shared=len(prompt),
+                shared_prefix=len(prompt),
                 max_tokens=40,
                 temperature=0.0,
                 stop=stop,

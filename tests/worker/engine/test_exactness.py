@@ -135,7 +135,7 @@ def check_everything(
 
     # resumed from the middle by another worker
     engine, recorder = world(decoder)
-    resumed = run(engine, [order("x", key, text, shared, given=alone[0][:cut], **about), *others[:2]])["x"]
+    resumed = run(engine, [order("x", key, text, shared, prefix_tokens=alone[0][:cut], **about), *others[:2]])["x"]
     assert resumed == (alone[0][cut:], alone[1][cut:])
     assert recorder.rows & rows
 

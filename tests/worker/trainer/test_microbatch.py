@@ -70,7 +70,9 @@ def test_a_step_in_portions_is_the_same_step(tmp_path: Path, name: str) -> None:
         for number, portion in enumerate(portions):
             entry = forward_backward(job, portion)
             step.take(portion)
-            op = operation(fresh=number == 0, loss=entry.loss, kl_weight=entry.kl_weight, temperature=entry.temperature)
+            op = operation(
+                zero_grad=number == 0, loss=entry.loss, kl_weight=entry.kl_weight, temperature=entry.temperature
+            )
             at.forward_backward(op, protocol.decode(protocol.batches, entry.batch))
             step.add(finish(at)["fb"].metrics)
         assert step.missing == 0

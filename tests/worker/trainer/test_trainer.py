@@ -356,7 +356,7 @@ def test_what_memory_does_not_hold_is_cut_and_a_trajectory_that_it_does_not_hold
     refused = finish(at)["long"]
     assert refused.category == "lost"  # another worker may have more
     assert refused.error == "a trajectory of 33 tokens is longer than the 32 that fit this worker's memory"
-    at.forward_backward(forward_backward(fresh=True), fits)
+    at.forward_backward(forward_backward(zero_grad=True), fits)
     at.optim_step(optim())
     assert finish(at)["opt"].error == ""
 
@@ -494,7 +494,7 @@ def test_a_pass_without_memory_is_answered_lost_and_the_next_ones_are_shorter(
     for policy in "xy":
         at.forward_backward(forward_backward(policy, op=f"fb {policy}"), protocol.TrainingBatch(groups=units(0)))
         at.optim_step(optim(policy, op=f"opt {policy}"))
-    at.forward_backward(forward_backward("x", op="again", fresh=True), protocol.TrainingBatch(groups=units(0)))
+    at.forward_backward(forward_backward("x", op="again", zero_grad=True), protocol.TrainingBatch(groups=units(0)))
     at.optim_step(optim("x", op="opt again"))
     done = finish(at)
     assert {op: answer.category for op, answer in done.items()} == {
@@ -536,7 +536,7 @@ def test_nan_skips_one_policy_and_leaves_the_others_untouched(tmp_path: Path) ->
         assert at.holds("x", 1, "v0", 0) and at.holds("y", 1, "v0", 1)
         # and the policy goes on with its next batch
         at._held["x"].state._refresh()
-        at.forward_backward(forward_backward("x", fresh=True), protocol.TrainingBatch(groups=units(0)))
+        at.forward_backward(forward_backward("x", zero_grad=True), protocol.TrainingBatch(groups=units(0)))
         at.optim_step(optim("x"))
         assert finish(at)["opt"].metrics["skipped"] == 0
 
@@ -605,7 +605,7 @@ def test_fresh_cancel_and_failure_keep_the_gradient_whole(tmp_path: Path) -> Non
     at.forward_backward(forward_backward(), batch)
     finish(at)
     close(gradient(at), 2 * wanted)
-    at.forward_backward(forward_backward(fresh=True), batch)
+    at.forward_backward(forward_backward(zero_grad=True), batch)
     finish(at)
     close(gradient(at), wanted)
     # half of an operation is in the gradient when it is cancelled: no step may use it
@@ -614,14 +614,14 @@ def test_fresh_cancel_and_failure_keep_the_gradient_whole(tmp_path: Path) -> Non
     at.cancel("half")
     at.optim_step(optim())
     assert finish(at)["opt"].category == "stale"
-    at.forward_backward(forward_backward(fresh=True), batch)
+    at.forward_backward(forward_backward(zero_grad=True), batch)
     at.forward_backward(
         forward_backward(op="bad"), protocol.TrainingBatch(groups=[protocol.SharedPrefixGroup(prompt=[], members=[])])
     )
     at.optim_step(optim())
     done = finish(at)
     assert done["bad"].category == "failed" and done["opt"].category == "stale"
-    at.forward_backward(forward_backward(fresh=True), batch)
+    at.forward_backward(forward_backward(zero_grad=True), batch)
     at.optim_step(optim())
     assert finish(at)["opt"].error == ""
 
