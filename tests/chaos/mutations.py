@@ -16,9 +16,9 @@ from rookery.controller.jobs import groups as groups_module
 from rookery.controller.jobs import job as job_module
 from rookery.controller.jobs.groups import Groups
 from rookery.controller.jobs.job import Job
-from rookery.controller.jobs.policy import PolicyHistory
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.training.dispatcher import TrainingDispatcher
+from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.storage import versions as versions_module
 
 
@@ -118,8 +118,8 @@ MUTATIONS = [
         "consumed = [] and [group.id for", "groups",
     ),
     _one(
-        "let go of versions in use", PolicyHistory, "retire",
-        "in_use=[version for version, users in self._pinned.items() if users]", "in_use=[]", "durable",
+        "let go of versions in use", PolicyVersions, "retire",
+        "in_use = [version for version, users in self._pinned.items() if users]", "in_use = []", "durable",
         answer=3.0,
     ),
     _one(

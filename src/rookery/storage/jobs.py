@@ -164,7 +164,7 @@ class Jobs(Store):
                 found.setdefault(row.job, []).append(PolicyRow(**row._mapping))
         return found
 
-    def get_policy(self, tenant: str, job: str, name: str) -> PolicyRow:
+    def get_policy(self, tenant: str, job: str | None, name: str) -> PolicyRow:
         """Raises :class:`NotFound` if this tenant has no such job, or the job no such policy."""
         with self._reading() as connection:
             row = connection.execute(select(models.policies).filter_by(job=job, tenant=tenant, name=name)).one_or_none()

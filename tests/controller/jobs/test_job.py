@@ -25,8 +25,8 @@ from tests.support.peers import (
 )
 
 from rookery import protocol
-from rookery.controller.jobs.policy import PolicyHistory
 from rookery.controller.jobs.progress import RATE_SECONDS
+from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.errors import Conflict, NotFound, RookeryError, StorageFull, Unavailable, UserError
 from rookery.spec.job import SpecError
 from rookery.storage import models
@@ -737,13 +737,13 @@ async def test_a_version_stays_until_its_evaluation_is_known(service: Service, m
     """It may be the best, and by then not among the last."""
     await service.worker().join()
     await service.host().join()
-    evaluated, held = PolicyHistory.evaluated, []
+    evaluated, held = PolicyVersions.evaluated, []
 
-    def told(self: PolicyHistory, version: int, mean: float) -> None:
+    def told(self: PolicyVersions, version: int, mean: float) -> None:
         held.append(self._pinned[version])
         evaluated(self, version, mean)
 
-    monkeypatch.setattr(PolicyHistory, "evaluated", told)
+    monkeypatch.setattr(PolicyVersions, "evaluated", told)
     await service.ends(await run(service, stop__steps=3, evaluation={"every": 1, "prompts": 2}))
     assert len(held) == 4 and all(held)
 

@@ -13,9 +13,9 @@ import msgspec
 from rookery import protocol
 from rookery.controller.context import ControllerContext
 from rookery.controller.jobs.episode import Episode
-from rookery.controller.jobs.policy import PolicyHistory
 from rookery.controller.jobs.progress import Progress
 from rookery.controller.jobs.trajectory import AssistantTurn, decode_turns, derive
+from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.spec.job import InFlight, JobSpec
 from rookery.storage.rows import EpisodeRow, JobRow
 from rookery.tokenization.chat import Chat
@@ -30,7 +30,7 @@ class Episodes:
         world: ControllerContext,
         row: JobRow,
         spec: JobSpec,
-        policy: PolicyHistory,
+        policy: PolicyVersions,
         progress: Progress,
         *,
         owner: str,

@@ -21,11 +21,11 @@ from rookery.controller.jobs.batch import CompleteGroup
 from rookery.controller.jobs.episode_factory import Episodes
 from rookery.controller.jobs.evaluation import evaluate
 from rookery.controller.jobs.groups import Groups
-from rookery.controller.jobs.policy import EARLIER, PolicyHistory
 from rookery.controller.jobs.progress import Progress, per_token
 from rookery.controller.jobs.recipe import adam, first_adapter, forward_backward
 from rookery.controller.jobs.step import StepAccumulator
 from rookery.controller.training.policy_trainer import PolicyTrainer
+from rookery.controller.training.policy_versions import EARLIER, PolicyVersions
 from rookery.scheduling.staleness import admission_budget
 from rookery.signal_ import Signal
 from rookery.spec.job import JobSpec
@@ -67,7 +67,7 @@ class Job:
         self.row = row
         self.spec = spec
         self.step = row.step
-        self.policy = PolicyHistory(world, policy, spec.checkpoints)
+        self.policy = PolicyVersions(world, policy, spec.checkpoints)
         self.progress = Progress(world, row, spec, metrics)
         self._changed = Signal()
         self._episodes = Episodes(world, row, spec, self.policy, self.progress, owner=owner, options=options, chat=chat)
@@ -119,7 +119,7 @@ class Job:
     async def _begin(self) -> None:
         """Find or make the version to start from, and what an earlier run left."""
         world = self.world
-        for line in await self.policy.load():
+        for line in await self.policy.load_intact():
             await self.progress.say("corrupt", line)
         if self.policy.head is None:
             first, source = partial(first_adapter, self.spec, self.policy.row.id), self._warm_start
@@ -242,14 +242,12 @@ class Job:
             taken.metrics = {**taken.metrics, "seconds/commit": seconds}
 
     async def _commit_version(self, manifest: protocol.Manifest, groups: list[str], metrics: dict[str, Any]) -> None:
+        world, counters = self.world, dict(self.progress.counters)
+        write = partial(
+            world.ledger, world.database.commit_step, job=self.row.id, groups=groups, counters=counters, rng=self.rng()
+        )
         ref = await self.policy.commit(
-            lease=self._trainee.lease,
-            manifest=manifest,
-            groups=groups,
-            step=self.step,
-            counters=dict(self.progress.counters),
-            rng=self.rng(),
-            metrics=metrics,
+            write, lease=self._trainee.lease, manifest=manifest, step=self.step, metrics=metrics
         )
         self._trainee.committed(ref)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rookery.controller.context import ControllerContext
 from rookery.controller.jobs.episode import StageCounts
-from rookery.controller.jobs.policy import EARLIER, steps_of
+from rookery.controller.training.policy_versions import EARLIER, steps_of
 from rookery.spec.job import JobSpec
 from rookery.storage.rows import JobRow, VersionRow
 from rookery.telemetry.metrics import MetricsLog

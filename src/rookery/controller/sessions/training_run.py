@@ -15,19 +15,21 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
+from functools import partial
 
 from rookery import protocol
 from rookery.controller.context import ControllerContext
 from rookery.controller.sessions import operations
 from rookery.controller.sessions.checkpoints import checkpoint
 from rookery.controller.sessions.futures import Future, Futures, PendingOperations
-from rookery.controller.sessions.policy_versions import PolicyVersions
 from rookery.controller.training.dispatcher import TrainingFailed
 from rookery.controller.training.policy_trainer import ForwardRequest, OptimRequest, PolicyTrainer
+from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.training.slots import SlotHolder, TrainerSlots
-from rookery.errors import RookeryError, UserError
+from rookery.controller.weights.refs import adapter_ref
+from rookery.errors import CorruptArtifact, RookeryError, UserError
 from rookery.scheduling.reorder import ReorderBuffer
-from rookery.storage.rows import CheckpointRow, ModelRow, PolicyRow, SamplerRow
+from rookery.storage.rows import CheckpointRow, ModelRow, PolicyRow, SamplerRow, VersionRow
 
 log = logging.getLogger("rookery.controller.models")
 
@@ -46,7 +48,9 @@ class TrainingRun:
         """Calls that waited too long for a number before theirs."""
         self._came = asyncio.Event()
         self._stuck_since: float | None = None
-        self._head = PolicyVersions(world, row, policy)
+        self._versions = PolicyVersions(world, policy, inflight=row.inflight)
+        self._corrupt = ""
+        """Why no operation can build on the head."""
         self._stepped = row.done_seq
         """The last step's number."""
         self._failed = ""
@@ -70,7 +74,11 @@ class TrainingRun:
     async def load(self) -> None:
         """Read the head and the log behind it; then calls are carried out."""
         world = self._world
-        await self._head.load()
+        try:
+            await self._versions.load()
+        except CorruptArtifact as error:
+            await self._refuse_head(error)
+        await self._versions.retire()
         for row in await world.ledger(world.database.futures_behind, self.row.id, self.row.done_seq):
             if row.outcome is None:
                 future, call = self._futures.recall(row)
@@ -79,6 +87,34 @@ class TrainingRun:
                 self._line.next = row.seq + 1
                 self._replay(row.seq, operations.calls.decode(row.call), operations.outcomes.decode(row.outcome))
         self._task = asyncio.create_task(self._run(), name=f"model {self.row.id}")
+
+    async def _refuse_head(self, error: CorruptArtifact) -> None:
+        """Answer every operation that needs the head with an error that names a checkpoint to load instead."""
+        head, row = self._head, self.row
+        saved = await self._world.ledger(self._world.database.list_checkpoints, row.tenant, row.id)
+        whole = next((found.path for found in saved if found.kind == "weights" and found.hash != head.hash), None)
+        hint = f"load its newest other checkpoint, {whole}" if whole is not None else "it has no other checkpoint"
+        self._corrupt = f"version {head.version} of model {row.id} is corrupt ({error}); {hint}"
+        log.error(self._corrupt, extra={"tenant": row.tenant, "version": head.version})
+
+    @property
+    def _head(self) -> VersionRow:
+        """The newest version, which the next operation builds on. Raises :class:`UserError` where there is none,
+        :class:`CorruptArtifact` where its bytes are damaged."""
+        if self._versions.head is None:
+            raise UserError(f"model {self.row.id} has no weights: its creation failed, or is not over")
+        if self._corrupt:
+            raise CorruptArtifact(self._corrupt)
+        return self._versions.head
+
+    @property
+    def _step(self) -> int:
+        """Optimizer steps in the head."""
+        return self._versions.head.step if self._versions.head is not None else 0
+
+    def _parent(self) -> protocol.AdapterRef:
+        """The reference to the head that workers get. Raises as :attr:`_head`."""
+        return adapter_ref(self.policy, self._head)
 
     def _replay(self, seq: int, call: operations.AnyCall, outcome: operations.AnyOutcome) -> None:
         """What an earlier process did and answered, since the head."""
@@ -191,7 +227,7 @@ class TrainingRun:
             case operations.ForwardBackward():
                 return await self._compute(call)
             case operations.OptimStep():
-                return await self._step(future, call)
+                return await self._optim_step(future, call)
             case operations.SaveSampler():
                 return await self._save_sampler(call)
             case operations.SaveState():
@@ -227,7 +263,7 @@ class TrainingRun:
         return await self._trainee.init(make, source)
 
     async def _compute(self, call: operations.ForwardBackward) -> operations.AnyOutcome:
-        parent = self._head.ref()
+        parent = self._parent()
         await self._places.acquire(self._guest)
         done = await self._trainee.forward(parent, _forward(call))
         metrics = done.metrics
@@ -237,8 +273,8 @@ class TrainingRun:
             metrics=metrics, logprobs=done.logprobs, shapes=call.shapes, cells=call.cells
         )
 
-    async def _step(self, future: Future, call: operations.OptimStep) -> operations.AnyOutcome | None:
-        parent = self._head.ref()
+    async def _optim_step(self, future: Future, call: operations.OptimStep) -> operations.AnyOutcome | None:
+        parent = self._parent()
         if self._failed:
             raise UserError(
                 f"no step was taken: a forward_backward since the last one failed ({self._failed}); its gradient is"
@@ -250,7 +286,7 @@ class TrainingRun:
         stepped = operations.OptimStepResult(metrics={**done.metrics, "durable": float(due)})
         if due:
             assert done.manifest is not None
-            step = self._head.step + self._trainee.uncommitted
+            step = self._step + self._trainee.uncommitted
             try:
                 await self._commit(done.manifest, (future, stepped), done=future.seq, step=step)
             except Exception:
@@ -261,18 +297,18 @@ class TrainingRun:
 
     async def _settled(self) -> protocol.AdapterRef:
         """The present state as a durable version."""
-        parent = self._head.ref()
+        parent = self._parent()
         if self._trainee.uncommitted:
             await self._places.acquire(self._guest)
             done = await self._trainee.commit(parent)
             assert done.manifest is not None
-            step = self._head.step + self._trainee.uncommitted
+            step = self._step + self._trainee.uncommitted
             await self._commit(done.manifest, None, done=self._stepped, step=step)
-        return self._head.ref()
+        return self._parent()
 
     async def _save(self, future: Future, call: operations.SaveState) -> None:
         world = self._world
-        ref, manifest = await self._settled(), self._head.row.manifest
+        ref, manifest = await self._settled(), self._head.manifest
         now = world.clock.time()
         row = CheckpointRow(
             model=self.row.id, kind=call.kind, name=call.name, tenant=self.row.tenant, policy=ref.policy,
@@ -292,7 +328,7 @@ class TrainingRun:
         ref = await self._settled()
         now = world.clock.time()
         if call.inflight:
-            await self._head.publish_inflight()
+            await self._versions.publish_inflight(row.id)
         sampler = SamplerRow(
             id=call.sampler, tenant=row.tenant, session=row.session, base_model=row.base_model,
             asked_model=row.asked_model, path="", model=row.id, inflight=call.inflight, policy=ref.policy,
@@ -322,7 +358,7 @@ class TrainingRun:
             else:
                 manifest = await self._init(0, found)
             loaded = operations.StateLoaded(path=call.path, model=self.row.id)
-            done, step = future.seq, self._head.step
+            done, step = future.seq, self._step
             await self._commit(manifest, (future, loaded), done=done, step=step, uploaded=not call.optimizer, anew=True)
 
     async def _commit(
@@ -338,23 +374,24 @@ class TrainingRun:
         """The next version, the calls up to ``done`` in it and the outcome that is ``told``, as one. ``anew``: it is
         not made of what was taken since the last one, which goes."""
         content = operations.encode(told[1]) if told is not None else b""
-        before = await self._head.commit(
-            manifest,
+        world, outcome = self._world, (told[0].id, content) if told is not None else None
+        ref = await self._versions.commit(
+            partial(world.ledger, world.database.commit_model, model=self.row.id, done_seq=done, outcome=outcome),
             lease=self._trainee.lease,
+            manifest=manifest,
             step=step,
-            done=done,
             metrics=told[1].metrics if told is not None and isinstance(told[1], operations.OptimStepResult) else {},
-            outcome=(told[0].id, content) if told is not None else None,
             uploaded=uploaded,
         )
+        self._corrupt = ""
         if anew:
             self._failed = ""
             self._trainee.forget()
         else:
-            self._trainee.committed(self._head.ref())
+            self._trainee.committed(ref)
         if told is not None:
             self._futures.tell(*told, len(content))
-        await self._head.leave(before)
+        await self._versions.retire()
 
     def _failed_at(self, call: operations.AnyCall, outcome: operations.OperationFailed) -> None:
         """What becomes of the gradient, now as in a replay."""

@@ -1,0 +1,196 @@
+"""The committed versions of one policy, of a job or of a client's training run.
+
+* A version exists here only after its artifact is durable and the database has committed it.
+* Versions that requests still use are pinned: retention keeps them. So is the version published in flight.
+* A job keeps the versions that its ``checkpoints`` section asks for and steps back from a corrupt head. A training run
+  keeps its head only (checkpoints and samplers keep others), and never steps back: an earlier version is not the state
+  that its client was promised.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import msgspec
+
+from rookery import protocol
+from rookery.controller.context import ControllerContext
+from rookery.controller.weights.refs import adapter_ref
+from rookery.errors import Conflict, CorruptArtifact, NotFound, UserError
+from rookery.scheduling.retention import RetentionCandidate, earned, retire
+from rookery.spec.job import CheckpointSpec
+from rookery.storage.rows import PolicyRow, VersionRow
+
+log = logging.getLogger("rookery.controller.training.policy_versions")
+
+EARLIER = "earlier_steps"
+"""The key under which a version's metrics keep the rows of the steps before its last, so that a crash loses none."""
+
+
+def steps_of(version: VersionRow) -> list[Mapping[str, Any]]:
+    """The metrics of each step that led from the version's parent to ``version``."""
+    return [*version.metrics.get(EARLIER, []), version.metrics] if version.metrics else []
+
+
+class PolicyVersions:
+    def __init__(
+        self,
+        world: ControllerContext,
+        row: PolicyRow,
+        checkpoints: CheckpointSpec | None = None,
+        inflight: int | None = None,
+    ) -> None:
+        """Without ``checkpoints`` only the head is kept. ``inflight`` is the version published in flight, if any."""
+        self._world = world
+        self._checkpoints = checkpoints
+        self._inflight = inflight
+        self.row = row
+        self._versions: dict[int, VersionRow] = {}
+        self._pinned: Counter[int] = Counter()
+        self.head: VersionRow | None = None
+
+    async def load(self) -> None:
+        """Read the history. Raises :class:`CorruptArtifact` if the head's bytes do not match their hash or are
+        missing; ``head`` is set all the same."""
+        world, row = self._world, self.row
+        versions = await world.ledger(world.database.versions, row.tenant, row.id)
+        self._versions = {version.version: version for version in versions}
+        self.row = await world.ledger(world.database.get_policy, row.tenant, row.job, row.name)
+        self.head = self._versions[self.row.head_version] if self.row.head_version is not None else None
+        if self.head is not None:
+            try:
+                await world.ledger(world.artifacts.verify, self.head.hash)
+            except NotFound as error:
+                raise CorruptArtifact(str(error)) from None
+
+    async def load_intact(self) -> list[str]:
+        """Read the history; roll back while the head is corrupt. Returns a line for the user per rollback. Raises
+        :class:`UserError` when no intact version is left."""
+        lines: list[str] = []
+        while True:
+            try:
+                await self.load()
+                return lines
+            except CorruptArtifact as error:
+                lines.append(await self.rollback(str(error)))
+
+    async def rollback(self, reason: str) -> str:
+        """Mark the head as lost for ``reason``; the newest kept version before it becomes the head in the database.
+        Returns a line for the user. Raises :class:`UserError` when there is none."""
+        world, row = self._world, self.row
+        assert self.head is not None
+        bad = self.head.version
+        try:
+            head = await world.ledger(world.database.rollback, row.id, bad, reason)
+        except Conflict as none_left:
+            raise UserError(f"policy {row.name}: version {bad} is corrupt, {none_left}") from None
+        line = f"version {bad} of {row.name} is corrupt ({reason}); went back to version {head.version}"
+        log.error(line, extra={"tenant": row.tenant, "job": row.job, "version": bad})
+        return line
+
+    def ref(self, version: int) -> protocol.AdapterRef:
+        """The reference to ``version`` that workers get. Raises :class:`NotFound` if its bytes are gone."""
+        row = self._versions.get(version)
+        if row is None or not row.kept:
+            raise NotFound(f"version {version} of policy {self.row.name} is not kept any more")
+        return adapter_ref(self.row, row)
+
+    def in_use(self) -> list[protocol.AdapterRef]:
+        """References to the head and to the versions that requests still use, oldest first."""
+        named = {version for version, users in self._pinned.items() if users}
+        if self.head is not None:
+            named.add(self.head.version)
+        return [self.ref(version) for version in sorted(named) if self._versions[version].kept]
+
+    def step_of(self, version: int) -> int:
+        """Optimizer steps behind ``version``."""
+        return self._versions[version].step
+
+    @property
+    def history(self) -> list[VersionRow]:
+        """Every version of a job, oldest first."""
+        return list(self._versions.values())
+
+    @property
+    def lineage(self) -> list[VersionRow]:
+        """The head and its ancestors, oldest first; versions lost in a rollback are left out."""
+        found, version = [], self.head
+        while version is not None:
+            found.append(version)
+            version = None if version.parent is None else self._versions[version.parent]
+        return found[::-1]
+
+    def version(self, version: int) -> VersionRow | None:
+        return self._versions.get(version)
+
+    @contextmanager
+    def pinned(self, version: int) -> Iterator[protocol.AdapterRef]:
+        """Keep ``version`` available while the context is open."""
+        self._pinned[version] += 1
+        try:
+            yield self.ref(version)
+        finally:
+            self._pinned[version] -= 1
+
+    async def commit(
+        self,
+        write: Callable[..., Awaitable[VersionRow]],
+        *,
+        lease: int,
+        manifest: protocol.Manifest,
+        step: int,
+        metrics: Mapping[str, Any],
+        uploaded: bool = True,
+    ) -> protocol.AdapterRef:
+        """Commit the next version in one transaction, which ``write`` runs with the arguments ``policy``, ``lease``,
+        ``parent``, ``manifest``, ``step``, ``metrics`` and ``time`` added; then it is the head. ``uploaded`` is False
+        for an artifact that a version or a checkpoint names already."""
+        world, parent = self._world, self.head.version if self.head is not None else None
+        async with world.training.with_ticket(self.row.id, manifest.hash) if uploaded else nullcontext():
+            row = await write(
+                policy=self.row.id, lease=lease, parent=parent, manifest=manifest, step=step, metrics=metrics,
+                time=world.clock.time(),
+            )  # fmt: skip
+        self._versions[row.version] = self.head = row
+        return self.ref(row.version)
+
+    async def publish_inflight(self, run: str) -> None:
+        """Make the head the version that the in-flight samplers of the training run ``run`` use."""
+        assert self.head is not None
+        await self._world.ledger(self._world.database.publish_inflight, run, self.head.version)
+        self._inflight = self.head.version
+        await self.retire()
+
+    def evaluated(self, version: int, mean: float) -> None:
+        row = self._versions[version]
+        self._versions[version] = msgspec.structs.replace(row, evaluation=mean)
+
+    async def retire(self) -> None:
+        """Delete the versions that retention does not keep."""
+        world, checkpoints = self._world, self._checkpoints
+        kept = [row for row in self._versions.values() if row.kept]
+        scores = {row.version: row.evaluation for row in kept}
+        if not any(score is not None for score in scores.values()):  # the two do not compare: they are of other prompts
+            scores |= earned((row.parent, _best(row)) for row in self._versions.values())
+        in_use = [version for version, users in self._pinned.items() if users]
+        going = retire(
+            [RetentionCandidate(row.version, scores[row.version]) for row in kept],
+            keep_last=checkpoints.keep_last if checkpoints is not None else 1,
+            keep_best=checkpoints is not None and checkpoints.keep_best,
+            in_use=in_use if self._inflight is None else [*in_use, self._inflight],
+        )
+        for version in going:
+            await world.collector.delete_unnamed(world.database.retire_version, self.row.id, version)
+            self._versions[version] = msgspec.structs.replace(self._versions[version], kept=False)
+        if checkpoints is None:
+            self._versions = {version: row for version, row in self._versions.items() if row.kept}
+
+
+def _best(version: VersionRow) -> float | None:
+    """The best mean reward among the steps that led to the version."""
+    rewards = [metrics["reward"] for metrics in steps_of(version) if "reward" in metrics]
+    return max(rewards, default=None)
