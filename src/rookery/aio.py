@@ -1,19 +1,121 @@
-"""Waiting for an event, but not for ever.
+"""Time, identity and waiting: the small asynchronous tools that every room uses.
 
-Promise: a cancellation that comes in the same moment as the event, or as the end of the time, is never lost.
-``asyncio.wait_for`` loses it before Python 3.12, and who was cancelled then waits for ever.
+* :class:`Clock` and :class:`IdGenerator` are passed in, so that a simulation can run the shipped code on virtual time
+  and with seeded ids. :class:`SystemClock` and :class:`RandomIds` are the ones that a service uses.
+* :func:`wait_event` waits for an event with a timeout and never loses a cancellation that arrives in the same moment as
+  the event or the timeout. ``asyncio.wait_for`` loses it before Python 3.12.
+* :class:`Signal` wakes any number of waiters. :class:`TaskGroup` cancels its tasks in the order in which they started.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """A source of time and delays."""
+
+    def time(self) -> float:
+        """Wall clock, Unix seconds."""
+        ...
+
+    def monotonic(self) -> float:
+        """Seconds since an arbitrary moment; never goes backwards."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Return after ``seconds``."""
+        ...
+
+
+class IdGenerator(Protocol):
+    """A source of identifiers."""
+
+    def new(self, kind: str) -> str:
+        """A new identifier that begins with ``kind``; never returned twice."""
+        ...
+
+
+class SystemClock:
+    """The clock of this machine."""
+
+    def time(self) -> float:
+        return time.time()
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+class RandomIds:
+    """Ids with 96 random bits. With a seeded ``source`` the same run produces the same ids."""
+
+    def __init__(self, source: random.Random | None = None) -> None:
+        self._source = source
+
+    def new(self, kind: str) -> str:
+        bits = uuid.uuid4().int >> 32 if self._source is None else self._source.getrandbits(96)
+        return f"{kind}-{bits:024x}"
 
 
 async def wait_event(event: asyncio.Event, seconds: float) -> bool:
-    """Whether ``event`` is set within so many seconds."""
+    """Whether ``event`` is set within ``seconds``."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()
     except TimeoutError:
         return False
     return True
+
+
+class Signal:
+    """A broadcast wake-up. Take :attr:`next` before you read the state that may change, read it, then wait on the event
+    that you took: no notification is lost."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    @property
+    def next(self) -> asyncio.Event:
+        """Set by the first :meth:`notify` after it was taken."""
+        return self._event
+
+    def notify(self) -> None:
+        """Wake everybody who waits."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+
+class _OrderedTasks:
+    """The part of a set's interface that a task group uses, in insertion order."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[asyncio.Task[object], None] = {}
+
+    def add(self, task: asyncio.Task[object]) -> None:
+        self._tasks[task] = None
+
+    def discard(self, task: asyncio.Task[object]) -> None:
+        self._tasks.pop(task, None)
+
+    def __iter__(self) -> Iterator[asyncio.Task[object]]:
+        return iter(self._tasks)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+
+class TaskGroup(asyncio.TaskGroup):
+    """A task group that cancels its tasks in the order in which they started. ``asyncio.TaskGroup`` cancels them in the
+    order of a set, that is of memory addresses: two runs of one simulation would send frames in different orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tasks = _OrderedTasks()  # type: ignore[assignment]

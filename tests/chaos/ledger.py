@@ -26,11 +26,11 @@ COMMIT = Database.commit_step.__name__
 
 
 class Dead(Exception):
-    """The process of this ledger is dead."""
+    """The process of this writer is dead."""
 
 
-class SlowLedger:
-    """A :class:`~rookery.storage.writer.Ledger`. ``seconds`` is a call's mean delay, ``failing`` the share of calls
+class SlowWriter:
+    """A :class:`~rookery.storage.writer.Writer`. ``seconds`` is a call's mean delay, ``failing`` the share of calls
     that fail once :attr:`troubled`."""
 
     def __init__(self, random: Random, events: Events, seconds: float, failing: float) -> None:
@@ -115,7 +115,7 @@ class SlowLedger:
 
 
 def _is_database(call: Callable[[], Any]) -> bool:
-    """What else goes through the ledger (artifacts, files of metrics) does not ask the database's server."""
+    """What else goes through the writer (artifacts, files of metrics) does not ask the database's server."""
     inner = call.func if isinstance(call, partial) else call
     return _is_commit(call) or isinstance(getattr(inner, "__self__", None), Database)
 

@@ -67,7 +67,7 @@ MUTATIONS = [
     ),
     _one(
         "commit what is not durable yet", TrainingDispatcher, "uploading",
-        "manifest = await self._ledger(self._publish, message.policy, upload)", "manifest = done.manifest", "durable",
+        "manifest = await self._writer(self._publish, message.policy, upload)", "manifest = done.manifest", "durable",
         "raises",
     ),
     _one(
@@ -101,7 +101,7 @@ MUTATIONS = [
         commit_deaths=1.0, restart_every=1000.0, down=2.0,
     ),
     _one(
-        "leave leases to a dead controller", Controller, "start", "await self._ledger(self._database.fence)", "pass",
+        "leave leases to a dead controller", Controller, "start", "await self._store.fence()", "pass",
         "durable", "jobs", "chain", commit_deaths=1.0, restart_every=1000.0, down=2.0,
     ),
     Mutation(

@@ -18,13 +18,14 @@ from tests.chaos.faults import PREEMPTIONS, Dice, Kind, Plan
 from tests.chaos.history import History, WatchedDatabase
 from tests.chaos.hosts import Host
 from tests.chaos.invariants import Requests
-from tests.chaos.ledger import Dead, SlowLedger
+from tests.chaos.ledger import Dead, SlowWriter
 from tests.chaos.links import Peer, Wire
 from tests.chaos.site import ENVIRONMENT, HOST_TOKEN, MODEL, SLOW_SHARE, WORKER_TOKEN
 from tests.chaos.texts import chat
 from tests.chaos.workers import Machine
 
 from rookery import protocol
+from rookery.aio import RandomIds
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.errors import Conflict, StorageFull, Unavailable
@@ -32,7 +33,7 @@ from rookery.settings import Settings
 from rookery.simulation.clock import EPOCH, VirtualClock, VirtualLoop
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.rows import FINAL_JOB_STATES
-from rookery.storage.writer import RandomIds
+from rookery.storage.store import Store
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """Nothing here has to outlive a crash of this machine: where there is a folder in memory, no disk is waited for."""
@@ -204,7 +205,7 @@ class Run:
         """A new process on the same data."""
         self._lives += 1
         self.history.check_heads()
-        self._ledger = SlowLedger(self.dice.random, self.events, self.plan.database, self.plan.database_failures)
+        self._writer = SlowWriter(self.dice.random, self.events, self.plan.database, self.plan.database_failures)
 
         async def chat_of(model: str) -> Any:
             return self._chat
@@ -213,16 +214,16 @@ class Run:
             return SERVICE if token == HOST_TOKEN else None
 
         controller = Controller(
-            self._database, self.artifacts, self._settings, clock=VirtualClock(),
-            ids=RandomIds(Random(f"{self.plan.seed} {self._lives}")), ledger=self._ledger, chat=chat_of,
+            Store(self._database, self._writer), self.artifacts, self._settings, clock=VirtualClock(),
+            ids=RandomIds(Random(f"{self.plan.seed} {self._lives}")), chat=chat_of,
             check_environment=lambda id, options: None, provide=lambda model: None, authenticate=authenticate,
             worker_token=WORKER_TOKEN, jobs_folder=self._folder / "jobs",
         )  # fmt: skip
         self.requests = Requests(controller, self.events, self._settings, self.history.lasting)
         self.events.note("controller", "starts")
         await controller.start()
-        self._ledger.on_commit = self._commit_death
-        self._ledger.troubled = not self.calm
+        self._writer.on_commit = self._commit_death
+        self._writer.troubled = not self.calm
         self._controller = controller
 
     def _commit_death(self, after: bool) -> bool:
@@ -231,7 +232,7 @@ class Run:
             return False
         self.events.note("controller", "dies after a commit" if after else "dies before a commit")
         late = self.dice.about(self.plan.down) if self.dice.chance(0.5) else None
-        self._ledger.die(late=late)
+        self._writer.die(late=late)
         self._crash()
         return True
 
@@ -254,8 +255,8 @@ class Run:
             return
         self.events.note("controller", "is dead")
         self._tokens += controller.world.rollouts.sampled
-        if not self._ledger.dead:
-            self._ledger.die(late=late)
+        if not self._writer.dead:
+            self._writer.die(late=late)
         self.requests.end()
         for link in list(self._links):
             link.cut()
@@ -321,7 +322,7 @@ class Run:
             disturbing.result()
         finally:
             disturbing.cancel()
-        self.calm, self._ledger.troubled = True, False
+        self.calm, self._writer.troubled = True, False
         self.events.note("calm")
         deadline = self._loop.time() + self.plan.patience
         while set(self._jobs) - self._ended:

@@ -84,13 +84,13 @@ async def test_a_list_reads_the_end_of_each_jobs_history(service: Service, monke
         taken.append(read.taken())
     assert taken[0] == taken[1] <= 2 * BLOCK
     calls = Counter[str]()
-    ledger = service.controller._ledger
+    writer = service.writer
 
     async def counted(call: Any, *arguments: Any, **named: Any) -> Any:
         calls[call.__name__] += 1
-        return await ledger(call, *arguments, **named)
+        return await writer(call, *arguments, **named)
 
-    service.controller._ledger = counted
+    service.controller._store._writer = counted
     assert len(await service.controller.list("alice")) == 2
     assert read.taken() == sum(taken)
     assert set(calls.values()) == {1}, "no query for each job"

@@ -30,7 +30,7 @@ from rookery.errors import UserError
 from rookery.server.app import build
 from rookery.server.embedded import EmbeddedService
 from rookery.server.routes.admin import KEY_ID
-from rookery.storage.keys import hash_key
+from rookery.storage.data_dir import hash_key
 
 PATIENCE = 120.0
 """Seconds after which a test that waits gives up: far more than anything here takes on a busy machine."""

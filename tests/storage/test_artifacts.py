@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 from rookery.errors import Conflict, CorruptArtifact, NotFound, UserError
 from rookery.protocol import Manifest, manifest_of
 from rookery.storage.artifacts import MANIFEST, Artifacts
-from rookery.storage.data_dir import DataFolder
-from rookery.storage.keys import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, hash_key, new_key, read_secret
+from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFolder, hash_key, new_key, read_secret
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True).filter(lambda n: n.lower() != MANIFEST)
 contents = st.dictionaries(names, st.lists(st.binary(max_size=200), max_size=4), min_size=1, max_size=4)

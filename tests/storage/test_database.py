@@ -38,8 +38,8 @@ from rookery.errors import Conflict, NotFound, Unavailable, UserError
 from rookery.server.launcher import Service
 from rookery.settings import Settings
 from rookery.storage import models
+from rookery.storage.data_dir import hash_key, new_key
 from rookery.storage.database import Database
-from rookery.storage.keys import hash_key, new_key
 from rookery.storage.rows import EpisodeRow, JobRow, NewGroup, NewPolicy
 
 

@@ -48,19 +48,19 @@ class Store:
 
 
 @pytest.fixture
-def ledger() -> Iterator[StorageWriter]:
-    ledger = StorageWriter()
-    yield ledger
-    ledger.close()
+def writer() -> Iterator[StorageWriter]:
+    writer = StorageWriter()
+    yield writer
+    writer.close()
 
 
 async def waiting(
-    ledger: StorageWriter, store: Store, numbers: list[int], cancelled: int | None = None
+    writer: StorageWriter, store: Store, numbers: list[int], cancelled: int | None = None
 ) -> list[asyncio.Task[int]]:
     """Tasks whose calls stand behind one that holds the thread."""
-    blocker = asyncio.create_task(ledger(lambda: store.wait()))
+    blocker = asyncio.create_task(writer(lambda: store.wait()))
     await asyncio.sleep(0)
-    tasks = [asyncio.create_task(ledger(store.note, number)) for number in numbers]
+    tasks = [asyncio.create_task(writer(store.note, number)) for number in numbers]
     await asyncio.sleep(0)
     if cancelled is not None:
         tasks[cancelled].cancel()
@@ -69,42 +69,42 @@ async def waiting(
     return tasks
 
 
-async def test_calls_that_wait_share_a_transaction_in_order(ledger: StorageWriter) -> None:
+async def test_calls_that_wait_share_a_transaction_in_order(writer: StorageWriter) -> None:
     store = Store()
-    tasks = await waiting(ledger, store, [1, 2, -3, 4])
+    tasks = await waiting(writer, store, [1, 2, -3, 4])
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [str(result) for result in results] == ["2", "4", "-3", "8"]
     assert store.groups == [[1, 2, -3, 4]]
     with pytest.raises(Conflict):
-        await ledger(store.note, -1)
+        await writer(store.note, -1)
 
 
-async def test_a_failing_end_is_everybodys(ledger: StorageWriter) -> None:
+async def test_a_failing_end_is_everybodys(writer: StorageWriter) -> None:
     store = Store()
     store.end = Unavailable("gone")
-    tasks = await waiting(ledger, store, [1, 2, 3])
+    tasks = await waiting(writer, store, [1, 2, 3])
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [type(result) for result in results] == [Unavailable] * 3
     assert not store.pending
 
 
-async def test_where_the_disk_is_full_each_is_carried_out_alone(ledger: StorageWriter) -> None:
+async def test_where_the_disk_is_full_each_is_carried_out_alone(writer: StorageWriter) -> None:
     """A call that only looks must not fail for want of room that another one needs."""
     store = Store()
     store.end = StorageFull("full")
-    tasks = await waiting(ledger, store, [1, -2, 3])
+    tasks = await waiting(writer, store, [1, -2, 3])
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert [str(result) for result in results] == ["2", "-2", "6"]
     assert store.pending == [1, -2, 3]
 
 
-async def test_other_calls_stand_between_groups(ledger: StorageWriter) -> None:
+async def test_other_calls_stand_between_groups(writer: StorageWriter) -> None:
     store = Store()
     order: list[int] = []
-    blocker = asyncio.create_task(ledger(lambda: store.wait()))
+    blocker = asyncio.create_task(writer(lambda: store.wait()))
     await asyncio.sleep(0)
     calls = [store.note, order.append, store.note, store.note]
-    tasks = [asyncio.create_task(ledger(call, number)) for number, call in enumerate(calls)]
+    tasks = [asyncio.create_task(writer(call, number)) for number, call in enumerate(calls)]
     await asyncio.sleep(0)
     store.gate.set()
     await asyncio.gather(blocker, *tasks)
@@ -112,22 +112,22 @@ async def test_other_calls_stand_between_groups(ledger: StorageWriter) -> None:
     assert store.groups == [[0, 2, 3]], "0 alone is no group: its note came before"
 
 
-async def test_a_cancelled_callers_call_is_carried_out(ledger: StorageWriter) -> None:
+async def test_a_cancelled_callers_call_is_carried_out(writer: StorageWriter) -> None:
     store = Store()
-    tasks = await waiting(ledger, store, [1, 2, 3], cancelled=1)
+    tasks = await waiting(writer, store, [1, 2, 3], cancelled=1)
     assert await tasks[2] == 6
     assert store.groups == [[1, 2, 3]]
     assert tasks[1].cancelled()
 
 
 async def test_closing_carries_out_what_was_handed_over() -> None:
-    ledger, store = StorageWriter(), Store()
-    tasks = await waiting(ledger, store, list(range(200)))
-    await asyncio.to_thread(ledger.close)
+    writer, store = StorageWriter(), Store()
+    tasks = await waiting(writer, store, list(range(200)))
+    await asyncio.to_thread(writer.close)
     assert await asyncio.gather(*tasks) == [number * 2 for number in range(200)]
     assert [number for group in store.groups for number in group] + store.pending == list(range(200))
-    with pytest.raises(RuntimeError, match="the ledger is closed"):
-        await ledger(store.note, 1)
+    with pytest.raises(RuntimeError, match="the storage writer is closed"):
+        await writer(store.note, 1)
 
 
 # --- the database's side ----------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ def test_a_full_disk_undoes_all_of_them(database: Database) -> None:
     assert [episode.turns for episode in database.open_groups("job")[0].episodes] == [b"", b""]
 
 
-async def test_the_shipped_two_together(database: Database, ledger: StorageWriter) -> None:
+async def test_the_shipped_two_together(database: Database, writer: StorageWriter) -> None:
     commits = 0
 
     def count(connection: object) -> None:
@@ -211,12 +211,12 @@ async def test_the_shipped_two_together(database: Database, ledger: StorageWrite
         commits += 1
 
     group = new_group(0, members=40)
-    await ledger(database.add_groups, "job", [group])
+    await writer(database.add_groups, "job", [group])
     event.listen(database._engine, "commit", count)
     saved = await asyncio.gather(
-        *(ledger(database.save_turns, episode.id, b"said", version=0) for episode in group.episodes)
+        *(writer(database.save_turns, episode.id, b"said", version=0) for episode in group.episodes)
     )
     assert saved == [True] * 40
     assert commits <= 10, "far fewer waits for the disk than calls"
-    stored = (await ledger(database.open_groups, "job"))[0]
+    stored = (await writer(database.open_groups, "job"))[0]
     assert {episode.turns for episode in stored.episodes} == {b"said"}

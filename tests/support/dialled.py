@@ -15,9 +15,9 @@ from fastapi.responses import FileResponse
 from starlette.websockets import WebSocketDisconnect
 
 from rookery import protocol
+from rookery.aio import SystemClock
 from rookery.controller.weights.tickets import Tickets
 from rookery.storage.artifacts import Artifacts
-from rookery.storage.writer import SystemClock
 
 PATIENCE_SECONDS = 120.0
 """A test that waits longer for something fails: far more than a loaded machine needs to load a small model."""

@@ -25,6 +25,7 @@ from sqlalchemy import create_engine, select, update
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 
 from rookery import protocol
+from rookery.aio import RandomIds
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.rollout.scheduler import AGAIN
@@ -38,7 +39,8 @@ from rookery.spec.job import TARGETS
 from rookery.storage import models
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.database import Database
-from rookery.storage.writer import RandomIds, StorageWriter
+from rookery.storage.store import Store
+from rookery.storage.writer import StorageWriter
 from rookery.tokenization.chat import Chat
 
 MODEL = "smollm2-135m-instruct"
@@ -108,7 +110,7 @@ class ManualClock:
 
 
 async def settle(rounds: int = 20) -> None:
-    """Let everybody who can act do so; not for what goes through the ledger's thread."""
+    """Let everybody who can act do so; not for what goes through the writer's thread."""
     for _ in range(rounds):
         await asyncio.sleep(0)
 
@@ -486,14 +488,14 @@ class ScriptedHost:
 
 
 class Crash(Exception):
-    """The process of this ledger is dead."""
+    """The process of this writer is dead."""
 
 
-class MortalLedger:
-    """The shipped ledger (or another), until the process dies: then nothing more is written by it."""
+class MortalWriter:
+    """The shipped writer (or another), until the process dies: then nothing more is written by it."""
 
-    def __init__(self, calls_left: int | None = None, after: bool = True, ledger: Any = None) -> None:
-        self._ledger = ledger or StorageWriter()
+    def __init__(self, calls_left: int | None = None, after: bool = True, writer: Any = None) -> None:
+        self._writer = writer or StorageWriter()
         self.calls = 0
         self.calls_left = calls_left
         self.after = after
@@ -508,28 +510,28 @@ class MortalLedger:
             self.died.set()
             if not self.after:
                 raise Crash
-            await self._ledger(call, *arguments, **named)
+            await self._writer(call, *arguments, **named)
             raise Crash
-        result = await self._ledger(call, *arguments, **named)
+        result = await self._writer(call, *arguments, **named)
         if self.died.is_set():
             raise Crash
         return result
 
     def close(self) -> None:
         self.died.set()
-        self._ledger.close()
+        self._writer.close()
 
 
 class Service:
     """What survives (database, artifacts, folders) and the controller that runs on it now."""
 
     def __init__(
-        self, folder: Path, clock: Any = None, ledger: Callable[[], Any] = StorageWriter, **settings: Any
+        self, folder: Path, clock: Any = None, writer: Callable[[], Any] = StorageWriter, **settings: Any
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.clock = clock or ManualClock()
-        self.make_ledger = ledger
+        self.make_writer = writer
         usual = {"worker_wait_seconds": 30.0, "reconnect_seconds": 0.0}
         self.settings = Settings(data=folder, cache=folder / "cache", **usual | settings)
         self.database = Database(f"sqlite:///{folder}/rookery.db")
@@ -542,7 +544,7 @@ class Service:
         """Why base models cannot be prepared."""
         self.lives = 0
         self.peers: list[Any] = []
-        self.ledger: MortalLedger
+        self.writer: MortalWriter
         self.controller: Controller
 
     async def start(self, calls_left: int | None = None, after: bool = True) -> Controller:
@@ -557,14 +559,13 @@ class Service:
             return KEYS.get(token)
 
         self.lives += 1
-        self.ledger = MortalLedger(calls_left, after, self.make_ledger())
+        self.writer = MortalWriter(calls_left, after, self.make_writer())
         self.controller = Controller(
-            self.database,
+            Store(self.database, self.writer),
             self.artifacts,
             self.settings,
             clock=self.clock,
             ids=RandomIds(Random(self.lives)),
-            ledger=self.ledger,
             chat=chat,
             check_environment=lambda id, options: None,
             provide=lambda model: None,
@@ -578,7 +579,7 @@ class Service:
 
     async def crash(self) -> None:
         """``kill -9`` of the controller: nothing it would still do has an effect."""
-        self.ledger.died.set()
+        self.writer.died.set()
         await self.close()
 
     async def close(self) -> None:
@@ -587,7 +588,7 @@ class Service:
                 await (peer.die() if isinstance(peer, ScriptedWorker) else peer.leave())
         self.peers.clear()
         await self.controller.stop()
-        self.ledger.close()
+        self.writer.close()
 
     def worker(self, name: str = "worker", **script: Any) -> ScriptedWorker:
         peer = ScriptedWorker(self.controller.serve_worker, self.controller.tickets, name, **script)

@@ -16,7 +16,7 @@ from rookery.client.uploads import uploaded
 from rookery.environments.base import Environment
 from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError
 from rookery.settings import Settings
-from rookery.storage.keys import ADMIN_KEY_FILE, read_secret
+from rookery.storage.data_dir import ADMIN_KEY_FILE, read_secret
 
 
 class Client:

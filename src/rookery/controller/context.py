@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rookery.aio import Clock, IdGenerator
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.offload.seeding import Seeding
@@ -15,8 +16,7 @@ from rookery.controller.usage import UsageMeter
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
-from rookery.storage.database import Database
-from rookery.storage.writer import Clock, IdGenerator, Writer
+from rookery.storage.store import Store
 from rookery.tokenization.chat import Chat
 
 
@@ -25,8 +25,7 @@ class ControllerContext:
     settings: Settings
     clock: Clock
     ids: IdGenerator
-    ledger: Writer
-    database: Database
+    store: Store
     artifacts: Artifacts
     fleet: Fleet
     rollouts: RolloutScheduler

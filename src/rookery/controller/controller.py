@@ -20,6 +20,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from rookery import protocol
+from rookery.aio import Clock, IdGenerator
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.fleet import Fleet
@@ -39,9 +40,8 @@ from rookery.errors import Conflict, StorageFull, Unavailable
 from rookery.protocol.connection import Connection
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
-from rookery.storage.database import Database
 from rookery.storage.rows import FINAL_JOB_STATES, JobRow
-from rookery.storage.writer import Clock, IdGenerator, Writer
+from rookery.storage.store import Store
 from rookery.tokenization.chat import Chat
 
 log = logging.getLogger("rookery.controller")
@@ -50,13 +50,12 @@ log = logging.getLogger("rookery.controller")
 class Controller(JobQueries):
     def __init__(
         self,
-        database: Database,
+        store: Store,
         artifacts: Artifacts,
         settings: Settings,
         *,
         clock: Clock,
         ids: IdGenerator,
-        ledger: Writer,
         chat: Callable[[str], Awaitable[Chat]],
         check_environment: Callable[[str, dict[str, Any]], object],
         provide: Callable[[str], None],
@@ -77,22 +76,21 @@ class Controller(JobQueries):
         self.tickets = Tickets(artifacts, clock, settings.ticket_seconds, random_bytes)
         fleet = Fleet(settings, clock, worker_token, self.tickets)
         rollouts = parts.rollouts(fleet, settings, clock)
-        training = TrainingDispatcher(fleet, self.tickets, settings, clock, ids, ledger)
-        collector = ArtifactCollector(ledger, database, artifacts, fleet, training.pinned)
+        training = TrainingDispatcher(fleet, self.tickets, settings, clock, ids, store.run)
+        collector = ArtifactCollector(store, artifacts, fleet, training.pinned)
         training.on_stray(collector.delete_stray)
         world = ControllerContext(
             settings=settings,
             clock=clock,
             ids=ids,
-            ledger=ledger,
-            database=database,
+            store=store,
             artifacts=artifacts,
             fleet=fleet,
             rollouts=rollouts,
             training=training,
             seeding=parts.seeding(fleet, rollouts, training, settings, clock),
-            hosts=EnvironmentHosts(settings, clock, ids, authenticate, partial(ledger, database.unfinished_job_ids)),
-            billing=UsageMeter(fleet, rollouts, training, settings, clock, ledger, database),
+            hosts=EnvironmentHosts(settings, clock, ids, authenticate, store.unfinished_job_ids),
+            billing=UsageMeter(fleet, rollouts, training, settings, clock, store),
             collector=collector,
             chat=chat,
             check_environment=check_environment,
@@ -102,7 +100,7 @@ class Controller(JobQueries):
         self._intake = JobValidator(self.world)
         self.completions = Completions(self.world, self._intake, self._pinned)
         self.sessions = Sessions(self.world, self._intake, provide)
-        self._absences = PullFailures(fleet, artifacts, ledger)
+        self._absences = PullFailures(fleet, artifacts, store.run)
         fleet.in_use = self._in_use
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: list[asyncio.Task[None]] = []
@@ -112,10 +110,10 @@ class Controller(JobQueries):
 
     async def start(self) -> None:
         """Clear what a crash left half-written, take up every unfinished job, begin to watch the fleet."""
-        await self._ledger(self._database.fence)
-        await self._ledger(self._artifacts.sweep)
-        live = await self._ledger(self._database.live_hashes)
-        for digest in await self._ledger(self._artifacts.prune, live):
+        await self._store.fence()
+        await self._store.run(self._artifacts.sweep)
+        live = await self._store.live_hashes()
+        for digest in await self._store.run(self._artifacts.prune, live):
             log.info("removed artifact %s, whose commit never came", digest)
         billing = self.world.billing
         await billing.start()
@@ -124,7 +122,7 @@ class Controller(JobQueries):
         for watch in watches:
             self._tasks.append(asyncio.create_task(watch()))
         await self.sessions.start()
-        for row in await self._ledger(self._database.all_unfinished_jobs):
+        for row in await self._store.all_unfinished_jobs():
             self._states[row.state] += 1
             if row.state != "paused":
                 self._rollouts.expect_resumptions()
@@ -158,8 +156,7 @@ class Controller(JobQueries):
         """Check a job, make it durable, start it. The same ``key`` again answers the first one and False."""
         spec, policies = await self._intake.check(tenant, data)
         dumped = spec.model_dump(mode="json")
-        row, created = await self._ledger(
-            self._database.submit_job,
+        row, created = await self._store.submit_job(
             id=self._ids.new("job"),
             tenant=tenant,
             name=spec.name,
@@ -194,7 +191,7 @@ class Controller(JobQueries):
 
     async def resume(self, tenant: str, job: str) -> None:
         async with self._changing(job):
-            row = await self._ledger(self._database.get_job, tenant, job)
+            row = await self._store.get_job(tenant, job)
             if job in self._running and (reason := self._running[job].unstored):
                 raise Unavailable(f"job {job} cannot be resumed before the database takes that it rests: {reason}")
             if row.state in FINAL_JOB_STATES:
@@ -209,7 +206,7 @@ class Controller(JobQueries):
     async def _take_up(self, tenant: str, job: str) -> None:
         """Launch a job that is queued and that nobody runs: the database had taken that it is, and failed before it
         said so."""
-        row = await self._ledger(self._database.get_job, tenant, job)
+        row = await self._store.get_job(tenant, job)
         if row.state == "queued" and job not in self._running:
             self._launch(row)
 
@@ -225,7 +222,7 @@ class Controller(JobQueries):
             await self._bring(tenant, job, state)
 
     async def _bring(self, tenant: str, job: str, state: JobState) -> None:
-        row = await self._ledger(self._database.get_job, tenant, job)
+        row = await self._store.get_job(tenant, job)
         if row.state in FINAL_JOB_STATES or row.state == state:
             if row.state == state:
                 return
@@ -236,7 +233,7 @@ class Controller(JobQueries):
             running.wanted = state
             running.task.cancel()
             await asyncio.gather(running.task, return_exceptions=True)
-            row = await self._ledger(self._database.get_job, tenant, job)
+            row = await self._store.get_job(tenant, job)
             if row.state in FINAL_JOB_STATES:
                 return
         try:
@@ -249,7 +246,7 @@ class Controller(JobQueries):
     async def _set_state(self, row: JobRow, state: JobState, reason: str, error: str = "") -> JobRow:
         new = row
         if row.state != state or state not in FINAL_JOB_STATES:  # else an attempt before this one got that far
-            new = await self._ledger(self._database.set_job_state, row.id, state, reason, self._clock.time(), error)
+            new = await self._store.set_job_state(row.id, state, reason, self._clock.time(), error)
         self._states[row.state] -= 1
         self._states[state] += 1
         if state in FINAL_JOB_STATES:
@@ -284,7 +281,7 @@ class Controller(JobQueries):
                 del self._running[row.id]
 
     async def _begun(self, row: JobRow) -> None:
-        current = await self._ledger(self._database.get_job, row.tenant, row.id)
+        current = await self._store.get_job(row.tenant, row.id)
         await asyncio.shield(self._set_state(current, "running", ""))  # stored or not, it is counted as what it is
 
     async def _record(self, running: JobRunner, state: JobState, reason: str) -> None:
@@ -292,7 +289,7 @@ class Controller(JobQueries):
         row, error = running.row, reason if state == "failed" else ""
         while True:
             try:
-                current = await self._ledger(self._database.get_job, row.tenant, row.id)
+                current = await self._store.get_job(row.tenant, row.id)
                 await asyncio.shield(self._set_state(current, state, reason, error))
             except (StorageFull, Unavailable) as trouble:
                 if not running.unstored:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rookery.aio import Clock
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.offload.seeding import Seeding
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.settings import Settings
-from rookery.storage.writer import Clock
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from rookery import protocol
+from rookery.aio import Signal
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import BUILTIN, SERVICE
 from rookery.controller.jobs.progress import SHOWN_REWARDS
@@ -26,7 +27,6 @@ from rookery.controller.jobs.trajectory import outcome_decoder
 from rookery.controller.views import JobView, PolicyView
 from rookery.errors import NotFound
 from rookery.scheduling.cost import Bill
-from rookery.signal_ import Signal
 from rookery.storage.rows import FINAL_JOB_STATES, JobRow, PolicyRow, TenantRow
 from rookery.telemetry.metrics import MetricsLog
 from rookery.tokenization.registry import CATALOGUE, status
@@ -40,8 +40,7 @@ class JobQueries:
         self.world = world
         self._settings = world.settings
         self._clock = world.clock
-        self._ledger = world.ledger
-        self._database = world.database
+        self._store = world.store
         self._artifacts = world.artifacts
         self._fleet = world.fleet
         self._rollouts = world.rollouts
@@ -60,20 +59,20 @@ class JobQueries:
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
     async def list(self, tenant: str) -> Sequence[JobView]:
-        rows, owner, policies, bills = await asyncio.gather(  # one turn of the ledger instead of four
-            self._ledger(self._database.list_jobs, tenant),
-            self._ledger(self._database.get_tenant, tenant),
-            self._ledger(self._database.all_policies, tenant),
+        rows, owner, policies, bills = await asyncio.gather(  # one turn of the writer instead of four
+            self._store.list_jobs(tenant),
+            self._store.get_tenant(tenant),
+            self._store.all_policies(tenant),
             self.world.billing.bills(tenant),
         )
         return [await self._view(row, owner, policies.get(row.id, []), bills.get(row.id, {})) for row in rows]
 
     async def show(self, tenant: str, job: str) -> JobView:
-        return await self._shown(await self._ledger(self._database.get_job, tenant, job))
+        return await self._shown(await self._store.get_job(tenant, job))
 
     async def metrics(self, tenant: str, job: str, after: int = -1) -> Sequence[dict[str, Any]]:
         """One row per committed step later than ``after``."""
-        await self._ledger(self._database.get_job, tenant, job)
+        await self._store.get_job(tenant, job)
         return await asyncio.to_thread(MetricsLog(self._jobs_folder / job).read, after)
 
     async def follow(self, tenant: str, job: str, after: int = -1) -> AsyncIterator[dict[str, Any]]:
@@ -100,16 +99,16 @@ class JobQueries:
             await change.wait()
 
     async def events(self, tenant: str, job: str, limit: int = 100) -> Sequence[dict[str, Any]]:
-        await self._ledger(self._database.get_job, tenant, job)
-        rows = await self._ledger(self._database.events, tenant, job, min(limit, EVENTS_SHOWN))
+        await self._store.get_job(tenant, job)
+        rows = await self._store.events(tenant, job, min(limit, EVENTS_SHOWN))
         return [{"time": row.time, "kind": row.kind, "text": row.text} for row in rows]
 
     async def trajectories(
         self, tenant: str, job: str, limit: int, version: int | None = None
     ) -> Sequence[dict[str, Any]]:
         """The episodes that ended last: text, tokens, log-probs, versions, reward."""
-        await self._ledger(self._database.get_job, tenant, job)
-        found = await self._ledger(self._database.recent_episodes, tenant, job, limit, version)
+        await self._store.get_job(tenant, job)
+        found = await self._store.recent_episodes(tenant, job, limit, version)
         rows = []
         for group, episode in found:
             row: dict[str, Any] = {
@@ -136,14 +135,14 @@ class JobQueries:
         return rows
 
     async def versions(self, tenant: str, job: str, policy: str) -> Sequence[dict[str, Any]]:
-        row = await self._ledger(self._database.get_policy, tenant, job, policy)
-        versions = await self._ledger(self._database.versions, tenant, row.id)
+        row = await self._store.get_policy(tenant, job, policy)
+        versions = await self._store.versions(tenant, row.id)
         shown = ("version", "parent", "hash", "step", "created", "metrics", "kept", "lost", "evaluation")
         return [{name: getattr(version, name) for name in shown} for version in versions]
 
     async def evaluations(self, tenant: str, job: str) -> Sequence[dict[str, Any]]:
-        await self._ledger(self._database.get_job, tenant, job)
-        rows = await self._ledger(self._database.evaluations, tenant, job)
+        await self._store.get_job(tenant, job)
+        rows = await self._store.evaluations(tenant, job)
         return [
             {"version": r.version, "prompts": r.prompts, "mean": r.mean, "stderr": r.stderr, **r.results} for r in rows
         ]
@@ -151,11 +150,11 @@ class JobQueries:
     async def adapter(self, tenant: str, job: str, policy: str, version: int | None) -> protocol.Manifest:
         """The artifact of a version (the newest for None). Raises :class:`NotFound` where it is not kept,
         :class:`CorruptArtifact` where its bytes are not what its hash says."""
-        row = await self._ledger(self._database.get_policy, tenant, job, policy)
+        row = await self._store.get_policy(tenant, job, policy)
         number = row.head_version if version is None else version
         if number is None:
             raise NotFound(f"job {job} has no version yet")
-        found = await self._ledger(self._database.version, tenant, row.id, number)
+        found = await self._store.version(tenant, row.id, number)
         if not found.kept:
             raise NotFound(
                 f"version {number} of job {job} is not kept any more; checkpoints.keep_last says how many are"
@@ -176,8 +175,8 @@ class JobQueries:
             pulse.notify()
 
     async def _shown(self, row: JobRow) -> JobView:
-        policies = await self._ledger(self._database.policies, row.tenant, row.id)
-        tenant = await self._ledger(self._database.get_tenant, row.tenant)
+        policies = await self._store.policies(row.tenant, row.id)
+        tenant = await self._store.get_tenant(row.tenant)
         return await self._view(row, tenant, policies, await self.world.billing.bill(row.tenant, row.id))
 
     async def _view(self, row: JobRow, tenant: TenantRow, policies: Sequence[PolicyRow], bill: Bill) -> JobView:
@@ -251,7 +250,7 @@ class JobQueries:
 
     async def costs(self) -> dict[str, Any]:
         """What each tenant used, and what the workers cost."""
-        tenants = await self._ledger(self._database.list_tenants)
+        tenants = await self._store.list_tenants()
         billing = self.world.billing
         bills = [{"tenant": row.id, "name": row.name, "cost": billing.whole(row.id)} for row in tenants]
         return {"tenants": bills, "workers": billing.fleet()}

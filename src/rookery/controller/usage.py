@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from rookery import protocol
+from rookery.aio import Clock
 from rookery.controller.fleet.fleet import Fleet, Worker
 from rookery.controller.rollout.scheduler import RolloutScheduler, SamplingRequest
 from rookery.controller.training.dispatcher import TrainingDispatcher
@@ -25,8 +26,7 @@ from rookery.errors import RookeryError
 from rookery.scheduling.cost import HOUR, SECOND, UNIT, Bill, Meter, ResourceUsage, SettledUsage, reserved_alone
 from rookery.settings import Settings
 from rookery.storage.bills import TENANT_TOTAL
-from rookery.storage.database import Database
-from rookery.storage.writer import Clock, Writer
+from rookery.storage.store import Store
 
 log = logging.getLogger("rookery.controller.usage")
 
@@ -56,13 +56,11 @@ class UsageMeter:
         training: TrainingDispatcher,
         settings: Settings,
         clock: Clock,
-        ledger: Writer,
-        database: Database,
+        store: Store,
     ) -> None:
         self._settings = settings
         self._clock = clock
-        self._ledger = ledger
-        self._database = database
+        self._store = store
         self._meters: dict[Worker, Meter[Payer]] = {}
         self._bills: dict[Payer, Bill] = {}
         """Of every tenant that has used anything, and of the open jobs."""
@@ -83,9 +81,9 @@ class UsageMeter:
 
     async def start(self) -> None:
         """Go on from what an earlier process stored."""
-        stored = await self._ledger(self._database.all_whole_bills)
+        stored = await self._store.all_whole_bills()
         self._bills.update({(tenant, TENANT_TOTAL): bill_of(used) for tenant, used in stored.items()})
-        fleet = await self._ledger(self._database.fleet_bill)
+        fleet = await self._store.fleet_bill()
         self._fleet = msgspec.convert(fleet, Everybody)
         for kinds in self._fleet.values():
             for paid in kinds.values():
@@ -109,7 +107,7 @@ class UsageMeter:
         self._fleet_changed = False
         bills = {payer: msgspec.to_builtins(self._bills[payer]) for payer in changed}
         try:
-            await self._ledger(self._database.save_bills, bills, msgspec.to_builtins(self._fleet))
+            await self._store.save_bills(bills, msgspec.to_builtins(self._fleet))
         except BaseException:
             self._changed |= changed
             self._fleet_changed = True
@@ -132,7 +130,7 @@ class UsageMeter:
     async def open(self, tenant: str, job: str, policies: Sequence[str]) -> None:
         """The job runs from now on: what its requests and ``policies`` use is put on its bill."""
         if (tenant, job) not in self._bills:
-            stored = await self._ledger(self._database.bill, tenant, job)
+            stored = await self._store.bill(tenant, job)
             self._bills.setdefault((tenant, job), bill_of(stored))
         self._jobs.update(dict.fromkeys(policies, job))
 
@@ -193,13 +191,13 @@ class UsageMeter:
     async def bills(self, tenant: str) -> Mapping[str, Bill]:
         """A tenant's, by job: those that are stored, and what was counted since."""
         here = {job: bill for (owner, job), bill in self._bills.items() if owner == tenant}
-        stored = await self._ledger(self._database.bills, tenant)
+        stored = await self._store.bills(tenant)
         return {**{job: bill_of(used) for job, used in stored.items()}, **here}
 
     async def bill(self, tenant: str, job: str) -> Bill:
         """A job's."""
         here = self._bills.get((tenant, job))
-        return here if here is not None else bill_of(await self._ledger(self._database.bill, tenant, job))
+        return here if here is not None else bill_of(await self._store.bill(tenant, job))
 
     def cost(self, tenant: str, job: str) -> float:
         """What an open job has cost so far, in price units."""

@@ -75,7 +75,7 @@ class JobValidator:
 
     async def model(self, tenant: str, name: str) -> str:
         """The proper name of a base model that this tenant may ask for."""
-        owner = await self._world.ledger(self._world.database.get_tenant, tenant)
+        owner = await self._world.store.get_tenant(tenant)
         model = resolve(name, folders=owner.admin)  # what lies on the service's disk is the administrator's business
         found = await asyncio.to_thread(status, self._world.settings.cache, model.name)
         if found.state == "refused":
@@ -94,8 +94,8 @@ class JobValidator:
             if field in options:
                 digest = str(options.pop(field))
                 try:
-                    await world.ledger(world.database.get_upload, tenant, "dataset", digest)
-                    options[path] = str(await world.ledger(world.artifacts.path, digest, "rows.jsonl"))
+                    await world.store.get_upload(tenant, "dataset", digest)
+                    options[path] = str(await world.store.run(world.artifacts.path, digest, "rows.jsonl"))
                 except NotFound:
                     raise UserError(f"{field}: no dataset {digest!r} of yours; upload it first") from None
         return options
@@ -112,21 +112,21 @@ class JobValidator:
             raise SpecError([f"{where}.peft: the service reads no files of yours; upload the folder and give upload"])
         try:
             if start.upload is not None:
-                digest = (await world.ledger(world.database.get_upload, tenant, "adapter", start.upload)).hash
+                digest = (await world.store.get_upload(tenant, "adapter", start.upload)).hash
             else:
                 assert start.job is not None
-                row = await world.ledger(world.database.get_job, tenant, start.job)
+                row = await world.store.get_job(tenant, start.job)
                 if row.spec["base_model"] != spec.base_model:
                     raise SpecError([f"{where}.job: trained {row.spec['base_model']}, this job {spec.base_model}"])
-                source = await world.ledger(world.database.get_policy, tenant, start.job, start.policy)
+                source = await world.store.get_policy(tenant, start.job, start.policy)
                 number = source.head_version if start.version is None else start.version
                 if number is None:
                     raise NotFound(f"job {start.job} has no version yet")
-                found = await world.ledger(world.database.version, tenant, source.id, number)
+                found = await world.store.version(tenant, source.id, number)
                 if not found.kept:
                     raise NotFound(f"version {number} of job {start.job} is not kept any more")
                 digest = found.hash
-            config = await world.ledger(world.artifacts.path, digest, "adapter_config.json")
+            config = await world.store.run(world.artifacts.path, digest, "adapter_config.json")
             problems = _unlike(await asyncio.to_thread(config.read_bytes), name, asked)
         except NotFound as error:
             raise SpecError([f"{where}: {error}"]) from None
@@ -172,7 +172,7 @@ class JobValidator:
             return Target(named.path, trained.base_model, weights)
         job, _, version = target.removesuffix(":latest").partition("@")
         try:
-            row = await world.ledger(world.database.get_job, tenant, job)
+            row = await world.store.get_job(tenant, job)
         except NotFound:
             try:
                 model = await self.model(tenant, target)
@@ -186,11 +186,11 @@ class JobValidator:
         if version and version != "latest" and not NUMBER.fullmatch(version):
             raise UserError(f"{target!r}: after the @ comes a version's number, or latest")
         spec = JobSpec.model_validate(row.spec)
-        policy = await world.ledger(world.database.get_policy, tenant, job, spec.policy[0])
+        policy = await world.store.get_policy(tenant, job, spec.policy[0])
         number = int(version) if NUMBER.fullmatch(version) else policy.head_version
         if number is None:
             raise NotFound(f"job {job} has no version yet")
-        found = await world.ledger(world.database.version, tenant, policy.id, number)
+        found = await world.store.version(tenant, policy.id, number)
         if not found.kept:
             raise NotFound(f"version {number} of job {job} is not kept any more")
         return Target(f"{job}@{number}", spec.base_model, adapter_ref(policy, found))
@@ -205,9 +205,9 @@ class JobValidator:
                     staging.write(name, [content])
                 return staging.commit()
 
-        manifest = await world.ledger(store)
+        manifest = await world.store.run(store)
         size = sum(shard.size for shard in manifest.shards)
-        await world.ledger(world.database.add_upload, tenant, kind, manifest.hash, size, world.clock.time())
+        await world.store.add_upload(tenant, kind, manifest.hash, size, world.clock.time())
         return manifest.hash
 
 

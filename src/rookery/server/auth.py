@@ -13,14 +13,14 @@ from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import HTTPConnection
 
+from rookery.aio import Clock, IdGenerator
 from rookery.controller.controller import Controller
 from rookery.errors import Forbidden, Unauthorized
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
+from rookery.storage.data_dir import hash_key
 from rookery.storage.database import Database
-from rookery.storage.keys import hash_key
 from rookery.storage.rows import TenantRow
-from rookery.storage.writer import Clock, IdGenerator
 from rookery.telemetry.prometheus import Prometheus
 
 

@@ -24,6 +24,7 @@ from typing import Any, Self
 import uvicorn
 
 from rookery import protocol
+from rookery.aio import RandomIds, SystemClock
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.environments.builtins import find
@@ -34,10 +35,10 @@ from rookery.server.local_cluster import LocalCluster
 from rookery.server.models import Models
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
-from rookery.storage.data_dir import DataFolder
+from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFolder, hash_key
 from rookery.storage.database import Database
-from rookery.storage.keys import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, hash_key
-from rookery.storage.writer import RandomIds, StorageWriter, SystemClock
+from rookery.storage.store import Store
+from rookery.storage.writer import StorageWriter
 from rookery.telemetry import sinks
 from rookery.telemetry.log import file_handler, logging_to, terminal_handler
 from rookery.telemetry.prometheus import Prometheus
@@ -130,8 +131,8 @@ class Service:
         opened.callback(database.close)
         await asyncio.to_thread(database.create)
         await asyncio.to_thread(database.claim)
-        clock, ids, ledger = SystemClock(), RandomIds(), StorageWriter()
-        opened.callback(ledger.close)
+        clock, ids, writer = SystemClock(), RandomIds(), StorageWriter()
+        opened.callback(writer.close)
         self.admin_key = folder.admin_key()
         await asyncio.to_thread(_admit, database, self.admin_key, ids.new("tenant"), clock.time())
         artifacts = Artifacts(folder.artifacts)
@@ -146,12 +147,11 @@ class Service:
 
         local = LocalCluster(settings, self.url, token)
         controller = Controller(
-            database,
+            Store(database, writer),
             artifacts,
             settings,
             clock=clock,
             ids=ids,
-            ledger=ledger,
             chat=prepared.chat,
             check_environment=lambda id, options: find(id).vet(options),
             provide=local.provide,

@@ -1,9 +1,9 @@
-"""Virtual time: a loop that never waits, and the controller's clock and ledger on it.
+"""Virtual time: a loop that never waits, and the controller's clock and storage writer on it.
 
 * When nothing is ready, :class:`VirtualLoop`'s clock jumps to the next timer; what runs in other threads elsewhere runs
   inline here. So an hour passes in seconds, the same in every run, however busy the machine is.
-* :class:`VirtualClock` and :class:`InlineLedger` are what a controller is given in place of the system's clock and the
-  ledger's thread.
+* :class:`VirtualClock` and :class:`InlineWriter` are what a controller is given in place of the system's clock and the
+  writer's thread.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def run(main: Coroutine[Any, Any, T]) -> T:
 
 
 class VirtualClock:
-    """The clock of the running :class:`VirtualLoop`, as :class:`rookery.storage.writer.Clock` asks for it."""
+    """The clock of the running :class:`VirtualLoop`, as :class:`rookery.aio.Clock` asks for it."""
 
     def time(self) -> float:
         return EPOCH + self.monotonic()
@@ -75,7 +75,7 @@ class VirtualClock:
         await asyncio.sleep(seconds)
 
 
-class InlineLedger:
+class InlineWriter:
     """Every call is carried out where it is made, and takes no time."""
 
     async def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:

@@ -1,7 +1,7 @@
 """The service of a simulation: the shipped controller on a database in memory, a virtual clock and seeded randomness.
 
-Only what the controller is given from outside differs from :mod:`rookery.server`: clock, ids, random bytes, ledger,
-links. Must be made inside a :class:`~rookery.simulation.clock.VirtualLoop`.
+Only what the controller is given from outside differs from :mod:`rookery.server`: clock, ids, random bytes, storage
+writer, links. Must be made inside a :class:`~rookery.simulation.clock.VirtualLoop`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
+from rookery.aio import RandomIds
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.parts import SHIPPED, Overrides
 from rookery.settings import Settings
-from rookery.simulation.clock import InlineLedger, VirtualClock
+from rookery.simulation.clock import InlineWriter, VirtualClock
 from rookery.simulation.hosts import ModelledHost
 from rookery.simulation.profile import Machine
 from rookery.simulation.record import EventLog
@@ -24,7 +25,7 @@ from rookery.simulation.texts import Length, chat
 from rookery.simulation.workers import Identity, ModelledWorker
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.database import Database
-from rookery.storage.writer import RandomIds
+from rookery.storage.store import Store
 from rookery.tokenization.chat import Chat
 
 MODEL = "smollm2-135m-instruct"
@@ -61,7 +62,6 @@ class Site:
             self.database.create_tenant(tenant, tenant, 0.0)
         source = Random(seed)
         model = chat(context)
-        ledger = InlineLedger()
 
         async def chat_of(name: str) -> Chat:
             return model
@@ -70,12 +70,11 @@ class Site:
             return SERVICE if token == HOST_TOKEN else None
 
         self.controller = Controller(
-            self.database,
+            Store(self.database, InlineWriter()),
             Artifacts(folder / "artifacts"),
             self.settings,
             clock=VirtualClock(),
             ids=RandomIds(source),
-            ledger=ledger,
             chat=chat_of,
             check_environment=lambda id, options: None,
             provide=lambda model: None,

@@ -8,18 +8,49 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
+import secrets
 import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from sqlalchemy import URL
-
 from rookery.errors import UserError
-from rookery.storage.keys import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, new_key, read_secret
 
 _LOCK_FILE = "lock"
+
+ADMIN_KEY_FILE = "admin.key"
+WORKER_TOKEN_FILE = "worker.token"
+"""Where the data folder keeps them."""
+
+KEY_PREFIX = "tml-"
+"""One key serves all faces, and Tinker clients take none without it."""
+
+KEY_BYTES = 32
+"""Of randomness: far beyond guessing, so that a plain hash protects a stored key as well as a slow one would."""
+
+
+def new_key() -> str:
+    """A key that nobody has: the prefix and 43 URL-safe characters."""
+    return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+
+
+def hash_key(key: str) -> str:
+    """What is stored of a key: the SHA-256 of its text, in hex."""
+    return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def read_secret(root: Path, name: str) -> str | None:
+    """A local command's way to the admin key (or another secret): without the lock; None where there is none.
+
+    Raises :class:`UserError` if it belongs to another user."""
+    try:
+        return (root / name).read_text(encoding="ascii").strip() or None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError:
+        raise UserError(f"{root / name} belongs to another user; set ROOKERY_KEY to a key of your own") from None
 
 
 class DataFolder:
@@ -72,6 +103,8 @@ class DataFolder:
     @property
     def database_url(self) -> str:
         """The SQLite database that lives here."""
+        from sqlalchemy import URL  # here: the command line reads keys without it
+
         return URL.create("sqlite", database=str(self.root / "rookery.db")).render_as_string()
 
     def admin_key(self) -> str:

@@ -1,14 +1,11 @@
-"""What the controller is given from outside, so that a simulator can give it something else."""
+"""The writer: one thread that runs the blocking calls of the database and the artifact store, one after another."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
-import time
-import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,49 +17,11 @@ from rookery.errors import StorageFull
 T = TypeVar("T")
 
 
-class Clock(Protocol):
-    def time(self) -> float:
-        """Wall clock, Unix seconds."""
-        ...
-
-    def monotonic(self) -> float: ...
-
-    async def sleep(self, seconds: float) -> None: ...
-
-
-class IdGenerator(Protocol):
-    def new(self, kind: str) -> str:
-        """A new identifier that begins with ``kind``; never given twice."""
-        ...
-
-
 class Writer(Protocol):
     """Runs blocking calls of the database and the artifact store, one after another, off the event loop. A call that
     was handed over is carried out, also when its caller is cancelled."""
 
-    async def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T: ...
-
-
-class SystemClock:
-    def time(self) -> float:
-        return time.time()
-
-    def monotonic(self) -> float:
-        return time.monotonic()
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
-
-class RandomIds:
-    """Ids of 96 random bits. Given a seeded ``random``, the same run gives the same ids."""
-
-    def __init__(self, source: random.Random | None = None) -> None:
-        self._source = source
-
-    def new(self, kind: str) -> str:
-        bits = uuid.uuid4().int >> 32 if self._source is None else self._source.getrandbits(96)
-        return f"{kind}-{bits:024x}"
+    def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> Coroutine[Any, Any, T]: ...
 
 
 GROUPED_CALLS = 64
@@ -108,13 +67,13 @@ class StorageWriter:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[_Call | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="writer", daemon=True)
         self._closed = False
         self._thread.start()
 
     async def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
         if self._closed:
-            raise RuntimeError("the ledger is closed")
+            raise RuntimeError("the storage writer is closed")
         loop = asyncio.get_running_loop()
         store = getattr(call, "__self__", None)
         future: asyncio.Future[T] = loop.create_future()

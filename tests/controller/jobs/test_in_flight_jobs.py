@@ -16,7 +16,7 @@ from tests.support.peers import ScriptedWorker, Service, job_of
 from rookery import protocol
 from rookery.controller.jobs.trajectory import decode_turns
 from rookery.protocol.connection import ConnectionClosed
-from rookery.simulation.clock import InlineLedger, VirtualClock
+from rookery.simulation.clock import InlineWriter, VirtualClock
 from rookery.simulation.clock import run as run_virtually
 
 MODES = ["finish", "switch", "recompute"]
@@ -67,7 +67,7 @@ def play(folder: Path, scene: Callable[[Service], Awaitable[None]]) -> None:
     """A scene with a service in virtual time; nobody beats in it, and nobody is suspect for that."""
 
     async def main() -> None:
-        service = Service(folder, VirtualClock(), InlineLedger, suspect_seconds=1e6, request_timeout_seconds=1e6)
+        service = Service(folder, VirtualClock(), InlineWriter, suspect_seconds=1e6, request_timeout_seconds=1e6)
         await service.start()
         try:
             async with asyncio.timeout(PATIENCE):

@@ -332,7 +332,7 @@ async def test_a_pause_while_it_is_stored_that_a_job_runs_leaves_the_counts_righ
     await eventually(reached.is_set)
     pausing = asyncio.create_task(service.controller.pause("alice", job))
     await settle()
-    service.controller._running[job].task.cancel()  # as the pause will, which waits for the same ledger
+    service.controller._running[job].task.cancel()  # as the pause will, which waits for the same writer
     await settle()
     go_on.set()
     await pausing
@@ -366,7 +366,7 @@ async def test_a_paused_job_stays_paused_over_a_restart(service: Service) -> Non
 
 
 async def finish(service: Service, job: str, *, calls: list[int], after: bool, **host: Any) -> ScriptedWorker:
-    """Run the job to its end through processes that die after so many ledger calls each."""
+    """Run the job to its end through processes that die after so many writer calls each."""
     worker = None
     for left in [*calls, None]:
         await service.start(left, after)
@@ -376,7 +376,7 @@ async def finish(service: Service, job: str, *, calls: list[int], after: bool, *
             await service.ends(job)
         else:
             done = asyncio.ensure_future(service.ends(job))
-            died = asyncio.ensure_future(service.ledger.died.wait())
+            died = asyncio.ensure_future(service.writer.died.wait())
             await asyncio.wait([done, died], return_when=asyncio.FIRST_COMPLETED)
             done.cancel()
             died.cancel()
@@ -443,7 +443,7 @@ async def test_workers_dying_in_the_middle_of_sentences_change_nothing(
 async def test_a_crash_at_any_moment_loses_and_repeats_nothing(
     tmp_path: Path, undisturbed: dict[int, str], part: int, after: bool
 ) -> None:
-    """The controller dies at one ledger call after another, the call carried out or not; the job goes on to its end."""
+    """The controller dies at one writer call after another, the call carried out or not; the job goes on to its end."""
     calls, moment = 0, 8 + part
     while moment < 75:
         service = Service(tmp_path / str(moment))

@@ -12,6 +12,7 @@ import pytest
 from tests.support.peers import ADAPTER, ManualClock, ScriptedWorker, Service, eventually, job_of, settle
 
 from rookery import protocol
+from rookery.aio import RandomIds
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.training.dispatcher import TrainingDispatcher, TrainingFailed
 from rookery.controller.training.policy_trainer import ForwardRequest, PolicyTrainer
@@ -20,7 +21,7 @@ from rookery.controller.weights.tickets import Tickets
 from rookery.errors import Unavailable
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
-from rookery.storage.writer import RandomIds, StorageWriter
+from rookery.storage.writer import StorageWriter
 
 MODEL = "smollm2-135m-instruct"
 
@@ -34,9 +35,9 @@ class Room:
         self.artifacts = Artifacts(folder / "artifacts")
         self.tickets = Tickets(self.artifacts, self.clock, 600)
         self.fleet = Fleet(self.settings, self.clock, "worker-token", self.tickets)
-        self.ledger = StorageWriter()
+        self.writer = StorageWriter()
         self.training = TrainingDispatcher(
-            self.fleet, self.tickets, self.settings, self.clock, RandomIds(), self.ledger
+            self.fleet, self.tickets, self.settings, self.clock, RandomIds(), self.writer
         )
         self.fleet.handle(protocol.Output, lambda worker, message: None)
         self.fleet.handle(protocol.TicketRequest, lambda worker, message: None)
@@ -87,7 +88,7 @@ async def room(tmp_path: Path) -> AsyncIterator[Room]:
     yield room
     for worker in room.workers:
         await worker.die()
-    room.ledger.close()
+    room.writer.close()
 
 
 def forward(number: int) -> ForwardRequest:
@@ -166,7 +167,7 @@ async def test_a_lost_worker_costs_its_work_and_nothing_else(tmp_path: Path, eve
     for room in (calm, rough):
         for worker in room.workers:
             await worker.die()
-        room.ledger.close()
+        room.writer.close()
 
 
 async def test_a_stale_worker_reloads(room: Room) -> None:
@@ -235,7 +236,7 @@ async def test_a_worker_that_does_not_answer_is_named(tmp_path: Path) -> None:
     worker.training.set()
     assert (await step(trainee, ref, 1, commit=True)).manifest is not None, "it answers again"
     await worker.die()
-    room.ledger.close()
+    room.writer.close()
 
 
 async def test_what_no_worker_can_do_is_not_tried_again(room: Room) -> None:
@@ -322,7 +323,7 @@ async def test_a_trainer_that_comes_is_found(tmp_path: Path) -> None:
     assert (await beginning).version == 0
     for worker in room.workers:
         await worker.die()
-    room.ledger.close()
+    room.writer.close()
 
 
 async def test_policies_are_spread_over_the_trainers(room: Room) -> None:
@@ -466,4 +467,4 @@ async def test_places_are_those_of_the_workers_that_are_given_policies(tmp_path:
     assert one.busy and rested == ["one", "two"]
     for worker in room.workers:
         await worker.die()
-    room.ledger.close()
+    room.writer.close()

@@ -35,7 +35,7 @@ from rookery.controller.weights.tickets import Tickets
 from rookery.protocol.connection import ConnectionClosed
 from rookery.scheduling.peers import PeerCandidate, select_peers
 from rookery.settings import Settings
-from rookery.simulation.clock import EPOCH, InlineLedger, run
+from rookery.simulation.clock import EPOCH, InlineWriter, run
 from rookery.simulation.site import MEMORY, Site
 from rookery.simulation.texts import whole
 from rookery.storage.artifacts import Artifacts
@@ -57,7 +57,7 @@ class Room:
         self.artifacts = Artifacts(folder / "artifacts")
         self.tickets = Tickets(self.artifacts, self.clock, 600)
         self.fleet = Fleet(self.settings, self.clock, WORKER_TOKEN, self.tickets)
-        self.absences = PullFailures(self.fleet, self.artifacts, InlineLedger())
+        self.absences = PullFailures(self.fleet, self.artifacts, InlineWriter())
         self.used: list[protocol.AdapterRef] = []
         self.fleet.in_use = lambda model: [ref for ref in self.used if model == MODEL]
         self.lost: list[tuple[str, str]] = []

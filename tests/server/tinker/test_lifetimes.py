@@ -39,8 +39,8 @@ async def wait(service: Service, seconds: float) -> None:
     """Time passes, beat by beat; what is due is done in each."""
     for _ in range(int(seconds / service.settings.heartbeat_seconds) + 1):
         await service.clock.advance(service.settings.heartbeat_seconds, steps=1)
-        for _ in range(3):  # the ledger has a thread of its own
-            await service.ledger(lambda: None)
+        for _ in range(3):  # the writer has a thread of its own
+            await service.writer(lambda: None)
             await settle()
 
 
@@ -166,7 +166,7 @@ async def test_a_checkpoint_that_is_being_loaded_stays_until_it_is_the_models(
     loaded = await visitor.do(operations.LoadState(path=path, optimizer=optimizer))
     assert isinstance(loaded, operations.StateLoaded), loaded
     await eventually(lambda: not service.controller.world.collector.readers)
-    await wait(service, 1)  # what nothing names is removed in the ledger
+    await wait(service, 1)  # what nothing names is removed in the writer thread
     checkpoints = {row.hash for row in await visitor.sessions.checkpoints("alice")}
     assert service.artifacts.hashes() == await heads(visitor) | checkpoints
     assert not service.controller.world.collector.deferred

@@ -63,7 +63,7 @@ async def pass_until(service: Service, holds: Any) -> None:
     async def beat() -> bool:
         await service.clock.advance(service.settings.heartbeat_seconds, steps=1)
         for _ in range(2):  # a sweep's second call is made when its first is answered
-            await service.ledger(lambda: None)
+            await service.writer(lambda: None)
         return bool(holds())
 
     await eventually(beat)

@@ -23,10 +23,10 @@ from typing import Any
 import msgspec
 
 from rookery import protocol
+from rookery.aio import Clock, IdGenerator
 from rookery.errors import RookeryError, Unavailable
 from rookery.protocol.connection import Connection, ConnectionClosed
 from rookery.settings import Settings
-from rookery.storage.writer import Clock, IdGenerator
 
 log = logging.getLogger("rookery.controller.fleet.env_hosts")
 

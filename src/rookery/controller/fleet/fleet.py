@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rookery import protocol
+from rookery.aio import Clock
 from rookery.controller.fleet.worker import LINKED, State
 from rookery.controller.fleet.worker import Worker as Worker
 from rookery.controller.weights.distribution import AdapterResidency
@@ -30,7 +31,6 @@ from rookery.controller.weights.peers import PeerDirectory
 from rookery.controller.weights.tickets import Tickets
 from rookery.protocol.connection import Connection, ConnectionClosed
 from rookery.settings import Settings
-from rookery.storage.writer import Clock
 
 log = logging.getLogger("rookery.controller.fleet.fleet")
 

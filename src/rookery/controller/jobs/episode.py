@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rookery import protocol
+from rookery.aio import Clock
 from rookery.controller.fleet.env_hosts import EnvironmentFailed, EnvironmentHost, EnvironmentHosts, HostLost
 from rookery.controller.jobs.trajectory import AssistantTurn, EpisodeResult, Trajectory, derive
 from rookery.controller.rollout.scheduler import RolloutScheduler, SamplingRequest
 from rookery.errors import RookeryError
 from rookery.spec.job import InFlight, JobSpec
-from rookery.storage.writer import Clock
 from rookery.tokenization.chat import Chat
 
 REPLAY_LIMIT = 3

@@ -102,7 +102,7 @@ class Episodes:
             if row is not None:
                 turns = msgspec.msgpack.encode(said)
                 version = next((version for turn in said for version in turn.versions), ref.version)
-                await progress.store(world.database.save_turns, id, turns, version=version, host_instance=instance)
+                await progress.store(world.store.save_turns, id, turns, version=version, host_instance=instance)
 
         return Episode(
             id=id,

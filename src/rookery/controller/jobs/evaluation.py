@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from rookery import protocol
+from rookery.aio import TaskGroup
 from rookery.controller.jobs.episode import EpisodeFailed
 from rookery.controller.jobs.episode_factory import Episodes
 from rookery.controller.rollout.scheduler import GenerationFailed
-from rookery.task_group import TaskGroup
 
 
 class EvalResult(msgspec.Struct):
@@ -58,8 +58,7 @@ async def evaluate(job: Episodes, version: int) -> None:
             )
             return
         answered = len(results) - len(failed)
-        await world.ledger(
-            world.database.add_evaluation,
+        await world.store.add_evaluation(
             policy=job.policy.row.id,
             version=version,
             prompts=answered,
@@ -77,7 +76,7 @@ async def evaluate(job: Episodes, version: int) -> None:
 async def held_out_prompts(job: Episodes) -> list[bytes]:
     """The same at every call: those of the first evaluation where there was one."""
     world, evaluation = job.world, job.spec.evaluation
-    earlier = await world.ledger(world.database.evaluations, job.row.tenant, job.row.id)
+    earlier = await world.store.evaluations(job.row.tenant, job.row.id)
     if earlier:
         return [msgspec.json.encode(result["prompt"]) for result in earlier[0].results["held_out"]]
     return await job.prompts("eval", 0, evaluation.prompts, seed=evaluation.seed, shuffle=False)

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from rookery import protocol
+from rookery.aio import Signal, TaskGroup
 from rookery.controller.fleet.env_hosts import EnvironmentFailed
 from rookery.controller.jobs.batch import CompleteGroup
 from rookery.controller.jobs.episode import EpisodeFailed
@@ -30,9 +31,7 @@ from rookery.controller.rollout.scheduler import GenerationFailed
 from rookery.errors import RookeryError
 from rookery.scheduling.failures import FailureRateMonitor
 from rookery.scheduling.staleness import ReadyGroup, select_batch
-from rookery.signal_ import Signal
 from rookery.storage.rows import EpisodeRow, GroupRow, NewEpisode, NewGroup
-from rookery.task_group import TaskGroup
 
 log = logging.getLogger("rookery.controller.jobs.groups")
 
@@ -72,7 +71,7 @@ class Groups:
     async def restore(self) -> None:
         """Take up the complete groups of an earlier run."""
         world = self._world
-        for group in await world.ledger(world.database.ready_groups, self._row.id):
+        for group in await world.store.ready_groups(self._row.id):
             outcomes = [outcome_decoder.decode(e.trajectories) for e in group.episodes if e.state == "done"]
             self.ready.append(self._complete(group, outcomes))
         lost = self._lost
@@ -89,7 +88,7 @@ class Groups:
     async def resume(self, tasks: TaskGroup) -> None:
         """Go on with the open groups of an earlier run."""
         world = self._world
-        for group in await world.ledger(world.database.open_groups, self._row.id):
+        for group in await world.store.open_groups(self._row.id):
             version = self._version_of(group)
             if version is None:
                 await self._drop([group], "its version was lost")
@@ -148,7 +147,7 @@ class Groups:
         if not groups:
             raise EnvironmentFailed("prompts('train') gave no prompt")
         with self._policy.pinned(version):
-            await world.ledger(world.database.add_groups, self._row.id, groups)
+            await world.store.add_groups(self._row.id, groups)
         self._cursor += len(groups)
         return version, [self._as_row(group) for group in groups]
 
@@ -196,13 +195,13 @@ class Groups:
         if len(outcomes) >= 2:
             complete = self._complete(group, outcomes)
             await store(
-                world.database.finish_group, group.id, "ready", world.clock.time(), min_version=complete.min_version
+                world.store.finish_group, group.id, "ready", world.clock.time(), min_version=complete.min_version
             )
             self.ready.append(complete)
         else:
             reason = f"{len(outcomes)} of {len(group.episodes)} episodes survived"
             self._progress.counters["groups_failed"] += 1
-            await store(world.database.finish_group, group.id, "failed", world.clock.time(), reason=reason)
+            await store(world.store.finish_group, group.id, "failed", world.clock.time(), reason=reason)
         verdict = self._failures.verdict
         if verdict is not None:
             raise JobPaused(verdict)
@@ -224,14 +223,14 @@ class Groups:
             progress.counters["episodes_failed"] += 1
             extra = {"tenant": row.tenant, "job": row.job, "version": ref.version, "episode": row.id}
             log.warning("episode %s failed: %s", row.id, error, extra=extra)
-            await progress.store(world.database.finish_episode, row.id, "failed", world.clock.time(), error=str(error))
+            await progress.store(world.store.finish_episode, row.id, "failed", world.clock.time(), error=str(error))
             episode.close()
             return None
         self._note(group, "")
         progress.counters["episodes"] += 1
         progress.counters["trajectory_splits"] += episode.splits
         await progress.store(
-            world.database.finish_episode,
+            world.store.finish_episode,
             row.id,
             "done",
             world.clock.time(),
@@ -281,7 +280,7 @@ class Groups:
     async def _drop(self, groups: Sequence[CompleteGroup | GroupRow], reason: str) -> None:
         names = [group.id for group in groups]
         self._progress.counters["groups_dropped_stale"] += len(groups)
-        await self._progress.store(self._world.database.drop_groups, names, reason, self._world.clock.time())
+        await self._progress.store(self._world.store.drop_groups, names, reason, self._world.clock.time())
         self.ready = [group for group in self.ready if group.id not in names]
         self._changed.notify()
 
@@ -290,4 +289,4 @@ class Groups:
         keep = self._world.settings.trajectory_keep
         if self._untrimmed >= keep:
             self._untrimmed = 0
-            await self._world.ledger(self._world.database.trim_episodes, self._row.id, keep)
+            await self._world.store.trim_episodes(self._row.id, keep)

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from rookery import protocol
+from rookery.aio import Signal, TaskGroup
 from rookery.controller.context import ControllerContext
 from rookery.controller.jobs.batch import CompleteGroup
 from rookery.controller.jobs.episode_factory import Episodes
@@ -27,10 +28,8 @@ from rookery.controller.jobs.step import StepAccumulator
 from rookery.controller.training.policy_trainer import PolicyTrainer
 from rookery.controller.training.policy_versions import EARLIER, PolicyVersions
 from rookery.scheduling.staleness import admission_budget
-from rookery.signal_ import Signal
 from rookery.spec.job import JobSpec
 from rookery.storage.rows import JobRow, PolicyRow
-from rookery.task_group import TaskGroup
 from rookery.telemetry.metrics import MetricsLog
 from rookery.tokenization.chat import Chat
 
@@ -78,7 +77,7 @@ class Job:
             tenant=row.tenant,
             policy=policy.id,
             model=spec.base_model,
-            next_lease=lambda: world.ledger(world.database.next_lease, policy.id),
+            next_lease=lambda: world.store.next_lease(policy.id),
         )
         self._open = StepAccumulator(spec, row.step)
         self._taken: list[_Taken] = []
@@ -133,9 +132,7 @@ class Job:
         self.step = self.policy.head.step
         self._open = StepAccumulator(self.spec, self.step)
         await self.progress.recover(self.step, self.policy.lineage)
-        self._evaluated = {
-            row.version for row in await world.ledger(world.database.evaluations, self.row.tenant, self.row.id)
-        }
+        self._evaluated = {row.version for row in await world.store.evaluations(self.row.tenant, self.row.id)}
         await self.groups.restore()
 
     async def _keep_in_flight(self, tasks: TaskGroup) -> None:
@@ -243,9 +240,7 @@ class Job:
 
     async def _commit_version(self, manifest: protocol.Manifest, groups: list[str], metrics: dict[str, Any]) -> None:
         world, counters = self.world, dict(self.progress.counters)
-        write = partial(
-            world.ledger, world.database.commit_step, job=self.row.id, groups=groups, counters=counters, rng=self.rng()
-        )
+        write = partial(world.store.commit_step, job=self.row.id, groups=groups, counters=counters, rng=self.rng())
         ref = await self.policy.commit(
             write, lease=self._trainee.lease, manifest=manifest, step=self.step, metrics=metrics
         )

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from rookery.controller.context import ControllerContext
@@ -56,19 +56,19 @@ class Progress:
 
     # --- counted and told ---------------------------------------------------------------------------------------------
 
-    async def store(self, write: Callable[..., Any], *values: Any, **named: Any) -> None:
+    async def store(self, write: Callable[..., Awaitable[Any]], *values: Any, **named: Any) -> None:
         """Write to the database, and in the same transaction what this job has counted, this write's part included."""
-        await self._world.ledger(write, *values, **named, counters=dict(self.counters))
+        await write(*values, **named, counters=dict(self.counters))
 
     async def say(self, kind: str, text: str) -> None:
         """A line in the job's own log."""
         world = self._world
-        await world.ledger(world.database.add_event, self._row.tenant, self._row.id, world.clock.time(), kind, text)
+        await world.store.add_event(self._row.tenant, self._row.id, world.clock.time(), kind, text)
 
     async def recover(self, step: int, lineage: Sequence[VersionRow]) -> None:
         """Bring metrics and rewards to those of the committed steps, and only those: a crash may have come between a
         commit and its row."""
-        for row in await self._world.ledger(self._recover, step, lineage):
+        for row in await self._world.store.run(self._recover, step, lineage):
             self.rewards.append(row["reward"])
 
     def _recover(self, step: int, lineage: Sequence[VersionRow]) -> list[dict[str, Any]]:
@@ -85,7 +85,7 @@ class Progress:
 
     async def show(self, row: dict[str, Any]) -> None:
         """A committed step's metrics become visible."""
-        await self._world.ledger(self._metrics.append, row)
+        await self._world.store.run(self._metrics.append, row)
         self.rewards.append(row["reward"])
         self.staleness = row["staleness_mean"]
         self._world.measured(self._row.id, row)

@@ -78,7 +78,7 @@ class JobRunner:
         world, row = self._world, self.row
         spec = JobSpec.model_validate(row.spec)
         self._provide(spec.base_model)
-        policies = await world.ledger(world.database.policies, row.tenant, row.id)
+        policies = await world.store.policies(row.tenant, row.id)
         await world.billing.open(row.tenant, row.id, [policy.id for policy in policies])
         self._sinks = Sinks(world.settings, self._folder, row.id, row.name)
         return Job(
@@ -121,11 +121,10 @@ class JobRunner:
             await asyncio.to_thread(self._sinks.close)
 
     async def _store_counters(self) -> None:
-        save = self._world.database.save_counters
         try:
             if self.job is not None:
                 counters = dict(self.job.progress.counters)
-                await asyncio.shield(self._world.ledger(save, self.row.id, counters, self.job.rng()))
+                await asyncio.shield(self._world.store.save_counters(self.row.id, counters, self.job.rng()))
         except Exception:  # the job goes on without: they are shown, and its wall time is that of its last commit
             extra = {"tenant": self.row.tenant, "job": self.row.id}
             log.exception("counters of job %s are not saved", self.row.id, extra=extra)

@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rookery.aio import Clock
 from rookery.controller.fleet.worker import Worker
-from rookery.storage.writer import Clock
 
 
 @dataclass(frozen=True, slots=True)

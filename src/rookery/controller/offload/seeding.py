@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rookery import protocol
+from rookery.aio import Clock, Signal
 from rookery.controller.fleet.fleet import Fleet, Worker
 from rookery.controller.offload.cycle import CycleSample, CycleTimer
 from rookery.controller.offload.pool import RemotePool
@@ -33,8 +34,6 @@ from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.training.dispatcher import Operation, TrainingDispatcher
 from rookery.scheduling.offload import Seeding as Algorithm
 from rookery.settings import Settings
-from rookery.signal_ import Signal
-from rookery.storage.writer import Clock
 
 log = logging.getLogger("rookery.controller.offload.seeding")
 

@@ -124,11 +124,11 @@ class Completions:
         whom."""
         world = self._world
         loaded = {worker.hello.model for worker in world.fleet.all() if worker.has_role("rollout", worker.hello.model)}
-        owner = await world.ledger(world.database.get_tenant, tenant)
+        owner = await world.store.get_tenant(tenant)
         rows: list[dict[str, Any]] = [{"name": name, "created": 0.0, "owner": "rookery"} for name in sorted(loaded)]
-        for job in await world.ledger(world.database.list_jobs, tenant):
-            for policy in await world.ledger(world.database.policies, tenant, job.id):
-                kept = [v for v in await world.ledger(world.database.versions, tenant, policy.id) if v.kept]
+        for job in await world.store.list_jobs(tenant):
+            for policy in await world.store.policies(tenant, job.id):
+                kept = [v for v in await world.store.versions(tenant, policy.id) if v.kept]
                 if kept:
                     rows.append({"name": f"{job.id}:latest", "created": kept[-1].created, "owner": owner.name})
                 rows += [
@@ -137,7 +137,7 @@ class Completions:
         now = world.clock.time()
         rows += [
             {"name": saved.path, "created": saved.created, "owner": owner.name}
-            for saved in await world.ledger(world.database.list_checkpoints, tenant, None)
+            for saved in await world.store.list_checkpoints(tenant, None)
             if saved.expires is None or saved.expires > now
         ]
         return rows

@@ -17,13 +17,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rookery import protocol
+from rookery.aio import Clock
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.request import InflightRequest
 from rookery.scheduling.balancing import BEATS, Instance, balance, load, select
 from rookery.scheduling.saturation import SaturationEstimator
 from rookery.scheduling.worker_index import WorkerIndex
 from rookery.settings import Settings
-from rookery.storage.writer import Clock
 
 ANY, BASE = "any", "base"
 """Lanes: of whoever takes something, of those who catch up and take the base model. Others are those of who catches up

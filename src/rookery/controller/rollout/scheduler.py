@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from rookery import protocol
+from rookery.aio import Clock
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.placement import WorkerPool
@@ -31,7 +32,6 @@ from rookery.controller.rollout.request import SamplingResult as SamplingResult
 from rookery.errors import Unavailable
 from rookery.scheduling.fairness import DeficitRoundRobin, PriorityQueues
 from rookery.settings import Settings
-from rookery.storage.writer import Clock
 
 REASONS = ("lost", "rejected", "offloaded", "balanced")
 """Why a request went on elsewhere: its worker was lost or drains; it gave the request up; somebody took it away with

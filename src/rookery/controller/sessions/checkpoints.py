@@ -21,7 +21,7 @@ def parse(path: str) -> tuple[str, str, str]:
 
 async def checkpoint(world: ControllerContext, tenant: str, path: str) -> CheckpointRow:
     """What ``path`` names. Raises :class:`NotFound` for one that has expired, too."""
-    row = await world.ledger(world.database.get_checkpoint, tenant, *parse(path))
+    row = await world.store.get_checkpoint(tenant, *parse(path))
     if row.expires is not None and row.expires < world.clock.time():
         raise NotFound(f"{path} has expired")
     return row
@@ -32,5 +32,5 @@ async def checkpoint_target(
 ) -> tuple[CheckpointRow, ModelRow, protocol.AdapterRef]:
     """The checkpoint, the model it is of, and its weights as workers are told of them."""
     row = await checkpoint(world, tenant, path)
-    model, policy = await world.ledger(world.database.get_model, tenant, row.model)
+    model, policy = await world.store.get_model(tenant, row.model)
     return row, model, adapter_ref(policy, row)

@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from rookery.aio import Clock
 from rookery.controller.sessions.futures import Future, Futures
 from rookery.controller.sessions.operations import OperationFailed, outcomes
-from rookery.storage.database import Database
-from rookery.storage.writer import Clock, Writer
+from rookery.storage.store import Store
 
 CLONE_REQUESTS = 1_000_000_000
 """A client numbers its sampler's requests from 0; a copy of the client, from its own multiple of this."""
@@ -57,10 +57,9 @@ class _SamplerStream:
 
 
 class CompletionStream:
-    def __init__(self, futures: Futures, database: Database, ledger: Writer, clock: Clock) -> None:
+    def __init__(self, futures: Futures, store: Store, clock: Clock) -> None:
         self._futures = futures
-        self._database = database
-        self._ledger = ledger
+        self._store = store
         self._clock = clock
         self._feeds: dict[tuple[str, int], _SamplerStream] = {}
         futures.on_told(self._ended)
@@ -95,7 +94,7 @@ class CompletionStream:
         base = int(self._clock.time() * 1000) << _CURSORS_PER_MS
         feed = self._feeds[sampler, clone] = _SamplerStream(base, base, self._clock.monotonic())
         first = clone * CLONE_REQUESTS
-        rows = await self._ledger(self._database.ended_samples, tenant, sampler, first, first + CLONE_REQUESTS)
+        rows = await self._store.ended_samples(tenant, sampler, first, first + CLONE_REQUESTS)
         here = {completion.request for completion in feed.events}  # they ended while the others were read
         for row in rows:
             assert row.outcome is not None

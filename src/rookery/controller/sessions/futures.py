@@ -19,11 +19,11 @@ from functools import partial
 
 import msgspec
 
+from rookery.aio import Clock
 from rookery.controller.sessions.operations import AnyCall, AnyOutcome, SaveSampler, calls, encode, outcomes
 from rookery.errors import NotFound, RookeryError, StorageFull, Unavailable, UserError
-from rookery.storage.database import Database
 from rookery.storage.rows import FutureRow
-from rookery.storage.writer import Clock, Writer
+from rookery.storage.store import Store
 
 log = logging.getLogger("rookery.controller.sessions.futures")
 
@@ -61,10 +61,9 @@ class Future:
 
 
 class Futures:
-    def __init__(self, database: Database, ledger: Writer, clock: Clock, again_seconds: float) -> None:
+    def __init__(self, store: Store, clock: Clock, again_seconds: float) -> None:
         """A database that refused an outcome is asked again after ``again_seconds``."""
-        self._database = database
-        self._ledger = ledger
+        self._store = store
         self._clock = clock
         self._again_seconds = again_seconds
         self._open: dict[str, Future] = {}
@@ -102,7 +101,7 @@ class Futures:
                 created=self._clock.time(), finished=None,
             )  # fmt: skip
             try:
-                row, _ = await self._ledger(self._database.open_future, row)
+                row, _ = await self._store.open_future(row)
             except BaseException as error:
                 del self._open[id]
                 future.stored.set_exception(error)
@@ -133,7 +132,7 @@ class Futures:
         while True:
             try:
                 now = self._clock.time()
-                await self._ledger(self._database.finish_future, future.id, content, now, trace=trace)
+                await self._store.finish_future(future.id, content, now, trace=trace)
             except (StorageFull, Unavailable) as trouble:
                 reason = f"it is over, but what came of it is not stored yet: {trouble}"
                 if not refused:
@@ -159,7 +158,7 @@ class Futures:
         future = self._open.get(id) or self._kept.get(id)
         if future is None:
             try:
-                row = await self._ledger(self._database.get_future, tenant, id)
+                row = await self._store.get_future(tenant, id)
             except NotFound:
                 raise FutureExpired(f"no request {id}: its result has expired, or was fetched long ago") from None
             future = self._open.get(id) or self._kept.get(id) or self._remember(row)

@@ -16,6 +16,7 @@ from typing import Literal
 import msgspec
 
 from rookery import protocol
+from rookery.aio import TaskGroup
 from rookery.controller.context import ControllerContext
 from rookery.controller.rollout.scheduler import SamplingRequest
 from rookery.controller.sessions import operations
@@ -23,7 +24,6 @@ from rookery.controller.sessions.checkpoints import checkpoint
 from rookery.controller.sessions.futures import Future, FutureExpired, Futures, PendingOperations
 from rookery.errors import RookeryError, UserError
 from rookery.storage.rows import SamplerRow
-from rookery.task_group import TaskGroup
 
 log = logging.getLogger("rookery.controller.sessions.samplers")
 
@@ -57,14 +57,14 @@ class Samplers:
         )  # fmt: skip
         if path is not None:
             found = await checkpoint(world, tenant, path)
-            model, policy = await world.ledger(world.database.get_model, tenant, found.model)
+            model, policy = await world.store.get_model(tenant, found.model)
             if base_model is not None and base_model != model.base_model:
                 raise UserError(f"{path} is of {model.asked_model}, not of {asked_model}")
             row = msgspec.structs.replace(
                 row, base_model=model.base_model, asked_model=model.asked_model, path=path, model=model.id,
                 policy=found.policy, version=found.version, hash=found.hash, rank=policy.rank, alpha=policy.alpha,
             )  # fmt: skip
-        return await world.ledger(world.database.add_sampler, row)
+        return await world.store.add_sampler(row)
 
     def begin(self, future: Future, call: operations.Sample, row: SamplerRow) -> None:
         """Sample; the outcome goes to ``future``."""
@@ -168,9 +168,9 @@ class Samplers:
         world = self._world
         if row.inflight:
             assert row.model is not None
-            model, _ = await world.ledger(world.database.get_model, row.tenant, row.model)
+            model, _ = await world.store.get_model(row.tenant, row.model)
             assert model.inflight is not None
-            version = await world.ledger(world.database.version, row.tenant, row.policy, model.inflight)
+            version = await world.store.version(row.tenant, row.policy, model.inflight)
             return protocol.AdapterRef(
                 policy=row.policy, version=version.version, hash=version.hash, rank=row.rank, alpha=row.alpha
             )
@@ -186,25 +186,25 @@ class Samplers:
         world, now = self._world, self._world.clock.time()
         if now - self._used.get(row.id, row.used) < USED_SECONDS and row.id in self._used:
             return
-        fresh = await world.ledger(world.database.get_sampler, row.tenant, row.id)
+        fresh = await world.store.get_sampler(row.tenant, row.id)
         if not fresh.kept:
             if not row.path or (await checkpoint(world, row.tenant, row.path)).hash != row.hash:
                 raise FutureExpired(
                     f"the weights of sampler {row.id} were let go after it was idle; save them under a name"
                 )
-            await world.ledger(world.database.keep_sampler, row.id)
+            await world.store.keep_sampler(row.id)
         self._used[row.id] = now
-        await world.ledger(world.database.used_sampler, row.id, now)
+        await world.store.used_sampler(row.id, now)
 
     async def retire(self) -> None:
         """Let go of what nobody has used for long."""
         world = self._world
         before = world.clock.time() - world.settings.sampler_idle_seconds
         sampling = {row.id for row, _ in self._running.values()}
-        for row in await world.ledger(world.database.idle_samplers, before):
+        for row in await world.store.idle_samplers(before):
             if row.id not in sampling:
                 self._used.pop(row.id, None)
-                await world.collector.delete_unnamed(world.database.let_sampler_go, row.id)
+                await world.collector.delete_unnamed(world.store.database.let_sampler_go, row.id)
 
 
 def _seed(drawn: str, number: int) -> int:

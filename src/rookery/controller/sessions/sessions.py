@@ -45,8 +45,8 @@ class Sessions:
         self._world = world
         self._intake = intake
         self._provide = provide
-        self._futures = Futures(world.database, world.ledger, world.clock, world.settings.heartbeat_seconds)
-        self._feeds = CompletionStream(self._futures, world.database, world.ledger, world.clock)
+        self._futures = Futures(world.store, world.clock, world.settings.heartbeat_seconds)
+        self._feeds = CompletionStream(self._futures, world.store, world.clock)
         self._places = TrainerSlots(world.fleet, world.settings, world.clock)
         self._models: dict[str, TrainingRun] = {}
         self._loading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -62,14 +62,14 @@ class Sessions:
     async def start(self) -> None:
         """Take up what an earlier process acknowledged and did not answer."""
         world = self._world
-        for row in await world.ledger(world.database.open_futures):
+        for row in await world.store.open_futures():
             if row.model is not None:
                 model = await self._model(row.tenant, row.model)
                 self._provide(model.row.base_model)
             else:
                 future, call = self._futures.recall(row)
                 assert isinstance(call, operations.Sample)
-                sampler = await world.ledger(world.database.get_sampler, row.tenant, call.sampler)
+                sampler = await world.store.get_sampler(row.tenant, call.sampler)
                 self._provide(sampler.base_model)
                 world.rollouts.expect_resumptions()
                 self.samplers.begin(future, call, sampler)
@@ -103,21 +103,21 @@ class Sessions:
         """Let go of what has expired: results, checkpoints, idle samplers, lost and finished sessions."""
         world, now = self._world, self._world.clock.time()
         self._feeds.sweep(world.settings.session_idle_seconds)
-        await world.ledger(world.database.drop_futures, now - world.settings.session_result_seconds)
-        for row in await world.ledger(world.database.expired_checkpoints, now):
+        await world.store.drop_futures(now - world.settings.session_result_seconds)
+        for row in await world.store.expired_checkpoints(now):
             await self.delete_checkpoint(row.tenant, row.model, row.kind, row.name)
         await self.samplers.retire()
         silent = world.settings.session_expire_seconds
-        for session in await world.ledger(world.database.silent_sessions, now - silent):
+        for session in await world.store.silent_sessions(now - silent):
             if world.clock.monotonic() - self._seen.get(session.id, -math.inf) > silent:
                 said = {"tenant": session.tenant}
                 log.info("session %s is finished: silent for %.0f s", session.id, silent, extra=said)
                 await self.finish(session.tenant, session.id, "lost")
         await self._clear()
-        for model in await world.ledger(world.database.over_models, now - world.settings.session_result_seconds):
+        for model in await world.store.over_models(now - world.settings.session_result_seconds):
             if model not in self._models:
-                for digest in await world.ledger(world.database.end_model, model):
-                    await world.collector.delete_unnamed(world.database.unnamed, digest)
+                for digest in await world.store.end_model(model):
+                    await world.collector.delete_unnamed(world.store.database.unnamed, digest)
 
     async def _clear(self) -> None:
         """Remember no model of a finished session that has nothing to do, and no session of which nobody is heard."""
@@ -146,7 +146,7 @@ class Sessions:
             id=world.ids.new("session"), tenant=tenant, idempotency_key=key, created=now, seen=now, finished=None,
             status="", sdk_version=sdk_version, name=name, about=about,
         )  # fmt: skip
-        row = await world.ledger(world.database.add_session, row)
+        row = await world.store.add_session(row)
         log.info("session with SDK %s", sdk_version, extra={"tenant": tenant})
         return row
 
@@ -154,7 +154,7 @@ class Sessions:
         """Its client is there. Raises :class:`NotFound`."""
         row, now = await self._row(tenant, id), self._world.clock.monotonic()
         if row.finished is None and now - self._stored.get(id, -math.inf) > SEEN_SECONDS:
-            await self._world.ledger(self._world.database.seen_session, id, self._world.clock.time())
+            await self._world.store.seen_session(id, self._world.clock.time())
             self._stored[id] = now
             row = await self._row(tenant, id)  # it may have been finished meanwhile
         self._seen[id] = now
@@ -163,7 +163,7 @@ class Sessions:
     async def _row(self, tenant: str, id: str) -> SessionRow:
         row = self._known.get(id)
         if row is None:
-            row = await self._world.ledger(self._world.database.get_session, tenant, id)
+            row = await self._world.store.get_session(tenant, id)
             if row.finished is None:
                 self._known[id] = row
         if row.tenant != tenant:
@@ -172,13 +172,13 @@ class Sessions:
 
     async def all(self, tenant: str) -> Sequence[SessionRow]:
         """Newest first."""
-        return await self._world.ledger(self._world.database.list_sessions, tenant)
+        return await self._world.store.list_sessions(tenant)
 
     async def parts(self, tenant: str, id: str) -> tuple[Sequence[ModelRow], Sequence[SamplerRow]]:
         """What belongs to a session."""
         world = self._world
-        models = await world.ledger(world.database.list_models, tenant, id)
-        return models, await world.ledger(world.database.list_samplers, tenant, id)
+        models = await world.store.list_models(tenant, id)
+        return models, await world.store.list_samplers(tenant, id)
 
     async def heartbeat(self, tenant: str, id: str) -> None:
         """Raises :class:`Gone` for a finished session."""
@@ -190,7 +190,7 @@ class Sessions:
         world = self._world
         await self._row(tenant, id)
         try:
-            await world.ledger(world.database.finish_session, id, status, world.clock.time())
+            await world.store.finish_session(id, status, world.clock.time())
         finally:
             self._known.pop(id, None)  # also where it is stored and nobody heard
         await self.samplers.end(id)
@@ -243,7 +243,7 @@ class Sessions:
         world = self._world
         await self._open_session(tenant, session)
         found = await checkpoint(world, tenant, call.path)
-        source, policy = await world.ledger(world.database.get_model, tenant, found.model)
+        source, policy = await world.store.get_model(tenant, found.model)
         if base_model is not None and await self._intake.model(tenant, base_model) != source.base_model:
             raise UserError(f"{call.path} is of {source.asked_model}, not of {base_model}")
         id = f"{session}:train:{number}"
@@ -277,9 +277,9 @@ class Sessions:
             targets=[target for target in TARGETS if target in targets],
         )  # fmt: skip
         try:
-            await world.ledger(world.database.get_model, tenant, id)
+            await world.store.get_model(tenant, id)
         except NotFound:
-            await world.ledger(world.database.add_model, row, policy)
+            await world.store.add_model(row, policy)
         self._provide(base_model)
 
     async def _model(self, tenant: str, id: str) -> TrainingRun:
@@ -289,7 +289,7 @@ class Sessions:
             async with self._loading.setdefault(id, asyncio.Lock()):
                 model = self._models.get(id)
                 if model is None:
-                    row, policy = await self._world.ledger(self._world.database.get_model, tenant, id)
+                    row, policy = await self._world.store.get_model(tenant, id)
                     model = TrainingRun(self._world, self._futures, self._places, row, policy)
                     await model.load()
                     self._models[id] = model
@@ -321,10 +321,10 @@ class Sessions:
 
     async def models(self, tenant: str) -> Sequence[ModelRow]:
         """Newest first."""
-        return await self._world.ledger(self._world.database.list_models, tenant)
+        return await self._world.store.list_models(tenant)
 
     async def info(self, tenant: str, id: str) -> tuple[ModelRow, PolicyRow]:
-        return await self._world.ledger(self._world.database.get_model, tenant, id)
+        return await self._world.store.get_model(tenant, id)
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 
@@ -341,10 +341,10 @@ class Sessions:
         return row
 
     async def sampler(self, tenant: str, id: str) -> SamplerRow:
-        return await self._world.ledger(self._world.database.get_sampler, tenant, id)
+        return await self._world.store.get_sampler(tenant, id)
 
     async def join(self, tenant: str, id: str) -> int:
-        return await self._world.ledger(self._world.database.join_sampler, tenant, id)
+        return await self._world.store.join_sampler(tenant, id)
 
     async def sample(self, tenant: str, number: int, call: operations.Sample) -> str:
         """Samples ``call.count`` texts; answers the request's id."""
@@ -385,17 +385,17 @@ class Sessions:
         """Newest first."""
         world = self._world
         if model is not None:
-            await world.ledger(world.database.get_model, tenant, model)
-        return await world.ledger(world.database.list_checkpoints, tenant, model)
+            await world.store.get_model(tenant, model)
+        return await world.store.list_checkpoints(tenant, model)
 
     async def expire(self, tenant: str, model: str, kind: str, name: str, ttl: float | None) -> None:
         world = self._world
         until = None if ttl is None else world.clock.time() + ttl
-        await world.ledger(world.database.expire_checkpoint, tenant, model, kind, name, until)
+        await world.store.expire_checkpoint(tenant, model, kind, name, until)
 
     async def delete_checkpoint(self, tenant: str, model: str, kind: str, name: str) -> None:
         world = self._world
-        await world.collector.delete_unnamed(world.database.delete_checkpoint, tenant, model, kind, name)
+        await world.collector.delete_unnamed(world.store.database.delete_checkpoint, tenant, model, kind, name)
 
     async def weights(self, tenant: str, path: str) -> tuple[CheckpointRow, ModelRow, PolicyRow]:
         """What a path names, and the model it is of."""

@@ -60,7 +60,7 @@ class TrainingRun:
             tenant=row.tenant,
             policy=policy.id,
             model=row.base_model,
-            next_lease=lambda: world.ledger(world.database.next_lease, policy.id),
+            next_lease=lambda: world.store.next_lease(policy.id),
         )
         self._guest = SlotHolder(
             row.id, row.tenant, row.session, row.base_model, self._trainee.offload, lambda: self._trainee.begun
@@ -79,7 +79,7 @@ class TrainingRun:
         except CorruptArtifact as error:
             await self._refuse_head(error)
         await self._versions.retire()
-        for row in await world.ledger(world.database.futures_behind, self.row.id, self.row.done_seq):
+        for row in await world.store.futures_behind(self.row.id, self.row.done_seq):
             if row.outcome is None:
                 future, call = self._futures.recall(row)
                 self.put(future, call)
@@ -91,7 +91,7 @@ class TrainingRun:
     async def _refuse_head(self, error: CorruptArtifact) -> None:
         """Answer every operation that needs the head with an error that names a checkpoint to load instead."""
         head, row = self._head, self.row
-        saved = await self._world.ledger(self._world.database.list_checkpoints, row.tenant, row.id)
+        saved = await self._world.store.list_checkpoints(row.tenant, row.id)
         whole = next((found.path for found in saved if found.kind == "weights" and found.hash != head.hash), None)
         hint = f"load its newest other checkpoint, {whole}" if whole is not None else "it has no other checkpoint"
         self._corrupt = f"version {head.version} of model {row.id} is corrupt ({error}); {hint}"
@@ -320,7 +320,7 @@ class TrainingRun:
         content = operations.encode(saved)
 
         overwrite = call.overwrite or call.kind != "weights"  # the API lets only these be protected
-        await world.collector.delete_unnamed(world.database.save_checkpoint, row, overwrite, (future.id, content))
+        await world.collector.delete_unnamed(world.store.database.save_checkpoint, row, overwrite, (future.id, content))
         self._futures.tell(future, saved, len(content))
 
     async def _save_sampler(self, call: operations.SaveSampler) -> operations.AnyOutcome:
@@ -335,13 +335,13 @@ class TrainingRun:
             version=ref.version, hash="" if call.inflight else ref.hash, rank=ref.rank, alpha=ref.alpha, created=now,
             used=now, kept=True, clones=0,
         )  # fmt: skip
-        await world.ledger(world.database.add_sampler, sampler)
+        await world.store.add_sampler(sampler)
         return operations.SamplerSaved(sampler=call.sampler)
 
     async def _load_state(self, future: Future, call: operations.LoadState) -> None:
         world = self._world
         source = await checkpoint(world, self.row.tenant, call.path)
-        model, policy = await world.ledger(world.database.get_model, self.row.tenant, source.model)
+        model, policy = await world.store.get_model(self.row.tenant, source.model)
         mine = (self.row.base_model, self.policy.rank, list(self.policy.targets))
         if (model.base_model, policy.rank, list(policy.targets)) != mine:
             raise UserError(f"{call.path} is of another base model, rank or layers than model {self.row.id}")
@@ -376,7 +376,7 @@ class TrainingRun:
         content = operations.encode(told[1]) if told is not None else b""
         world, outcome = self._world, (told[0].id, content) if told is not None else None
         ref = await self._versions.commit(
-            partial(world.ledger, world.database.commit_model, model=self.row.id, done_seq=done, outcome=outcome),
+            partial(world.store.commit_model, model=self.row.id, done_seq=done, outcome=outcome),
             lease=self._trainee.lease,
             manifest=manifest,
             step=step,

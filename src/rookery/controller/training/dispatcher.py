@@ -19,6 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from rookery import protocol
+from rookery.aio import Clock, IdGenerator
 from rookery.controller.fleet.fleet import Fleet, Worker
 from rookery.controller.training.assignments import PolicyAssignments
 from rookery.controller.weights.tickets import Tickets
@@ -26,7 +27,7 @@ from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable
 from rookery.scheduling.routing import crowded, lease
 from rookery.settings import Settings
 from rookery.storage.artifacts import Staging
-from rookery.storage.writer import Clock, IdGenerator, Writer
+from rookery.storage.writer import Writer
 
 log = logging.getLogger("rookery.controller.training.dispatcher")
 
@@ -63,7 +64,7 @@ class _Work:
 
 @dataclass
 class _Upload:
-    """An artifact on its way in. Only the ledger writes to it, so that it is right also for who stopped waiting."""
+    """An artifact on its way in. Only the writer thread changes it, so it stays right when the caller is cancelled."""
 
     ticket: str = ""
     staging: Staging | None = None
@@ -75,14 +76,14 @@ class TrainingDispatcher:
     """Sends operations to training workers and matches their answers."""
 
     def __init__(
-        self, fleet: Fleet, tickets: Tickets, settings: Settings, clock: Clock, ids: IdGenerator, ledger: Writer
+        self, fleet: Fleet, tickets: Tickets, settings: Settings, clock: Clock, ids: IdGenerator, writer: Writer
     ) -> None:
         self._fleet = fleet
         self._tickets = tickets
         self._settings = settings
         self._clock = clock
         self._ids = ids
-        self._ledger = ledger
+        self._writer = writer
         self._waiting: dict[Worker, dict[str, asyncio.Future[protocol.OperationDone]]] = {}
         """By worker, what it was asked and has not answered."""
         self._leases = PolicyAssignments()
@@ -111,8 +112,8 @@ class TrainingDispatcher:
         self._on_operation.append(callback)
 
     def on_stray(self, callback: Callable[[str, str], None]) -> None:
-        """Called in the ledger with a policy and an artifact that was brought for it, when no version came to name that
-        as far as is known."""
+        """Called in the writer thread with a policy and an artifact uploaded for it, when no version came to name
+        that as far as is known."""
         self._on_stray.append(callback)
 
     def under_way(self, worker: Worker) -> int:
@@ -233,18 +234,18 @@ class TrainingDispatcher:
         :class:`~rookery.errors.StorageFull` where the upload found no room."""
         upload = _Upload()
         try:
-            await self._ledger(self._open, upload)
+            await self._writer(self._open, upload)
             message = make(upload.ticket)
             done = await self.call(worker, message)
             self._tickets.collect(upload.ticket)
             try:
-                manifest = await self._ledger(self._publish, message.policy, upload)
+                manifest = await self._writer(self._publish, message.policy, upload)
             except Conflict:
                 raise _TryElsewhere(f"worker {worker.name} uploaded nothing") from None
             if done.manifest is None or manifest.hash != done.manifest.hash:
                 raise _TryElsewhere(f"worker {worker.name} uploaded other bytes than it said")
         except BaseException as error:
-            full = await self._ledger(self._give_up, upload)  # it is carried out, whatever ends this wait
+            full = await self._writer(self._give_up, upload)  # it is carried out, whatever ends this wait
             if full is not None and isinstance(error, TrainingFailed | _TryElsewhere):
                 raise full from None  # no fault of the worker's
             raise
@@ -257,11 +258,11 @@ class TrainingDispatcher:
         try:
             yield
         except BaseException:  # also of a commit that went through, and nobody heard of it
-            await self._ledger(self._drop, policy, digest)
+            await self._writer(self._drop, policy, digest)
             raise
-        await self._ledger(self._settle, digest)
+        await self._writer(self._settle, digest)
 
-    # --- in the ledger: nothing comes between the lines of these ------------------------------------------------------
+    # --- in the writer thread: nothing comes between the lines of these------------------------------------------------
 
     def _open(self, upload: _Upload) -> None:
         upload.ticket = self._tickets.upload()

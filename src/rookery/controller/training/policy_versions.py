@@ -57,13 +57,13 @@ class PolicyVersions:
         """Read the history. Raises :class:`CorruptArtifact` if the head's bytes do not match their hash or are
         missing; ``head`` is set all the same."""
         world, row = self._world, self.row
-        versions = await world.ledger(world.database.versions, row.tenant, row.id)
+        versions = await world.store.versions(row.tenant, row.id)
         self._versions = {version.version: version for version in versions}
-        self.row = await world.ledger(world.database.get_policy, row.tenant, row.job, row.name)
+        self.row = await world.store.get_policy(row.tenant, row.job, row.name)
         self.head = self._versions[self.row.head_version] if self.row.head_version is not None else None
         if self.head is not None:
             try:
-                await world.ledger(world.artifacts.verify, self.head.hash)
+                await world.store.run(world.artifacts.verify, self.head.hash)
             except NotFound as error:
                 raise CorruptArtifact(str(error)) from None
 
@@ -85,7 +85,7 @@ class PolicyVersions:
         assert self.head is not None
         bad = self.head.version
         try:
-            head = await world.ledger(world.database.rollback, row.id, bad, reason)
+            head = await world.store.rollback(row.id, bad, reason)
         except Conflict as none_left:
             raise UserError(f"policy {row.name}: version {bad} is corrupt, {none_left}") from None
         line = f"version {bad} of {row.name} is corrupt ({reason}); went back to version {head.version}"
@@ -161,7 +161,7 @@ class PolicyVersions:
     async def publish_inflight(self, run: str) -> None:
         """Make the head the version that the in-flight samplers of the training run ``run`` use."""
         assert self.head is not None
-        await self._world.ledger(self._world.database.publish_inflight, run, self.head.version)
+        await self._world.store.publish_inflight(run, self.head.version)
         self._inflight = self.head.version
         await self.retire()
 
@@ -184,7 +184,7 @@ class PolicyVersions:
             in_use=in_use if self._inflight is None else [*in_use, self._inflight],
         )
         for version in going:
-            await world.collector.delete_unnamed(world.database.retire_version, self.row.id, version)
+            await world.collector.delete_unnamed(world.store.database.retire_version, self.row.id, version)
             self._versions[version] = msgspec.structs.replace(self._versions[version], kept=False)
         if checkpoints is None:
             self._versions = {version: row for version, row in self._versions.items() if row.kept}

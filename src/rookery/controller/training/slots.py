@@ -11,11 +11,11 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rookery.aio import Clock
 from rookery.controller.fleet.fleet import Fleet
 from rookery.scheduling.fairness import DeficitRoundRobin
 from rookery.scheduling.slots import SlotUse, slots_to_free
 from rookery.settings import Settings
-from rookery.storage.writer import Clock
 
 
 @dataclass(eq=False)

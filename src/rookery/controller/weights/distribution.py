@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rookery import protocol
+from rookery.aio import Clock
 from rookery.controller.fleet.worker import AdapterRequested, Worker
 from rookery.controller.weights.peers import PeerDirectory
-from rookery.storage.writer import Clock
 
 SLOW_FACTOR = 3.0
 """A slow worker took this many times as long as the first one …"""

@@ -18,23 +18,19 @@ from rookery import protocol
 from rookery.controller.fleet.fleet import Fleet
 from rookery.errors import StorageFull, Unavailable
 from rookery.storage.artifacts import Artifacts
-from rookery.storage.database import Database
-from rookery.storage.writer import Writer
+from rookery.storage.store import Store
 
 log = logging.getLogger("rookery.controller.weights.gc")
 
 
 class ArtifactCollector:
-    def __init__(
-        self, ledger: Writer, database: Database, artifacts: Artifacts, fleet: Fleet, pinned: Mapping[str, int]
-    ) -> None:
+    def __init__(self, store: Store, artifacts: Artifacts, fleet: Fleet, pinned: Mapping[str, int]) -> None:
         """``pinned`` counts, by hash, the artifacts that are durable and that a version is about to name."""
         self.readers: Counter[str] = Counter()
         """Running requests by the hash of the artifact that they read."""
         self.deferred: set[str] = set()
         """Artifacts that nothing names any more and that are still read: the last reader deletes them."""
-        self._ledger = ledger
-        self._database = database
+        self._store = store
         self._artifacts = artifacts
         self._fleet = fleet
         self._pinned = pinned
@@ -64,24 +60,24 @@ class ArtifactCollector:
             digest = call(*arguments)
             return digest if digest is not None and self._delete(digest) else None
 
-        if (gone := await self._ledger(both)) is not None:
+        if (gone := await self._store.run(both)) is not None:
             self._fleet.evict([gone])
 
     def delete_stray(self, policy: str, digest: str) -> None:
-        """Runs in the ledger: the artifact was uploaded for ``policy`` and, as far as its job knows, never named. Where
-        that cannot be established, it stays until the next start."""
+        """Runs in the writer thread: the artifact was uploaded for ``policy`` and, as far as known, never named.
+        Where that cannot be established, it stays until the next start."""
         try:
-            if not self._database.names(policy, digest):
+            if not self._store.database.names(policy, digest):
                 self._delete(digest)
         except (StorageFull, Unavailable, OSError) as error:  # the error that ended the step is the one to report
             log.warning("artifact %s of %s stays until the next start: %s", digest, policy, error,
                         extra={"policy": policy})  # fmt: skip
 
     def _unless_named(self, digest: str) -> str | None:
-        return None if digest in self._database.live_hashes() else digest
+        return None if digest in self._store.database.live_hashes() else digest
 
     def _delete(self, digest: str) -> bool:
-        """Runs in the ledger. Deletes the artifact unless it is pinned or read."""
+        """Runs in the writer thread. Deletes the artifact unless it is pinned or read."""
         if digest in self._pinned:
             return False
         self.deferred.add(digest)  # before the check: a reader that starts now finds it there when it ends

@@ -16,10 +16,10 @@ from itertools import islice
 import msgspec
 
 from rookery import protocol
+from rookery.aio import Clock
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.weights.tickets import Tickets
 from rookery.scheduling.peers import PeerCandidate, select_peers
-from rookery.storage.writer import Clock
 
 PEERS = 2
 """Peers named per grant: a second one where the first is gone; behind both there is the service."""

@@ -22,10 +22,10 @@ log = logging.getLogger("rookery.controller.fleet.fleet")
 
 
 class PullFailures:
-    def __init__(self, fleet: Fleet, artifacts: Artifacts, ledger: Writer) -> None:
+    def __init__(self, fleet: Fleet, artifacts: Artifacts, writer: Writer) -> None:
         self._fleet = fleet
         self._artifacts = artifacts
-        self._ledger = ledger
+        self._writer = writer
         self._complaints: dict[str, list[tuple[Worker, str]]] = {}
         """By artifact, while it is looked at: who could not have it, and why."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -49,7 +49,7 @@ class PullFailures:
 
     async def _judge(self, digest: str) -> None:
         try:
-            await self._ledger(self._artifacts.verify, digest)
+            await self._writer(self._artifacts.verify, digest)
             fault = ""
         except (CorruptArtifact, NotFound, OSError) as error:
             fault = str(error)

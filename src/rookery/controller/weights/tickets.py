@@ -12,8 +12,8 @@ import hmac
 import secrets
 from collections.abc import Callable
 
+from rookery.aio import Clock
 from rookery.storage.artifacts import Artifacts, Staging
-from rookery.storage.writer import Clock
 
 
 class Tickets:

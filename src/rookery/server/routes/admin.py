@@ -11,7 +11,7 @@ from rookery.errors import Conflict, NotFound
 from rookery.server.auth import Administrator, AuthenticatedRoute, KeyHash, Service
 from rookery.server.responses import PROBLEMS, json_response
 from rookery.server.schemas import Costs, KeyAnswer, KeyRow, NewKey, NewTenant, TenantAnswer, WorkerRow
-from rookery.storage.keys import hash_key, new_key
+from rookery.storage.data_dir import hash_key, new_key
 
 KEY_ID = 16
 """Letters of a key's hash that name it: no two keys will ever share them."""
