@@ -727,7 +727,8 @@ folder = Path({folder!r}); folder.mkdir()
 t.Export(init_adapter(config, 8, 16.0, list(PARTS), 0), {{}}, 0, "").write(folder)
 at = t.trainer(Decoder(config, weights), {{"p": folder}}, slice_tokens=8192)
 def peak(prompt, tails):
-    at.forward_backward(t.forward_backward(), t.protocol.TrainingBatch(groups=[t.unit(random.Random(0), prompt, tails)]))
+    group = t.unit(random.Random(0), prompt, tails)
+    at.forward_backward(t.forward_backward(), t.protocol.TrainingBatch(groups=[group]))
     assert not t.finish(at)["fb"].error
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
 small = peak(50, [50] * 2)
