@@ -121,7 +121,7 @@ def test_the_context_ends_a_text() -> None:
     [
         ({"prompt": []}, "empty"),
         ({"prompt": [1] * 5000, "shared_prefix": 0}, "context is 4096"),
-        ({"shared_prefix": 5}, "shared"),
+        ({"shared_prefix": 5}, "shared_prefix is 5"),
         ({"prompt": [1, 2, 3, 211]}, "vocabulary"),
         ({"prefix_tokens": [-1]}, "vocabulary"),
         ({"max_tokens": 0}, "max_tokens"),

@@ -203,7 +203,7 @@ class NativeEngine:
         if len(order.prompt) >= self.max_context or length > self.max_context:
             raise ValueError(f"the prompt has {length} tokens; this model's context is {self.max_context}")
         if not 0 <= order.shared_prefix <= len(order.prompt):
-            raise ValueError(f"shared is {order.shared_prefix}, the prompt has {len(order.prompt)} tokens")
+            raise ValueError(f"shared_prefix is {order.shared_prefix}, the prompt has {len(order.prompt)} tokens")
         if order.prompt_logprobs and order.shared_prefix:
             raise ValueError("a shared prompt is not scored: give it as the request's own")
         if not all(0 <= token < vocabulary for token in (*order.prompt, *order.prefix_tokens)):
