@@ -28,7 +28,7 @@ PROCESSOR = {
     "bfloat16": torch.cpu._is_avx512_bf16_supported(),
     "tiles": torch.cpu._is_amx_tile_supported(),
 }
-SAME_PROCESSOR = PROCESSOR == GOLDEN["processor"]
+SAME_PROCESSOR = GOLDEN["processor"] == PROCESSOR
 
 Text = tuple[list[int], list[float]]
 
