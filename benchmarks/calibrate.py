@@ -22,7 +22,7 @@ from orders import RANK
 from workload import random_ids
 
 from rookery.settings import Settings
-from rookery.simulation.profile import load_profile
+from rookery.simulation.profiles import load_profile
 from rookery.worker.engine.native.engine import PREFILL_TOKENS
 from rookery.worker.model.adapter import read_adapter
 

@@ -24,16 +24,14 @@ from rookery.cli.app import main
 from rookery.controller.offload.seeding import Seeding
 from rookery.errors import UserError
 from rookery.scheduling.offload import Cycle
-from rookery.simulation.availability import HOUR, SHIPPED, Trace, draw_shipped, load_trace, parse
 from rookery.simulation.clock import Deadlock, run
-from rookery.simulation.engine import Engine
-from rookery.simulation.modes import MODES, balanced, chosen
-from rookery.simulation.plots import draw
-from rookery.simulation.profile import Machine, Profile, load_profile, packaged
-from rookery.simulation.replay import Outcome, Scenario, replay
-from rookery.simulation.report import as_json
-from rookery.simulation.site import MEMORY, MODEL, Site
-from rookery.simulation.texts import LongTailed, chat, logprobs_of, tokens_of
+from rookery.simulation.fakes.engine import Engine
+from rookery.simulation.fakes.service import MEMORY, MODEL, Site
+from rookery.simulation.fakes.text import LongTailed, chat, logprobs_of, tokens_of
+from rookery.simulation.profiles import Machine, Profile, load_profile, packaged
+from rookery.simulation.replay import MODES, Outcome, Scenario, balanced, chosen, replay
+from rookery.simulation.report import as_json, draw
+from rookery.simulation.traces import HOUR, SHIPPED, Trace, draw_shipped, load_trace, parse
 
 # --- clock ------------------------------------------------------------------------------------------------------------
 

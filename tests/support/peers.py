@@ -34,7 +34,7 @@ from rookery.controller.weights.tickets import Tickets
 from rookery.errors import UserError
 from rookery.protocol.connection import Connection, ConnectionClosed
 from rookery.settings import Settings
-from rookery.simulation.links import MemoryLink, link_pair
+from rookery.simulation.fakes.connection import MemoryLink, link_pair
 from rookery.spec.job import TARGETS
 from rookery.storage import models
 from rookery.storage.artifacts import Artifacts

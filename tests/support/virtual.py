@@ -1,5 +1,5 @@
-"""Jobs side by side in virtual time: the simulation's service (:mod:`rookery.simulation.site`) with one worker whose
-replies all have their full length, so that equal requests are equal work."""
+"""Jobs side by side in virtual time: :mod:`rookery.simulation.fakes.service` with one worker whose replies all have
+their full length, so that equal requests are equal work."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from rookery.simulation.clock import EPOCH, run
-from rookery.simulation.profile import Machine
-from rookery.simulation.site import MEMORY, Site
-from rookery.simulation.texts import whole
+from rookery.simulation.fakes.service import MEMORY, Site
+from rookery.simulation.fakes.text import whole
+from rookery.simulation.profiles import Machine
 
 # What a two-core machine takes for the model of 135M parameters, in seconds.
 DECODE_STEP, DECODE_ROW = 0.012, 0.0008

@@ -45,11 +45,10 @@ def simulate(
     json: Json = False,
 ) -> None:
     """Compare ways of using reserved and preemptible machines, in virtual time. Nothing real is computed."""
-    from rookery.simulation.availability import HOUR, load_trace
-    from rookery.simulation.modes import chosen
-    from rookery.simulation.profile import load_profile
-    from rookery.simulation.replay import Scenario, replay
+    from rookery.simulation.profiles import load_profile
+    from rookery.simulation.replay import Scenario, chosen, replay
     from rookery.simulation.report import as_json, digest, tables
+    from rookery.simulation.traces import HOUR, load_trace
 
     machines, wanted = load_profile(profile), chosen(modes)
     load = machines.workload
@@ -98,7 +97,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _draw(outcomes: list[Outcome], out: Path) -> None:
-    from rookery.simulation.plots import draw
+    from rookery.simulation.report import draw
 
     try:
         made = draw(outcomes, out)

@@ -22,10 +22,10 @@ from rookery.controller.parts import SHIPPED, Overrides
 from rookery.scheduling.offload import Cycle
 from rookery.scheduling.offload import Seeding as Algorithm
 from rookery.simulation.clock import run
-from rookery.simulation.links import link_pair
-from rookery.simulation.profile import Machine
-from rookery.simulation.site import MEMORY, MODEL, Site
-from rookery.simulation.workers import ModelledWorker
+from rookery.simulation.fakes.connection import link_pair
+from rookery.simulation.fakes.service import MEMORY, MODEL, Site
+from rookery.simulation.fakes.worker import ModelledWorker
+from rookery.simulation.profiles import Machine
 
 # --- the equations ----------------------------------------------------------------------------------------------------
 

@@ -36,8 +36,8 @@ from rookery.protocol.connection import ConnectionClosed
 from rookery.scheduling.peers import PeerCandidate, select_peers
 from rookery.settings import Settings
 from rookery.simulation.clock import EPOCH, InlineWriter, run
-from rookery.simulation.site import MEMORY, Site
-from rookery.simulation.texts import whole
+from rookery.simulation.fakes.service import MEMORY, Site
+from rookery.simulation.fakes.text import whole
 from rookery.storage.artifacts import Artifacts
 
 

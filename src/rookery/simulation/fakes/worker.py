@@ -1,6 +1,6 @@
 """A modelled worker: speaks the wire protocol in this process, and computes by letting virtual time pass.
 
-* It computes one thing at a time (:mod:`rookery.simulation.compute`), as a real one does. Transfers go on beside that.
+* It computes one thing at a time (:mod:`rookery.simulation.fakes.compute`), as a real one does; transfers overlap.
 * Tokens leave at most one flush interval and one slice after they were sampled, at once when their request has ended.
 * It dials in at once, and says that it is ready when the base model is loaded. An adapter is pulled once, ahead of need
   where the controller asks for that; batches, adapters and states take their bytes' time on the way.
@@ -21,11 +21,11 @@ import msgspec
 from rookery import protocol
 from rookery.controller.weights.tickets import Tickets
 from rookery.protocol.connection import Connection, ConnectionClosed
-from rookery.simulation.compute import Compute
-from rookery.simulation.links import MemoryLink, link_pair
-from rookery.simulation.profile import Machine
-from rookery.simulation.texts import Length
-from rookery.simulation.trainer import ADAPTER, CONFIG, Answer, stale, write
+from rookery.simulation.fakes.compute import Compute
+from rookery.simulation.fakes.connection import MemoryLink, link_pair
+from rookery.simulation.fakes.text import Length
+from rookery.simulation.fakes.trainer import ADAPTER, CONFIG, Answer, stale, write
+from rookery.simulation.profiles import Machine
 
 REDIAL_SECONDS = 1.0
 """After a link ended a worker dials in again."""

@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
 from rookery import protocol
-from rookery.simulation.engine import Engine
-from rookery.simulation.profile import Machine
-from rookery.simulation.texts import Length
-from rookery.simulation.trainer import Answer, Trainer
+from rookery.simulation.fakes.engine import Engine
+from rookery.simulation.fakes.text import Length
+from rookery.simulation.fakes.trainer import Answer, Trainer
+from rookery.simulation.profiles import Machine
 
 SAME = 1e-6
 """Parts of a slice: news at the very end of one are no news within the next."""

@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from rookery import protocol
-from rookery.simulation.profile import Machine
+from rookery.simulation.profiles import Machine
 from rookery.storage.artifacts import Staging
 
 ADAPTER = "adapter_model.safetensors"

@@ -1,5 +1,5 @@
 """A modelled engine: continuous batching as :mod:`rookery.worker.engine` does it, where a slice takes its stated time
-and yields the texts of :mod:`rookery.simulation.texts`.
+and yields the texts of :mod:`rookery.simulation.fakes.text`.
 
 * At most ``rows`` requests run; others wait, first come first served, ``first`` ones before them.
 * One slice is prompt tokens of new requests (a group's prompt once, what was kept of an episode not again), or one
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rookery import protocol
-from rookery.simulation.profile import Machine
-from rookery.simulation.texts import Length, logprobs_of, tokens_of
+from rookery.simulation.fakes.text import Length, logprobs_of, tokens_of
+from rookery.simulation.profiles import Machine
 
 
 @dataclass(eq=False)

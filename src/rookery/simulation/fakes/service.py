@@ -6,8 +6,11 @@ writer, links. Must be made inside a :class:`~rookery.simulation.clock.VirtualLo
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import os
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -16,13 +19,14 @@ from rookery.aio import RandomIds
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.parts import SHIPPED, Overrides
+from rookery.protocol.connection import Connection
 from rookery.settings import Settings
 from rookery.simulation.clock import InlineWriter, VirtualClock
-from rookery.simulation.hosts import ModelledHost
-from rookery.simulation.profile import Machine
-from rookery.simulation.record import EventLog
-from rookery.simulation.texts import Length, chat
-from rookery.simulation.workers import Identity, ModelledWorker
+from rookery.simulation.fakes.connection import MemoryLink, link_pair
+from rookery.simulation.fakes.host import ModelledHost
+from rookery.simulation.fakes.text import Length, chat
+from rookery.simulation.fakes.worker import Identity, ModelledWorker
+from rookery.simulation.profiles import Machine
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.database import Database
 from rookery.storage.store import Store
@@ -114,3 +118,48 @@ class Site:
     async def close(self) -> None:
         await self.controller.stop()
         self.database.close()
+
+
+class EventLog:
+    def __init__(self) -> None:
+        self.frames = 0
+        self._hash = hashlib.sha256()
+
+    def note(self, link: str, direction: str, frame: bytes) -> None:
+        """``frame`` crossed ``link`` towards (``>``) or from (``<``) the peer, now."""
+        self.frames += 1
+        now = asyncio.get_running_loop().time()
+        self._hash.update(struct.pack("<d", now) + f"{direction}{link}\0".encode() + struct.pack("<I", len(frame)))
+        self._hash.update(frame)
+
+    def digest(self) -> str:
+        """SHA-256 over all so far, in hex."""
+        return self._hash.hexdigest()
+
+    def links(self, name: str) -> Callable[[], tuple[MemoryLink, Connection]]:
+        """Makes connections of which the controller's end is noted under ``name``."""
+
+        def make() -> tuple[MemoryLink, Connection]:
+            ours, theirs = link_pair()
+            return ours, _Noted(theirs, self, name)
+
+        return make
+
+
+class _Noted:
+    """The controller's end of a connection."""
+
+    def __init__(self, link: MemoryLink, log: EventLog, name: str) -> None:
+        self._link, self._log, self._name = link, log, name
+
+    async def send(self, frame: bytes) -> None:
+        self._log.note(self._name, ">", frame)
+        await self._link.send(frame)
+
+    async def receive(self) -> bytes:
+        frame = await self._link.receive()
+        self._log.note(self._name, "<", frame)
+        return frame
+
+    async def close(self, reason: str) -> None:
+        await self._link.close(reason)

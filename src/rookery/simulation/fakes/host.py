@@ -11,8 +11,8 @@ from typing import Any
 
 from rookery import protocol
 from rookery.protocol.connection import Connection, ConnectionClosed
-from rookery.simulation.links import MemoryLink, link_pair
-from rookery.simulation.texts import draw
+from rookery.simulation.fakes.connection import MemoryLink, link_pair
+from rookery.simulation.fakes.text import draw
 
 Reward = Callable[[str, int], float]
 """(episode, turn) → the turn's reward."""

@@ -1,0 +1,1 @@
+"""Fake workers and environment hosts that speak the wire protocol and compute nothing, and a controller around them."""
