@@ -15,7 +15,7 @@ from harness import ROOT, Result, command
 sys.path.insert(0, str(ROOT))
 
 from tests.chaos.faults import Plan
-from tests.chaos.run import play
+from tests.chaos.run import run_plan
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
         seed=given.seed, workers=given.workers, jobs=given.jobs, preemptions=given.preemptions, seeding=given.seeding,
         tenants=min(20, given.jobs), hosts=8, lifetime=4.0, rebirth=1.5, operation=2.0, restart_every=60.0,
     )  # fmt: skip
-    found = play(plan)
+    found = run_plan(plan)
     name = "chaos_at_scale" + ("_seeding" if given.seeding else "")
     result = Result(name, "Chaos at scale", command(), simulated=True)
     result.add("workers", [plan.workers], "")

@@ -15,17 +15,17 @@ from harness import ROOT, Result, command
 sys.path.insert(0, str(ROOT))
 
 from tests.chaos.events import Violation
-from tests.chaos.mutations import MUTATIONS, Mutation, made
-from tests.chaos.run import play
+from tests.chaos.mutations import MUTATIONS, Mutation, applied
+from tests.chaos.run import run_plan
 from tests.chaos.test_simulated import SMALL, TRIES
 
 
 def noticed(mutation: Mutation) -> tuple[int, Violation] | None:
     """The seed that noticed, and what."""
     for seed in range(1, TRIES + 1):
-        with made(mutation):
+        with applied(mutation):
             try:
-                play(replace(SMALL, seed=seed, **mutation.plan))
+                run_plan(replace(SMALL, seed=seed, **mutation.plan))
             except Violation as violation:
                 return seed, violation
     return None

@@ -27,7 +27,7 @@ from workload import questions
 sys.path.insert(0, str(ROOT))
 
 from test_chaos import STEPS, end_of, submit
-from tests.chaos.driver import Town, until
+from tests.chaos.driver import Deployment, wait_until
 from tests.support.small_model import save_small_model
 
 from rookery.settings import Settings
@@ -46,11 +46,11 @@ SEEDS = (0, 1, 2, 3)
 Replies = list[Future[Any]]
 
 
-def town(folder: Path, model: str, cache: Path, **settings: str) -> Town:
-    return Town(folder, cache, Path(model), workers=0, **settings)
+def town(folder: Path, model: str, cache: Path, **settings: str) -> Deployment:
+    return Deployment(folder, cache, Path(model), workers=0, **settings)
 
 
-def ask(place: Town, pool: ThreadPoolExecutor) -> Replies:
+def ask(place: Deployment, pool: ThreadPoolExecutor) -> Replies:
     """Long texts, each with a seed of its own."""
     texts = questions(REQUESTS)
     return [
@@ -63,11 +63,11 @@ def told(replies: Replies) -> list[Any]:
     return [(reply.tokens, reply.logprobs) for reply in (future.result() for future in replies)]
 
 
-def generated(place: Town, worker: str, least: int) -> int:
+def generated(place: Deployment, worker: str, least: int) -> int:
     """Tokens that a worker's process has sampled, once it has told of ``least``."""
-    until(lambda: place.serving(worker).beat["generated"] >= least, f"{worker} has sampled {least} tokens")
+    wait_until(lambda: place.wait_serving(worker).beat["generated"] >= least, f"{worker} has sampled {least} tokens")
     time.sleep(2.0)  # a beat or more: had it sampled others, it would have told
-    return int(place.serving(worker).beat["generated"])
+    return int(place.wait_serving(worker).beat["generated"])
 
 
 # --- kill -9 in the middle of long generations ------------------------------------------------------------------------
@@ -80,29 +80,32 @@ def kills(result: Result) -> None:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(REQUESTS) as pool:
         with town(Path(folder) / "calm", MODEL, cache, interactive_share="1") as place:
             place.join("one")
-            place.serving("one")
+            place.wait_serving("one")
             calm = told(ask(place, pool))
         total = sum(len(tokens) for tokens, _ in calm)
         for share in SHARES:
             with town(Path(folder) / str(share), MODEL, cache, interactive_share="1") as place:
                 place.join("one")
-                place.serving("one")
+                place.wait_serving("one")
                 replies = ask(place, pool)
-                until(lambda place=place, share=share: place.total("sampled_tokens") >= share * total, "tokens came")
+                wait_until(
+                    lambda place=place, share=share: place.metric_total("sampled_tokens") >= share * total,
+                    "tokens came",
+                )
                 flushed.append(place.worker("one").max_flush_tokens)
                 place.joined["one"].kill()
                 place.joined.pop("one").wait()
-                until(lambda place=place: place.worker("one").state == "suspect", "it is noticed")
-                received = place.total("sampled_tokens")
+                wait_until(lambda place=place: place.worker("one").state == "suspect", "it is noticed")
+                received = place.metric_total("sampled_tokens")
                 began = time.perf_counter()
                 place.join("two")
-                place.serving("two")
+                place.wait_serving("two")
                 result.add(f"killed at {share:.0%}: a new worker serves after", [time.perf_counter() - began], "s")
                 texts = told(replies)
                 anew = generated(place, "two", total - received) - (total - received)
                 again += anew
                 differing += sum(one != other for one, other in zip(texts, calm, strict=True))
-                missing += abs(place.total("sampled_tokens") - total)
+                missing += abs(place.metric_total("sampled_tokens") - total)
     rows = f"{len(SHARES)} kills, {REQUESTS} requests of up to {TOKENS} tokens, {total} tokens"
     result.add("received tokens generated again", [again], "tokens", rows)
     result.add("texts that differ from the uninterrupted run's, log-probabilities included", [differing], "texts", rows)
@@ -170,7 +173,7 @@ def training(result: Result) -> None:
         with town(folder / "run", str(model), folder / "cache", retry_limit=str(KILLS)) as place:
             for worker in THREE:
                 place.join(worker, "--preemptible")
-                place.serving(worker)
+                place.wait_serving(worker)
             place.host()
             calm = [end_of(place, [submit(place, "steady", seed=seed)])[0] for seed in SEEDS]
             chance, deaths, jobs = random.Random(0), 0, 0
@@ -187,10 +190,10 @@ def training(result: Result) -> None:
                 after.holds()
                 equal += after.tells_the_same(calm[seed])
                 compared += len(after.outcomes)
-            migrated, losses = place.total("requests_migrated"), place.total("worker_losses")
-            tried = place.total("training_retries")
+            migrated, losses = place.metric_total("requests_migrated"), place.metric_total("worker_losses")
+            tried = place.metric_total("training_retries")
             for worker in THREE:
-                place.serving(worker)  # the last one killed is back: what is just starting cannot leave in order
+                place.wait_serving(worker)  # the last one killed is back: what is just starting cannot leave in order
         note = f"{jobs} jobs of {STEPS} steps, one after another, on {len(THREE)} workers, all of which train"
         result.add("random kills of workers", [deaths], "kills", note)
         result.add("of them noticed while they worked", [losses], "losses")
@@ -214,7 +217,7 @@ def joining(result: Result) -> None:
     for _ in range(3):
         with tempfile.TemporaryDirectory() as folder, town(Path(folder) / "t", MODEL, cache) as place:
             place.join("one")
-            place.serving("one")
+            place.wait_serving("one")
             rows = [{"prompt": text, "answer": ""} for text in questions(32)]
             place.client.submit(
                 {
@@ -226,16 +229,18 @@ def joining(result: Result) -> None:
                     "stop": {"steps": 20},
                 }
             )
-            until(lambda place=place: place.total("sampled_tokens") > 2000, "the job is in the middle of a step")
+            wait_until(
+                lambda place=place: place.metric_total("sampled_tokens") > 2000, "the job is in the middle of a step"
+            )
             elsewhere = Path(folder) / "elsewhere"
             (elsewhere / "models").mkdir(parents=True)
             (elsewhere / "models" / MODEL).symlink_to(prepare(MODEL, cache))
             began = time.perf_counter()
             place.join("two", "--preemptible", "--roles", "rollout", "--cache", str(elsewhere))
-            until(lambda place=place: place.worker("two") is not None, "it dialled in")
-            place.serving("two")
+            wait_until(lambda place=place: place.worker("two") is not None, "it dialled in")
+            place.wait_serving("two")
             loaded.append(time.perf_counter() - began)
-            until(lambda place=place: place.worker("two").beat["generated"] > 0, "its first tokens")
+            wait_until(lambda place=place: place.worker("two").beat["generated"] > 0, "its first tokens")
             first.append(time.perf_counter() - began)
             beat = place.worker("two").beat
             lent.append(beat["pulled_from_peers"] / MEGABYTE)
@@ -257,13 +262,13 @@ def restart(result: Result) -> None:
         with town(folder / "run", str(model), folder / "cache") as place:
             for worker in THREE:
                 place.join(worker)
-                place.serving(worker)
+                place.wait_serving(worker)
             calm = end_of(place, [submit(place, "jsonl", seed=1)])[0]
             before = sum(generated(place, worker, 0) for worker in THREE)
             job = submit(place, "jsonl", seed=1)
             deaths = 4
             for death in range(deaths):
-                place.after([job], (death * 8 + 2, 0.1))
+                place.wait_for_episodes([job], (death * 8 + 2, 0.1))
                 place.kill("service")
             story = end_of(place, [job])[0]
             story.holds()

@@ -25,7 +25,7 @@ from workload import PROMPTS, questions
 
 sys.path.insert(0, str(ROOT))
 
-from tests.chaos.driver import Town, until
+from tests.chaos.driver import Deployment, wait_until
 
 from rookery.client import Job
 from rookery.controller.offload.seeding import Seeding
@@ -84,7 +84,7 @@ def _steps(bench: Bench, name: str, steps: int) -> list[float]:
 # --- with remote workers ----------------------------------------------------------------------------------------------
 
 
-def submit(place: Town, steps: int) -> Job:
+def submit(place: Deployment, steps: int) -> Job:
     rows = [{"prompt": text, "answer": ""} for text in questions(PROMPTS * steps)]
     spec = job("seeded", steps, micro_batch=MICRO_BATCH)
     spec["environment"] = {"id": "jsonl", "rows": rows, "verifier": {"name": "regex", "pattern": "[a-m].*[n-z]"}}
@@ -92,9 +92,9 @@ def submit(place: Town, steps: int) -> Job:
     return place.client.submit(spec)
 
 
-def world(folder: str, initial: float) -> Town:
+def world(folder: str, initial: float) -> Deployment:
     cache = Settings.load().cache
-    return Town(Path(folder) / "t", cache, Path(MODEL), workers=0, seed_initial_seconds=f"{initial:g}")
+    return Deployment(Path(folder) / "t", cache, Path(MODEL), workers=0, seed_initial_seconds=f"{initial:g}")
 
 
 def found(rows: list[Any]) -> list[dict[str, float]]:
@@ -119,9 +119,9 @@ def far_off(result: Result, repeats: int) -> None:
         start = Settings().seed_initial_seconds / 4 if initial is None else max(settled, 0.5) * initial
         with tempfile.TemporaryDirectory() as folder, world(folder, start) as place:
             place.join("home")
-            place.serving("home")
+            place.wait_serving("home")
             place.join(REMOTE[0], "--preemptible", "--roles", "rollout")
-            place.serving(REMOTE[0])
+            place.wait_serving(REMOTE[0])
             rows = list(submit(place, LOOKED_AT).metrics())
         curves[name] = found(rows)
         tail = curves[name][SETTLED:]
@@ -149,10 +149,10 @@ def settling(gaps: list[float]) -> int:
 def away_and_back(result: Result, repeats: int) -> None:
     with tempfile.TemporaryDirectory() as folder, world(folder, 2.0) as place:
         place.join("home")
-        place.serving("home")
+        place.wait_serving("home")
         for name in REMOTE:
             place.join(name, "--preemptible", "--roles", "rollout")
-            place.serving(name)
+            place.wait_serving(name)
         task = submit(place, 30)
         _after(task, 6)
         before = found(_rows(task))[-1]
@@ -165,7 +165,7 @@ def away_and_back(result: Result, repeats: int) -> None:
         few = found(_rows(task))[-1]
         for name in REMOTE[1:]:
             place.join(name, "--preemptible", "--roles", "rollout")
-            place.serving(name)
+            place.wait_serving(name)
         back = task.show().step
         _after(task, back + 4)
         after = next(row for row in found(_rows(task)) if row["step"] >= back + 2)
@@ -182,7 +182,7 @@ def _rows(task: Job) -> list[Any]:
 
 
 def _after(task: Job, step: int) -> None:
-    until(lambda: task.show().step >= step, f"step {step} was taken")
+    wait_until(lambda: task.show().step >= step, f"step {step} was taken")
 
 
 PARTS: dict[str, Callable[[Result, int], None]] = {"alone": alone, "far_off": far_off, "away_and_back": away_and_back}

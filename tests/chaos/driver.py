@@ -49,7 +49,7 @@ SETTINGS = {
 T = TypeVar("T")
 
 
-def until(condition: Callable[[], T | None], what: str) -> T:
+def wait_until(condition: Callable[[], T | None], what: str) -> T:
     """Waits until ``condition`` gives something, and answers with that."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not (found := condition()):
@@ -100,7 +100,7 @@ HOSTED = {"steady": Steady(), "fickle": Fickle()}
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-class Town:
+class Deployment:
     """Processes around one data folder, and every process that was ever seen there. Ends with nothing running."""
 
     def __init__(self, root: Path, cache: Path, model: Path, *, workers: int, **settings: str) -> None:
@@ -122,7 +122,7 @@ class Town:
         self._client: Client | None = None
         self._left: set[str] = set()
 
-    def __enter__(self) -> Town:
+    def __enter__(self) -> Deployment:
         self.serve()
         return self
 
@@ -131,31 +131,31 @@ class Town:
             self._client.close()
         try:
             if kind is None:
-                self.leave()
+                self.shut_down()
         finally:
             for process in [self.service, *self.joined.values()]:
                 if process is not None:
                     process.kill()
                     process.wait()
-            self.nothing_runs()
+            self.check_no_orphans()
 
-    def leave(self) -> None:
+    def shut_down(self) -> None:
         """Everybody is asked to end, and does so well."""
         for name in list(self.joined):
             process = self.joined.pop(name)
             process.terminate()
             code = process.wait(PATIENCE_SECONDS)
-            assert code == 0, f"{name} ended with {code}:\n{self.last_words(name)}"
+            assert code == 0, f"{name} ended with {code}:\n{self.log_tail(name)}"
         assert self.service is not None
         self.service.terminate()
-        assert self.service.wait(PATIENCE_SECONDS) == 0, self.last_words("service")
+        assert self.service.wait(PATIENCE_SECONDS) == 0, self.log_tail("service")
 
     def serve(self) -> None:
         """``rookery serve``; on return it answers, and what a crash left half-written is gone."""
-        self._left = self.staged()
+        self._left = self.staged_files()
         self.service = self._start("service", ["-m", "rookery.cli", "serve"])
-        until(self._answers, "the service answers")
-        assert not self._left & self.staged(), "what was half-written when the service died is still there"
+        wait_until(self._answers, "the service answers")
+        assert not self._left & self.staged_files(), "what was half-written when the service died is still there"
 
     def join(self, name: str, *arguments: str) -> None:
         """``rookery worker --connect``; on return the service knows it."""
@@ -177,7 +177,7 @@ class Town:
             self._client = Client(self.url, self.key, settings=Settings.load({}, data=self.data))
         return self._client
 
-    def total(self, name: str) -> int:
+    def metric_total(self, name: str) -> int:
         """One of the service's figures since it started."""
         for line in httpx.get(f"{self.url}/metrics", timeout=PATIENCE_SECONDS).text.splitlines():
             if line.startswith(f"rookery_{name}_total "):
@@ -188,9 +188,9 @@ class Town:
         """What the service knows of a worker, or None."""
         return next((row for row in self.client.workers() if row.name == name), None)
 
-    def serving(self, name: str) -> Any:
+    def wait_serving(self, name: str) -> Any:
         """Waits until the worker serves, and has said so with a beat."""
-        row = until(
+        row = wait_until(
             lambda: (row := self.worker(name)) is not None and row.state == "serving" and row.beat and row,
             f"worker {name} serves",
         )
@@ -211,7 +211,7 @@ class Town:
                     continue
             return None
 
-        return until(found, f"the service has a child for {kind}")
+        return wait_until(found, f"the service has a child for {kind}")
 
     def kill(self, victim: str) -> None:
         """``kill -9``, and whoever has nobody to start it again is started again."""
@@ -227,17 +227,17 @@ class Town:
             self._kill_service()
             for name in joined:
                 self.joined.pop(name).wait()
-            self.nothing_runs()
+            self.check_no_orphans()
             self.serve()
             for name in joined:
-                self._again(name)
+                self._restart(name)
         else:
             process = self.joined.pop(victim)
             process.kill()
             process.wait()
-            self._again(victim)
+            self._restart(victim)
 
-    def _again(self, name: str) -> None:
+    def _restart(self, name: str) -> None:
         if name == "host":
             self.host()
         else:
@@ -249,7 +249,7 @@ class Town:
         children = psutil.Process(self.service.pid).children(recursive=True)
         self.service.kill()
         self.service.wait()
-        until(lambda: not [child for child in children if alive(child)], "the service's children end with it")
+        wait_until(lambda: not [child for child in children if alive(child)], "the service's children end with it")
 
     def processes(self) -> list[psutil.Process]:
         """Everything that runs for this town, whoever started it."""
@@ -263,31 +263,31 @@ class Town:
                 continue
         return found
 
-    def nothing_runs(self) -> None:
+    def check_no_orphans(self) -> None:
         """Waits until no process of this town is left; fails when one stays."""
         try:
-            until(lambda: not self.processes(), "every process has ended")
+            wait_until(lambda: not self.processes(), "every process has ended")
         except AssertionError:
             left = {process.pid: process.cmdline() for process in self.processes()}
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
             raise AssertionError(f"orphans: {left}") from None
 
-    def staged(self) -> set[str]:
+    def staged_files(self) -> set[str]:
         """What lies half-written among the artifacts."""
         folder = self.data / "artifacts" / ".staging"
         return set(os.listdir(folder)) if folder.exists() else set()
 
-    def said(self, name: str) -> str:
+    def log(self, name: str) -> str:
         """All that it logged."""
         return (self.logs / f"{name}.log").read_text(errors="replace")
 
-    def last_words(self, name: str) -> str:
+    def log_tail(self, name: str) -> str:
         """For a failure's message."""
-        return self.said(name)[-4000:]
+        return self.log(name)[-4000:]
 
     def _answers(self) -> bool:
-        assert self.service is not None and self.service.poll() is None, self.last_words("service")
+        assert self.service is not None and self.service.poll() is None, self.log_tail("service")
         try:
             return httpx.get(f"{self.url}/healthz", timeout=PATIENCE_SECONDS).status_code == 200
         except httpx.TransportError:
@@ -316,10 +316,10 @@ class Town:
         finally:
             connection.close()
 
-    def after(self, jobs: list[Job], moment: tuple[int, float]) -> None:
+    def wait_for_episodes(self, jobs: list[Job], moment: tuple[int, float]) -> None:
         """Waits until so many episodes of the jobs have ended, and so many seconds more."""
         count, seconds = moment
-        until(lambda: self.episodes_ended(jobs) >= count, f"{count} episodes have ended")
+        wait_until(lambda: self.episodes_ended(jobs) >= count, f"{count} episodes have ended")
         time.sleep(seconds)
 
     def episodes_ended(self, jobs: Iterable[Job]) -> int:

@@ -134,7 +134,7 @@ MUTATIONS = [
 
 
 @contextmanager
-def made(mutation: Mutation) -> Iterator[None]:
+def applied(mutation: Mutation) -> Iterator[None]:
     """The mistake is made within."""
     with ExitStack() as stack:
         for change in mutation.changes:

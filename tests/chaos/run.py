@@ -49,7 +49,7 @@ GRACE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ChaosResult:
     """What a run did. ``digest`` is that of its event log."""
 
     digest: str
@@ -67,7 +67,7 @@ class Outcome:
         return asdict(self)
 
 
-def play(plan: Plan) -> Outcome:
+def run_plan(plan: Plan) -> ChaosResult:
     """Carry the plan out. Raises :class:`~tests.chaos.events.Violation` as soon as something does not
     hold, naming the seed."""
     log, began = logging.getLogger("rookery"), time.monotonic()
@@ -123,7 +123,7 @@ class Run:
         self._falling: asyncio.Task[None] | None = None
         self._lives = self._tokens = 0
 
-    async def main(self) -> Outcome:
+    async def main(self) -> ChaosResult:
         await self.open()
         operating = asyncio.create_task(self._operate())
         try:
@@ -406,11 +406,11 @@ class Run:
         if world.training.pinned:
             self.events.fail("durable", f"artifacts {dict(world.training.pinned)} were never named")
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> ChaosResult:
         counts = dict(sorted(self.events.counts.items()))
         faults = {kind: count for kind, count in counts.items() if kind.startswith("fault") or kind == "dies"}
         tokens = self._tokens + (self._controller.world.rollouts.sampled if self._controller is not None else 0)
-        return Outcome(
+        return ChaosResult(
             digest=self.events.digest(),
             events=self.events.total,
             preemptions=self.preemptions,

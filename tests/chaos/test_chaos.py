@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from tests.chaos.driver import PATIENCE_SECONDS, Steady, Town, until
+from tests.chaos.driver import PATIENCE_SECONDS, Deployment, Steady, wait_until
 from tests.support.small_model import save_small_model
 
 from rookery.client import Job, Record
@@ -58,7 +58,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder / "cache", model
 
 
-def submit(town: Town, kind: str, *, seed: int, max_staleness: int = 0) -> Job:
+def submit(town: Deployment, kind: str, *, seed: int, max_staleness: int = 0) -> Job:
     """A job whose rewards differ within groups: ``jsonl`` runs in the service's own host, the others in a user's."""
     verifier = {"name": "regex", "pattern": "[a-m].*[n-z]"}
     own: dict[str, Any] = {"hosted": kind, "max_turns": Steady.turns}
@@ -81,7 +81,7 @@ def submit(town: Town, kind: str, *, seed: int, max_staleness: int = 0) -> Job:
 class Story:
     """A job that is over, as it was stored: the rows of its versions, groups and episodes, and its metrics."""
 
-    def __init__(self, town: Town, job: Job) -> None:
+    def __init__(self, town: Deployment, job: Job) -> None:
         self.row = town.rows("select * from jobs where id = ?", job.id)[0]
         self.spec = json.loads(self.row["spec"])
         self.policy = town.rows("select * from policies where job = ?", job.id)[0]
@@ -183,10 +183,10 @@ def over(jobs: list[Job]) -> bool:
     return all(job.show().state not in ("queued", "running") for job in jobs)
 
 
-def end_of(town: Town, jobs: list[Job]) -> list[Story]:
+def end_of(town: Deployment, jobs: list[Job]) -> list[Story]:
     """Waits until the jobs are over; none may have stopped by itself."""
     for job in jobs:
-        until(lambda job=job: over([job]), f"{job.name} is over: {job.show()}")
+        wait_until(lambda job=job: over([job]), f"{job.name} is over: {job.show()}")
         view = job.show()
         assert view.state == "completed", (view.reason, [f"{event.kind} {event.text}" for event in job.events()])
     return [Story(town, job) for job in jobs]
@@ -201,14 +201,14 @@ def test_kills_at_random_moments(home: tuple[Path, Path], tmp_path: Path, seed: 
     chance = random.Random(f"chaos {seed}")
     victims = chance.choices(VICTIMS, k=len(VICTIMS)) if seed else chance.sample(VICTIMS, len(VICTIMS))
     print(f"seed {seed}: {', '.join(victims)}")
-    with Town(tmp_path, cache, model, workers=1) as town:
+    with Deployment(tmp_path, cache, model, workers=1) as town:
         town.join("joined")
         town.host()
         calm = end_of(town, [submit(town, kind, seed=seed) for kind in ("jsonl", "steady")])
         jobs = [submit(town, kind, seed=seed) for kind in ("jsonl", "steady")]
         jobs.append(submit(town, "fickle", seed=seed, max_staleness=2))
         for victim, moment in zip(victims, moments(chance, jobs, len(victims)), strict=True):
-            town.after(jobs, moment)
+            town.wait_for_episodes(jobs, moment)
             print(f"{victim} dies when {town.episodes_ended(jobs)} episodes have ended")
             town.kill(victim)
         stories = end_of(town, jobs)
@@ -219,9 +219,9 @@ def test_kills_at_random_moments(home: tuple[Path, Path], tmp_path: Path, seed: 
             print(f"{alike} of {len(after.outcomes)} episodes compared")
             assert alike >= GROUPS * MEMBERS  # those of version 0 at least: its weights are a function of the seed
             assert len(after.outcomes) == STEPS * GROUPS * MEMBERS  # no episode of theirs was lost
-        town.leave()
+        town.shut_down()
         town.serve()
-        assert town.staged() == set()
+        assert town.staged_files() == set()
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -233,18 +233,18 @@ def test_a_service_that_dies_costs_no_token(home: tuple[Path, Path], tmp_path: P
     most = 1.0 if count == 1 else 1.05
     cache, model = home
     chance = random.Random("service")
-    with Town(tmp_path, cache, model, workers=0) as town:
+    with Deployment(tmp_path, cache, model, workers=0) as town:
         for name in joined:
             town.join(name)
         for name in joined:
-            town.serving(name)
+            town.wait_serving(name)
         calm = end_of(town, [submit(town, "jsonl", seed=3)])[0]
         before = generated(town, calm.sampled, joined)
         assert calm.sampled <= before <= most * calm.sampled
         jobs = [submit(town, "jsonl", seed=3), submit(town, "jsonl", seed=4, max_staleness=2)]
         for moment in moments(chance, jobs, DEATHS):
-            town.after(jobs, moment)
-            until(lambda: busy(town, joined) or over(jobs), "every worker has something to lose")
+            town.wait_for_episodes(jobs, moment)
+            wait_until(lambda: busy(town, joined) or over(jobs), "every worker has something to lose")
             town.kill("service")
         strict, ahead = end_of(town, jobs)
         assert strict.tells_the_same(calm) == len(calm.outcomes) == STEPS * GROUPS * MEMBERS
@@ -254,24 +254,24 @@ def test_a_service_that_dies_costs_no_token(home: tuple[Path, Path], tmp_path: P
         tokens = before + strict.sampled + ahead.sampled
         assert tokens <= generated(town, tokens, joined) <= most * tokens
         for name in joined:
-            assert "goes on from token" in town.said(name), "it was found again by the service after"
+            assert "goes on from token" in town.log(name), "it was found again by the service after"
 
 
 JOINED = ("one", "two", "three")
 
 
-def busy(town: Town, workers: Sequence[str]) -> bool:
+def busy(town: Deployment, workers: Sequence[str]) -> bool:
     """Whether each of these has requests. Which one is given any is for the scheduler: moments alone may miss one."""
     return {row.name for row in town.client.workers() if row.requests} >= set(workers)
 
 
-def generated(town: Town, least: int, workers: Sequence[str] = JOINED) -> int:
+def generated(town: Deployment, least: int, workers: Sequence[str] = JOINED) -> int:
     """Tokens that these workers' processes have sampled together, once they have told of ``least``."""
 
     def told() -> int:
-        return sum(int(town.serving(worker).beat["generated"]) for worker in workers)
+        return sum(int(town.wait_serving(worker).beat["generated"]) for worker in workers)
 
-    until(lambda: told() >= least, f"{', '.join(workers)} have sampled {least} tokens")
+    wait_until(lambda: told() >= least, f"{', '.join(workers)} have sampled {least} tokens")
     return told()
 
 
@@ -282,7 +282,7 @@ FIRST_TOKENS = 60
 """Received of all requests together before a worker is acted on."""
 
 
-def ask(town: Town, pool: ThreadPoolExecutor) -> list[Future[Record]]:
+def ask(town: Deployment, pool: ThreadPoolExecutor) -> list[Future[Record]]:
     return [
         pool.submit(town.client.sample, town.model, "Go on.", max_tokens=400, seed=seed) for seed in range(REQUESTS)
     ]
@@ -294,32 +294,34 @@ def told(replies: list[Future[Record]]) -> list[Any]:
 
 def test_a_worker_that_stops_or_drains_is_gone_on_for(home: tuple[Path, Path], tmp_path: Path) -> None:
     cache, model = home
-    with Town(tmp_path, cache, model, workers=0) as town, ThreadPoolExecutor(REQUESTS) as pool:
+    with Deployment(tmp_path, cache, model, workers=0) as town, ThreadPoolExecutor(REQUESTS) as pool:
         town.join("one")
-        town.serving("one")
+        town.wait_serving("one")
         calm = told(ask(town, pool))
         tokens = sum(len(reply[0]) for reply in calm)
-        assert town.total("sampled_tokens") == tokens
+        assert town.metric_total("sampled_tokens") == tokens
 
         replies = ask(town, pool)
-        until(lambda: town.total("sampled_tokens") >= tokens + FIRST_TOKENS, "tokens of every kind came")
+        wait_until(lambda: town.metric_total("sampled_tokens") >= tokens + FIRST_TOKENS, "tokens of every kind came")
         town.joined["one"].send_signal(signal.SIGSTOP)
-        until(lambda: town.worker("one").state == "suspect", "a worker that is stopped is suspect")
-        received = town.total("sampled_tokens") - tokens
+        wait_until(lambda: town.worker("one").state == "suspect", "a worker that is stopped is suspect")
+        received = town.metric_total("sampled_tokens") - tokens
         town.join("two")
         assert told(replies) == calm
-        assert town.total("sampled_tokens") == 2 * tokens
+        assert town.metric_total("sampled_tokens") == 2 * tokens
         assert generated(town, tokens - received, ["two"]) == tokens - received
 
         town.joined["one"].send_signal(signal.SIGCONT)
-        town.serving("one")
-        losses = town.total("worker_losses")
+        town.wait_serving("one")
+        losses = town.metric_total("worker_losses")
         replies = ask(town, pool)
-        until(lambda: town.total("sampled_tokens") >= 2 * tokens + FIRST_TOKENS, "tokens of every kind came")
+        wait_until(
+            lambda: town.metric_total("sampled_tokens") >= 2 * tokens + FIRST_TOKENS, "tokens of every kind came"
+        )
         process = town.joined.pop("two")
         process.terminate()
-        assert process.wait(PATIENCE_SECONDS) == 0, town.last_words("two")
+        assert process.wait(PATIENCE_SECONDS) == 0, town.log_tail("two")
         assert told(replies) == calm
-        assert town.total("sampled_tokens") == 3 * tokens
-        assert town.total("worker_losses") == losses
+        assert town.metric_total("sampled_tokens") == 3 * tokens
+        assert town.metric_total("worker_losses") == losses
         assert not psutil.pid_exists(process.pid)

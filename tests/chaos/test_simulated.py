@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.chaos.events import Violation
 from tests.chaos.faults import Plan
-from tests.chaos.mutations import MUTATIONS, Mutation, made
-from tests.chaos.run import Outcome, play
+from tests.chaos.mutations import MUTATIONS, Mutation, applied
+from tests.chaos.run import ChaosResult, run_plan
 
 SMALL = Plan(seed=0, workers=12, jobs=4, preemptions=100)
 TRIES = 8
@@ -31,13 +31,13 @@ TRIES = 8
 )
 def test_every_promise_holds_whatever_fails(seed: int, changes: dict[str, Any]) -> None:
     plan = replace(SMALL, seed=seed, **changes)
-    found = play(plan)
+    found = run_plan(plan)
     assert found.preemptions >= plan.preemptions
     assert found.versions > found.jobs >= plan.jobs
     assert met(found), found.counts
 
 
-def met(found: Outcome) -> bool:
+def met(found: ChaosResult) -> bool:
     """What the run was for has happened."""
     wanted = ("fault kill", "fault break", "fault half-open", "fault freeze", "late", "lost", "committed", "retired")
     return all(found.counts.get(kind) for kind in wanted)
@@ -45,7 +45,7 @@ def met(found: Outcome) -> bool:
 
 def test_a_seed_gives_the_same_events_each_time() -> None:
     plan = replace(SMALL, seed=6, preemptions=30)
-    first, again, other = play(plan), play(plan), play(replace(plan, seed=7))
+    first, again, other = run_plan(plan), run_plan(plan), run_plan(replace(plan, seed=7))
     assert (first.digest, first.events, first.virtual_seconds) == (again.digest, again.events, again.virtual_seconds)
     assert first.digest != other.digest
 
@@ -53,9 +53,9 @@ def test_a_seed_gives_the_same_events_each_time() -> None:
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
 def test_a_mistake_is_noticed(mutation: Mutation) -> None:
     for seed in range(1, TRIES + 1):
-        with made(mutation):
+        with applied(mutation):
             try:
-                play(replace(SMALL, seed=seed, **mutation.plan))
+                run_plan(replace(SMALL, seed=seed, **mutation.plan))
             except Violation as violation:
                 assert violation.invariant in mutation.caught, violation
                 assert f"seed {seed}" in str(violation)

@@ -25,13 +25,13 @@ from rookery.controller.offload.seeding import Seeding
 from rookery.errors import UserError
 from rookery.scheduling.offload import Cycle
 from rookery.simulation.clock import Deadlock, run
-from rookery.simulation.fakes.engine import Engine
-from rookery.simulation.fakes.service import MEMORY, MODEL, Site
+from rookery.simulation.fakes.engine import FakeEngine
+from rookery.simulation.fakes.service import MEMORY, MODEL, SimulatedService
 from rookery.simulation.fakes.text import LongTailed, chat, logprobs_of, tokens_of
 from rookery.simulation.profiles import Machine, Profile, load_profile, packaged
-from rookery.simulation.replay import MODES, Outcome, Scenario, balanced, chosen, replay
+from rookery.simulation.replay import MODES, ReplayResult, Scenario, balanced, parse_modes, replay
 from rookery.simulation.report import as_json, draw
-from rookery.simulation.traces import HOUR, SHIPPED, Trace, draw_shipped, load_trace, parse
+from rookery.simulation.traces import HOUR, SHIPPED, Trace, generate_shipped, load_trace, parse
 
 # --- clock ------------------------------------------------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ def test_who_waits_for_nobody_is_told() -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_trace_is_what_its_generator_draws(name: str) -> None:
-    assert load_trace(name) == draw_shipped(name)
+    assert load_trace(name) == generate_shipped(name)
 
 
 @given(
@@ -174,7 +174,7 @@ def small(**changes: Any) -> Machine:
 @given(st.randoms(use_true_random=False), st.booleans())
 def test_whatever_comes_and_goes_each_text_is_whole_and_said_once(dice: random.Random, together: bool) -> None:
     """Requests come, are aborted, change their adapter; decode steps are taken one by one or together."""
-    engine = Engine(small(), LongTailed(8, 0.7), 4)
+    engine = FakeEngine(small(), LongTailed(8, 0.7), 4)
     said: defaultdict[str, list[int]] = defaultdict(list)
     versions: defaultdict[str, list[int]] = defaultdict(list)
     given_, finished, aborted, number = {}, {}, set(), 0
@@ -215,7 +215,7 @@ def test_whatever_comes_and_goes_each_text_is_whole_and_said_once(dice: random.R
 
 
 def test_a_groups_prompt_is_computed_once_and_given_text_is_prefilled() -> None:
-    engine = Engine(small(), LongTailed(8, 0.7), 4)
+    engine = FakeEngine(small(), LongTailed(8, 0.7), 4)
     for number in range(3):
         engine.submit(order(number))
     engine.submit(order(3, given=3))
@@ -246,17 +246,17 @@ SCENARIO = Scenario(quick(), COMING_AND_GOING, seed=3, micro_batch=4)
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, Outcome]:
+def outcomes() -> dict[str, ReplayResult]:
     names = ("co-located", "disaggregated", "rookery", "no-migration")
     return {name: replay(SCENARIO, MODES[name]) for name in names}
 
 
-def test_machines_that_come_and_go_cost_no_token(outcomes: dict[str, Outcome]) -> None:
+def test_machines_that_come_and_go_cost_no_token(outcomes: dict[str, ReplayResult]) -> None:
     rookery = outcomes["rookery"]
-    assert rookery.preemptions >= 3 and rookery.moved["lost"] > 0
-    assert rookery.thrown_away == 0, "what was received is never sampled again"
+    assert rookery.preemptions >= 3 and rookery.requeued["lost"] > 0
+    assert rookery.discarded_tokens == 0, "what was received is never sampled again"
     over = outcomes["no-migration"]
-    assert over.thrown_away > 0, "which only the mode without migration does"
+    assert over.discarded_tokens > 0, "which only the mode without migration does"
 
 
 @pytest.mark.parametrize(("name", "goes_on"), [("rookery", True), ("no-migration", False)])
@@ -265,22 +265,22 @@ def test_what_a_lost_instance_had_sent_goes_on_elsewhere_or_starts_over(
 ) -> None:
     """With one instance at a time nothing but its loss moves a request."""
     given_: list[int] = []
-    submit = Engine.submit
+    submit = FakeEngine.submit
 
-    def spy(engine: Engine, order: protocol.Generate) -> None:
+    def spy(engine: FakeEngine, order: protocol.Generate) -> None:
         given_.append(len(order.prefix_tokens))
         submit(engine, order)
 
-    monkeypatch.setattr(Engine, "submit", spy)
+    monkeypatch.setattr(FakeEngine, "submit", spy)
     mode = replace(MODES["disaggregated"], parts=MODES[name].parts)
     trace = Trace("mine", ((0.0, 1), (15.0, 0), (20.0, 1)), 40.0)
     outcome = replay(replace(SCENARIO, trace=trace), mode)
-    assert outcome.moved["lost"] > 0
+    assert outcome.requeued["lost"] > 0
     assert any(given_) is goes_on
-    assert (outcome.thrown_away == 0) is goes_on
+    assert (outcome.discarded_tokens == 0) is goes_on
 
 
-def test_preemptible_machines_help_and_without_any_a_reserved_one_goes_on(outcomes: dict[str, Outcome]) -> None:
+def test_preemptible_machines_help_and_without_any_a_reserved_one_goes_on(outcomes: dict[str, ReplayResult]) -> None:
     alone, rookery = outcomes["co-located"], outcomes["rookery"]
     assert alone.preemptible_hours == 0 and alone.preemptions == 0
     assert rookery.tokens > 1.1 * alone.tokens
@@ -289,7 +289,7 @@ def test_preemptible_machines_help_and_without_any_a_reserved_one_goes_on(outcom
     assert [step for step in rookery.steps if 57 < step.time <= 75], "here the reserved one does"
 
 
-def test_costs_and_the_break_even_discount_add_up(outcomes: dict[str, Outcome]) -> None:
+def test_costs_and_the_break_even_discount_add_up(outcomes: dict[str, ReplayResult]) -> None:
     alone = outcomes["co-located"]
     assert alone.cost == pytest.approx(COMING_AND_GOING.seconds / HOUR)
     assert alone.break_even(alone) is None
@@ -333,7 +333,7 @@ def test_balanced_is_as_many_as_keep_up_with_training() -> None:
 def test_a_notice_hands_requests_back_before_the_end() -> None:
     told = replay(Scenario(quick(), COMING_AND_GOING, seed=3, micro_batch=4, notice=30.0), MODES["rookery"])
     assert told.preemptions >= 3
-    assert told.unsent == 0, "a draining worker sends what it has"
+    assert told.unsent_tokens == 0, "a draining worker sends what it has"
 
 
 def test_jobs_end_after_their_steps_and_share_the_machines() -> None:
@@ -343,17 +343,17 @@ def test_jobs_end_after_their_steps_and_share_the_machines() -> None:
 
 
 def test_a_mode_names_itself_and_wrong_names_are_refused() -> None:
-    assert chosen("all") == list(MODES.values())
-    assert chosen("rookery, co-located,rookery") == [MODES["rookery"], MODES["co-located"]]
+    assert parse_modes("all") == list(MODES.values())
+    assert parse_modes("rookery, co-located,rookery") == [MODES["rookery"], MODES["co-located"]]
     with pytest.raises(UserError, match="allowed: all, or some of co-located"):
-        chosen("rookery,fast")
+        parse_modes("rookery,fast")
 
 
 def test_a_worker_that_waits_with_an_old_ticket_asks_for_another() -> None:
     """The controller, the modelled worker and the host end to end, under tickets that are over at once."""
 
     async def play(folder: str) -> str:
-        site = Site(Path(folder), LongTailed(10, 0.5), context=512, seed=1, tenants=["t"],
+        site = SimulatedService(Path(folder), LongTailed(10, 0.5), context=512, seed=1, tenants=["t"],
                     settings={"ticket_seconds": 1.0})  # fmt: skip
         await site.controller.start()
         host = site.host({"builtin:e": 0.1}, prompt_tokens=8)
@@ -381,7 +381,7 @@ def interrupted() -> str:
 
     async def play(folder: str) -> str:
         profile = quick()
-        site = Site(Path(folder), LongTailed(60, 0.6), context=2048, seed=1, tenants=["a", "b"])
+        site = SimulatedService(Path(folder), LongTailed(60, 0.6), context=2048, seed=1, tenants=["a", "b"])
         controller = site.controller
         await controller.start()
         host = site.host({"builtin:e": 0.3}, prompt_tokens=8, turns=2)
@@ -466,7 +466,7 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path: Path, capsys: pyt
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_mode_can_be_drawn(outcomes: dict[str, Outcome], tmp_path: Path) -> None:
+def test_every_mode_can_be_drawn(outcomes: dict[str, ReplayResult], tmp_path: Path) -> None:
     assert len(draw(list(outcomes.values()), tmp_path)) == 3
     found = as_json(list(outcomes.values()))
     assert json.loads(json.dumps(found))["modes"][2]["break_even_discount"] < 1

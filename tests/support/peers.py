@@ -34,7 +34,7 @@ from rookery.controller.weights.tickets import Tickets
 from rookery.errors import UserError
 from rookery.protocol.connection import Connection, ConnectionClosed
 from rookery.settings import Settings
-from rookery.simulation.fakes.connection import MemoryLink, link_pair
+from rookery.simulation.fakes.connection import MemoryConnection, connection_pair
 from rookery.spec.job import TARGETS
 from rookery.storage import models
 from rookery.storage.artifacts import Artifacts
@@ -202,12 +202,12 @@ class ScriptedWorker:
         self._states: dict[str, tuple[int, str, int, str]] = {}
         self._gradient: dict[str, int] = {}
         self._tasks: list[asyncio.Task[Any]] = []
-        self.link: MemoryLink | None = None
+        self.link: MemoryConnection | None = None
 
     # --- its connection -----------------------------------------------------------------------------------------------
 
     async def join(self, running: Sequence[str] = (), token: str = WORKER_TOKEN) -> ScriptedWorker:
-        self.link, theirs = link_pair()
+        self.link, theirs = connection_pair()
         self._tasks = [asyncio.ensure_future(self.serve(theirs))]
         hello = protocol.Hello(
             protocol=protocol.PROTOCOL, token=token, name=self.name, instance=self.instance, model=MODEL,
@@ -406,11 +406,11 @@ class ScriptedHost:
         self.answering = asyncio.Event()
         self.answering.set()
         self.epoch = -1
-        self.link: MemoryLink | None = None
+        self.link: MemoryConnection | None = None
         self._tasks: list[asyncio.Task[Any]] = []
 
     async def join(self) -> ScriptedHost:
-        self.link, theirs = link_pair()
+        self.link, theirs = connection_pair()
         self._tasks = [asyncio.ensure_future(self.serve(theirs))]
         hello = protocol.HostHello(
             protocol=protocol.PROTOCOL, token=self.key, instance=self.instance, episodes=list(self.episodes),
@@ -433,7 +433,7 @@ class ScriptedHost:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _read(self, link: MemoryLink) -> None:
+    async def _read(self, link: MemoryConnection) -> None:
         with contextlib.suppress(ConnectionClosed):
             while True:
                 message = protocol.decode(protocol.to_host, await link.receive())

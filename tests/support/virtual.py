@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery.simulation.clock import EPOCH, run
-from rookery.simulation.fakes.service import MEMORY, Site
+from rookery.simulation.fakes.service import MEMORY, SimulatedService
 from rookery.simulation.fakes.text import whole
 from rookery.simulation.profiles import Machine
 
@@ -88,7 +88,7 @@ def play(
     async def main(folder: str) -> Played:
         tenants = sorted({tenant for tenant, _ in jobs})
         every_step = {"flush_seconds": 0.001}
-        site = Site(Path(folder), whole, context=CONTEXT, seed=1, tenants=tenants, settings=every_step)
+        site = SimulatedService(Path(folder), whole, context=CONTEXT, seed=1, tenants=tenants, settings=every_step)
         controller = site.controller
         await controller.start()
         worker = site.worker("worker", machine(rows))

@@ -15,7 +15,7 @@ from rookery.cli.common import Json, console, print_json
 from rookery.errors import installs
 
 if TYPE_CHECKING:
-    from rookery.simulation.replay import Outcome
+    from rookery.simulation.replay import ReplayResult
 
 
 def simulate(
@@ -46,11 +46,11 @@ def simulate(
 ) -> None:
     """Compare ways of using reserved and preemptible machines, in virtual time. Nothing real is computed."""
     from rookery.simulation.profiles import load_profile
-    from rookery.simulation.replay import Scenario, chosen, replay
+    from rookery.simulation.replay import Scenario, parse_modes, replay
     from rookery.simulation.report import as_json, digest, tables
     from rookery.simulation.traces import HOUR, load_trace
 
-    machines, wanted = load_profile(profile), chosen(modes)
+    machines, wanted = load_profile(profile), parse_modes(modes)
     load = machines.workload
     if groups is not None:
         load = load.model_copy(update={"groups_per_step": groups})
@@ -96,7 +96,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _draw(outcomes: list[Outcome], out: Path) -> None:
+def _draw(outcomes: list[ReplayResult], out: Path) -> None:
     from rookery.simulation.report import draw
 
     try:

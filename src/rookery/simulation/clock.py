@@ -23,7 +23,7 @@ class Deadlock(RuntimeError):
     """Nothing is ready and no timer is set: everybody waits for somebody else."""
 
 
-class _Hourglass(selectors.SelectSelector):
+class _VirtualSelector(selectors.SelectSelector):
     """Where the loop would sleep, its time jumps instead."""
 
     now = 0.0
@@ -40,7 +40,7 @@ class _Hourglass(selectors.SelectSelector):
 
 class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
-        self._hourglass = _Hourglass()
+        self._hourglass = _VirtualSelector()
         super().__init__(self._hourglass)
 
     def time(self) -> float:

@@ -19,11 +19,11 @@ from rookery.errors import UserError
 from rookery.scheduling.offload import Seeding as Algorithm
 from rookery.settings import Settings
 from rookery.simulation.clock import EPOCH, run
-from rookery.simulation.fakes.service import MEMORY, MODEL, Site
+from rookery.simulation.fakes.service import MEMORY, MODEL, SimulatedService
 from rookery.simulation.fakes.text import LongTailed
-from rookery.simulation.fakes.worker import ModelledWorker
+from rookery.simulation.fakes.worker import FakeWorker
 from rookery.simulation.profiles import Profile
-from rookery.simulation.traces import HOUR, Instance, Market, Trace
+from rookery.simulation.traces import HOUR, SpotInstance, SpotMarket, Trace
 
 ENVIRONMENT = "modelled"
 
@@ -61,7 +61,7 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class Step:
+class ReplayedStep:
     """An optimizer step that was committed."""
 
     job: str
@@ -80,12 +80,12 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ReplayResult:
     """What came of one mode. Times are seconds."""
 
     mode: str
     seconds: float
-    steps: list[Step]
+    steps: list[ReplayedStep]
     instances: list[tuple[float, int, int]]
     """(second, available, rented) at each change."""
     reserved_hours: float
@@ -95,11 +95,11 @@ class Outcome:
     preemptible_idle: float
     """Of the preemptible ones' from their start to their end, loading included; 0 where there were none."""
     preemptions: int
-    moved: dict[str, int]
+    requeued: dict[str, int]
     """Requests that went on elsewhere, by why."""
-    unsent: int
+    unsent_tokens: int
     """Tokens that were sampled and never sent: what preemptions cost."""
-    thrown_away: int
+    discarded_tokens: int
     """Tokens that were received and sampled again."""
     events: int
     digest: str
@@ -150,7 +150,7 @@ class Outcome:
     def remote_wait(self) -> float | None:
         return _mean([step.remote_wait for step in self.steps])
 
-    def break_even(self, alone: Outcome) -> float | None:
+    def break_even(self, alone: ReplayResult) -> float | None:
         """The discount on preemptible machines from which on a token costs no more than in ``alone``, which had
         reserved machines only. Below 0: it pays at a higher price than the reserved one's still. None where nothing was
         rented or trained."""
@@ -160,16 +160,16 @@ class Outcome:
         return 1 - worth / (self.preemptible_hours * self.scenario.profile.spot.price)
 
 
-def replay(scenario: Scenario, mode: Mode) -> Outcome:
+def replay(scenario: Scenario, mode: Mode) -> ReplayResult:
     """Run ``mode`` to the trace's end, or until every job has ended."""
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         return run(_play(scenario, mode, Path(folder)))
 
 
-async def _play(scenario: Scenario, mode: Mode, folder: Path) -> Outcome:
+async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
     profile, load = scenario.profile, scenario.profile.workload
     tenants = [f"tenant-{number}" for number in range(scenario.jobs)]
-    site = Site(
+    site = SimulatedService(
         folder,
         LongTailed(load.median_tokens, load.sigma),
         context=profile.reserved.context,
@@ -192,7 +192,7 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> Outcome:
     for worker in reserved:
         worker.start()
 
-    def make(name: str) -> ModelledWorker:
+    def make(name: str) -> FakeWorker:
         return site.worker(name, profile.spot, roles=("rollout",), kind="preemptible", price=scenario.preemptible_price)
 
     most = mode.most(profile, load.group_size * load.groups_per_step * scenario.jobs, scenario.reserved)
@@ -200,7 +200,7 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> Outcome:
     def worth() -> int | None:
         return most if most is not None else controller.world.seeding.worthwhile(MODEL)
 
-    market = Market(scenario.trace, make, Random(f"market {scenario.seed}"), notice=scenario.notice, worth=worth)
+    market = SpotMarket(scenario.trace, make, Random(f"market {scenario.seed}"), notice=scenario.notice, worth=worth)
     renting = asyncio.create_task(market.run())
     jobs = {}
     for number, tenant in enumerate(tenants):
@@ -218,7 +218,7 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> Outcome:
     await asyncio.gather(renting, return_exceptions=True)
     digest, events = site.log.digest(), site.log.frames
     rollouts = controller.world.rollouts
-    outcome = Outcome(
+    outcome = ReplayResult(
         mode=mode.name,
         seconds=seconds,
         steps=sorted(steps, key=lambda step: (step.time, step.job)),
@@ -228,9 +228,9 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> Outcome:
         reserved_idle=_idle([(worker, seconds) for worker in reserved]),
         preemptible_idle=_idle([(instance.worker, instance.seconds(seconds)) for instance in market.instances]),
         preemptions=market.preemptions,
-        moved=dict(sorted(rollouts.moves.items())),
-        unsent=sum(_unsent(instance) for instance in market.instances if instance.preempted),
-        thrown_away=rollouts.thrown_away if isinstance(rollouts, StartingOver) else 0,
+        requeued=dict(sorted(rollouts.moves.items())),
+        unsent_tokens=sum(_unsent(instance) for instance in market.instances if instance.preempted),
+        discarded_tokens=rollouts.discarded_tokens if isinstance(rollouts, RestartingScheduler) else 0,
         events=events,
         digest=digest,
         scenario=scenario,
@@ -243,7 +243,7 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> Outcome:
     return outcome
 
 
-async def _until_over(site: Site, jobs: dict[str, str], renting: asyncio.Task[None]) -> None:
+async def _until_over(site: SimulatedService, jobs: dict[str, str], renting: asyncio.Task[None]) -> None:
     """Until the trace is, or every job has ended."""
     everybody = asyncio.gather(*(site.controller.wait(tenant, job) for job, tenant in jobs.items()))
     either: list[asyncio.Future[Any]] = [renting, everybody]
@@ -273,8 +273,8 @@ def _job(scenario: Scenario, number: int) -> dict[str, Any]:
     }
 
 
-def _step(job: str, row: dict[str, Any]) -> Step:
-    return Step(
+def _step(job: str, row: dict[str, Any]) -> ReplayedStep:
+    return ReplayedStep(
         job,
         row["time"] - EPOCH,
         int(row["tokens"]),
@@ -286,13 +286,13 @@ def _step(job: str, row: dict[str, Any]) -> Step:
     )
 
 
-def _idle(workers: list[tuple[ModelledWorker, float]]) -> float:
+def _idle(workers: list[tuple[FakeWorker, float]]) -> float:
     there = sum(seconds for _, seconds in workers)
     worked = sum(worker.compute.decoded + worker.compute.trained for worker, _ in workers)
     return max(0.0, 1 - worked / there) if there else 0.0
 
 
-def _unsent(instance: Instance) -> int:
+def _unsent(instance: SpotInstance) -> int:
     return max(0, instance.worker.engine.generated - instance.worker.sent)
 
 
@@ -305,29 +305,29 @@ def _mean(values: Sequence[float | None]) -> float | None:
 Role = Literal["rollout", "train"]
 
 
-class StartingOver(RolloutScheduler):
+class RestartingScheduler(RolloutScheduler):
     """A rollout whose worker was lost or left begins again from its first token."""
 
-    thrown_away = 0
+    discarded_tokens = 0
     """Tokens that were received, and are generated again."""
 
     def _requeue(self, live: InflightRequest, reason: str) -> None:
         if reason in ("lost", "rejected") and not live.done.done():
             reply = live.reply
-            self.thrown_away += len(reply.tokens)
+            self.discarded_tokens += len(reply.tokens)
             for received in (reply.tokens, reply.logprobs, reply.versions):
                 received.clear()
         super()._requeue(live, reason)
 
 
-class _NeverSeeds(Algorithm):
+class _NoSeeding(Algorithm):
     """T_seed is 0. The number of instances that pay off is learned all the same."""
 
     def begin(self, instances: int) -> None:
         self.seconds = 0.0
 
 
-class _Forgets(Algorithm):
+class _NoMemory(Algorithm):
     """T_seed is what the cycle before made of it, however many instances there are now."""
 
     def begin(self, instances: int) -> None:
@@ -337,13 +337,13 @@ class _Forgets(Algorithm):
 class NeverSeeding(Seeding):
     """Training workers generate only while nobody else can."""
 
-    algorithm = _NeverSeeds
+    algorithm = _NoSeeding
 
 
-class Forgetful(Seeding):
+class SeedingWithoutMemory(Seeding):
     """T_seed is learned anew whenever the number of instances changes."""
 
-    algorithm = _Forgets
+    algorithm = _NoMemory
 
 
 @dataclass(frozen=True)
@@ -382,14 +382,20 @@ MODES = {
             "reserved machines generate only while there is nobody else",
             parts=Overrides(seeding=NeverSeeding),
         ),
-        Mode("no-migration", "a rollout whose instance left starts over", parts=Overrides(rollouts=StartingOver)),
-        Mode("no-memory", "the time of seeding is learned anew at each change", parts=Overrides(seeding=Forgetful)),
+        Mode(
+            "no-migration", "a rollout whose instance left starts over", parts=Overrides(rollouts=RestartingScheduler)
+        ),
+        Mode(
+            "no-memory",
+            "the time of seeding is learned anew at each change",
+            parts=Overrides(seeding=SeedingWithoutMemory),
+        ),
     )
 }
 """By name, in the order in which they are shown; the first is what the others are compared with."""
 
 
-def chosen(names: str) -> list[Mode]:
+def parse_modes(names: str) -> list[Mode]:
     """The modes in a comma-separated list, in its order; ``all`` is all. Raises :class:`UserError`."""
     if names == "all":
         return list(MODES.values())

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from rookery.simulation.replay import Outcome
+from rookery.simulation.replay import ReplayResult
 from rookery.simulation.traces import HOUR
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def as_json(outcomes: Sequence[ReplayResult]) -> dict[str, Any]:
     """All of it, the first outcome being what the others are compared with."""
     scenario = outcomes[0].scenario
     profile = scenario.profile
@@ -39,12 +39,12 @@ def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def digest(outcomes: Sequence[Outcome]) -> str:
+def digest(outcomes: Sequence[ReplayResult]) -> str:
     """Of all event logs, in the order of the outcomes: SHA-256 in hex."""
     return hashlib.sha256("".join(outcome.digest for outcome in outcomes).encode()).hexdigest()
 
 
-def _mode(outcome: Outcome, alone: Outcome) -> dict[str, Any]:
+def _mode(outcome: ReplayResult, alone: ReplayResult) -> dict[str, Any]:
     figures = asdict(outcome)
     del figures["scenario"]
     derived = (
@@ -55,11 +55,11 @@ def _mode(outcome: Outcome, alone: Outcome) -> dict[str, Any]:
     return {**shown, "break_even_discount": _break_even(outcome, alone), **figures}
 
 
-def _break_even(outcome: Outcome, alone: Outcome) -> float | None:
+def _break_even(outcome: ReplayResult, alone: ReplayResult) -> float | None:
     return outcome.break_even(alone) if alone is not outcome and not alone.preemptible_hours else None
 
 
-def tables(outcomes: Sequence[Outcome]) -> Group:
+def tables(outcomes: Sequence[ReplayResult]) -> Group:
     """Two tables with a row per mode: what came of it, and where the time went."""
     scenario, alone = outcomes[0].scenario, outcomes[0]
     profile, trace = scenario.profile, scenario.trace
@@ -98,9 +98,9 @@ def tables(outcomes: Sequence[Outcome]) -> Group:
             f"{outcome.reserved_idle:.0%}",
             f"{outcome.preemptible_idle:.0%}" if rented else "–",
             str(outcome.preemptions),
-            f"{outcome.moved.get('lost', 0):,}",
-            f"{outcome.unsent:,}",
-            f"{outcome.thrown_away:,}",
+            f"{outcome.requeued.get('lost', 0):,}",
+            f"{outcome.unsent_tokens:,}",
+            f"{outcome.discarded_tokens:,}",
         )
     return Group(title, gained, "Per step, the means:", spent)
 
@@ -139,7 +139,7 @@ WIDTH = 9.0
 """Inches."""
 
 
-def draw(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
+def draw(outcomes: Sequence[ReplayResult], folder: Path) -> list[Path]:
     """Write the pictures as PNG into ``folder``; their paths. Raises ``ModuleNotFoundError`` without matplotlib."""
     import matplotlib
 
@@ -154,7 +154,7 @@ def draw(outcomes: Sequence[Outcome], folder: Path) -> list[Path]:
     return made
 
 
-def _about(outcome: Outcome) -> str:
+def _about(outcome: ReplayResult) -> str:
     scenario = outcome.scenario
     profile = scenario.profile
     return f"profile {profile.name} ({profile.label}), trace {scenario.trace.name}, seed {scenario.seed}"
@@ -168,7 +168,7 @@ def _new(height: float, rows: int = 1, columns: int = 1, **more: Any) -> tuple[F
     return figure, axes
 
 
-def _throughput(outcomes: Sequence[Outcome]) -> Figure:
+def _throughput(outcomes: Sequence[ReplayResult]) -> Figure:
     """Tokens per second over time, and below it the instances."""
     figure, (above, below) = _new(6.5, rows=2, sharex=True, height_ratios=[2.2, 1])
     for outcome in outcomes:
@@ -199,7 +199,7 @@ def _throughput(outcomes: Sequence[Outcome]) -> Figure:
     return figure
 
 
-def _rates(outcome: Outcome) -> tuple[list[float], list[float]]:
+def _rates(outcome: ReplayResult) -> tuple[list[float], list[float]]:
     """(hours, tokens per second): a step's tokens are spread over the time since the step before of its job."""
     width = outcome.seconds / WINDOWS
     sums = [0.0] * WINDOWS
@@ -215,7 +215,7 @@ def _rates(outcome: Outcome) -> tuple[list[float], list[float]]:
     return [(window + 0.5) * width / 3600 for window in known], [sums[window] / width for window in known]
 
 
-def _cost(outcomes: Sequence[Outcome]) -> Figure:
+def _cost(outcomes: Sequence[ReplayResult]) -> Figure:
     """Tokens per price unit at the scenario's discount, and at every other."""
     figure, (left, right) = _new(3.8, columns=2)
     for place, outcome in enumerate(outcomes):
@@ -250,7 +250,7 @@ def _short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _waits(outcomes: Sequence[Outcome]) -> Figure:
+def _waits(outcomes: Sequence[ReplayResult]) -> Figure:
     """Who waits for how long in a step, and which share of the machines' time is idle."""
     figure, (left, right) = _new(3.8, columns=2, width_ratios=[1.7, 1])
     kinds = [
@@ -268,7 +268,7 @@ def _waits(outcomes: Sequence[Outcome]) -> Figure:
     return figure
 
 
-def _bars(axes: Axes, outcomes: Sequence[Outcome], kinds: list[tuple[str, str, str]]) -> None:
+def _bars(axes: Axes, outcomes: Sequence[ReplayResult], kinds: list[tuple[str, str, str]]) -> None:
     width = 0.8 / len(kinds)
     for number, (label, colour, name) in enumerate(kinds):
         places = [place - 0.4 + (number + 0.5) * width for place in range(len(outcomes))]

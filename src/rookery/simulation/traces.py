@@ -21,7 +21,7 @@ from pathlib import Path
 from random import Random
 
 from rookery.errors import UserError
-from rookery.simulation.fakes.worker import ModelledWorker
+from rookery.simulation.fakes.worker import FakeWorker
 
 HEADER = ["time", "instances"]
 
@@ -179,7 +179,7 @@ SHIPPED: dict[str, tuple[Callable[[Random], Trace], int]] = {
 """The packaged traces: what draws each, and its seed."""
 
 
-def draw_shipped(name: str) -> Trace:
+def generate_shipped(name: str) -> Trace:
     """The packaged trace, drawn anew."""
     make, seed = SHIPPED[name]
     return make(Random(f"{name} {seed}"))
@@ -190,8 +190,8 @@ LOOK_SECONDS = 30.0
 
 
 @dataclass(eq=False)
-class Instance:
-    worker: ModelledWorker
+class SpotInstance:
+    worker: FakeWorker
     began: float
     leaving: bool = False
     ended: float | None = None
@@ -202,11 +202,11 @@ class Instance:
         return (now if self.ended is None else self.ended) - self.began
 
 
-class Market:
+class SpotMarket:
     def __init__(
         self,
         trace: Trace,
-        make: Callable[[str], ModelledWorker],
+        make: Callable[[str], FakeWorker],
         random: Random,
         *,
         notice: float = 0.0,
@@ -214,7 +214,7 @@ class Market:
     ) -> None:
         """``make`` makes the worker of a new instance from its name. ``notice`` is how many seconds before its end an
         instance hears of it; 0 is not at all. ``worth`` tells how many are worth renting now; None is all."""
-        self.instances: list[Instance] = []
+        self.instances: list[SpotInstance] = []
         """All that there ever were, in the order in which they began."""
         self.history: list[tuple[float, int, int]] = []
         """(second, available, rented) at each change."""
@@ -226,7 +226,7 @@ class Market:
         self._endings: dict[asyncio.Task[None], None] = {}
 
     @property
-    def rented(self) -> list[Instance]:
+    def rented(self) -> list[SpotInstance]:
         """Those that are not told to leave."""
         return [instance for instance in self.instances if not instance.leaving]
 
@@ -257,20 +257,20 @@ class Market:
         for _ in range(len(rented) - wanted):
             self._end(rented.pop(), drain=True)
         for _ in range(wanted - len(rented)):
-            instance = Instance(self._make(f"spot-{len(self.instances)}"), asyncio.get_running_loop().time())
+            instance = SpotInstance(self._make(f"spot-{len(self.instances)}"), asyncio.get_running_loop().time())
             self.instances.append(instance)
             instance.worker.start()
         entry = (asyncio.get_running_loop().time(), available, wanted)
         if not self.history or self.history[-1][1:] != entry[1:]:
             self.history.append(entry)
 
-    def _end(self, instance: Instance, *, drain: bool) -> None:
+    def _end(self, instance: SpotInstance, *, drain: bool) -> None:
         instance.leaving = True
         task = asyncio.create_task(self._leave(instance, drain))
         self._endings[task] = None
         task.add_done_callback(lambda done: self._endings.pop(done, None))
 
-    async def _leave(self, instance: Instance, drain: bool) -> None:
+    async def _leave(self, instance: SpotInstance, drain: bool) -> None:
         if drain:
             leaving = asyncio.create_task(instance.worker.drain())
             await asyncio.wait({leaving}, timeout=self._notice or None)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tests.support.peers import WORKER_TOKEN, ManualClock, ScriptedWorker, eventually, link_pair, settle
+from tests.support.peers import WORKER_TOKEN, ManualClock, ScriptedWorker, connection_pair, eventually, settle
 
 from rookery import protocol
 from rookery.controller.fleet.fleet import Fleet, Worker
@@ -165,7 +165,7 @@ async def test_garbage_closes_the_link(room: Room, frame: bytes) -> None:
     await eventually(lambda: room.states() == {"worker": "suspect"})
     assert room.fleet.bad_frames == 1
     await eventually(lambda: worker.link is not None and worker.link.closed)
-    ours, theirs = link_pair()
+    ours, theirs = connection_pair()
     serving = asyncio.create_task(room.fleet.serve(theirs))
     await ours.send(frame)
     await serving
@@ -176,13 +176,13 @@ async def test_garbage_closes_the_link(room: Room, frame: bytes) -> None:
 async def test_who_may_not_join_is_told_why(room: Room) -> None:
     with pytest.raises(PermissionError, match="the worker token is wrong"):
         await room.worker().join(token="guess")
-    ours, theirs = link_pair()
+    ours, theirs = connection_pair()
     serving = asyncio.create_task(room.fleet.serve(theirs))
     await ours.send(protocol.encode(beat()))
     refused = protocol.decode(protocol.to_worker, await ours.receive())
     assert refused == protocol.HelloRejected(reason="the first frame is a Hello")
     await serving
-    ours, theirs = link_pair()
+    ours, theirs = connection_pair()
     serving = asyncio.create_task(room.fleet.serve(theirs))
     hello = protocol.Hello(
         protocol=99, token=WORKER_TOKEN, name="w", instance="w", model=MODEL, model_hash="", roles=["train"],
@@ -226,7 +226,7 @@ async def test_a_worker_that_does_not_read_delays_nobody(room: Room) -> None:
         async def close(self, reason: str) -> None:
             await self.link.close(reason)  # type: ignore[attr-defined]
 
-    ours, theirs = link_pair()
+    ours, theirs = connection_pair()
     stuck = Stuck(theirs)
     serving = asyncio.create_task(room.fleet.serve(stuck))
     hello = protocol.Hello(

@@ -22,9 +22,9 @@ from rookery.controller.parts import SHIPPED, Overrides
 from rookery.scheduling.offload import Cycle
 from rookery.scheduling.offload import Seeding as Algorithm
 from rookery.simulation.clock import run
-from rookery.simulation.fakes.connection import link_pair
-from rookery.simulation.fakes.service import MEMORY, MODEL, Site
-from rookery.simulation.fakes.worker import ModelledWorker
+from rookery.simulation.fakes.connection import connection_pair
+from rookery.simulation.fakes.service import MEMORY, MODEL, SimulatedService
+from rookery.simulation.fakes.worker import FakeWorker
 from rookery.simulation.profiles import Machine
 
 # --- the equations ----------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def someone(number: int, kind: str) -> Worker:
         protocol=protocol.PROTOCOL, token="", name=f"w{number}", instance=f"i{number}", model=MODEL, model_hash="",
         roles=["rollout"], kind=kind, max_rows=1, max_context=1, max_rank=1, device="", dtype="",
     )  # fmt: skip
-    return Worker(hello, number, link_pair()[0], "serving", 0.0, 0.0)
+    return Worker(hello, number, connection_pair()[0], "serving", 0.0, 0.0)
 
 
 @given(
@@ -239,9 +239,9 @@ class Idle(Seeding):
 class World:
     """A reserved worker that trains and generates, and preemptible ones; 32 episodes a step, 8 rows each."""
 
-    site: Site
+    site: SimulatedService
     machine: Machine
-    preemptible: list[ModelledWorker] = field(default_factory=list)
+    preemptible: list[FakeWorker] = field(default_factory=list)
     started: int = 0
     job: str = ""
 
@@ -286,7 +286,9 @@ def play(
 
     async def main(folder: str) -> Any:
         chosen = {"flush_seconds": FLUSH, "seed_initial_seconds": initial, **more}
-        site = Site(Path(folder), length, context=CONTEXT, seed=1, tenants=["alice"], parts=parts, settings=chosen)
+        site = SimulatedService(
+            Path(folder), length, context=CONTEXT, seed=1, tenants=["alice"], parts=parts, settings=chosen
+        )
         world = World(site, machine(8).model_copy(update={"train_token": train_token}))
         await site.controller.start()
         reserved = site.worker("reserved", world.machine)
@@ -466,7 +468,7 @@ def test_the_reserved_worker_trains() -> None:
     """A preemptible one plays both roles too, and its name comes first."""
 
     async def main(folder: str) -> None:
-        site = Site(Path(folder), length, context=CONTEXT, seed=1, tenants=["alice"])
+        site = SimulatedService(Path(folder), length, context=CONTEXT, seed=1, tenants=["alice"])
         await site.controller.start()
         workers = [site.worker("a", machine(8), kind="preemptible"), site.worker("b", machine(8))]
         for worker in workers:

@@ -36,7 +36,7 @@ from rookery.protocol.connection import ConnectionClosed
 from rookery.scheduling.peers import PeerCandidate, select_peers
 from rookery.settings import Settings
 from rookery.simulation.clock import EPOCH, InlineWriter, run
-from rookery.simulation.fakes.service import MEMORY, Site
+from rookery.simulation.fakes.service import MEMORY, SimulatedService
 from rookery.simulation.fakes.text import whole
 from rookery.storage.artifacts import Artifacts
 
@@ -322,7 +322,7 @@ def test_a_receiver_ten_times_slower_delays_no_commit() -> None:
     job = job_of(environment={"id": "task"}, algorithm=algorithm, sampling={"max_tokens": 64}, stop={"steps": 1000})
 
     async def commits(folder: str, slow: bool) -> list[float]:
-        site = Site(Path(folder), whole, context=512, seed=1, tenants=["alice"])
+        site = SimulatedService(Path(folder), whole, context=512, seed=1, tenants=["alice"])
         await site.controller.start()
         roles: dict[str, Literal["train", "rollout"]] = {"trainer": "train", "one": "rollout", "two": "rollout"}
         if slow:

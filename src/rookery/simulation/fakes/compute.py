@@ -13,16 +13,16 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
 from rookery import protocol
-from rookery.simulation.fakes.engine import Engine
+from rookery.simulation.fakes.engine import FakeEngine
 from rookery.simulation.fakes.text import Length
-from rookery.simulation.fakes.trainer import Answer, Trainer
+from rookery.simulation.fakes.trainer import Answer, FakeTrainer
 from rookery.simulation.profiles import Machine
 
 SAME = 1e-6
 """Parts of a slice: news at the very end of one are no news within the next."""
 
 
-class Compute:
+class FakeCompute:
     def __init__(
         self,
         machine: Machine,
@@ -33,8 +33,8 @@ class Compute:
     ) -> None:
         """``flush`` sends what the engine has said: it is called at once when a request has ended, else when
         ``flush_seconds`` have passed since it last was. ``answer`` takes what the trainer has done."""
-        self.engine = Engine(machine, length, machine.rows)
-        self.trainer = Trainer(machine)
+        self.engine = FakeEngine(machine, length, machine.rows)
+        self.trainer = FakeTrainer(machine)
         self.decoded, self.trained = 0.0, 0.0
         """Seconds that went into decoding and prefill, and into training."""
         self.by_policy: defaultdict[str, float] = defaultdict(float)

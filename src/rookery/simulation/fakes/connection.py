@@ -7,13 +7,13 @@ import asyncio
 from rookery.protocol.connection import ConnectionClosed
 
 
-class MemoryLink:
+class MemoryConnection:
     """One end of a connection in memory; a :class:`rookery.protocol.connection.Link`."""
 
     def __init__(self, inbox: asyncio.Queue[bytes | None], outbox: asyncio.Queue[bytes | None]) -> None:
         self._inbox, self._outbox = inbox, outbox
         self.closed = False
-        self.other: MemoryLink
+        self.other: MemoryConnection
 
     async def send(self, frame: bytes) -> None:
         if self.closed:
@@ -38,10 +38,10 @@ class MemoryLink:
                 end._inbox.put_nowait(None)
 
 
-def link_pair() -> tuple[MemoryLink, MemoryLink]:
+def connection_pair() -> tuple[MemoryConnection, MemoryConnection]:
     """The two ends of a new connection."""
     here: asyncio.Queue[bytes | None] = asyncio.Queue()
     there: asyncio.Queue[bytes | None] = asyncio.Queue()
-    one, other = MemoryLink(here, there), MemoryLink(there, here)
+    one, other = MemoryConnection(here, there), MemoryConnection(there, here)
     one.other, other.other = other, one
     return one, other

@@ -43,7 +43,7 @@ class Row:
         return self.adapter.policy if self.adapter is not None else ""
 
 
-class Engine:
+class FakeEngine:
     def __init__(self, machine: Machine, length: Length, rows: int) -> None:
         self.machine = machine
         self.rows = rows

@@ -11,7 +11,7 @@ from typing import Any
 
 from rookery import protocol
 from rookery.protocol.connection import Connection, ConnectionClosed
-from rookery.simulation.fakes.connection import MemoryLink, link_pair
+from rookery.simulation.fakes.connection import MemoryConnection, connection_pair
 from rookery.simulation.fakes.text import draw
 
 Reward = Callable[[str, int], float]
@@ -23,7 +23,7 @@ def uniform(episode: str, turn: int) -> float:
     return draw("reward", episode, turn) / 2**64
 
 
-class ModelledHost:
+class FakeHost:
     def __init__(
         self,
         serve: Callable[[Connection], Awaitable[None]],
@@ -34,7 +34,7 @@ class ModelledHost:
         turns: int = 1,
         reward: Reward = uniform,
         instance: str = "host",
-        link: Callable[[], tuple[MemoryLink, Connection]] = link_pair,
+        link: Callable[[], tuple[MemoryConnection, Connection]] = connection_pair,
     ) -> None:
         """``seconds`` maps each environment that it offers, by its whole name, to what its ``reset`` or ``step``
         takes; what it says has about ``prompt_tokens`` tokens of one byte; an episode has ``turns`` turns."""
@@ -51,7 +51,7 @@ class ModelledHost:
         self._names: dict[str, str] = {}
         self._epoch = -1
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._link: MemoryLink | None = None
+        self._link: MemoryConnection | None = None
 
     async def join(self) -> None:
         """Dial in; returns when the host is welcome."""
@@ -85,13 +85,13 @@ class ModelledHost:
         self._tasks[task] = None
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
-    async def _beat(self, link: MemoryLink, seconds: float) -> None:
+    async def _beat(self, link: MemoryConnection, seconds: float) -> None:
         with suppress(ConnectionClosed):
             while True:
                 await link.send(protocol.encode(protocol.HostHeartbeat(epoch=self._epoch, active=len(self.episodes))))
                 await asyncio.sleep(seconds)
 
-    async def _read(self, link: MemoryLink) -> None:
+    async def _read(self, link: MemoryConnection) -> None:
         with suppress(ConnectionClosed):
             while True:
                 message = protocol.decode(protocol.to_host, await link.receive())
@@ -108,14 +108,14 @@ class ModelledHost:
                     case protocol.Reset() | protocol.StepEpisode():
                         self._begin(link, message)
 
-    def _begin(self, link: MemoryLink, message: protocol.Reset | protocol.StepEpisode) -> None:
+    def _begin(self, link: MemoryConnection, message: protocol.Reset | protocol.StepEpisode) -> None:
         if isinstance(message, protocol.Reset):
             self._names[message.episode] = message.environment
         asyncio.get_running_loop().call_later(
             self._seconds[self._names[message.episode]], lambda: self._spawn(self._answer(link, message))
         )
 
-    async def _answer(self, link: MemoryLink, message: protocol.Reset | protocol.StepEpisode) -> None:
+    async def _answer(self, link: MemoryConnection, message: protocol.Reset | protocol.StepEpisode) -> None:
         with suppress(ConnectionClosed):
             await link.send(protocol.encode(self._observe(message)))
 

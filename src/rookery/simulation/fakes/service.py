@@ -22,10 +22,10 @@ from rookery.controller.parts import SHIPPED, Overrides
 from rookery.protocol.connection import Connection
 from rookery.settings import Settings
 from rookery.simulation.clock import InlineWriter, VirtualClock
-from rookery.simulation.fakes.connection import MemoryLink, link_pair
-from rookery.simulation.fakes.host import ModelledHost
+from rookery.simulation.fakes.connection import MemoryConnection, connection_pair
+from rookery.simulation.fakes.host import FakeHost
 from rookery.simulation.fakes.text import Length, chat
-from rookery.simulation.fakes.worker import Identity, ModelledWorker
+from rookery.simulation.fakes.worker import FakeWorker, Identity
 from rookery.simulation.profiles import Machine
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.database import Database
@@ -43,7 +43,7 @@ MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 system has a folder in memory no disk is waited for."""
 
 
-class Site:
+class SimulatedService:
     def __init__(
         self,
         folder: Path,
@@ -97,10 +97,10 @@ class Site:
         roles: Sequence[Literal["rollout", "train"]] = ("rollout", "train"),
         kind: Literal["reserved", "preemptible"] = "reserved",
         price: float = 0.0,
-    ) -> ModelledWorker:
+    ) -> FakeWorker:
         """A worker that is not started yet; its name is its process's too."""
         identity = Identity(name, f"{name}-process", MODEL, WORKER_TOKEN, tuple(roles), kind, price)
-        return ModelledWorker(
+        return FakeWorker(
             self.controller.serve_worker,
             self.controller.tickets,
             identity,
@@ -109,9 +109,9 @@ class Site:
             link=self.log.links(name),
         )
 
-    def host(self, seconds: dict[str, float], **more: Any) -> ModelledHost:
+    def host(self, seconds: dict[str, float], **more: Any) -> FakeHost:
         """An environment host that is not joined yet; see :class:`ModelledHost`."""
-        return ModelledHost(
+        return FakeHost(
             self.controller.serve_host, token=HOST_TOKEN, seconds=seconds, link=self.log.links("host"), **more
         )
 
@@ -136,11 +136,11 @@ class EventLog:
         """SHA-256 over all so far, in hex."""
         return self._hash.hexdigest()
 
-    def links(self, name: str) -> Callable[[], tuple[MemoryLink, Connection]]:
+    def links(self, name: str) -> Callable[[], tuple[MemoryConnection, Connection]]:
         """Makes connections of which the controller's end is noted under ``name``."""
 
-        def make() -> tuple[MemoryLink, Connection]:
-            ours, theirs = link_pair()
+        def make() -> tuple[MemoryConnection, Connection]:
+            ours, theirs = connection_pair()
             return ours, _Noted(theirs, self, name)
 
         return make
@@ -149,7 +149,7 @@ class EventLog:
 class _Noted:
     """The controller's end of a connection."""
 
-    def __init__(self, link: MemoryLink, log: EventLog, name: str) -> None:
+    def __init__(self, link: MemoryConnection, log: EventLog, name: str) -> None:
         self._link, self._log, self._name = link, log, name
 
     async def send(self, frame: bytes) -> None:

@@ -64,7 +64,7 @@ class _State:
     """Steps and content of the last commit."""
 
 
-class Trainer:
+class FakeTrainer:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._states: dict[str, _State] = {}

@@ -21,8 +21,8 @@ import msgspec
 from rookery import protocol
 from rookery.controller.weights.tickets import Tickets
 from rookery.protocol.connection import Connection, ConnectionClosed
-from rookery.simulation.fakes.compute import Compute
-from rookery.simulation.fakes.connection import MemoryLink, link_pair
+from rookery.simulation.fakes.compute import FakeCompute
+from rookery.simulation.fakes.connection import MemoryConnection, connection_pair
 from rookery.simulation.fakes.text import Length
 from rookery.simulation.fakes.trainer import ADAPTER, CONFIG, Answer, stale, write
 from rookery.simulation.profiles import Machine
@@ -51,7 +51,7 @@ class Identity:
     """Per hour."""
 
 
-class ModelledWorker:
+class FakeWorker:
     def __init__(
         self,
         serve: Serve,
@@ -60,13 +60,15 @@ class ModelledWorker:
         machine: Machine,
         length: Length,
         *,
-        link: Callable[[], tuple[MemoryLink, Connection]] = link_pair,
+        link: Callable[[], tuple[MemoryConnection, Connection]] = connection_pair,
     ) -> None:
         """``serve`` takes the other end of each link that ``link`` makes (ours, theirs); ``tickets`` are the service's,
         which stand for its HTTP face; ``length`` is what the model's replies are like."""
         self.identity = identity
         self.machine = machine
-        self.compute = Compute(machine, length, flush=self._flush, answer=lambda done: self._spawn(self._answer(done)))
+        self.compute = FakeCompute(
+            machine, length, flush=self._flush, answer=lambda done: self._spawn(self._answer(done))
+        )
         self.engine, self.trainer = self.compute.engine, self.compute.trainer
         self.pulled = 0
         """Bytes of adapters and states that it fetched."""
@@ -76,7 +78,7 @@ class ModelledWorker:
         self._serve = serve
         self._tickets = tickets
         self._make_link = link
-        self._link: MemoryLink | None = None
+        self._link: MemoryConnection | None = None
         self._loop = asyncio.get_running_loop()
         self._granted: dict[str, asyncio.Future[protocol.TicketGrant]] = {}
         self._adapters: dict[str, asyncio.Task[None]] = {}
