@@ -39,7 +39,7 @@ class Contender:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=preloaded({**os.environ, **(environment or {})}, Settings.load().allocator),
+                env=preloaded({**os.environ, **(environment or {})}, Settings.load().worker.allocator),
             )
         self.about: dict[str, Any] = self._answer()
 

@@ -32,7 +32,7 @@ FLOOR_TIMES = 20
 class Engine:
     def __init__(self) -> None:
         folder = ours()
-        self.decoder = Decoder.load(folder, pack=Settings().pack_weights)
+        self.decoder = Decoder.load(folder, pack=Settings().engine.pack_weights)
         self.bank = LoraBank(self.decoder.config, self.decoder.dtype, self.decoder.device, RANK)
         for i, path in enumerate(adapters(4)):
             self.bank.add(str(i), read_adapter(path, self.decoder.config))

@@ -30,7 +30,7 @@ KIBIBYTE = 1024
 
 class Training:
     def __init__(self) -> None:
-        self.decoder = Decoder.load(ours(), pack=Settings().pack_weights)
+        self.decoder = Decoder.load(ours(), pack=Settings().engine.pack_weights)
         self._kind: tuple[int, int] | None = None
         """Policies, and tokens of a slice."""
         self._trainer: Trainer | None = None
@@ -43,7 +43,7 @@ class Training:
         batches = [
             protocol.TrainingBatch(groups=[unit(next(rows)[:length]) for length in lengths]) for lengths in shapes
         ]
-        seconds = self._step(batches, protocol.Loss(name="cross_entropy"), Settings.load().slice_tokens)
+        seconds = self._step(batches, protocol.Loss(name="cross_entropy"), Settings.load().training.slice_tokens)
         return {"tokens": sum(map(sum, shapes)), "seconds": seconds}
 
     def groups(self, groups: int, prompt: int, members: int, reply: int, units: int) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Training:
         """Seconds of the linear layers and the output projection, forward and input gradient, for ``tokens`` rows.
         Rows go in slices and chunks as large as the trainer's own, forward through its own layout of the weights."""
         best = float("inf")
-        most = Settings.load().slice_tokens
+        most = Settings.load().training.slice_tokens
         with torch.inference_mode():
             made: dict[tuple[int, int], torch.Tensor] = {}
 

@@ -242,7 +242,7 @@ class Generation:
 
 def trained(decoder: Decoder, tenants: int) -> Callable[[], tuple[int, float]]:
     """A step of each of the tenants, packed, the batch shared out among them: tokens and seconds."""
-    trainer = trainer_of(decoder, tenants, Settings().gpu_slice_tokens)
+    trainer = trainer_of(decoder, tenants, Settings().training.gpu_slice_tokens)
     units = [unit(row) for row in random_ids(SEQUENCES, LENGTH, decoder.config.vocab)]
     batches = [protocol.TrainingBatch(groups=units[i::tenants]) for i in range(tenants)]
     taken = count()

@@ -133,7 +133,7 @@ def machine() -> str:
             name += f" (family {about['cpu family']}, model {about['model']})"
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cores = len(os.sched_getaffinity(0))
-    allocator = Settings.load().allocator
+    allocator = Settings.load().worker.allocator
     given = f", {allocator}" if preloaded({}, allocator) else ""
     return f"{cores} cores of {name}, {memory:.0f} GiB, Python {platform.python_version()}{given}"
 

@@ -80,7 +80,9 @@ def told(peaks: dict[int, list[float]], cache_bytes: int) -> Result:
         f"{per_tenant:.1f} MiB per tenant",
         growth <= bound,
     )
-    result.notes.append(f"numbers per adapter: {numbers:,}; default limit of the engine's rows: {Settings().max_rows}")
+    result.notes.append(
+        f"numbers per adapter: {numbers:,}; default limit of the engine's rows: {Settings().engine.max_rows}"
+    )
     return result
 
 

@@ -114,7 +114,7 @@ def kills(result: Result) -> None:
     result.judge("received tokens generated again: 0", str(again), again == 0)
     result.judge("every text equals the uninterrupted run's", f"{differing} differ", differing == 0)
     result.judge("tokens lost or duplicated: 0", str(missing), missing == 0)
-    step = max(1.0, Settings().flush_seconds / 0.04)
+    step = max(1.0, Settings().worker.flush_seconds / 0.04)
     bound = REQUESTS * (step + 1)
     most = max(flushed)
     result.judge(

@@ -116,7 +116,7 @@ def far_off(result: Result, repeats: int) -> None:
     curves = {}
     settled = 0.0
     for name, initial in (("near", None), ("far off", OFF)):
-        start = Settings().seed_initial_seconds / 4 if initial is None else max(settled, 0.5) * initial
+        start = Settings().offload.seed_initial_seconds / 4 if initial is None else max(settled, 0.5) * initial
         with tempfile.TemporaryDirectory() as folder, world(folder, start) as place:
             place.join("home")
             place.wait_serving("home")

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 PAGE = (ROOT / "docs" / "spot-nodes.md").read_text(encoding="utf-8")
 
-DRAIN = 2 * Settings().drain_seconds
+DRAIN = 2 * Settings().worker.drain_seconds
 """What a drain takes at most, but for sending."""
 
 
@@ -120,6 +120,6 @@ def test_the_page_says_what_the_files_say() -> None:
     for path in DEPLOY.iterdir():
         assert f"deploy/{path.name}" in PAGE
     for name in set(re.findall(r"ROOKERY_([A-Z_]+)", PAGE)) - {"URL", "TOKEN"}:
-        assert name.lower() in Settings.model_fields, name
+        assert name.lower() in Settings().flat(), name
     for text in re.findall(r"^ +rookery-worker (--.+)$|rookery worker --connect \S+ (--.+)$", PAGE, re.MULTILINE):
         worker_options(shlex.split("".join(text)))

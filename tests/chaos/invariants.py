@@ -75,7 +75,7 @@ class Requests:
     def __init__(self, controller: Controller, events: Events, settings: Settings, lasting: Lasting) -> None:
         self._events = events
         self._lasting = lasting
-        self._ahead = settings.dispatch_ahead
+        self._ahead = settings.engine.dispatch_ahead
         self._accounts: dict[str, Account] = {}
         self._touched: list[Account] = []
         self._before: tuple[Connection, tuple[Any, ...]] | None = None

@@ -298,7 +298,7 @@ class Run:
             case "drain":
                 process.drain()
             case "freeze":
-                process.freeze(self.dice.about(self._settings.suspect_seconds))
+                process.freeze(self.dice.about(self._settings.worker.suspect_seconds))
             case _ if link is None:
                 return
             case "break" | "half-open":

@@ -13,13 +13,13 @@ from rookery.cluster.allocator import PRELOAD, preloaded
 from rookery.cluster.local import LocalHost, LocalWorkers
 from rookery.settings import Settings
 
-HERE = find_library(Settings().allocator)
+HERE = find_library(Settings().worker.allocator)
 
 
-@pytest.mark.skipif(HERE is None, reason=f"this machine has no {Settings().allocator}")
+@pytest.mark.skipif(HERE is None, reason=f"this machine has no {Settings().worker.allocator}")
 def test_a_process_runs_with_the_allocator_of_the_settings() -> None:
     maps = [sys.executable, "-c", "print(open('/proc/self/maps').read())"]
-    environment = preloaded({"PATH": "/usr/bin"}, Settings().allocator)
+    environment = preloaded({"PATH": "/usr/bin"}, Settings().worker.allocator)
     found = subprocess.run(maps, env=environment, capture_output=True, text=True, check=True)
     assert str(HERE) in found.stdout and not found.stderr
     assert str(HERE) not in subprocess.run(maps, env={}, capture_output=True, text=True, check=True).stdout
@@ -40,5 +40,5 @@ def test_the_workers_of_a_service_get_it_and_its_environments_do_not() -> None:
     settings = Settings.load()
     (worker,) = LocalWorkers(settings, "http://127.0.0.1:1", "token").children
     (host,) = LocalHost(settings, "http://127.0.0.1:1", "token").children
-    assert worker.environment.get(PRELOAD) == preloaded(host.environment, settings.allocator).get(PRELOAD)
+    assert worker.environment.get(PRELOAD) == preloaded(host.environment, settings.worker.allocator).get(PRELOAD)
     assert host.environment.get(PRELOAD) == os.environ.get(PRELOAD)

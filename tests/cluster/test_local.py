@@ -188,7 +188,7 @@ def test_workers_are_what_the_settings_say(tmp_path: Path, monkeypatch: pytest.M
         assert "--die-with-parent" in one.arguments
     assert all(int(one.environment["ROOKERY_THREADS"]) >= 1 for one in workers)
     inherited = Settings.load(workers[0].environment)
-    assert (inherited.cache, inherited.data, inherited.workers) == (settings.cache, settings.data, 2)
+    assert (inherited.cache, inherited.data, inherited.server.workers) == (settings.cache, settings.data, 2)
 
 
 def without(name: str) -> dict[str, str]:

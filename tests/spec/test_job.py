@@ -211,7 +211,7 @@ def test_a_job_does_not_change() -> None:
 
 def test_settings_come_from_the_environment(tmp_path: Path) -> None:
     settings = Settings.load({"ROOKERY_PORT": "8000", "ROOKERY_DATA": str(tmp_path)}, port=None, host="0.0.0.0")
-    assert (settings.port, settings.host, settings.data) == (8000, "0.0.0.0", tmp_path)
+    assert (settings.server.port, settings.server.host, settings.data) == (8000, "0.0.0.0", tmp_path)
     assert settings.base_url == "http://0.0.0.0:8000"
     with pytest.raises(UserError, match="setting ROOKERY_PORT: given 'x'"):
         Settings.load({"ROOKERY_PORT": "x"})
@@ -220,8 +220,8 @@ def test_settings_come_from_the_environment(tmp_path: Path) -> None:
 
 def test_a_log_level_is_one_of_logging_in_any_case_of_letters() -> None:
     for level in ("debug", "Debug", "DEBUG"):
-        assert Settings.load({"ROOKERY_LOG_LEVEL": level}).log_level == "DEBUG"
-    assert Settings(log_level="warning").log_level == "WARNING"  # type: ignore[arg-type]
+        assert Settings.load({"ROOKERY_LOG_LEVEL": level}).server.log_level == "DEBUG"
+    assert Settings(log_level="warning").server.log_level == "WARNING"  # type: ignore[arg-type]
     for level in ("trace", ""):
         with pytest.raises(UserError, match=r"ROOKERY_LOG_LEVEL.*'DEBUG', 'INFO', 'WARNING', 'ERROR' or 'CRITICAL'"):
             Settings.load({"ROOKERY_LOG_LEVEL": level})

@@ -81,9 +81,9 @@ def doctor(
 
 def examine(settings: Settings) -> list[Finding]:
     found = [_python(), _torch(), _cores(), _bf16(_processor_flags()), _memory(), _accelerator()]
-    found.append(_allocator(settings.allocator))
+    found.append(_allocator(settings.worker.allocator))
     found += [_disk("data folder", settings.data), _disk("cache folder", settings.cache)]
-    models = [name.strip() for name in settings.models.split(",") if name.strip()]
+    models = [name.strip() for name in settings.server.models.split(",") if name.strip()]
     found += [_model(settings.cache, name) for name in models]
     found += [_extra(extra, use) for extra, use in EXTRAS.items()]
     return [*found, _service(settings)]

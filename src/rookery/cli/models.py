@@ -58,7 +58,7 @@ def _rows(settings: Settings) -> list[dict[str, object]]:
         with Client(settings=settings) as client:
             return [dict(row) for row in client.models()]
     except Unavailable:
-        if settings.url:
+        if settings.server.url:
             raise
     found = [status(settings.cache, name) for name in CATALOGUE]
     return [{"name": row.name, "state": row.state, "reason": row.reason, "note": row.note} for row in found]

@@ -114,7 +114,7 @@ def _running_service(settings: Settings) -> Client | None:
         client = Client(settings=settings)
         client.health()
     except Unavailable:
-        if settings.url:
+        if settings.server.url:
             raise
         return None
     return client

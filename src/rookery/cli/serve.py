@@ -67,5 +67,5 @@ def worker(
     if name is not None:
         arguments += ["--name", name]
     environment = {**os.environ, TOKEN_VARIABLE: token}  # not an argument: everybody on the machine could read it
-    environment = preloaded(environment, settings.allocator)
+    environment = preloaded(environment, settings.worker.allocator)
     os.execve(sys.executable, [sys.executable, "-m", "rookery.worker.process", *arguments], environment)

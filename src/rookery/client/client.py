@@ -31,7 +31,7 @@ class Client:
     def __init__(self, url: str | None = None, key: str | None = None, *, settings: Settings | None = None) -> None:
         settings = settings if settings is not None else Settings.load()
         self.url = (url or settings.base_url).rstrip("/")
-        self._key = (key or settings.key).strip() or read_secret(settings.data, ADMIN_KEY_FILE) or ""
+        self._key = (key or settings.server.key).strip() or read_secret(settings.data, ADMIN_KEY_FILE) or ""
         self._connection = Connection(self.url, self._key or None)
         self._hosted: dict[str, Hosting] = {}
         if not self._key:

@@ -143,15 +143,16 @@ class LocalProcesses:
 
 
 class LocalWorkers(LocalProcesses):
-    """The workers that a service starts by itself: ``settings.workers`` for each of ``settings.models``."""
+    """The workers that a service starts by itself: ``settings.server.workers`` for each of
+    ``settings.server.models``."""
 
     def __init__(self, settings: Settings, url: str, token: str) -> None:
-        models = [model.strip() for model in settings.models.split(",") if model.strip()]
-        everybody = len(models) * settings.workers
+        models = [model.strip() for model in settings.server.models.split(",") if model.strip()]
+        everybody = len(models) * settings.server.workers
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = settings.threads or max(1, cores // max(1, everybody))
-        environment = _environment(settings.model_copy(update={"threads": threads}), token)
-        environment = preloaded(environment, settings.allocator)
+        threads = settings.worker.threads or max(1, cores // max(1, everybody))
+        environment = _environment(settings.replace(threads=threads), token)
+        environment = preloaded(environment, settings.worker.allocator)
         super().__init__(
             (
                 Child(
@@ -164,10 +165,10 @@ class LocalWorkers(LocalProcesses):
                     environment,
                 )
                 for model in models
-                for number in range(1, settings.workers + 1)
+                for number in range(1, settings.server.workers + 1)
             ),
             settings.data / "logs",
-            settings.stop_seconds,
+            settings.server.stop_seconds,
         )
 
 
@@ -179,7 +180,7 @@ class LocalHost(LocalProcesses):
         super().__init__(
             [Child("environments", arguments, _environment(settings, token))],
             settings.data / "logs",
-            settings.stop_seconds,
+            settings.server.stop_seconds,
         )
 
 
@@ -203,7 +204,7 @@ def last_words(path: Path) -> str:
 def _environment(settings: Settings, token: str, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The child's environment: this process's settings, however they were given, less what it must not know."""
     private = {f"ROOKERY_{name.upper()}" for name in _PRIVATE}
-    given = {f"ROOKERY_{name.upper()}": str(value) for name, value in settings.model_dump(mode="json").items()}
+    given = {f"ROOKERY_{name.upper()}": str(value) for name, value in settings.flat().items()}
     return {name: value for name, value in {**inherited, **given}.items() if name not in private} | {
         TOKEN_VARIABLE: token
     }

@@ -73,7 +73,7 @@ class Controller(JobQueries):
         ``random_bytes(n)`` is what tickets are made of, and nobody's to guess where anybody else can reach them."""
         self._ids = ids
         self._provide = provide
-        self.tickets = Tickets(artifacts, clock, settings.ticket_seconds, random_bytes)
+        self.tickets = Tickets(artifacts, clock, settings.server.ticket_seconds, random_bytes)
         fleet = Fleet(settings, clock, worker_token, self.tickets)
         rollouts = parts.rollouts(fleet, settings, clock)
         training = TrainingDispatcher(fleet, self.tickets, settings, clock, ids, store.run)
@@ -297,7 +297,7 @@ class Controller(JobQueries):
                     log.error("job %s is %s (%s), not stored yet: %s", row.id, state, reason, trouble, extra=extra)
                 running.unstored = reason if state == "paused" else f"it is {state} ({reason}), but {trouble}"
                 self._beat(row.id)
-                await self._clock.sleep(self._settings.heartbeat_seconds)
+                await self._clock.sleep(self._settings.worker.heartbeat_seconds)
             else:
                 return
 

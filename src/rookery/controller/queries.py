@@ -286,7 +286,7 @@ class JobQueries:
                 "worker_memory_bytes": sum(beat.memory_bytes for beat in beats),
                 "pulled_from_peers_bytes": sum(beat.pulled_from_peers for beat in beats),
                 "pulled_from_service_bytes": sum(beat.pulled_from_service for beat in beats),
-                "flush_seconds": self._settings.flush_seconds,
+                "flush_seconds": self._settings.worker.flush_seconds,
                 "price_per_hour": self.world.billing.price(),
                 "unsent_tokens_most": max((worker.max_flush_tokens for worker in serving), default=0),
                 **self.world.seeding.gauges(),

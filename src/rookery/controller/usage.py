@@ -93,7 +93,7 @@ class UsageMeter:
     async def watch(self) -> None:
         """Store what changed, for ever."""
         while True:
-            await self._clock.sleep(self._settings.usage_flush_seconds)
+            await self._clock.sleep(self._settings.server.usage_flush_seconds)
             try:
                 await self.save()
             except RookeryError as error:
@@ -125,7 +125,9 @@ class UsageMeter:
         try:
             await self.save()
         except Exception:  # what is shut down must go on doing so
-            log.exception("the account of costs since the last %g s is not stored", self._settings.usage_flush_seconds)
+            log.exception(
+                "the account of costs since the last %g s is not stored", self._settings.server.usage_flush_seconds
+            )
 
     async def open(self, tenant: str, job: str, policies: Sequence[str]) -> None:
         """The job runs from now on: what its requests and ``policies`` use is put on its bill."""

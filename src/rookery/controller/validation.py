@@ -52,9 +52,9 @@ class JobValidator:
         except UserError as error:
             problems.append(str(error))
         name, policy = spec.policy
-        if policy.rank > world.settings.max_rank:
+        if policy.rank > world.settings.engine.max_rank:
             problems.append(
-                f"policies.{name}.rank: given {policy.rank}, allowed: at most {world.settings.max_rank}"
+                f"policies.{name}.rank: given {policy.rank}, allowed: at most {world.settings.engine.max_rank}"
                 " (the service's ROOKERY_MAX_RANK)"
             )
         try:

@@ -33,7 +33,7 @@ class BodyLimit:
         if scope["type"] != "http" or scope["path"].startswith(WIRE):
             await self._app(scope, receive, send)
             return
-        most, read = scope["app"].state.parts.settings.upload_bytes, 0
+        most, read = scope["app"].state.parts.settings.server.upload_bytes, 0
         reason = "the service's ROOKERY_UPLOAD_BYTES allows no more"
         if scope["path"] not in LARGE and most > JSON_BYTES:
             most, reason = JSON_BYTES, "JSON may have no more: upload a job's rows (POST /api/v1/datasets)"

@@ -117,17 +117,17 @@ class Service:
 
     async def _start(self) -> None:
         sinks.check(self.settings)
-        models = [resolve(name.strip()).name for name in self.settings.models.split(",") if name.strip()]
-        settings = self.settings.model_copy(update={"models": ",".join(models)})
+        models = [resolve(name.strip()).name for name in self.settings.server.models.split(",") if name.strip()]
+        settings = self.settings.replace(models=",".join(models))
         opened = self._stack
         folder = opened.enter_context(DataFolder(settings.data))
         handlers = [*self._handlers, file_handler(folder.logs / "service.jsonl")]
-        opened.enter_context(logging_to(handlers, settings.log_level))
-        listening = opened.enter_context(_listen(settings.host, settings.port))
-        self.url = f"http://{_reachable(settings.host)}:{listening.getsockname()[1]}"
+        opened.enter_context(logging_to(handlers, settings.server.log_level))
+        listening = opened.enter_context(_listen(settings.server.host, settings.server.port))
+        self.url = f"http://{_reachable(settings.server.host)}:{listening.getsockname()[1]}"
         token = folder.worker_token()
 
-        database = Database(settings.database or folder.database_url)
+        database = Database(settings.server.database or folder.database_url)
         opened.callback(database.close)
         await asyncio.to_thread(database.create)
         await asyncio.to_thread(database.claim)
@@ -197,7 +197,7 @@ class Service:
             ws_max_size=protocol.MAX_FRAME,
             ws_per_message_deflate=False,  # frames are small and frequent
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=max(1, round(self.settings.stop_seconds)),
+            timeout_graceful_shutdown=max(1, round(self.settings.server.stop_seconds)),
         )
         server = _Server(config)
         self._serving = serving = asyncio.create_task(server.serve([listening]), name="http")

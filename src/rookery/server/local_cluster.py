@@ -19,7 +19,7 @@ class LocalCluster:
         self._settings = settings
         self._url = url
         self._token = token
-        self._models = [model for model in settings.models.split(",") if model]
+        self._models = [model for model in settings.server.models.split(",") if model]
         self._groups: list[LocalProcesses] = []
         self._starting: set[asyncio.Task[None]] = set()
         self._running = False
@@ -27,19 +27,19 @@ class LocalCluster:
     async def start(self) -> None:
         self._running = True
         models = ",".join(self._models)
-        self._groups.append(LocalWorkers(self._settings.model_copy(update={"models": models}), self._url, self._token))
+        self._groups.append(LocalWorkers(self._settings.replace(models=models), self._url, self._token))
         self._groups.append(LocalHost(self._settings, self._url, self._token))
         for group in list(self._groups):
             await group.start()
 
     def provide(self, model: str) -> None:
         """Sees to it that there are workers for ``model``, unless this service is to start none."""
-        if model in self._models or self._settings.workers == 0:
+        if model in self._models or self._settings.server.workers == 0:
             return
         self._models.append(model)
         if self._running:
             log.info("starting a worker for base model %s", model)
-            settings = self._settings.model_copy(update={"models": model})
+            settings = self._settings.replace(models=model)
             self._groups.append(LocalWorkers(settings, self._url, self._token))
             task = asyncio.create_task(self._groups[-1].start())
             self._starting.add(task)

@@ -40,7 +40,7 @@ async def follow_job(service: ServiceContext, tenant: str, job: str, after: int)
                 yield b": still here\n\n"
             await asyncio.wait(
                 {upcoming, closing},
-                timeout=service.settings.heartbeat_seconds,
+                timeout=service.settings.worker.heartbeat_seconds,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             while upcoming.done():

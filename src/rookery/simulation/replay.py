@@ -48,7 +48,7 @@ class Scenario:
     """On the price of a preemptible machine."""
     notice: float = 0.0
     """Seconds between an instance's notice and its end; 0 is no notice."""
-    flush: float = Settings().flush_seconds
+    flush: float = Settings().worker.flush_seconds
     """The service's ``flush_seconds``: tokens sampled since the last flush are what a preemption costs."""
 
     @property

@@ -66,8 +66,8 @@ class WeightsAndBiases:
 def check(settings: Settings) -> None:
     """Raises :class:`UserError` where a setting asks for a sink whose package is not installed."""
     for wanted, setting, package in (
-        (settings.tensorboard, "ROOKERY_TENSORBOARD", "tensorboard"),
-        (bool(settings.wandb_project), "ROOKERY_WANDB_PROJECT", "wandb"),
+        (settings.server.tensorboard, "ROOKERY_TENSORBOARD", "tensorboard"),
+        (bool(settings.server.wandb_project), "ROOKERY_WANDB_PROJECT", "wandb"),
     ):
         if wanted and importlib.util.find_spec(package) is None:
             raise UserError(f"{setting} needs the package {package}: {installs(package)}, or unset it")
@@ -82,10 +82,10 @@ class Sinks:
         self._sinks: list[Sink] = list(further)
         self._thread = ThreadPoolExecutor(1, "sinks")  # starts with the first thing to do
         wanted: list[Callable[[], Sink]] = []
-        if settings.tensorboard:
+        if settings.server.tensorboard:
             wanted.append(lambda: TensorBoard(folder / "tensorboard"))
-        if settings.wandb_project:
-            wanted.append(lambda: WeightsAndBiases(settings.wandb_project, folder, job, name))
+        if settings.server.wandb_project:
+            wanted.append(lambda: WeightsAndBiases(settings.server.wandb_project, folder, job, name))
         for make in wanted:
             self._thread.submit(self._open, make)
         self.used = bool(wanted or further)

@@ -91,32 +91,32 @@ class WorkerCore:
 
     def __init__(self, folder: Path, settings: Settings, model: str) -> None:
         self.model = model
-        where = device.choose(settings.device)
-        if where.type == "cpu" and _spares_tiles(DecoderConfig.read(folder), settings.max_rank):
+        where = device.choose(settings.worker.device)
+        if where.type == "cpu" and _spares_tiles(DecoderConfig.read(folder), settings.engine.max_rank):
             log.warning(
                 "no tile instructions: texts of this model would depend on batches with %d threads and ranks up to %d",
                 torch.get_num_threads(),
-                settings.max_rank,
+                settings.engine.max_rank,
             )
-        self.decoder = Decoder.load(folder, device=where, pack=settings.pack_weights)
+        self.decoder = Decoder.load(folder, device=where, pack=settings.engine.pack_weights)
         config = self.decoder.config
-        self.bank = LoraBank(config, self.decoder.dtype, self.decoder.device, settings.max_rank)
+        self.bank = LoraBank(config, self.decoder.dtype, self.decoder.device, settings.engine.max_rank)
         self.engine = NativeEngine(
             self.decoder,
             self.bank,
             Chat.load(folder).decode,
-            max_rows=settings.max_rows,
-            kv_budget_bytes=device.cache_bytes(settings.kv_bytes, where),
+            max_rows=settings.engine.max_rows,
+            kv_budget_bytes=device.cache_bytes(settings.engine.kv_bytes, where),
             finished_kept=0,  # the I/O side keeps them, with what it has not sent
         )
         self.trainer = Trainer(
             self.decoder,
-            max_rank=settings.max_rank,
-            slice_tokens=settings.gpu_slice_tokens if where.type == "cuda" else settings.slice_tokens,
+            max_rank=settings.engine.max_rank,
+            slice_tokens=settings.training.gpu_slice_tokens if where.type == "cuda" else settings.training.slice_tokens,
             base_model=model,
-            trainer_state_cache_bytes=settings.trainer_state_cache_bytes,
+            trainer_state_cache_bytes=settings.training.trainer_state_cache_bytes,
         )
-        self._most_resident = settings.resident_adapters
+        self._most_resident = settings.engine.resident_adapters
         self._used: dict[str, None] = {}  # resident hashes, the one not asked for longest first
 
     def submit(self, generate: protocol.Generate, folder: Path | None) -> bool:
@@ -222,8 +222,8 @@ class Compute:
 
     def _main(self) -> None:
         try:
-            if self._settings.threads:
-                torch.set_num_threads(self._settings.threads)
+            if self._settings.worker.threads:
+                torch.set_num_threads(self._settings.worker.threads)
             core = WorkerCore(self._prepare(), self._settings, self._model)
             self.ready.set_result(core)
             self._run(core)

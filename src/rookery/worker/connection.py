@@ -111,10 +111,10 @@ class ServiceConnection:
         self._transfers = Transfers(
             options.base,
             settings.cache / ADAPTERS,
-            settings.adapter_cache_bytes,
+            settings.worker.adapter_cache_bytes,
             self._want,
-            timeout_seconds=settings.transfer_seconds,
-            peer_seconds=settings.peer_seconds,
+            timeout_seconds=settings.worker.transfer_seconds,
+            peer_seconds=settings.worker.peer_seconds,
             arrived=self._news.arrived,
             failed=self._news.failed,
         )
@@ -138,7 +138,7 @@ class ServiceConnection:
         self.collect()
         if self._session is not None:
             await self._flush()
-            await self._operations.settle(self._settings.drain_seconds)
+            await self._operations.settle(self._settings.worker.drain_seconds)
         if self._session is not None:
             with contextlib.suppress(websockets.ConnectionClosed):
                 await self._session.send(protocol.Draining(epoch=self._session.welcome.epoch))
@@ -161,8 +161,8 @@ class ServiceConnection:
                     compression=None,
                     open_timeout=OPEN_SECONDS,
                     proxy=None if is_loopback(self._options.base) else True,
-                    ping_interval=self._settings.heartbeat_seconds,
-                    ping_timeout=self._settings.suspect_seconds,
+                    ping_interval=self._settings.worker.heartbeat_seconds,
+                    ping_timeout=self._settings.worker.suspect_seconds,
                 ) as connection:
                     await self._converse(connection)
                 log.info("the service ended the link")
@@ -188,7 +188,7 @@ class ServiceConnection:
         log.info("linked as %s, epoch %d", welcome.name, welcome.epoch)
         work = (self._receive(session), self._beat(session), self._send_output(session), self._tell(session, hello))
         tasks = [asyncio.create_task(part) for part in work]
-        claims = asyncio.get_running_loop().call_later(self._settings.resume_seconds, self._requests.release)
+        claims = asyncio.get_running_loop().call_later(self._settings.worker.resume_seconds, self._requests.release)
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -223,9 +223,9 @@ class ServiceConnection:
             price=self._options.price,
             address=self._options.address,
             loading=core is None,
-            max_rows=self._settings.max_rows,
+            max_rows=self._settings.engine.max_rows,
             max_context=core.decoder.config.context if core is not None else 0,
-            max_rank=self._settings.max_rank,
+            max_rank=self._settings.engine.max_rank,
             device=_device(core),
             dtype=_dtype(core),
             pid=os.getpid(),
@@ -360,7 +360,7 @@ class ServiceConnection:
             raise TransferFailed(f"artifact {digest[:12]}: the ticket is over and there is no link to ask for another")
         waiting = self._granted.setdefault(digest, asyncio.get_running_loop().create_future())
         try:
-            async with asyncio.timeout(self._settings.transfer_seconds):
+            async with asyncio.timeout(self._settings.worker.transfer_seconds):
                 await self._session.send(protocol.TicketRequest(epoch=self._session.welcome.epoch, hash=digest))
                 return await asyncio.shield(waiting)
         except (TimeoutError, websockets.ConnectionClosed):
@@ -370,8 +370,8 @@ class ServiceConnection:
     async def housekeeping(self) -> None:
         """Let go, after the grace period, of what nobody claims."""
         while True:
-            await asyncio.sleep(self._settings.rejoin_seconds / 2)
-            before = time.monotonic() - self._settings.rejoin_seconds
+            await asyncio.sleep(self._settings.worker.rejoin_seconds / 2)
+            before = time.monotonic() - self._settings.worker.rejoin_seconds
             self._requests.expire(before)
             if self._session is None and self._unlinked < before:
                 self._operations.forget_all()

@@ -76,7 +76,7 @@ async def run(options: Options, settings: Settings, listening: socket.socket | N
         await asyncio.wait({over, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         compute.stop()
         log.info("draining")
-        await asyncio.wait({over}, timeout=settings.drain_seconds)
+        await asyncio.wait({over}, timeout=settings.worker.drain_seconds)
         await link.finish()
         for task in tasks:
             if task.done():
@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
         die_with_parent(lambda: os._exit(FAILED))  # nobody is left to send anything to
     try:
         settings = Settings.load(cache=given.cache, max_rows=given.max_rows)
-        logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.basicConfig(level=settings.server.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("httpx").setLevel(logging.WARNING)  # it writes a line for every request
         base = base_url(given.connect)
         roles = given.roles.split(",")

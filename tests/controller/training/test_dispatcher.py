@@ -229,7 +229,7 @@ async def test_a_worker_that_does_not_answer_is_named(tmp_path: Path) -> None:
     before = len(worker.other)
     with pytest.raises(Unavailable, match=r"the last: worker worker did not answer ForwardBackward within 0\.2 s"):
         await step(trainee, ref, 1, commit=True)
-    attempts = room.settings.retry_limit + 1
+    attempts = room.settings.training.retry_limit + 1
     await eventually(
         lambda: sum(isinstance(message, protocol.CancelOperation) for message in worker.other[before:]) == attempts
     )

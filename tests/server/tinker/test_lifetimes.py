@@ -37,8 +37,8 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
 
 async def wait(service: Service, seconds: float) -> None:
     """Time passes, beat by beat; what is due is done in each."""
-    for _ in range(int(seconds / service.settings.heartbeat_seconds) + 1):
-        await service.clock.advance(service.settings.heartbeat_seconds, steps=1)
+    for _ in range(int(seconds / service.settings.worker.heartbeat_seconds) + 1):
+        await service.clock.advance(service.settings.worker.heartbeat_seconds, steps=1)
         for _ in range(3):  # the writer has a thread of its own
             await service.writer(lambda: None)
             await settle()

@@ -61,7 +61,7 @@ async def pass_until(service: Service, holds: Any) -> None:
     """Time passes, beat by beat, until something holds."""
 
     async def beat() -> bool:
-        await service.clock.advance(service.settings.heartbeat_seconds, steps=1)
+        await service.clock.advance(service.settings.worker.heartbeat_seconds, steps=1)
         for _ in range(2):  # a sweep's second call is made when its first is answered
             await service.writer(lambda: None)
         return bool(holds())
@@ -117,7 +117,7 @@ async def test_a_sweep_that_failed_is_said_and_done_at_a_later_beat(
     await pass_until(service, lambda: database.refused >= 1)
     first = service.clock.now
     await pass_until(service, lambda: database.refused >= 2)
-    assert service.clock.now - first <= 2 * service.settings.heartbeat_seconds
+    assert service.clock.now - first <= 2 * service.settings.worker.heartbeat_seconds
     said = [record for record in caplog.records if "not all that has expired" in record.getMessage()]
     assert said and all(bool(record.exc_info) == isinstance(trouble, OSError) for record in said)
     database.trouble = None

@@ -162,7 +162,7 @@ class EnvironmentHosts:
             known.outbox = asyncio.Queue()
             known.interrupt()
         known.connected = True
-        welcome = protocol.HostWelcome(epoch=self._epoch, heartbeat_seconds=self._settings.heartbeat_seconds)
+        welcome = protocol.HostWelcome(epoch=self._epoch, heartbeat_seconds=self._settings.worker.heartbeat_seconds)
         known.outbox.put_nowait(protocol.encode(welcome))
         for episode in hello.episodes:
             if episode not in known.episodes:
@@ -209,12 +209,14 @@ class EnvironmentHosts:
     async def watch(self) -> None:
         """Close connections whose host has gone silent, for ever."""
         while True:
-            await self._clock.sleep(self._settings.heartbeat_seconds)
+            await self._clock.sleep(self._settings.worker.heartbeat_seconds)
             now = self._clock.monotonic()
             for host in list(self._hosts.values()):
-                if host.connected and now - host.last_beat > self._settings.suspect_seconds:
+                if host.connected and now - host.last_beat > self._settings.worker.suspect_seconds:
                     await host.connection.close("no heartbeat")
-                elif not host.connected and not host.episodes and now - host.left > self._settings.rejoin_seconds:
+                elif (
+                    not host.connected and not host.episodes and now - host.left > self._settings.worker.rejoin_seconds
+                ):
                     del self._hosts[host.hello.instance]
 
     def offers(self, owner: str, environment: str) -> bool:

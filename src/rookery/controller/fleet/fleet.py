@@ -49,7 +49,7 @@ class Fleet:
         self._able: dict[tuple[str, str], list[Worker]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._epoch = int(clock.time() * 1000)
-        self.lending = PeerDirectory(tickets, clock, settings.ticket_seconds)
+        self.lending = PeerDirectory(tickets, clock, settings.server.ticket_seconds)
         self._holdings = AdapterResidency(self.lending, clock)
         self.in_use: Callable[[str], Sequence[protocol.AdapterRef]] = lambda model: ()
         """The versions that running jobs of a base model sample from now; set by who knows."""
@@ -262,8 +262,8 @@ class Fleet:
             protocol.Welcome(
                 name=name,
                 epoch=worker.epoch,
-                heartbeat_seconds=self._settings.heartbeat_seconds,
-                flush_seconds=self._settings.flush_seconds,
+                heartbeat_seconds=self._settings.worker.heartbeat_seconds,
+                flush_seconds=self._settings.worker.flush_seconds,
             )
         )
         if hello.loading:
@@ -324,26 +324,26 @@ class Fleet:
     async def watch(self) -> None:
         """Look after everybody's health, for ever."""
         while True:
-            await self._clock.sleep(self._settings.heartbeat_seconds / 2)
+            await self._clock.sleep(self._settings.worker.heartbeat_seconds / 2)
             now = self._clock.monotonic()
             for worker in list(self._workers.values()):
                 if worker.state in LINKED:
                     if reason := self._health_problem(worker, now):
                         self.suspect(worker, reason)
-                elif worker.state == "suspect" and now - worker.since > self._settings.rejoin_seconds:
+                elif worker.state == "suspect" and now - worker.since > self._settings.worker.rejoin_seconds:
                     self._become(worker, "gone")
                     log.info("worker %s is gone", worker.name, extra={"worker": worker.name})
-                elif worker.state == "gone" and now - worker.since > self._settings.rejoin_seconds:
+                elif worker.state == "gone" and now - worker.since > self._settings.worker.rejoin_seconds:
                     del self._workers[worker.name]
 
     def _health_problem(self, worker: Worker, now: float) -> str:
         """What is wrong with it, if anything."""
-        patience = self._settings.suspect_seconds
+        patience = self._settings.worker.suspect_seconds
         if now - worker.last_beat > patience:
             return f"no beat for {now - worker.last_beat:.0f} s"
         if worker.sending is not None and now - worker.sending > patience:
             return f"it has not read a frame for {now - worker.sending:.0f} s"
-        if now - worker.last_progress > self._settings.stuck_seconds:
+        if now - worker.last_progress > self._settings.worker.stuck_seconds:
             return f"no compute progress for {now - worker.last_progress:.0f} s"
         return ""
 

@@ -57,7 +57,7 @@ class Groups:
         self._cursor = episodes.row.cursor
         self._running: dict[asyncio.Task[None], None] = {}
         settings = episodes.world.settings
-        self._failures = FailureRateMonitor(settings.failure_rate_window, settings.failure_rate_limit)
+        self._failures = FailureRateMonitor(settings.server.failure_rate_window, settings.server.failure_rate_limit)
         self._untrimmed = 0
         """Episodes that ended since old ones were trimmed."""
 
@@ -286,7 +286,7 @@ class Groups:
 
     async def trim(self) -> None:
         """Let go of the text of old episodes, now and then: at most twice as much is kept as the setting says."""
-        keep = self._world.settings.trajectory_keep
+        keep = self._world.settings.server.trajectory_keep
         if self._untrimmed >= keep:
             self._untrimmed = 0
             await self._world.store.trim_episodes(self._row.id, keep)

@@ -175,7 +175,7 @@ class Seeding:
         if worker.name not in self._learned:
             settings, reserved = self._settings, 1 + len(self._cycling(worker.hello.model))
             self._learned[worker.name] = self.algorithm(
-                initial=settings.seed_initial_seconds, eta=settings.seed_eta, reserved=reserved
+                initial=settings.offload.seed_initial_seconds, eta=settings.offload.seed_eta, reserved=reserved
             )
         return self._learned[worker.name]
 

@@ -94,7 +94,7 @@ class Completions:
         """One answer; ``grown`` is shown it each time that tokens have come. Cancelled, its generation ends."""
         world, target, chat = self._world, question.target, question.chat
         name = world.ids.new("sample")
-        most = world.settings.answer_tokens if max_tokens is None else max_tokens
+        most = world.settings.server.answer_tokens if max_tokens is None else max_tokens
         request = SamplingRequest(
             id=name,
             tenant=tenant,
@@ -108,7 +108,7 @@ class Completions:
             seed=seed if seed is not None else self.draw_seed(),
             stop_tokens=chat.stop_tokens,
             stop=list(stop),
-            interactive=world.settings.interactive_priority,
+            interactive=world.settings.engine.interactive_priority,
         )
         async with world.collector.reading(target.adapter):
             with self._pinned(target.adapter):

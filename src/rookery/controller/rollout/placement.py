@@ -69,8 +69,8 @@ class Migration:
 class WorkerPool:
     def __init__(self, settings: Settings, clock: Clock) -> None:
         self._clock = clock
-        self._theta = settings.dispatch_ahead
-        self._share = settings.interactive_share
+        self._theta = settings.engine.dispatch_ahead
+        self._share = settings.engine.interactive_share
         self._desks: dict[str, WorkerSlots] = {}
         self._common: defaultdict[str, WorkerIndex] = defaultdict(WorkerIndex)
         self._express: defaultdict[str, WorkerIndex] = defaultdict(WorkerIndex)

@@ -204,13 +204,13 @@ class RolloutScheduler:
     def expect_resumptions(self) -> None:
         """There was a controller before this one: workers that computed for it dial in again. For a while rollouts wait
         for the worker that has them, so that what it sampled is not sampled anew elsewhere."""
-        self._returning = self._clock.monotonic() + self._settings.reconnect_seconds
+        self._returning = self._clock.monotonic() + self._settings.worker.reconnect_seconds
 
     async def watch(self) -> None:
         """Fail what has waited too long for a worker, or for a word of its own, for ever: every wait has its
         deadline."""
         while True:
-            await self._clock.sleep(self._settings.heartbeat_seconds)
+            await self._clock.sleep(self._settings.worker.heartbeat_seconds)
             now = self._clock.monotonic()
             if self._returning and now >= self._returning:
                 self._returning = 0.0
@@ -221,11 +221,11 @@ class RolloutScheduler:
                 for live in queue:
                     if served:
                         live.since = now
-                    elif now - live.since > self._settings.worker_wait_seconds and not live.done.done():
+                    elif now - live.since > self._settings.server.worker_wait_seconds and not live.done.done():
                         live.done.set_exception(Unavailable(self._fleet.missing("rollout", model)))
             for live in list(self._live.values()):
-                if live.worker is not None and now - live.last_token_at > self._settings.request_timeout_seconds:
-                    name, seconds = live.worker.name, self._settings.request_timeout_seconds
+                if live.worker is not None and now - live.last_token_at > self._settings.worker.request_timeout_seconds:
+                    name, seconds = live.worker.name, self._settings.worker.request_timeout_seconds
                     self._withdraw(live)
                     live.done.set_exception(GenerationFailed(f"worker {name} sent nothing of it for {seconds:g} s"))
                     self._dispatch(live.request.model)
@@ -314,12 +314,12 @@ class RolloutScheduler:
                 self._assign(live, worker, live.request.interactive)
         worker.active_requests.clear()
         rows = min(one.hello.max_rows for one in self._fleet.serving("rollout", worker.hello.model))
-        self._queues[worker.hello.model].common.turn = max(1, int(rows * self._settings.tenant_turn_share))
+        self._queues[worker.hello.model].common.turn = max(1, int(rows * self._settings.engine.tenant_turn_share))
         self._dispatch(worker.hello.model)
 
     def _binds(self, claim: Resumption) -> bool:
         """Whether its worker surely has the request still: what is asked for later goes where there is room."""
-        return self._clock.monotonic() - claim.since <= self._settings.resume_seconds
+        return self._clock.monotonic() - claim.since <= self._settings.worker.resume_seconds
 
     def _beat(self, worker: Worker, beat: protocol.Heartbeat) -> None:
         self._desks.on_heartbeat(worker, beat)

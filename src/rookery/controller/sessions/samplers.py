@@ -199,7 +199,7 @@ class Samplers:
     async def retire(self) -> None:
         """Let go of what nobody has used for long."""
         world = self._world
-        before = world.clock.time() - world.settings.sampler_idle_seconds
+        before = world.clock.time() - world.settings.sessions.sampler_idle_seconds
         sampling = {row.id for row, _ in self._running.values()}
         for row in await world.store.idle_samplers(before):
             if row.id not in sampling:

@@ -45,7 +45,7 @@ class Sessions:
         self._world = world
         self._intake = intake
         self._provide = provide
-        self._futures = Futures(world.store, world.clock, world.settings.heartbeat_seconds)
+        self._futures = Futures(world.store, world.clock, world.settings.worker.heartbeat_seconds)
         self._feeds = CompletionStream(self._futures, world.store, world.clock)
         self._places = TrainerSlots(world.fleet, world.settings, world.clock)
         self._models: dict[str, TrainingRun] = {}
@@ -83,13 +83,13 @@ class Sessions:
         """Look after waits and lifetimes, for ever: what a sweep could not do is tried again at the next beat."""
         world, swept = self._world, self._world.clock.monotonic()
         while True:
-            await world.clock.sleep(world.settings.heartbeat_seconds)
+            await world.clock.sleep(world.settings.worker.heartbeat_seconds)
             self._places.review()
             now = world.clock.monotonic()
             for model in list(self._models.values()):
-                model.expire(world.settings.session_seq_gap_seconds)
+                model.expire(world.settings.sessions.session_seq_gap_seconds)
                 seen = self._seen.setdefault(model.row.session, now)
-                if now - seen > world.settings.session_idle_seconds:
+                if now - seen > world.settings.sessions.session_idle_seconds:
                     model.leave()
             if now - swept > SWEEP_SECONDS:
                 try:
@@ -102,19 +102,19 @@ class Sessions:
     async def sweep(self) -> None:
         """Let go of what has expired: results, checkpoints, idle samplers, lost and finished sessions."""
         world, now = self._world, self._world.clock.time()
-        self._feeds.sweep(world.settings.session_idle_seconds)
-        await world.store.drop_futures(now - world.settings.session_result_seconds)
+        self._feeds.sweep(world.settings.sessions.session_idle_seconds)
+        await world.store.drop_futures(now - world.settings.sessions.session_result_seconds)
         for row in await world.store.expired_checkpoints(now):
             await self.delete_checkpoint(row.tenant, row.model, row.kind, row.name)
         await self.samplers.retire()
-        silent = world.settings.session_expire_seconds
+        silent = world.settings.sessions.session_expire_seconds
         for session in await world.store.silent_sessions(now - silent):
             if world.clock.monotonic() - self._seen.get(session.id, -math.inf) > silent:
                 said = {"tenant": session.tenant}
                 log.info("session %s is finished: silent for %.0f s", session.id, silent, extra=said)
                 await self.finish(session.tenant, session.id, "lost")
         await self._clear()
-        for model in await world.store.over_models(now - world.settings.session_result_seconds):
+        for model in await world.store.over_models(now - world.settings.sessions.session_result_seconds):
             if model not in self._models:
                 for digest in await world.store.end_model(model):
                     await world.collector.delete_unnamed(world.store.database.unnamed, digest)
@@ -127,7 +127,7 @@ class Sessions:
             if row.finished is not None and model.resting and not self._futures.waits(id):
                 del self._models[id]
                 await model.end()
-        away = self._world.clock.monotonic() - self._world.settings.session_idle_seconds
+        away = self._world.clock.monotonic() - self._world.settings.sessions.session_idle_seconds
         used = {model.row.session for model in self._models.values()}
         for session in [id for id, seen in self._seen.items() if seen < away and id not in used]:
             del self._seen[session]
@@ -222,8 +222,8 @@ class Sessions:
         """Makes a model; answers the request's id."""
         world = self._world
         await self._open_session(tenant, session)
-        if not 1 <= rank <= world.settings.max_rank:
-            raise UserError(f"rank {rank} is not served; allowed: 1 to {world.settings.max_rank}")
+        if not 1 <= rank <= world.settings.engine.max_rank:
+            raise UserError(f"rank {rank} is not served; allowed: 1 to {world.settings.engine.max_rank}")
         name = await self._intake.model(tenant, base_model)
         id = f"{session}:train:{number}"
         await self._add(tenant, session, id, name, base_model, rank, targets, lora, about)
@@ -273,7 +273,7 @@ class Sessions:
             policy=world.ids.new("policy"), lora=lora, about=about, created=now, used=now, done_seq=-1, inflight=None,
         )  # fmt: skip
         policy = NewPolicy(
-            id=row.policy, name=id, rank=rank, alpha=world.settings.session_lora_alpha,
+            id=row.policy, name=id, rank=rank, alpha=world.settings.sessions.session_lora_alpha,
             targets=[target for target in TARGETS if target in targets],
         )  # fmt: skip
         try:
@@ -359,7 +359,7 @@ class Sessions:
 
     async def wait(self, tenant: str, request: str) -> operations.AnyOutcome | PendingOperations:
         """The outcome the moment it is there, or after a while why it is not."""
-        return await self._futures.wait(tenant, request, self._world.settings.session_poll_seconds)
+        return await self._futures.wait(tenant, request, self._world.settings.sessions.session_poll_seconds)
 
     async def ended(
         self, tenant: str, sampler: str, clone: int, cursor: int, seconds: float | None, fetched: Sequence[str]
@@ -368,7 +368,7 @@ class Sessions:
         any or after a while, and the next cursor. The client has the results of ``fetched``."""
         await self.sampler(tenant, sampler)
         self._futures.fetched(tenant, fetched)
-        longest = self._world.settings.session_poll_seconds
+        longest = self._world.settings.sessions.session_poll_seconds
         return await self._feeds.poll(
             tenant, sampler, clone, cursor, longest if seconds is None else min(seconds, longest)
         )

@@ -281,7 +281,7 @@ class TrainingRun:
                 " dropped"
             )
         await self._places.acquire(self._guest)
-        due = self._trainee.uncommitted + 1 >= self._world.settings.session_commit_every
+        due = self._trainee.uncommitted + 1 >= self._world.settings.sessions.session_commit_every
         done = await self._trainee.optim_step(parent, call.adam, commit=due)
         stepped = operations.OptimStepResult(metrics={**done.metrics, "durable": float(due)})
         if due:

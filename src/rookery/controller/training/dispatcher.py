@@ -130,7 +130,7 @@ class TrainingDispatcher:
         """The worker that trains ``policy``: the one that does already, else of the reserved ones, or where there are
         none of all, the one with the fewest policies. Waits for one; raises :class:`Unavailable` when none came in
         time."""
-        deadline = self._clock.monotonic() + self._settings.worker_wait_seconds
+        deadline = self._clock.monotonic() + self._settings.server.worker_wait_seconds
         while True:
             held = self._leases.get(policy)
             if held is not None and held.has_role("train", model):
@@ -174,14 +174,14 @@ class TrainingDispatcher:
             worker.post(message)
             with self._works(worker):
                 self._tell(worker, message, None)
-                async with asyncio.timeout(self._settings.request_timeout_seconds):
+                async with asyncio.timeout(self._settings.worker.request_timeout_seconds):
                     done = await future
         except asyncio.CancelledError:
             worker.post(protocol.CancelOperation(op=message.op))
             raise
         except TimeoutError:
             worker.post(protocol.CancelOperation(op=message.op))
-            what, seconds = type(message).__name__, self._settings.request_timeout_seconds
+            what, seconds = type(message).__name__, self._settings.worker.request_timeout_seconds
             raise _TryElsewhere(f"worker {worker.name} did not answer {what} within {seconds:g} s") from None
         finally:
             del waiting[message.op]
@@ -215,7 +215,7 @@ class TrainingDispatcher:
     async def retrying(self, policy: str, model: str, attempt: Callable[[Worker], Awaitable[T]]) -> T:
         """``attempt`` on the policy's worker, and on another one when that one is lost, a few times. Raises
         :class:`Unavailable` then: that workers vanish is no fault of the job's."""
-        for _ in range(self._settings.retry_limit + 1):
+        for _ in range(self._settings.training.retry_limit + 1):
             worker = await self.worker_for(policy, model)
             try:
                 return await attempt(worker)
@@ -225,7 +225,7 @@ class TrainingDispatcher:
                 self.forget_policy(policy)
                 extra = {"policy": policy, "worker": worker.name}
                 log.warning("training of %s goes on elsewhere: %s", policy, reason, extra=extra)
-        raise Unavailable(f"training failed {self._settings.retry_limit + 1} times, the last: {reason}")
+        raise Unavailable(f"training failed {self._settings.training.retry_limit + 1} times, the last: {reason}")
 
     async def uploading(
         self, worker: Worker, make: Callable[[str], protocol.OptimStep | protocol.InitAdapter]

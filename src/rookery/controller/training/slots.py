@@ -96,7 +96,7 @@ class TrainerSlots:
 
     def _capacity(self, base_model: str) -> int:
         workers = len(self._fleet.trainers(base_model))
-        return self._settings.trainer_slots * max(1, workers)  # without one, training says who is missing
+        return self._settings.training.trainer_slots * max(1, workers)  # without one, training says who is missing
 
     def _admit(self, base_model: str) -> None:
         seated, queue = self._seated.setdefault(base_model, {}), self._queues.get(base_model)
@@ -109,7 +109,7 @@ class TrainerSlots:
             places=capacity,
             wanted=len(queue),
             now=self._clock.monotonic(),
-            patience=self._settings.slot_wait_seconds,
+            patience=self._settings.training.slot_wait_seconds,
         ):
             seated.pop(name).rest()
         while len(seated) < capacity and (guest := queue.take(lambda guest: True)) is not None:

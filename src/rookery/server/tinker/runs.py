@@ -97,7 +97,7 @@ async def external_urls(service: Service, owner: Owner, run: str, kind: str, nam
     found, _, _ = await service.controller.sessions.weights(owner.id, f"tinker://{run}/{kind}/{name}")
     ticket = service.controller.tickets.grant(found.hash)
     base = f"{str(request.url).partition('/training_runs/')[0]}/external/{ticket}/{found.hash}"
-    expires = service.clock.time() + service.settings.ticket_seconds
+    expires = service.clock.time() + service.settings.server.ticket_seconds
     return json_response({"urls": {file: f"{base}/{file}" for file in ADAPTER_FILES}, "expires": _time(expires)})
 
 

@@ -225,7 +225,7 @@ async def retrieve_future(service: Service, owner: Owner, request: Request) -> R
         if error.status < 500:
             raise
         log.warning("result of %s: %s", asked.request_id, error)
-        await service.clock.sleep(service.settings.heartbeat_seconds)
+        await service.clock.sleep(service.settings.worker.heartbeat_seconds)
         return json_response(encode.waiting(asked.request_id, PendingOperations(reason=str(error))))
     except Exception as error:
         log.exception("result of %s", asked.request_id)
