@@ -1,0 +1,108 @@
+"""What an engine is: it generates tokens for requests with the adapters that are attached to it.
+
+A worker's compute thread drives one engine and knows nothing else of it, so that engines of several kinds can serve
+the same protocol messages. ``engine.native`` is the implementation that ships.
+
+Promises that every engine keeps:
+
+* Every sampled token comes with the version that sampled it and its log-probability under the distribution that it was
+  sampled from.
+* A request resumes from ``prefix_tokens``: none of them is generated again, and token i uses the noise of
+  (``seed``, i), counted from the first of them.
+* Full means wait: a request that fits the limits but not the present load is queued, never refused.
+* A fault in one request ends that request with ``finish="error"`` and touches no other.
+* ``submit``, ``abort``, ``switch_adapter``, ``add_adapter`` and ``evict_adapter`` return at once; time passes only in
+  ``step``.
+
+Engines are not thread-safe: the thread that calls ``step`` makes all other calls.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rookery import protocol
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What fits an engine. Requests and adapters beyond these are refused; load beyond them waits."""
+
+    max_rows: int
+    """Requests that compute at once."""
+    max_context: int
+    """Tokens of one sequence, prompt and answer together."""
+    max_rank: int
+    """Highest rank of an adapter."""
+
+
+class Engine(Protocol):
+    """One base model that serves requests. See the module for the promises."""
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    @property
+    def active(self) -> int:
+        """Requests that compute."""
+        ...
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        ...
+
+    @property
+    def generated(self) -> int:
+        """Tokens sampled since the start."""
+        ...
+
+    # --- adapters ---------------------------------------------------------------------------------------------------
+
+    def adapters(self) -> list[str]:
+        """Hashes of the adapters that new requests may use."""
+        ...
+
+    def has_adapter(self, key: str) -> bool:
+        """Whether new requests may use the adapter with the hash ``key``."""
+        ...
+
+    def add_adapter(self, key: str, folder: Path) -> None:
+        """Attaches the adapter of the PEFT ``folder`` under its hash ``key``. Does nothing if it is attached. Raises
+        ``UserError`` when the folder holds no adapter of this base model or its rank is above ``limits.max_rank``."""
+        ...
+
+    def evict_adapter(self, key: str) -> None:
+        """Removes an adapter: at once, or when the last request that uses it ends. Unknown keys are ignored."""
+        ...
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def submit(self, order: protocol.Generate) -> None:
+        """Queues a request. Raises ``ValueError`` with a one-line reason when it can never run here (its prompt
+        exceeds the context, its adapter is not attached, its name is in use, …); nothing is kept of it then."""
+        ...
+
+    def abort(self, request: str) -> None:
+        """Ends a request; its last chunk has ``finish="abort"``. Unknown requests are ignored."""
+        ...
+
+    def switch_adapter(self, request: str, ref: protocol.AdapterRef, *, recompute: bool) -> bool:
+        """Samples ``request`` with ``ref``, another version of its policy, from its next token on. With ``recompute``
+        its cache is computed again under the new version, else it is kept. False (and nothing changes) for a request
+        that has ended or is unknown. Raises ``ValueError`` when ``ref`` is not attached or of another policy."""
+        ...
+
+    # --- compute ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Computes one bounded slice, about as long as one decode step of a full batch; False when there was nothing
+        to compute. An engine that computes elsewhere waits here for its next outputs, as long at most."""
+        ...
+
+    def drain(self) -> list[protocol.TokenChunk]:
+        """Tokens sampled since the last call, one chunk per request and version. Each request's chunks are contiguous:
+        ``offset`` counts answer tokens, those of ``prefix_tokens`` included. The last chunk has ``finish`` set."""
+        ...
