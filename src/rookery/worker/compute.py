@@ -29,8 +29,8 @@ from rookery import protocol
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
 from rookery.worker import device
+from rookery.worker.engine.base import Engine
 from rookery.worker.engine.native.engine import NativeEngine
-from rookery.worker.model.adapter import read_adapter
 from rookery.worker.model.batch_invariance import disable_amx_if_unsafe
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import SITES, Decoder
@@ -100,14 +100,12 @@ class WorkerCore:
             )
         self.decoder = Decoder.load(folder, device=where, pack=settings.engine.pack_weights)
         config = self.decoder.config
-        self.bank = LoraBank(config, self.decoder.dtype, self.decoder.device, settings.engine.max_rank)
-        self.engine = NativeEngine(
+        self.engine: Engine = NativeEngine(
             self.decoder,
-            self.bank,
+            LoraBank(config, self.decoder.dtype, self.decoder.device, settings.engine.max_rank),
             Chat.load(folder).decode,
             max_rows=settings.engine.max_rows,
             kv_budget_bytes=device.cache_bytes(settings.engine.kv_bytes, where),
-            finished_kept=0,  # the I/O side keeps them, with what it has not sent
         )
         self.trainer = Trainer(
             self.decoder,
@@ -133,16 +131,16 @@ class WorkerCore:
         left as it is."""
         if not self._have(ref, folder):
             return False
-        self.engine.switch(request, ref, recompute=recompute)
+        self.engine.switch_adapter(request, ref, recompute=recompute)
         self._trim()
         return True
 
     def _have(self, ref: protocol.AdapterRef, folder: Path | None) -> bool:
         """Whether an adapter is in memory now, read from ``folder`` if need be."""
-        if ref.hash not in self.bank:
+        if not self.engine.has_adapter(ref.hash):
             if folder is None:
                 return False
-            self.bank.add(ref.hash, read_adapter(folder, self.decoder.config))
+            self.engine.add_adapter(ref.hash, folder)
         self._used.pop(ref.hash, None)
         self._used[ref.hash] = None
         return True
@@ -154,7 +152,7 @@ class WorkerCore:
 
     def _evict(self, digest: str) -> None:
         """The adapter leaves memory, at once or when the last request that uses it ends."""
-        self.bank.evict(digest)
+        self.engine.evict_adapter(digest)
         self._used.pop(digest, None)
 
     def forget(self, *digests: str) -> None:
@@ -279,7 +277,7 @@ class Compute:
             trained=core.trainer.trained,
             decode_seconds=decode.seconds,
             train_seconds=train.seconds,
-            adapters=frozenset(core.bank.keys()),
+            adapters=frozenset(core.engine.adapters()),
         )
         if chunks or finished:
             with self._changed:

@@ -127,16 +127,16 @@ class Run:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 15])
-@pytest.mark.parametrize(("length", "shared"), [(20, 12), (20, 20), (20, 0), (1, 0)])
+@pytest.mark.parametrize(("length", "shared_prefix"), [(20, 12), (20, 20), (20, 0), (1, 0)])
 def test_recomputed_it_is_the_request_that_resumes_on_the_newer_version(length: int, shared: int, cut: int) -> None:
     decoder = small("llama")
-    whole = Run(make(decoder)).submit(order(length=length, shared=shared)).end()["r"]
-    run = Run(make(decoder)).submit(order(length=length, shared=shared)).until("r", cut)
+    whole = Run(make(decoder)).submit(order(length=length, shared_prefix=shared)).end()["r"]
+    run = Run(make(decoder)).submit(order(length=length, shared_prefix=shared)).until("r", cut)
     before = len(run.said["r"].tokens)
-    assert run.engine.switch("r", version(1), recompute=True)
+    assert run.engine.switch_adapter("r", version(1), recompute=True)
     switched = run.end()["r"]
     given = switched.tokens[:before]
-    resumed = Run(make(decoder)).submit(order(number=1, length=length, shared=shared, given=given)).end()["r"]
+    resumed = Run(make(decoder)).submit(order(number=1, length=length, shared_prefix=shared, prefix_tokens=given)).end()["r"]
     assert (given, switched.logprobs[:before]) == (whole.tokens[:before], whole.logprobs[:before])
     assert (switched.tokens[before:], switched.logprobs[before:]) == (resumed.tokens, resumed.logprobs)
     assert switched.logprobs[before:] != whole.logprobs[before:], "the newer version says something else"
@@ -172,13 +172,13 @@ TOLERANCE = 2e-3
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral window"])
-@pytest.mark.parametrize("shared", [0, 12, 20])
+@pytest.mark.parametrize("shared_prefix", [0, 12, 20])
 def test_kept_it_attends_to_what_the_older_version_computed(family: str, shared: int) -> None:
     decoder = small(family, torch.float32)
-    run = Run(make(decoder)).submit(order(shared=shared)).until("r", 5)
-    assert run.engine.switch("r", version(1), recompute=False)
+    run = Run(make(decoder)).submit(order(shared_prefix=shared)).until("r", 5)
+    assert run.engine.switch_adapter("r", version(1), recompute=False)
     run.until("r", 11)
-    assert run.engine.switch("r", version(2), recompute=False)
+    assert run.engine.switch_adapter("r", version(2), recompute=False)
     said = run.end()["r"]
     assert said.versions == [0] * 5 + [1] * 6 + [2] * 5
     text = prompt(20) + said.tokens
@@ -193,16 +193,16 @@ def test_kept_it_attends_to_what_the_older_version_computed(family: str, shared:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
-@pytest.mark.parametrize("shared", [20, 19])
+@pytest.mark.parametrize("shared_prefix", [20, 19])
 def test_kept_before_its_first_token_it_takes_nothing_half_made(shared: int, steps: int) -> None:
     """A group's prompt may be there in part, or wholly with the logits after it: those are the older version's."""
     decoder = small("llama")
-    fresh = Run(make(decoder)).submit(order(number=1, shared=shared)).end()["r"]
-    run = Run(make(decoder, prefill_tokens=8)).submit(order(shared=shared))
+    fresh = Run(make(decoder)).submit(order(number=1, shared_prefix=shared)).end()["r"]
+    run = Run(make(decoder, prefill_tokens=8)).submit(order(shared_prefix=shared))
     for _ in range(steps):
         run.step()
     assert run.said["r"].tokens == []
-    run.engine.switch("r", version(1), recompute=False)
+    run.engine.switch_adapter("r", version(1), recompute=False)
     said = run.end()["r"]
     assert said.versions == [1] * 16
     whole_prompt = shared == 19 and steps == 3  # the last token is still to come: the newer version computes it
@@ -211,29 +211,29 @@ def test_kept_before_its_first_token_it_takes_nothing_half_made(shared: int, ste
 
 def test_a_newer_versions_requests_do_not_share_the_older_ones_prompt() -> None:
     decoder = small("llama", torch.float32)
-    fresh = Run(make(decoder)).submit(order("new", number=1, shared=20)).end()["new"]
-    run = Run(make(decoder)).submit(order(shared=20)).until("r", 4)
-    run.engine.switch("r", version(1), recompute=False)
+    fresh = Run(make(decoder)).submit(order("new", number=1, shared_prefix=20)).end()["new"]
+    run = Run(make(decoder)).submit(order(shared_prefix=20)).until("r", 4)
+    run.engine.switch_adapter("r", version(1), recompute=False)
     before = run.engine.stats["prefill_tokens"]
-    run.submit(order("new", number=1, shared=20), order("old", seed=9, shared=20)).step()
+    run.submit(order("new", number=1, shared_prefix=20), order("old", seed=9, shared_prefix=20)).step()
     assert run.engine.stats["prefill_tokens"] - before == 20, "the newer prompt is computed, the older one is there"
     said = run.end()
     assert said["new"].tokens == fresh.tokens
     assert said["new"].logprobs == pytest.approx(fresh.logprobs, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("shared", [0, 12])
+@pytest.mark.parametrize("shared_prefix", [0, 12])
 @pytest.mark.parametrize("between", [False, True])
 def test_a_later_turn_extends_the_kept_cache(shared: int, between: bool) -> None:
     """Whether the newer version came during a turn or between two."""
     decoder = small("llama", torch.float32)
-    run = Run(make(decoder)).submit(order(shared=shared, episode="e")).until("r", 6)
+    run = Run(make(decoder)).submit(order(shared_prefix=shared, episode="e")).until("r", 6)
     if not between:
-        run.engine.switch("r", version(1), recompute=False)
+        run.engine.switch_adapter("r", version(1), recompute=False)
     first = run.end()["r"]
     text = [*prompt(20), *first.tokens, 3, 4, 5]
     before = run.engine.stats.copy()
-    later = order("later", number=1, prompt=text, shared=shared, episode="e", in_flight="switch", seed=8)
+    later = order("later", number=1, prompt=text, shared_prefix=shared, episode="e", in_flight="switch", seed=8)
     said = run.submit(later).end()["later"]
     assert run.engine.stats["prefill_tokens"] - before["prefill_tokens"] == 4
     assert run.engine.stats["reused_tokens"] - before["reused_tokens"] == 35
@@ -249,7 +249,7 @@ def test_a_later_turn_extends_the_kept_cache(shared: int, between: bool) -> None
 def test_a_cache_of_two_versions_is_nobody_elses(changes: dict[str, object]) -> None:
     decoder = small("llama")
     run = Run(make(decoder)).submit(order(episode="e")).until("r", 6)
-    run.engine.switch("r", version(1), recompute=False)
+    run.engine.switch_adapter("r", version(1), recompute=False)
     text = [*prompt(20), *run.end()["r"].tokens, 3, 4, 5]
     later = order("later", prompt=text, episode="e", **{"adapter": version(1), **changes})
     fresh = Run(make(decoder)).submit(later).end()["later"]
@@ -262,7 +262,7 @@ def test_a_version_of_the_same_bytes_changes_the_stamp_alone() -> None:
     for recompute in (False, True):
         run = Run(make(decoder)).submit(order()).until("r", 5)
         before = run.engine.stats["prefill_tokens"]
-        assert run.engine.switch("r", version(1, "v0"), recompute=recompute)
+        assert run.engine.switch_adapter("r", version(1, "v0"), recompute=recompute)
         said = run.end()["r"]
         assert (said.tokens, said.logprobs) == (whole.tokens, whole.logprobs)
         assert said.versions == [0] * 5 + [1] * 11
@@ -271,7 +271,7 @@ def test_a_version_of_the_same_bytes_changes_the_stamp_alone() -> None:
 
 def test_what_cannot_switch() -> None:
     engine = make(small("llama"))
-    assert not engine.switch("unknown", version(1), recompute=True)
+    assert not engine.switch_adapter("unknown", version(1), recompute=True)
     run = Run(engine).submit(order(), order("base", adapter=None))
     for name, ref, says in (
         ("r", version(1, "nowhere"), "not resident"),
@@ -279,17 +279,17 @@ def test_what_cannot_switch() -> None:
         ("r", protocol.AdapterRef(policy="q", version=1, hash="v1", rank=8, alpha=1.0), "does not run on policy q"),
     ):
         with pytest.raises(ValueError, match=says):
-            engine.switch(name, ref, recompute=False)
+            engine.switch_adapter(name, ref, recompute=False)
     assert set(run.end()["r"].versions) == {0}
-    assert not engine.switch("r", version(1), recompute=False), "it is complete"
+    assert not engine.switch_adapter("r", version(1), recompute=False), "it is complete"
 
 
 def test_an_older_version_leaves_memory_with_its_last_request() -> None:
     run = Run(make(small("llama"))).submit(order(), order("mate", seed=8)).until("r", 4)
     run.engine.bank.evict("v0")
-    run.engine.switch("r", version(1), recompute=False)
+    run.engine.switch_adapter("r", version(1), recompute=False)
     assert len(run.engine.bank) == len(VERSIONS)
-    run.engine.switch("mate", version(1), recompute=True)
+    run.engine.switch_adapter("mate", version(1), recompute=True)
     assert len(run.engine.bank) == len(VERSIONS) - 1
     run.end()
 
@@ -298,7 +298,7 @@ def test_computing_anew_takes_bounded_slices_in_its_own_place() -> None:
     engine = make(small("llama"), max_rows=2, prefill_tokens=16)
     run = Run(engine).submit(*(order(name, seed=seed, max_tokens=60) for seed, name in enumerate("abc"))).until("a", 40)
     rows = list(engine._admission.rows)
-    engine.switch("a", version(1), recompute=True)
+    engine.switch_adapter("a", version(1), recompute=True)
     assert (engine._admission.rows, engine.waiting) == (rows, 1)
     grown = len(run.said["b"].tokens)
     while len(run.said["a"].tokens) == 40:
@@ -337,7 +337,7 @@ def test_whoever_switches_touches_nobody_else(
     for number, (length, part, switches, episode) in enumerate(requests):
         name = f"r{number}"
         orders[name] = order(
-            name, length=length, shared=int(part * length), seed=number, max_tokens=12, episode=name if episode else ""
+            name, length=length, shared_prefix=int(part * length), seed=number, max_tokens=12, episode=name if episode else ""
         )
         due[name] = [(at, n + 1, anew) for n, (at, anew) in enumerate(sorted(switches, key=lambda s: s[0]))]
     run.submit(*orders.values())
@@ -347,7 +347,7 @@ def test_whoever_switches_touches_nobody_else(
         for name, switches in due.items():
             while switches and len(run.said[name].tokens) >= switches[0][0] and not run.said[name].finish:
                 _, number, anew = switches.pop(0)
-                assert engine.switch(name, version(number), recompute=anew)
+                assert engine.switch_adapter(name, version(number), recompute=anew)
                 happened[name].append((len(run.said[name].tokens), number, anew))
         busy = run.step()
     for name, said in run.end().items():
@@ -359,7 +359,7 @@ def test_whoever_switches_touches_nobody_else(
             for (at, number, _), end in zip(spans, [*(s[0] for s in spans[1:]), 12], strict=True):
                 if end > at:
                     resumed = msgspec.structs.replace(
-                        orders[name], adapter=version(number), given=said.tokens[:at], max_tokens=end, episode=""
+                        orders[name], adapter=version(number), prefix_tokens=said.tokens[:at], max_tokens=end, episode=""
                     )
                     fresh = Run(make(decoder)).submit(resumed).end()[name]
                     assert (said.tokens[at:end], said.logprobs[at:end]) == (fresh.tokens, fresh.logprobs)
@@ -377,10 +377,8 @@ class Bench:
         decoder = small("llama")
         self.core = WorkerCore.__new__(WorkerCore)
         self.core.decoder = decoder
-        self.core.bank = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
-        self.core.engine = NativeEngine(
-            decoder, self.core.bank, lambda tokens: "", max_rows=4, kv_budget_bytes=1 << 24, finished_kept=0
-        )
+        bank = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
+        self.core.engine = NativeEngine(decoder, bank, lambda tokens: "", max_rows=4, kv_budget_bytes=1 << 24)
         self.core._most_resident, self.core._used = 2, {}
         self.arrived = {key: asyncio.Event() for key in VERSIONS}
         self.refused: set[str] = set()
@@ -391,7 +389,7 @@ class Bench:
 
     @property
     def status(self) -> SimpleNamespace:
-        return SimpleNamespace(adapters=frozenset(self.core.bank.keys()))
+        return SimpleNamespace(adapters=frozenset(self.core.engine.adapters()))
 
     def call(self, function: Callable[[WorkerCore], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -452,7 +450,7 @@ def chain(*spans: tuple[int, int]) -> Said:
     """What a request says that (version, up to which token) took turns at, each resuming what was said before."""
     said = Said()
     for number, end in spans:
-        part = Run(make(small("llama"))).submit(order(number=number, given=said.tokens, max_tokens=end)).end()["r"]
+        part = Run(make(small("llama"))).submit(order(number=number, prefix_tokens=said.tokens, max_tokens=end)).end()["r"]
         said = Said(said.tokens + part.tokens, said.logprobs + part.logprobs, said.versions + part.versions, "length")
     return said
 
@@ -536,7 +534,7 @@ async def test_tokens_keep_their_versions_over_a_broken_link(tmp_path: Path) -> 
     bench.requests.unclaim(1.0)
     assert bench.requests.take(1.0) == []
     # meanwhile another version was published: the frame that said so was lost with the link
-    claim = order(number=2, given=received.tokens[:2], in_flight="recompute")
+    claim = order(number=2, prefix_tokens=received.tokens[:2], in_flight="recompute")
     ticketed = msgspec.structs.replace(claim.adapter, ticket="new", peers=["http://peer"])  # type: ignore[type-var]
     bench.requests.generate(msgspec.structs.replace(claim, adapter=ticketed))
     await bench.compute("r", 16)

@@ -120,7 +120,7 @@ def test_a_request_that_switches_goes_on_as_on_the_cpu() -> None:
             engine.step()
         for i, recompute in enumerate((True, False)):
             ref = protocol.AdapterRef(policy="a", version=4, hash="d", rank=16, alpha=1.0)
-            assert engine.switch(f"r{i}", ref, recompute=recompute)
+            assert engine.switch_adapter(f"r{i}", ref, recompute=recompute)
         while engine.step():
             pass
         texts.append({chunk.request: (chunk.version, chunk.tokens) for chunk in engine.drain()})

@@ -108,7 +108,7 @@ def test_given_tokens_that_already_end_the_text() -> None:
         engine.submit(order(**changes))
         (chunk,) = engine.drain()
         assert (chunk.finish, chunk.offset, chunk.tokens) == (finish_, 2, [])
-        assert not engine.step() and engine.running() == ["r"]
+        assert not engine.step() and not engine.active
 
 
 def test_the_context_ends_a_text() -> None:
@@ -135,7 +135,7 @@ def test_what_can_never_run_is_refused_and_leaves_nothing(changes: dict[str, obj
     engine = make(kv_budget_bytes=1 << 20)
     with pytest.raises(ValueError, match=says):
         engine.submit(order(**changes))
-    assert not engine.step() and not engine.running() and not engine.drain()
+    assert not engine.step() and not engine.drain()
     engine.submit(order())
     with pytest.raises(ValueError, match="already running"):
         engine.submit(order())
@@ -204,36 +204,6 @@ def test_a_prompt_computed_along_gives_way_to_the_rows() -> None:
     expected = texts(roomy)
     for places in range(4, 9):
         assert texts(make(max_rows=1, kv_budget_bytes=places * LANES * roomy._store.token_bytes)) == expected
-
-
-def test_a_controller_that_comes_back_takes_up_a_stream() -> None:
-    whole, _ = generate(make())
-    engine = make()
-    engine.submit(order(prefix_tokens=whole[:2]))
-    for _ in range(4):
-        engine.step()
-    lost = engine.drain()[0].tokens
-    assert not engine.attach("unknown", 0)
-    assert not engine.attach("r", 1)  # given tokens have no log-probabilities here
-    assert not engine.attach("r", 100)
-    assert engine.attach("r", 3)
-    chunk = engine.drain()[0]
-    assert (chunk.offset, chunk.tokens) == (3, lost[1:])
-    finish(engine)
-    assert engine.running() == ["r"] and engine.active == 0
-    assert engine.attach("r", 5)
-    chunk = engine.drain()[0]
-    assert (chunk.offset, chunk.tokens, chunk.finish) == (5, whole[5:], "length")
-    assert engine.attach("r", 12)
-    assert engine.drain()[0].finish == "length"
-
-
-def test_finished_requests_are_kept_up_to_a_number() -> None:
-    engine = make(finished_kept=2)
-    for i in range(5):
-        engine.submit(order(f"r{i}", max_tokens=1))
-    finish(engine)
-    assert len(engine.running()) == 2 and engine.generated == 5
 
 
 def test_an_adapter_of_no_numbers_ends_its_own_requests_only() -> None:

@@ -23,15 +23,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import isfinite, isnan
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from rookery import protocol
 from rookery.worker import device
+from rookery.worker.engine.base import EngineLimits
 from rookery.worker.engine.native.admission import Admission
 from rookery.worker.engine.native.attention import Stream
 from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
@@ -39,6 +41,7 @@ from rookery.worker.engine.native.cuda.sampler import sample_on_device
 from rookery.worker.engine.native.request import Request, Segment, StopStrings
 from rookery.worker.engine.native.runner import DenseRunner, Runner, project
 from rookery.worker.engine.native.sampler import SamplingKey, sample
+from rookery.worker.model.adapter import read_adapter
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraBank
 
@@ -62,9 +65,6 @@ PREFILLS_IN_A_ROW = 4
 SCORED_ROWS = 128
 """Prompt tokens scored at once: their logits are 50 MB in float32 at 100,000 words."""
 
-FINISHED_KEPT = 1024
-"""Finished requests whose tokens stay for ``attach``, in case the last frame was lost with its connection."""
-
 
 class NativeEngine:
     """See the module. ``decode`` turns token ids into text, for stop strings."""
@@ -80,13 +80,13 @@ class NativeEngine:
         max_context: int | None = None,
         prefill_tokens: int | None = None,
         prefill_keys: int = PREFILL_KEYS,
-        finished_kept: int = FINISHED_KEPT,
         runner: Runner | None = None,
     ) -> None:
         """Without them, ``prefill_tokens`` and ``runner`` are those of the decoder's device."""
         self.decoder = decoder
         self.bank = bank
         self.max_context = min(max_context or decoder.config.context, decoder.config.context)
+        self.limits = EngineLimits(max_rows, self.max_context, bank.max_rank)
         self.generated = 0
         """Tokens sampled since the beginning."""
         self.stats: defaultdict[str, float] = defaultdict(float)
@@ -99,9 +99,7 @@ class NativeEngine:
         default = GPU_PREFILL_TOKENS if device.fuses(decoder.device, decoder.dtype) else PREFILL_TOKENS
         self._prefill_tokens = prefill_tokens or default
         self._prefill_keys = prefill_keys
-        self._finished_kept = finished_kept
         self._requests: dict[str, Request] = {}
-        self._finished: OrderedDict[str, Request] = OrderedDict()
         self._news: dict[str, Request] = {}
         """Requests with something to hand out."""
         self._prefilled = 0
@@ -118,9 +116,22 @@ class NativeEngine:
     def waiting(self) -> int:
         return len(self._admission.waiting)
 
-    def running(self) -> list[str]:
-        """Requests that ``attach`` can take up: unfinished ones, and finished ones whose tokens are still here."""
-        return [*self._requests, *self._finished]
+    def adapters(self) -> list[str]:
+        """See ``Engine``."""
+        return self.bank.keys()
+
+    def has_adapter(self, key: str) -> bool:
+        """See ``Engine``."""
+        return key in self.bank
+
+    def add_adapter(self, key: str, folder: Path) -> None:
+        """See ``Engine``."""
+        if key not in self.bank:
+            self.bank.add(key, read_adapter(folder, self.decoder.config))
+
+    def evict_adapter(self, key: str) -> None:
+        """See ``Engine``."""
+        self.bank.evict(key)
 
     def submit(self, order: protocol.Generate) -> None:
         """Queues a request. Raises ``ValueError``, in one line, for one that can never run here."""
@@ -128,7 +139,6 @@ class NativeEngine:
         key = order.adapter.hash if order.adapter else ""
         stops = StopStrings(order.stop, self._decode)
         request = Request(order, key, stops, list(order.prefix_tokens), sent=len(order.prefix_tokens))
-        self._finished.pop(order.request, None)
         self._requests[order.request] = request
         if key:
             self.bank.pin(key)
@@ -138,18 +148,7 @@ class NativeEngine:
         else:
             self._admission.wait(request)
 
-    def attach(self, request: str, offset: int) -> bool:
-        """A controller that has ``offset`` tokens of ``request`` takes it up: they are handed out from there on.
-        False when it is not here, or no longer from that token on."""
-        held = self._requests.get(request) or self._finished.get(request)
-        if held is None or not len(held.tokens) - len(held.logprobs) <= offset <= len(held.tokens):
-            return False
-        held.sent = offset
-        if held.finish or offset < len(held.tokens):
-            self._news[request] = held
-        return True
-
-    def switch(self, request: str, ref: protocol.AdapterRef, *, recompute: bool) -> bool:
+    def switch_adapter(self, request: str, ref: protocol.AdapterRef, *, recompute: bool) -> bool:
         """From its next token on ``request`` runs with ``ref``, its cache kept or computed anew. False (and nothing
         changed) for a request that is complete or was never here. Raises ``ValueError`` when ``ref`` is not resident or
         not of its policy."""
@@ -372,16 +371,13 @@ class NativeEngine:
     # --- leaving ----------------------------------------------------------------------------------------------------
 
     def _end(self, request: Request) -> None:
-        """A finished request leaves the batch; its tokens stay for ``attach``."""
+        """Removes a finished request from the batch; ``drain`` returns its last chunk."""
         name = request.order.request
         self._admission.leave(request)
         if request.key:
             self.bank.unpin(request.key)
         del self._requests[name]
-        self._finished[name] = request
         self._news[name] = request
-        while len(self._finished) > self._finished_kept:
-            self._finished.popitem(last=False)
 
 
 def runner_for(decoder: Decoder, bank: LoraBank, kv_budget_bytes: int) -> Runner:
