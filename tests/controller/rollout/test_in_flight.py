@@ -127,7 +127,7 @@ class Run:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 7, 15])
-@pytest.mark.parametrize(("length", "shared_prefix"), [(20, 12), (20, 20), (20, 0), (1, 0)])
+@pytest.mark.parametrize(("length", "shared"), [(20, 12), (20, 20), (20, 0), (1, 0)])
 def test_recomputed_it_is_the_request_that_resumes_on_the_newer_version(length: int, shared: int, cut: int) -> None:
     decoder = small("llama")
     whole = Run(make(decoder)).submit(order(length=length, shared_prefix=shared)).end()["r"]
@@ -136,7 +136,9 @@ def test_recomputed_it_is_the_request_that_resumes_on_the_newer_version(length: 
     assert run.engine.switch_adapter("r", version(1), recompute=True)
     switched = run.end()["r"]
     given = switched.tokens[:before]
-    resumed = Run(make(decoder)).submit(order(number=1, length=length, shared_prefix=shared, prefix_tokens=given)).end()["r"]
+    resumed = (
+        Run(make(decoder)).submit(order(number=1, length=length, shared_prefix=shared, prefix_tokens=given)).end()["r"]
+    )
     assert (given, switched.logprobs[:before]) == (whole.tokens[:before], whole.logprobs[:before])
     assert (switched.tokens[before:], switched.logprobs[before:]) == (resumed.tokens, resumed.logprobs)
     assert switched.logprobs[before:] != whole.logprobs[before:], "the newer version says something else"
@@ -172,7 +174,7 @@ TOLERANCE = 2e-3
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral window"])
-@pytest.mark.parametrize("shared_prefix", [0, 12, 20])
+@pytest.mark.parametrize("shared", [0, 12, 20])
 def test_kept_it_attends_to_what_the_older_version_computed(family: str, shared: int) -> None:
     decoder = small(family, torch.float32)
     run = Run(make(decoder)).submit(order(shared_prefix=shared)).until("r", 5)
@@ -193,7 +195,7 @@ def test_kept_it_attends_to_what_the_older_version_computed(family: str, shared:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 3])
-@pytest.mark.parametrize("shared_prefix", [20, 19])
+@pytest.mark.parametrize("shared", [20, 19])
 def test_kept_before_its_first_token_it_takes_nothing_half_made(shared: int, steps: int) -> None:
     """A group's prompt may be there in part, or wholly with the logits after it: those are the older version's."""
     decoder = small("llama")
@@ -222,7 +224,7 @@ def test_a_newer_versions_requests_do_not_share_the_older_ones_prompt() -> None:
     assert said["new"].logprobs == pytest.approx(fresh.logprobs, abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("shared_prefix", [0, 12])
+@pytest.mark.parametrize("shared", [0, 12])
 @pytest.mark.parametrize("between", [False, True])
 def test_a_later_turn_extends_the_kept_cache(shared: int, between: bool) -> None:
     """Whether the newer version came during a turn or between two."""
@@ -337,7 +339,12 @@ def test_whoever_switches_touches_nobody_else(
     for number, (length, part, switches, episode) in enumerate(requests):
         name = f"r{number}"
         orders[name] = order(
-            name, length=length, shared_prefix=int(part * length), seed=number, max_tokens=12, episode=name if episode else ""
+            name,
+            length=length,
+            shared_prefix=int(part * length),
+            seed=number,
+            max_tokens=12,
+            episode=name if episode else "",
         )
         due[name] = [(at, n + 1, anew) for n, (at, anew) in enumerate(sorted(switches, key=lambda s: s[0]))]
     run.submit(*orders.values())
@@ -359,7 +366,11 @@ def test_whoever_switches_touches_nobody_else(
             for (at, number, _), end in zip(spans, [*(s[0] for s in spans[1:]), 12], strict=True):
                 if end > at:
                     resumed = msgspec.structs.replace(
-                        orders[name], adapter=version(number), prefix_tokens=said.tokens[:at], max_tokens=end, episode=""
+                        orders[name],
+                        adapter=version(number),
+                        prefix_tokens=said.tokens[:at],
+                        max_tokens=end,
+                        episode="",
                     )
                     fresh = Run(make(decoder)).submit(resumed).end()[name]
                     assert (said.tokens[at:end], said.logprobs[at:end]) == (fresh.tokens, fresh.logprobs)
@@ -450,7 +461,9 @@ def chain(*spans: tuple[int, int]) -> Said:
     """What a request says that (version, up to which token) took turns at, each resuming what was said before."""
     said = Said()
     for number, end in spans:
-        part = Run(make(small("llama"))).submit(order(number=number, prefix_tokens=said.tokens, max_tokens=end)).end()["r"]
+        part = (
+            Run(make(small("llama"))).submit(order(number=number, prefix_tokens=said.tokens, max_tokens=end)).end()["r"]
+        )
         said = Said(said.tokens + part.tokens, said.logprobs + part.logprobs, said.versions + part.versions, "length")
     return said
 
