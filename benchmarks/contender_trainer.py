@@ -20,7 +20,7 @@ from rookery import protocol
 from rookery.settings import Settings
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.trainer.native.loss_head import PROJECTED_ROWS
-from rookery.worker.trainer.native.trainer import Trainer
+from rookery.worker.trainer.native.trainer import NativeTrainer
 
 FLOOR_TIMES = 2
 """The best counts."""
@@ -33,7 +33,7 @@ class Training:
         self.decoder = Decoder.load(ours(), pack=Settings().engine.pack_weights)
         self._kind: tuple[int, int] | None = None
         """Policies, and tokens of a slice."""
-        self._trainer: Trainer | None = None
+        self._trainer: NativeTrainer | None = None
         self._taken = 0
 
     def run(self, shapes: list[list[int]]) -> dict[str, Any]:

@@ -24,12 +24,12 @@ from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.grouped_lora import product_for
 from rookery.worker.model.lora import LoraBank
 from rookery.worker.model.varlen_attention import Sequences, Spans, merge, spans, varlen
-from rookery.worker.trainer.native.attention import Chunks, PackedAttention
+from rookery.worker.trainer.native.attention import ChunkSizes, ChunkedAttention
 from rookery.worker.trainer.native.backbone import RECOMPUTE_TOKENS
-from rookery.worker.trainer.native.microbatch import Attention, Item, Work, run
+from rookery.worker.trainer.native.microbatch import Attention, PassItem, QueuedBatch, run_pass
 from rookery.worker.trainer.native.optim import PolicyState
 from rookery.worker.trainer.native.packing import PackedGroup
-from rookery.worker.trainer.native.varlen_attention import FusedAttention
+from rookery.worker.trainer.native.varlen_attention import VarlenAttention
 
 SMALL = {
     "vocab_size": 4096,
@@ -134,12 +134,12 @@ def _model(here: Decoder, there: Decoder) -> list[Check]:
     """The device's model against the reference."""
     units = _units(here.config)
     results = []
-    for decoder, attention in ((here, _packed), (there, FusedAttention)):
+    for decoder, attention in ((here, _packed), (there, VarlenAttention)):
         state = PolicyState(trained_adapter(here.config, 0, B_DEVIATION), here.config, decoder.dtype, decoder.device)
         logp = []
         for forward_only in (True, False):
-            work = Work(_operation(forward_only), units)
-            run(decoder, [Item(work, state, units)], attention, RECOMPUTE_TOKENS)
+            work = QueuedBatch(_operation(forward_only), units)
+            run_pass(decoder, [PassItem(work, state, units)], attention, RECOMPUTE_TOKENS)
             logp.append(torch.frombuffer(bytearray(work.logprobs()), dtype=torch.float32))
         results.append((*logp, state.gradient.cpu()))
     (wanted, _, gradient), (scored, trained, ours) = results
@@ -158,7 +158,7 @@ def _model(here: Decoder, there: Decoder) -> list[Check]:
 # --- what they work on ----------------------------------------------------------------------------------------------
 
 
-_packed: Attention = partial(PackedAttention, chunks=Chunks())
+_packed: Attention = partial(ChunkedAttention, chunks=ChunkSizes())
 """The CPU's."""
 
 
@@ -233,8 +233,8 @@ def _rescored(decoder: Decoder, texts: dict[int, tuple[list[int], list[float]]])
                 b.zero_()
         state = PolicyState(adapter, decoder.config, decoder.dtype, decoder.device)
         unit = PackedGroup.from_wire(protocol.SharedPrefixGroup(prompt=_prompt(request), members=[_member(tokens)]))
-        work = Work(_operation(True), [unit])
-        run(decoder, [Item(work, state, [unit])], _packed, RECOMPUTE_TOKENS)
+        work = QueuedBatch(_operation(True), [unit])
+        run_pass(decoder, [PassItem(work, state, [unit])], _packed, RECOMPUTE_TOKENS)
         found.append(torch.frombuffer(bytearray(work.logprobs()), dtype=torch.float32))
     return torch.cat(found)
 

@@ -18,7 +18,7 @@ from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.packed_linear import PackedLinear
-from rookery.worker.trainer.native.trainer import Trainer, initial
+from rookery.worker.trainer.native.trainer import NativeTrainer, initial_version
 
 RANK, ALPHA = 16, 32.0
 B_DEVIATION = 0.01
@@ -77,9 +77,9 @@ def generate(engine: NativeEngine, requests: Iterable[protocol.Generate]) -> Gen
     return Generated(engine.generated - generated, seconds, spent["decode_seconds"] / steps, spent["prefill_seconds"])
 
 
-def trainer_of(decoder: Decoder, policies: int, slice_tokens: int) -> Trainer:
+def trainer_of(decoder: Decoder, policies: int, slice_tokens: int) -> NativeTrainer:
     """With so many fresh policies resident."""
-    trainer = Trainer(decoder, max_rank=RANK, slice_tokens=slice_tokens)
+    trainer = NativeTrainer(decoder, max_rank=RANK, slice_tokens=slice_tokens)
     with tempfile.TemporaryDirectory() as folder:
         for i in range(policies):
             where = Path(folder) / str(i)
@@ -87,13 +87,13 @@ def trainer_of(decoder: Decoder, policies: int, slice_tokens: int) -> Trainer:
             op = protocol.InitAdapter(
                 op="", policy=str(i), rank=RANK, alpha=ALPHA, targets=list(PARTS), seed=i, commit=""
             )
-            initial(decoder.config, op, None).write(where)
+            initial_version(decoder.config, op, None).write(where)
             trainer.load(str(i), 1, ref(i), where)
     return trainer
 
 
 def optimizer_steps(
-    trainer: Trainer, batches: Sequence[protocol.TrainingBatch], loss: protocol.Loss, taken: int = 0
+    trainer: NativeTrainer, batches: Sequence[protocol.TrainingBatch], loss: protocol.Loss, taken: int = 0
 ) -> float:
     """One step of each policy on its batch, packed, after so many ``taken`` before: seconds, a GPU's work included.
     Raises ``RuntimeError`` for an operation that fails."""

@@ -24,7 +24,7 @@ from tests.support.small_model import save_small_model
 
 from rookery import protocol
 from rookery.errors import EXIT_REFUSED, UserError
-from rookery.worker.compute import Status, TimeSlice, next_turn
+from rookery.worker.compute import ComputeStatus, TimeSlice, next_turn
 from rookery.worker.connection import progress
 from rookery.worker.model.convert import prepare
 from rookery.worker.training_ops import TrainingOps
@@ -708,9 +708,9 @@ def test_a_failure_of_computing_itself_ends_the_process_after_what_was_sampled(s
 
 def test_bytes_are_progress_only_while_nothing_computes() -> None:
     """Versions of others keep coming while a slice hangs."""
-    assert progress(Status(progress=7), 100) != progress(Status(progress=7), 200)
+    assert progress(ComputeStatus(progress=7), 100) != progress(ComputeStatus(progress=7), 200)
     for busy in ({"active": 1}, {"waiting": 1}, {"training": 1}):
-        hangs = Status(progress=7, **busy)
+        hangs = ComputeStatus(progress=7, **busy)
         assert progress(hangs, 100) == progress(hangs, 200)
 
 

@@ -36,7 +36,7 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import SITES, Decoder
 from rookery.worker.model.lora import LoraBank
 from rookery.worker.trainer.native.optim import Export
-from rookery.worker.trainer.native.trainer import Finished, Trainer, initial
+from rookery.worker.trainer.native.trainer import TrainerResult, NativeTrainer, initial_version
 
 log = logging.getLogger("rookery.worker")
 
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Status:
+class ComputeStatus:
     """What a heartbeat tells of the compute thread; a consistent picture taken between two slices. What calls brought
     is in it before the slice that computes it: one that hangs is seen by work without progress."""
 
@@ -107,7 +107,7 @@ class WorkerCore:
             max_rows=settings.engine.max_rows,
             kv_budget_bytes=device.cache_bytes(settings.engine.kv_bytes, where),
         )
-        self.trainer = Trainer(
+        self.trainer = NativeTrainer(
             self.decoder,
             max_rank=settings.engine.max_rank,
             slice_tokens=settings.training.gpu_slice_tokens if where.type == "cuda" else settings.training.slice_tokens,
@@ -159,11 +159,11 @@ class WorkerCore:
         """Nothing will name these versions again: their adapters leave memory, and training states that rest."""
         for digest in digests:
             self._evict(digest)
-            self.trainer.aside.forget(digest)
+            self.trainer.cache.discard(digest)
 
     def initial(self, op: protocol.InitAdapter, source: Path | None) -> Export:
         """Version 0 of a policy. Raises ``UserError``."""
-        return initial(self.decoder.config, op, source, self.model)
+        return initial_version(self.decoder.config, op, source, self.model)
 
 
 class Compute:
@@ -180,8 +180,8 @@ class Compute:
         self._calls: list[tuple[Future[Any], Callable[[WorkerCore], Any]]] = []
         self._stopping = False
         self._chunks: list[protocol.TokenChunk] = []
-        self._finished: list[Finished] = []
-        self.status = Status()
+        self._finished: list[TrainerResult] = []
+        self.status = ComputeStatus()
         self.failure: BaseException | None = None
         self.ready: Future[WorkerCore] = Future()
         """The loaded core; its config and dtype may be read by anybody, the rest by calls."""
@@ -209,7 +209,7 @@ class Compute:
                 self._changed.notify()
         return future
 
-    def take(self) -> tuple[list[protocol.TokenChunk], list[Finished]]:
+    def take(self) -> tuple[list[protocol.TokenChunk], list[TrainerResult]]:
         """Empty the outbox."""
         with self._changed:
             chunks, self._chunks = self._chunks, []
@@ -268,7 +268,7 @@ class Compute:
         """After every slice, and after calls before the next one: if that hangs, what it hangs with is known."""
         decode, train = turns
         chunks, finished = core.engine.drain(), core.trainer.drain()
-        self.status = Status(
+        self.status = ComputeStatus(
             progress=self.status.progress + stepped,
             active=core.engine.active,
             waiting=core.engine.waiting,

@@ -32,12 +32,12 @@ from websockets.asyncio.client import ClientConnection, connect
 from rookery import protocol
 from rookery.aio import wait_event
 from rookery.settings import Settings
-from rookery.worker.compute import Compute, Status, WorkerCore
+from rookery.worker.compute import Compute, ComputeStatus, WorkerCore
 from rookery.worker.generation import GenerationManager
 from rookery.worker.training_ops import TrainingOps
 from rookery.worker.transfer.cache import ADAPTERS
 from rookery.worker.transfer.cache_events import CacheEvents
-from rookery.worker.transfer.client import Transfers
+from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import TransferFailed, is_loopback
 from rookery.worker.transfer.peer_server import PeerServer
 from rookery.worker.transfer.prefetch import Prefetcher
@@ -60,7 +60,7 @@ class RegistrationRefused(Exception):
 
 
 @dataclass(frozen=True)
-class Options:
+class WorkerOptions:
     """What the command line says. ``base`` is the service's HTTP address."""
 
     base: str
@@ -89,7 +89,7 @@ class Session:
 class ServiceConnection:
     """Belongs to the I/O thread."""
 
-    def __init__(self, options: Options, settings: Settings, compute: Compute, lender: PeerServer | None) -> None:
+    def __init__(self, options: WorkerOptions, settings: Settings, compute: Compute, lender: PeerServer | None) -> None:
         """``lender`` hands out what the controller says, where this worker offers an address."""
         self._options = options
         self._lender = lender
@@ -108,7 +108,7 @@ class ServiceConnection:
         self._output = asyncio.Event()
         self._urgent = asyncio.Event()
         self._granted: dict[str, asyncio.Future[str]] = {}
-        self._transfers = Transfers(
+        self._transfers = TransferClient(
             options.base,
             settings.cache / ADAPTERS,
             settings.worker.adapter_cache_bytes,
@@ -207,7 +207,7 @@ class ServiceConnection:
             self._unlinked = time.monotonic()
             self._requests.unclaim(self._unlinked)
             self._operations.drop()
-            self._ahead.drop()
+            self._ahead.clear()
 
     def _hello(self) -> protocol.Hello:
         core = self._core
@@ -230,7 +230,7 @@ class ServiceConnection:
             dtype=_dtype(core),
             pid=os.getpid(),
             host=socket.gethostname(),
-            adapters=sorted({*self._compute.status.adapters, *self._transfers.here()}),
+            adapters=sorted({*self._compute.status.adapters, *self._transfers.cached()}),
             running=self._requests.running(),
         )
 
@@ -248,15 +248,15 @@ class ServiceConnection:
             case protocol.SwitchAdapter():
                 self._requests.switch(message)
             case protocol.TicketGrant():
-                self._transfers.granted(message.hash, message.ticket, message.peers)
+                self._transfers.set_ticket(message.hash, message.ticket, message.peers)
                 if (waiting := self._granted.pop(message.hash, None)) is not None and not waiting.done():
                     waiting.set_result(message.ticket)
             case protocol.PrefetchAdapters():
                 self._news.asked(ref.hash for ref in message.refs)
-                self._ahead.hold(message.refs)
+                self._ahead.prefetch(message.refs)
             case protocol.ServeArtifact():
                 if self._lender is not None:
-                    self._lender.lend(message.hash, message.ticket, message.seconds)
+                    self._lender.serve(message.hash, message.ticket, message.seconds)
             case protocol.ForwardBackward() | protocol.OptimStep() | protocol.VersionCommitted():
                 self._operations.accept(message)
             case protocol.InitAdapter():
@@ -275,11 +275,11 @@ class ServiceConnection:
                 raise protocol.BadFrame("a second Welcome")
 
     def _forget(self, digest: str) -> None:
-        self._ahead.forget(digest)
-        self._transfers.forget(digest)
+        self._ahead.discard(digest)
+        self._transfers.evict(digest)
         self._news.forget(digest)
         if self._lender is not None:
-            self._lender.forget(digest)
+            self._lender.revoke(digest)
 
     # --- outgoing ---------------------------------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class ServiceConnection:
             await session.send(
                 protocol.Heartbeat(
                     epoch=session.welcome.epoch,
-                    progress=progress(status, self._transfers.given + self._transfers.lent),
+                    progress=progress(status, self._transfers.bytes_from_service + self._transfers.bytes_from_peers),
                     active=status.active,
                     waiting=status.waiting + self._requests.waiting(),
                     training=status.training,
@@ -342,8 +342,8 @@ class ServiceConnection:
                     decode_seconds=status.decode_seconds,
                     train_seconds=status.train_seconds,
                     memory_bytes=process.memory_info().rss,
-                    pulled_from_peers=self._transfers.lent,
-                    pulled_from_service=self._transfers.given,
+                    pulled_from_peers=self._transfers.bytes_from_peers,
+                    pulled_from_service=self._transfers.bytes_from_service,
                 )
             )
             await asyncio.sleep(session.welcome.heartbeat_seconds)
@@ -391,7 +391,7 @@ def _binary(frame: bytes | str) -> bytes:
     return frame
 
 
-def progress(status: Status, pulled: int) -> int:
+def progress(status: ComputeStatus, pulled: int) -> int:
     """What a beat tells: slices, and the bytes ``pulled`` where nothing computes. Who only waits for adapters gets on
     with their bytes; a slice that hangs must not look alive because of them."""
     computes = status.active + status.waiting + status.training

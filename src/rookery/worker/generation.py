@@ -29,7 +29,7 @@ import msgspec
 
 from rookery import protocol
 from rookery.worker.compute import Compute, WorkerCore
-from rookery.worker.transfer.client import Transfers
+from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import Unreachable, is_plain, one_line
 
 log = logging.getLogger("rookery.worker.generation")
@@ -122,7 +122,7 @@ def _same(one: protocol.AdapterRef | None, other: protocol.AdapterRef | None) ->
 class GenerationManager:
     """Belongs to the I/O thread."""
 
-    def __init__(self, compute: Compute, transfers: Transfers, output: Callable[[bool], None]) -> None:
+    def __init__(self, compute: Compute, transfers: TransferClient, output: Callable[[bool], None]) -> None:
         """``output(urgent)`` is called when there is something to send; urgent when a request has ended."""
         self._compute = compute
         self._transfers = transfers
@@ -141,7 +141,7 @@ class GenerationManager:
         """Begin a request, or take up one that is held already."""
         ref = generate.adapter
         if ref is not None and ref.ticket:
-            self._transfers.granted(ref.hash, ref.ticket, ref.peers)
+            self._transfers.set_ticket(ref.hash, ref.ticket, ref.peers)
         held = self._held.get(generate.request)
         if held is not None:
             if held.good and held.continues(generate):
@@ -157,7 +157,7 @@ class GenerationManager:
         """A request goes on with a newer version as soon as that is here; what it waited for before is given up for it.
         One that is over, or unknown, is left as it is."""
         if switch.adapter.ticket:
-            self._transfers.granted(switch.adapter.hash, switch.adapter.ticket, switch.adapter.peers)
+            self._transfers.set_ticket(switch.adapter.hash, switch.adapter.ticket, switch.adapter.peers)
         held = self._held.get(switch.request)
         if held is not None and not held.finish:
             self._turn(held, switch)

@@ -31,7 +31,7 @@ from rookery.parent import die_with_parent
 from rookery.settings import TOKEN_VARIABLE, Settings, token_of
 from rookery.tokenization import registry
 from rookery.worker.compute import Compute, WorkerCore
-from rookery.worker.connection import Options, RegistrationRefused, ServiceConnection
+from rookery.worker.connection import WorkerOptions, RegistrationRefused, ServiceConnection
 from rookery.worker.model.convert import prepare
 from rookery.worker.transfer.cache import ADAPTERS
 from rookery.worker.transfer.peer_server import PeerServer, listen
@@ -42,7 +42,7 @@ FAILED = 1
 """Exit code: something broke; starting again can help."""
 
 
-async def run(options: Options, settings: Settings, listening: socket.socket | None) -> tuple[int, bool]:
+async def run(options: WorkerOptions, settings: Settings, listening: socket.socket | None) -> tuple[int, bool]:
     """Serve until told to end: the exit code, and whether the compute thread is still in a slice. On ``listening``
     adapters are lent to other workers."""
     loop = asyncio.get_running_loop()
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(known.reason)
         log.info("base model %s is %s", given.model, known.state)
         listening, address = listen(base, given.address, given.peer_port)
-        options = Options(
+        options = WorkerOptions(
             base=base,
             token=token_of(given.token),
             model=given.model,

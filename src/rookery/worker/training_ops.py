@@ -28,8 +28,8 @@ import torch
 from rookery import protocol
 from rookery.worker.compute import Compute, WorkerCore
 from rookery.worker.trainer.native.optim import Export
-from rookery.worker.trainer.native.trainer import Finished
-from rookery.worker.transfer.client import Transfers
+from rookery.worker.trainer.native.trainer import TrainerResult
+from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import CorruptArtifact, TransferFailed, is_plain, one_line, system_error
 
 log = logging.getLogger("rookery.worker.training_ops")
@@ -54,7 +54,7 @@ class Answer(Protocol):
     ) -> Awaitable[None]: ...
 
 
-class Stale(Exception):
+class StaleState(Exception):
     """The state that the operation builds on is not here."""
 
 
@@ -71,14 +71,14 @@ class PolicyQueue:
 class TrainingOps:
     """Belongs to the I/O thread."""
 
-    def __init__(self, compute: Compute, transfers: Transfers, answer: Answer) -> None:
+    def __init__(self, compute: Compute, transfers: TransferClient, answer: Answer) -> None:
         self._compute = compute
         self._transfers = transfers
         self._answer = answer
         self._chains: dict[str, PolicyQueue] = {}
         self._broken: dict[str, str] = {}  # policy → why a part of its gradient did not reach the trainer
         self._tasks: dict[str, asyncio.Task[None]] = {}  # operation → who sees to it now
-        self._expected: dict[str, asyncio.Future[Finished]] = {}
+        self._expected: dict[str, asyncio.Future[TrainerResult]] = {}
         self._policies: set[str] = set()
         self.failed = 0
         """Operations answered with an error other than ``stale``."""
@@ -93,7 +93,7 @@ class TrainingOps:
             chain = self._chains[message.policy] = PolicyQueue()
             chain.runner = asyncio.create_task(self._run(chain))
         if isinstance(message, protocol.ForwardBackward):
-            batch = asyncio.create_task(self._transfers.offer(message.batch_ticket))
+            batch = asyncio.create_task(self._transfers.fetch_batch(message.batch_ticket))
             batch.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody will ask
             chain.batches[message.op] = batch
         elif isinstance(message, protocol.OptimStep):
@@ -129,7 +129,7 @@ class TrainingOps:
         if aside:
             self._compute.call(partial(_rest, policy=policy))
         else:
-            self._compute.call(lambda core: core.trainer.forget(policy))
+            self._compute.call(lambda core: core.trainer.evict(policy))
 
     def drop(self) -> None:
         """The link is over: end every operation. Whoever comes back for a policy has another lease, and many never
@@ -149,7 +149,7 @@ class TrainingOps:
         """No controller has been here for long: keep nothing for it."""
         for policy in [*self._policies]:
             self.forget(policy)
-        self._compute.call(lambda core: core.trainer.aside.clear())
+        self._compute.call(lambda core: core.trainer.cache.clear())
 
     async def settle(self, seconds: float) -> None:
         """Let results that wait to be uploaded or answered come to their end."""
@@ -160,7 +160,7 @@ class TrainingOps:
 
     # --- from the trainer -------------------------------------------------------------------------------------------
 
-    def collect(self, finished: list[Finished]) -> None:
+    def collect(self, finished: list[TrainerResult]) -> None:
         """Operations that the trainer ended."""
         for result in finished:
             future = self._expected.pop(result.op, None)
@@ -186,7 +186,7 @@ class TrainingOps:
 
     def _committed(self, news: protocol.VersionCommitted) -> None:
         """Nobody waits for it: a runner that ends meanwhile does not take the news back."""
-        self._compute.call(lambda core: core.trainer.committed(news.policy, news.lease, news.ref))
+        self._compute.call(lambda core: core.trainer.mark_committed(news.policy, news.lease, news.ref))
 
     async def _forward(self, op: protocol.ForwardBackward, batch: asyncio.Task[bytes]) -> None:
         """Everything up to the moment at which the trainer has it in its queue."""
@@ -210,13 +210,13 @@ class TrainingOps:
     async def _hand_over(
         self, op: protocol.ForwardBackward | protocol.OptimStep, queue: Callable[[WorkerCore], None]
     ) -> None:
-        future: asyncio.Future[Finished] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[TrainerResult] = asyncio.get_running_loop().create_future()
         self._expected[op.op] = future
         await self._call(queue)
         self._spawn(op, self._conclude(op, future))
 
     async def _conclude(
-        self, op: protocol.ForwardBackward | protocol.OptimStep, future: asyncio.Future[Finished]
+        self, op: protocol.ForwardBackward | protocol.OptimStep, future: asyncio.Future[TrainerResult]
     ) -> None:
         """What the trainer's answer leads to."""
         result = await future
@@ -248,15 +248,15 @@ class TrainingOps:
         """Raises :class:`Stale` where a part of the gradient that ``op`` adds to or steps with never arrived."""
         gradient = isinstance(op, protocol.OptimStep) or not op.forward_only
         if gradient and op.policy in self._broken:
-            raise Stale(self._broken[op.policy])
+            raise StaleState(self._broken[op.policy])
 
     async def _hold(self, op: protocol.ForwardBackward | protocol.OptimStep) -> None:
         """Have the trainer hold what ``op`` builds on, or raise :class:`Stale`."""
         if await self._call(lambda core: core.trainer.holds(op.policy, op.lease, op.parent.hash, op.steps)):
             return
         if op.steps or isinstance(op, protocol.OptimStep) or not (op.zero_grad or op.forward_only):
-            raise Stale(f"policy {op.policy} is not held here at {op.parent.hash[:12]} + {op.steps} steps")
-        if await self._call(lambda core: core.trainer.take_up(op.policy, op.lease, op.parent)):
+            raise StaleState(f"policy {op.policy} is not held here at {op.parent.hash[:12]} + {op.steps} steps")
+        if await self._call(lambda core: core.trainer.restore(op.policy, op.lease, op.parent)):
             return
         async with self._transfers.pulled(op.parent, state=True) as folder:
             await self._call(lambda core: core.trainer.load(op.policy, op.lease, op.parent, folder))
@@ -273,7 +273,7 @@ class TrainingOps:
     async def _guard(self, op: Operation, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except Stale as error:
+        except StaleState as error:
             await self._answer(op.op, error=str(error), category="stale")
         except Exception as error:  # whatever it is, it is this operation's alone
             self._failed(op, one_line(error), traceback=not is_plain(error))
@@ -311,4 +311,4 @@ def _own_trouble(error: Exception) -> bool:
 
 
 def _rest(core: WorkerCore, policy: str) -> None:
-    core.trainer.rest(policy)
+    core.trainer.offload(policy)

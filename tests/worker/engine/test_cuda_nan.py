@@ -32,11 +32,11 @@ from rookery.worker.model.grouped_lora import Product, batched, grouped
 from rookery.worker.model.lora import LoraBank
 from rookery.worker.model.weights import fuse
 from rookery.worker.trainer.native.backbone import forward
-from rookery.worker.trainer.native.lora import PackedLora, Segment
+from rookery.worker.trainer.native.lora import PackedLora, PolicyRows
 from rookery.worker.trainer.native.loss_head import token_logprobs
 from rookery.worker.trainer.native.optim import PolicyState
 from rookery.worker.trainer.native.packing import PackedGroup, pack
-from rookery.worker.trainer.native.varlen_attention import FusedAttention
+from rookery.worker.trainer.native.varlen_attention import VarlenAttention
 
 DTYPE = torch.bfloat16
 EVERY = ["q", "k", "v", "o", "gate", "up", "down"]
@@ -144,8 +144,8 @@ def _trains(decoder: Decoder) -> None:
     stream = pack([_unit(7, [5, 9, 1]), _unit(1, [12]), _unit(11, [7, 2])], decoder.device)
     (first, _), (_, second), (third, end) = stream.spans
     for recompute in (False, True):
-        lora = PackedLora([Segment(first, second, some), Segment(third, end, all_of_them)])
-        attend = FusedAttention(decoder, stream)
+        lora = PackedLora([PolicyRows(first, second, some), PolicyRows(third, end, all_of_them)])
+        attend = VarlenAttention(decoder, stream)
         passed = forward(decoder, stream, attend, lora, recompute=recompute)
         scores = token_logprobs(decoder, passed.hidden[stream.rows], stream.targets, None, derivatives=True)
         assert scores.slopes is not None

@@ -27,12 +27,12 @@ from rookery.worker.model.decoder import SITES
 from rookery.worker.model.grouped_lora import Product, batched, grouped, product_for
 from rookery.worker.model.lora import LoraBank
 from rookery.worker.model.varlen_attention import Sequences, Spans, flash, merge, spans, varlen
-from rookery.worker.trainer.native.attention import Chunks, PackedAttention
+from rookery.worker.trainer.native.attention import ChunkSizes, ChunkedAttention
 from rookery.worker.trainer.native.backbone import forward, layer_numbers, lengths
-from rookery.worker.trainer.native.lora import PackedLora, Segment
+from rookery.worker.trainer.native.lora import PackedLora, PolicyRows
 from rookery.worker.trainer.native.optim import PolicyState
 from rookery.worker.trainer.native.packing import PackedGroup, pack
-from rookery.worker.trainer.native.varlen_attention import FusedAttention
+from rookery.worker.trainer.native.varlen_attention import VarlenAttention
 
 HEADS, KV_HEADS, SIZE = 6, 2, 16
 
@@ -96,7 +96,7 @@ def test_packed_streams_attend_as_on_the_cpu(family: str) -> None:
     base, rng = small(family, torch.float32), random.Random(1)
     streams = pack([_unit(rng, prompt, tails) for prompt, tails in ((7, [5, 9, 1, 3]), (1, [12]), (11, [70, 20]))])
     cfg, gradients = base.config, []
-    for attend in (FusedAttention(base, streams), PackedAttention(base, streams, Chunks())):
+    for attend in (VarlenAttention(base, streams), ChunkedAttention(base, streams, ChunkSizes())):
         made = []
         for layer in range(cfg.layers):
             count, g = len(streams.tokens), torch.Generator().manual_seed(layer)
@@ -117,7 +117,7 @@ def test_trouble_in_one_unit_stays_there() -> None:
     q, k, v = (heads(len(stream.tokens), n, seed=n) for n in (base.config.heads, 2, 2))
     ill = slice(*stream.spans[0])
     k[ill], v[ill] = torch.nan, torch.nan
-    out = FusedAttention(base, stream)(0, q, k, v)
+    out = VarlenAttention(base, stream)(0, q, k, v)
     assert out[ill].isnan().all() and out[slice(*stream.spans[1])].isfinite().all()
 
 
@@ -225,10 +225,10 @@ def test_what_a_backward_pass_keeps_is_about_what_is_counted_on(family: str) -> 
         return x
 
     state = PolicyState(adapter(base, 4, 1), base.config, torch.float32, torch.device("cpu"))
-    lora = PackedLora([Segment(0, len(stream.tokens), state)])
+    lora = PackedLora([PolicyRows(0, len(stream.tokens), state)])
     with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda x: x):
         # keeps what the fused kernels keep: queries, keys and values; their stand-in on a CPU keeps scores as well
-        forward(base, stream, PackedAttention(base, stream, Chunks()), lora, recompute=False)
+        forward(base, stream, ChunkedAttention(base, stream, ChunkSizes()), lora, recompute=False)
     per_token = sum(kept.values()) / 4 / len(stream.tokens)
     assert 0.8 * per_token < base.config.layers * layer_numbers(base.config) < 1.25 * per_token, per_token
 
@@ -236,18 +236,18 @@ def test_what_a_backward_pass_keeps_is_about_what_is_counted_on(family: str) -> 
 def test_what_does_not_fit_is_computed_twice_and_what_does_not_fit_then_is_cut() -> None:
     config = small("llama").config
     few, many = lengths(config, 2, 1e6), lengths(config, 2, 1e8)
-    assert 0 < few.kept < few.most and many.kept == pytest.approx(100 * few.kept, rel=0.05)
-    assert lengths(config, 4, 1e8).kept == pytest.approx(many.kept / 2, abs=1)
+    assert 0 < few.resident_tokens < few.max_tokens and many.resident_tokens == pytest.approx(100 * few.resident_tokens, rel=0.05)
+    assert lengths(config, 4, 1e8).resident_tokens == pytest.approx(many.resident_tokens / 2, abs=1)
 
 
 def test_what_attention_copies_of_shared_prompts_is_counted_as_room() -> None:
     base, rng = small("llama", torch.float32), random.Random(0)
     units = [_unit(rng, 300, [20, 40, 1]), _unit(rng, 50, [7])]
     stream = pack(units)
-    keys = FusedAttention(base, stream)._keys
+    keys = VarlenAttention(base, stream)._keys
     assert keys is not None
     assert sum(unit.room(1.0) for unit in units) == len(keys) == len(stream.tokens) + 3 * 300
-    copied = lengths(base.config, 2, 1e6).copied
+    copied = lengths(base.config, 2, 1e6).copied_key_share
     assert copied * layer_numbers(base.config) == pytest.approx(2 * base.config.kv_heads * base.config.head_dim)
 
 

@@ -19,17 +19,17 @@ from tests.worker.trainer.test_trainer import (
 
 from rookery import protocol
 from rookery.worker.trainer.native.state_cache import TrainerStateCache
-from rookery.worker.trainer.native.trainer import Trainer
+from rookery.worker.trainer.native.trainer import NativeTrainer
 
 
-def step(at: Trainer, parent: str, seed: int, *, lease: int = 1, commit: str = "") -> None:
+def step(at: NativeTrainer, parent: str, seed: int, *, lease: int = 1, commit: str = "") -> None:
     batch = protocol.TrainingBatch(groups=units(seed))
     at.forward_backward(forward_backward(parent=ref("p", parent), lease=lease), batch)
     at.optim_step(optim(parent=ref("p", parent), lease=lease, commit=commit))
     done = finish(at)
     assert not done["fb"].error and not done["opt"].error
     if commit:
-        at.committed("p", lease, ref("p", commit))
+        at.mark_committed("p", lease, ref("p", commit))
 
 
 def test_a_state_comes_back_bit_for_bit_without_the_gradient_that_was_begun(tmp_path: Path) -> None:
@@ -39,11 +39,11 @@ def test_a_state_comes_back_bit_for_bit_without_the_gradient_that_was_begun(tmp_
         step(at, "v0", 0, commit="v1")
     goes.forward_backward(forward_backward(parent=ref("p", "v1"), op="begun"), protocol.TrainingBatch(groups=units(5)))
     finish(goes)
-    goes.rest("p")
-    assert not goes.holds("p", 1, "v1", 0) and len(goes.aside) == 1
-    assert not goes.take_up("p", 2, ref("p", "v0")), "it is v1"
-    assert goes.take_up("p", 2, ref("p", "v1"))
-    assert goes.holds("p", 2, "v1", 0) and len(goes.aside) == goes.aside.bytes == 0
+    goes.offload("p")
+    assert not goes.holds("p", 1, "v1", 0) and len(goes.cache) == 1
+    assert not goes.restore("p", 2, ref("p", "v0")), "it is v1"
+    assert goes.restore("p", 2, ref("p", "v1"))
+    assert goes.holds("p", 2, "v1", 0) and len(goes.cache) == goes.cache.bytes == 0
     for at, lease in ((stays, 1), (goes, 2)):
         step(at, "v1", 1, lease=lease)
     mine, wanted = goes._held["p"].state, stays._held["p"].state
@@ -55,8 +55,8 @@ def test_a_state_comes_back_bit_for_bit_without_the_gradient_that_was_begun(tmp_
 def test_an_untrained_state_comes_back_too(tmp_path: Path) -> None:
     at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)}, trainer_state_cache_bytes=1 << 30)
     before = masters(at)
-    at.rest("p")
-    assert at.take_up("p", 2, ref("p"))
+    at.offload("p")
+    assert at.restore("p", 2, ref("p"))
     assert torch.equal(masters(at), before)
     step(at, "v0", 0, lease=2)
 
@@ -64,12 +64,12 @@ def test_an_untrained_state_comes_back_too(tmp_path: Path) -> None:
 def test_what_is_no_version_is_not_kept(tmp_path: Path) -> None:
     at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)}, trainer_state_cache_bytes=1 << 30)
     step(at, "v0", 0)
-    at.rest("p")
-    assert len(at.aside) == 0
-    at.rest("nobody")
+    at.offload("p")
+    assert len(at.cache) == 0
+    at.offload("nobody")
     other = trainer(decoder(), {"p": adapter_folder(tmp_path / "q", 4, 3)})  # no room by default
-    other.rest("p")
-    assert len(other.aside) == 0 and not other.take_up("p", 2, ref("p"))
+    other.offload("p")
+    assert len(other.cache) == 0 and not other.restore("p", 2, ref("p"))
 
 
 def test_those_used_least_recently_leave_first(tmp_path: Path) -> None:
@@ -79,12 +79,12 @@ def test_those_used_least_recently_leave_first(tmp_path: Path) -> None:
     assert state.bytes == 4 * len(masters(at))
     for name in ("a", "b"):
         aside.put(name, state)
-    taken = aside.take("a")
-    assert taken is state and aside.take("a") is None
+    taken = aside.pop("a")
+    assert taken is state and aside.pop("a") is None
     for name in ("a", "c"):
         aside.put(name, state)
     assert aside.bytes == 2 * state.bytes
-    assert [aside.take(name) is not None for name in ("a", "b", "c")] == [True, False, True]
+    assert [aside.pop(name) is not None for name in ("a", "b", "c")] == [True, False, True]
     aside.put("a", state)
     aside.put("a", state)
     assert (len(aside), aside.bytes) == (1, state.bytes)

@@ -29,12 +29,12 @@ from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.weights import fuse
 from rookery.worker.trainer.native import microbatch
 from rookery.worker.trainer.native import trainer as trainer_module
-from rookery.worker.trainer.native.attention import Chunks, PackedAttention
-from rookery.worker.trainer.native.backbone import Lengths, forward
+from rookery.worker.trainer.native.attention import ChunkSizes, ChunkedAttention
+from rookery.worker.trainer.native.backbone import PassLimits, forward
 from rookery.worker.trainer.native.microbatch import Attention
 from rookery.worker.trainer.native.optim import Export
-from rookery.worker.trainer.native.trainer import Finished, Trainer, initial
-from rookery.worker.trainer.native.varlen_attention import FusedAttention
+from rookery.worker.trainer.native.trainer import TrainerResult, NativeTrainer, initial_version
+from rookery.worker.trainer.native.varlen_attention import VarlenAttention
 
 HF = {
     "vocab_size": 173,
@@ -50,9 +50,9 @@ LLAMA = transformers.LlamaConfig(**HF)
 AIPO = protocol.Loss(name="aipo", params={"rho": 4.0})
 GSPO = protocol.Loss(name="gspo", params={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
 ATTENTIONS: dict[str, Attention] = {
-    "whole": partial(PackedAttention, chunks=Chunks()),
-    "chunked": partial(PackedAttention, chunks=Chunks(queries=4, scores=64)),
-    "fused": FusedAttention,
+    "whole": partial(ChunkedAttention, chunks=ChunkSizes()),
+    "chunked": partial(ChunkedAttention, chunks=ChunkSizes(queries=4, scores=64)),
+    "fused": VarlenAttention,
 }
 """A CPU's, in two sizes, and a GPU's, which computes by plain products here."""
 ADAM = protocol.Adam(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.1, clip=1.0)
@@ -136,25 +136,25 @@ def adapter_folder(folder: Path, rank: int, seed: int, targets: tuple[str, ...] 
     return folder
 
 
-def trainer(of: Decoder, folders: dict[str, Path], **given: object) -> Trainer:
-    made = Trainer(of, **({"max_rank": 16, "slice_tokens": 256} | given))  # type: ignore[arg-type]
+def trainer(of: Decoder, folders: dict[str, Path], **given: object) -> NativeTrainer:
+    made = NativeTrainer(of, **({"max_rank": 16, "slice_tokens": 256} | given))  # type: ignore[arg-type]
     for policy, folder in folders.items():
         made.load(policy, 1, ref(policy), folder)
     return made
 
 
-def finish(of: Trainer) -> dict[str, Finished]:
+def finish(of: NativeTrainer) -> dict[str, TrainerResult]:
     while of.step():
         pass
     assert of.pending == 0
     return {finished.op: finished for finished in of.drain()}
 
 
-def gradient(of: Trainer, policy: str = "p") -> Tensor:
+def gradient(of: NativeTrainer, policy: str = "p") -> Tensor:
     return of._held[policy].state.gradient.clone()
 
 
-def masters(of: Trainer, policy: str = "p") -> Tensor:
+def masters(of: NativeTrainer, policy: str = "p") -> Tensor:
     return of._held[policy].state.masters.clone()
 
 
@@ -245,7 +245,7 @@ def test_packed_equals_solo(tmp_path: Path) -> None:
     folders = {p: adapter_folder(tmp_path / p, ranks[p], i, fused_targets()[p]) for i, p in enumerate(ranks)}
     base = decoder()
 
-    def queue(at: Trainer, policy: str, seed: int) -> None:
+    def queue(at: NativeTrainer, policy: str, seed: int) -> None:
         op = forward_backward(policy, op=f"fb {policy}", loss=losses[policy], temperature=0.5 + seed / 10)
         at.forward_backward(op, protocol.TrainingBatch(groups=units(seed)))
 
@@ -305,7 +305,7 @@ def test_bfloat16_is_as_exact_as_bfloat16_can_be(tmp_path: Path) -> None:
 def test_recomputing_layers_and_small_slices_change_nothing(tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path / "p", 8, 2)
     gradients = []
-    for given in ({}, {"lengths": Lengths(kept=0, most=4096)}, {"slice_tokens": 16}):
+    for given in ({}, {"lengths": PassLimits(resident_tokens=0, max_tokens=4096)}, {"slice_tokens": 16}):
         one = trainer(decoder(), {"p": folder}, **given)
         one.forward_backward(forward_backward(), protocol.TrainingBatch(groups=units(4)))
         finish(one)
@@ -345,7 +345,7 @@ def test_a_group_larger_than_a_slice_is_cut_between_its_members(tmp_path: Path, 
 
 def test_what_memory_does_not_hold_is_cut_and_a_trajectory_that_it_does_not_hold_is_refused(tmp_path: Path) -> None:
     """However much of its pieces a prompt is; and who asks for what fits is not touched."""
-    at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)}, lengths=Lengths(kept=32, most=32))
+    at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)}, lengths=PassLimits(resident_tokens=32, max_tokens=32))
     rng = random.Random(0)
     fits = protocol.TrainingBatch(groups=[unit(rng, 24, [9] * 5)])  # the last token is not read
     at.forward_backward(forward_backward(op="fits"), fits)
@@ -375,9 +375,9 @@ def test_copies_of_a_prompt_take_room(tmp_path: Path, monkeypatch: pytest.Monkey
     batch = protocol.TrainingBatch(groups=[unit(rng, 16, [9] * 6), unit(rng, 8, [3])])  # the last token is not read
     gradients = []
     for lengths, wanted in (
-        (Lengths(kept=74, most=74), [74]),
-        (Lengths(kept=64, most=64, copied=0.5), [40, 40, 10]),
-        (Lengths(kept=63, most=64, copied=0.5), [40, 40, 10]),
+        (PassLimits(resident_tokens=74, max_tokens=74), [74]),
+        (PassLimits(resident_tokens=64, max_tokens=64, copied_key_share=0.5), [40, 40, 10]),
+        (PassLimits(resident_tokens=63, max_tokens=64, copied_key_share=0.5), [40, 40, 10]),
     ):
         at, slices = trainer(decoder(), {"p": folder}, lengths=lengths), []
         at.forward_backward(forward_backward(), batch)
@@ -483,7 +483,7 @@ def test_a_pass_without_memory_is_answered_lost_and_the_next_ones_are_shorter(
     """On a GPU, in the middle of the pass back: what it was computed for is begun anew, as if nothing had been."""
     folders = {p: adapter_folder(tmp_path / p, 4, i) for i, p in enumerate("xy")}
     at = trainer(decoder(), folders, slice_tokens=4096)
-    run = trainer_module.run
+    run = trainer_module.run_pass
 
     def full(*given: Any) -> int:
         monkeypatch.setattr(trainer_module, "run", run)
@@ -512,7 +512,7 @@ def test_nan_skips_one_policy_and_leaves_the_others_untouched(tmp_path: Path) ->
     folders = {p: adapter_folder(tmp_path / p, 4, i) for i, p in enumerate("xy")}
     base = decoder()
 
-    def run(advantage: float, weights: float) -> tuple[Trainer, dict[str, Finished]]:
+    def run(advantage: float, weights: float) -> tuple[NativeTrainer, dict[str, TrainerResult]]:
         at = trainer(base, folders, slice_tokens=4096)
         at._held["x"].state.sites[1, "qkv"].a.mul_(weights)
         bad = units(0)
@@ -549,7 +549,7 @@ def test_export_resumes_bit_for_bit(tmp_path: Path) -> None:
     export = finish(first)["opt"].export
     assert export is not None
 
-    def next_step(at: Trainer, parent: str, steps: int) -> Tensor:
+    def next_step(at: NativeTrainer, parent: str, steps: int) -> Tensor:
         at.forward_backward(
             forward_backward(parent=ref("p", parent), steps=steps), protocol.TrainingBatch(groups=units(1))
         )
@@ -561,7 +561,7 @@ def test_export_resumes_bit_for_bit(tmp_path: Path) -> None:
     (tmp_path / "v1").mkdir()
     names = export.write(tmp_path / "v1")
     assert names == ["adapter_config.json", "adapter_model.safetensors", "trainer_state.safetensors"]
-    second = Trainer(decoder(), max_rank=16, slice_tokens=256)
+    second = NativeTrainer(decoder(), max_rank=16, slice_tokens=256)
     second.load("p", 2, ref("p", "v1"), tmp_path / "v1")
     second.forward_backward(
         forward_backward(lease=2, parent=ref("p", "v1"), op="fb"), protocol.TrainingBatch(groups=units(1))
@@ -588,11 +588,11 @@ def test_operations_run_on_the_state_they_name(tmp_path: Path) -> None:
     at.optim_step(optim(commit="t"))
     assert at.holds("p", 1, "v0", 1) and not at.holds("p", 1, "v0", 0)  # the queued step counts
     finish(at)
-    at.committed("p", 1, ref("p", "v1"))
+    at.mark_committed("p", 1, ref("p", "v1"))
     assert at.holds("p", 1, "v1", 0) and at.holds("p", 1, "v0", 1) and not at.holds("p", 1, "v0", 0)
     at.load("p", 2, ref("p", "v0"), folder)
     assert at.holds("p", 2, "v0", 0) and not at.holds("p", 1, "v1", 0)
-    at.forget("p")
+    at.evict("p")
     assert not at.holds("p", 2, "v0", 0)
 
 
@@ -688,15 +688,15 @@ def test_initial_versions(tmp_path: Path) -> None:
     """Version 0 from a seed has B = 0; from an adapter it has that adapter's weights."""
     config = DecoderConfig.from_hf(LLAMA.to_dict())
     op = protocol.InitAdapter(op="i", policy="p", rank=4, alpha=8.0, targets=["q", "down"], seed=7, commit="t")
-    fresh, again = initial(config, op, None), initial(config, op, None)
+    fresh, again = initial_version(config, op, None), initial_version(config, op, None)
     assert set(fresh.adapter.targets) == {"q", "down"}
     for (a, b), (other, _) in zip(fresh.adapter.weights.values(), again.adapter.weights.values(), strict=True):
         assert torch.equal(a, other) and not b.any()
     folder = adapter_folder(tmp_path / "source", 4, 1)
-    warm = initial(config, op, folder)
+    warm = initial_version(config, op, folder)
     assert warm.adapter.weights[0, "up"][1].any()
     with pytest.raises(UserError, match="rank 4"):
-        initial(
+        initial_version(
             config,
             protocol.InitAdapter(op="i", policy="p", rank=8, alpha=8.0, targets=["q"], seed=7, commit="t"),
             folder,

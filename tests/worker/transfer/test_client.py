@@ -20,7 +20,7 @@ from tests.support.peers import eventually, settle
 from rookery import protocol
 from rookery.errors import UserError
 from rookery.worker.transfer import client as transfer
-from rookery.worker.transfer.client import Transfers
+from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import CorruptArtifact, TransferFailed
 from rookery.worker.transfer.peer_server import AT_ONCE, PeerServer, listen
 from rookery.worker.transfer.prefetch import Prefetcher
@@ -51,8 +51,8 @@ def transfers(
     renew: Callable[[str], Awaitable[str]] = no_renewal,
     arrived: Callable[[str], object] = lambda digest: None,
     failed: Callable[[str, str], object] = lambda digest, reason: None,
-) -> Transfers:
-    return Transfers(
+) -> TransferClient:
+    return TransferClient(
         service.url,
         root / "adapters",
         cap,
@@ -70,7 +70,7 @@ async def test_only_what_is_needed_is_pulled_and_once(service: Dialled, tmp_path
         assert folder == again
         assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
         assert not (folder / "trainer_state.safetensors").exists()
-    assert here.here() == [ref.hash]
+    assert here.cached() == [ref.hash]
     async with here.pulled(ref, state=True) as folder:
         assert (folder / "trainer_state.safetensors").read_bytes() == FILES["trainer_state.safetensors"]
     assert len(service.requests) == len(FILES)
@@ -99,7 +99,7 @@ async def test_a_corrupt_shard_is_fetched_twice_and_refused(service: Dialled, tm
             pass
     assert here.corrupt == 2
     assert [name for name, _ in service.requests].count(f"{manifest.hash}/adapter_model.safetensors") == 2
-    assert here.here() == []
+    assert here.cached() == []
     path.write_bytes(good)
     async with here.pulled(service.ref(manifest, 1)) as folder:
         assert (folder / "adapter_model.safetensors").read_bytes() == good
@@ -169,10 +169,10 @@ async def test_what_was_not_used_for_longest_goes_first(service: Dialled, tmp_pa
         long_ago = folder.stat().st_mtime - 3600 + age
         os.utime(folder, (long_ago, long_ago))
     async with here.pulled(service.ref(manifests[3], 1)):
-        assert set(here.here()) == {manifests[2].hash, manifests[3].hash}
-    here.forget(manifests[2].hash)
-    assert here.here() == [manifests[3].hash]
-    here.forget(manifests[3].hash)
+        assert set(here.cached()) == {manifests[2].hash, manifests[3].hash}
+    here.evict(manifests[2].hash)
+    assert here.cached() == [manifests[3].hash]
+    here.evict(manifests[3].hash)
     assert not here._cache._pins and manifests[3].hash not in here._locks, "nothing is kept of what is over"
     await here.close()
 
@@ -182,10 +182,10 @@ async def test_what_is_being_removed_is_not_here(
 ) -> None:
     here, ref = transfers(service, tmp_path), service.ref(service.store(FILES), 1)
     async with here.pulled(ref):
-        assert here.here() == [ref.hash]
+        assert here.cached() == [ref.hash]
     monkeypatch.setattr(shutil, "rmtree", lambda *_: None)  # as slow as it can be
-    here.forget(ref.hash)
-    assert here.here() == []
+    here.evict(ref.hash)
+    assert here.cached() == []
     assert len(list((tmp_path / "adapters").iterdir())) == 1
     await here.close()
 
@@ -202,8 +202,8 @@ async def test_what_is_over_leaves_a_full_disk(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "mkdir", full)
-    here.forget(ref.hash)
-    assert here.here() == []
+    here.evict(ref.hash)
+    assert here.cached() == []
     await eventually(lambda: not any((tmp_path / "adapters").iterdir()))
     await here.close()
 
@@ -251,11 +251,11 @@ async def test_on_a_full_disk_what_nobody_uses_makes_room(
     async with here.pulled(service.ref(used, 1)):
         unused(old.hash, used.hash)
         async with here.pulled(service.ref(new, 1)):
-            assert set(here.here()) == {used.hash, new.hash}
+            assert set(here.cached()) == {used.hash, new.hash}
         unused(new.hash)
         manifest = await here.upload(service.tickets.upload(), write)
         assert len(tries) == 2 and [shard.name for shard in manifest.shards] == ["adapter_model.safetensors"]
-        assert set(here.here()) == {used.hash, manifest.hash}
+        assert set(here.cached()) == {used.hash, manifest.hash}
         with pytest.raises(type(error)):  # all of it is in use, or was a moment ago
             async with here.pulled(service.ref(old, 1)):
                 pass
@@ -319,13 +319,13 @@ async def test_a_lender_hands_out_what_it_was_told_to_for_that_ticket_until_it_i
     await lending.has(other)
     shard = f"/artifacts/{ref.hash}/adapter_model.safetensors"
     assert (await lending.get(shard)).status_code == 404, "not before it is told"
-    lending.lender.lend(ref.hash, "t", 60)
+    lending.lender.serve(ref.hash, "t", 60)
     assert (await lending.get(shard)).content == FILES["adapter_model.safetensors"]
     part = await lending.get(shard, Range="bytes=1000-")
     assert (part.status_code, part.content) == (206, FILES["adapter_model.safetensors"][1000:])
     manifest = msgspec.json.decode((await lending.get(f"/artifacts/{ref.hash}")).content, type=protocol.Manifest)
     assert manifest.hash == ref.hash
-    lending.lender.lend(other.hash, "over", -1)
+    lending.lender.serve(other.hash, "over", -1)
     for path, ticket in [
         (shard, "another"),
         (shard, ""),
@@ -343,7 +343,7 @@ async def test_a_lender_hands_out_what_it_was_told_to_for_that_ticket_until_it_i
     lending.lender._busy = AT_ONCE
     assert (await lending.get(shard)).status_code == 503, "it does not let itself be overrun"
     lending.lender._busy = 0
-    lending.lender.forget(ref.hash)
+    lending.lender.revoke(ref.hash)
     assert (await lending.get(shard)).status_code == 404
 
 
@@ -377,13 +377,13 @@ async def test_an_adapter_comes_from_a_peer_and_the_state_from_the_service(
     arrived: list[str] = []
     here, ref = transfers(service, tmp_path, arrived=arrived.append), lent(service, manifest, lending.url)
     await lending.has(ref)
-    lending.lender.lend(ref.hash, ref.ticket, 60)
+    lending.lender.serve(ref.hash, ref.ticket, 60)
     service.requests.clear()
     async with here.pulled(ref) as folder:
         assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
     assert service.requests == []
     assert arrived == [ref.hash]
-    assert (here.lent, here.given) == (SIZE + len(FILES["adapter_config.json"]), 0)
+    assert (here.bytes_from_peers, here.bytes_from_service) == (SIZE + len(FILES["adapter_config.json"]), 0)
     async with here.pulled(ref, state=True):
         assert [name for name, _ in service.requests] == [f"{ref.hash}/trainer_state.safetensors"]
     await here.close()
@@ -445,10 +445,10 @@ async def test_where_one_peer_stops_the_next_goes_on_then_the_service(
         shard = f"{manifest.hash}/adapter_model.safetensors"
         if does == "refuses":
             assert ranges[shard] == ""
-            assert here.lent == 0
+            assert here.bytes_from_peers == 0
         else:
             assert ranges[shard] == "bytes=50000-"
-            assert here.given == SIZE - 50_000
+            assert here.bytes_from_service == SIZE - 50_000
         assert here.corrupt == 0
         asked = len(one.asked) + len(two.asked)
         other = service.store({"adapter_config.json": b"[]"})
@@ -465,7 +465,7 @@ async def test_a_peer_that_lies_costs_one_fetch_from_the_service(service: Dialle
     async with Peer(manifest, "lies", 30_000) as liar:
         async with here.pulled(lent(service, manifest, liar.url)) as folder:
             assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
-        assert (here.corrupt, here.given >= SIZE) == (1, True)
+        assert (here.corrupt, here.bytes_from_service >= SIZE) == (1, True)
     await here.close()
 
 
@@ -500,12 +500,12 @@ async def test_a_slow_receiver_skips_versions_that_newer_ones_have_overtaken(ser
     refs = [service.ref(manifest, version, "a") for version, manifest in enumerate(stored)]
     other = service.ref(service.store({"adapter_config.json": b"b"}), 0, "b")
     ahead = Prefetcher(here)
-    ahead.hold(refs[:2])
+    ahead.prefetch(refs[:2])
     await settle()
     assert begun == [refs[0].hash, refs[1].hash], "two at a time; asked for together, neither overtakes the other"
     for ref in (refs[2], refs[3], other, refs[4], refs[5]):
-        ahead.hold([ref])
-    ahead.forget(refs[5].hash)
+        ahead.prefetch([ref])
+    ahead.discard(refs[5].hash)
     go.set()
     await eventually(lambda: len(arrived) >= 3)
     assert arrived[2:] == [other.hash]

@@ -46,7 +46,7 @@ from rookery.worker.transfer.http import (
     size_of,
     system_error,
 )
-from rookery.worker.transfer.peers import Peers
+from rookery.worker.transfer.peers import PeerClient
 
 log = logging.getLogger("rookery.worker.transfer.client")
 
@@ -65,7 +65,7 @@ CHUNK_BYTES = 1 << 20
 """Read and written at once: large enough to be cheap, small enough that the heartbeat is never late."""
 
 
-class Transfers:
+class TransferClient:
     """One worker's transfers. Belongs to the I/O thread; hashing and large writes run in helper threads."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Transfers:
         whole in the cache, ``failed(hash, reason)`` of each that could not be had; the service may be silent for
         ``timeout_seconds``, a peer for ``peer_seconds``."""
         self._http = httpx.AsyncClient(base_url=base, timeout=timeout_seconds, trust_env=not is_loopback(base))
-        self._peers = Peers(peer_seconds)
+        self._peers = PeerClient(peer_seconds)
         self._arrived = arrived
         self._failed = failed
         self._cache = AdapterCache(root, cap_bytes)
@@ -93,7 +93,7 @@ class Transfers:
         self._pulls: dict[tuple[str, bool], asyncio.Task[Path]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._tickets: dict[str, str] = {}
-        self.given = 0
+        self.bytes_from_service = 0
         """Bytes of artifacts that the service gave."""
         self.corrupt = 0
         """Shards that arrived, or lay on disk, with another hash than their name."""
@@ -111,7 +111,7 @@ class Transfers:
         """The folder of an artifact, pulled if need be and pinned while the caller uses it; ``state`` asks for the
         trainer's state as well. Raises :class:`TransferFailed`."""
         if ref.ticket:
-            self.granted(ref.hash, ref.ticket, ref.peers)
+            self.set_ticket(ref.hash, ref.ticket, ref.peers)
         key = (ref.hash, state)
         if key not in self._pulls:
             task = asyncio.create_task(self._pull(*key))
@@ -120,7 +120,7 @@ class Transfers:
         with self._cache.pinned(ref.hash):
             yield await asyncio.shield(self._pulls[key])
 
-    def granted(self, digest: str, ticket: str, peers: Sequence[str]) -> None:
+    def set_ticket(self, digest: str, ticket: str, peers: Sequence[str]) -> None:
         """``ticket`` reads the artifact from now on, at the service and at ``peers``."""
         self._tickets[digest] = ticket
         self._peers.name(digest, ticket, peers)
@@ -131,11 +131,11 @@ class Transfers:
             log.warning("artifact %s could not be pulled: %s", key[0][:12], error)
             self._failed(key[0], one_line(error))
 
-    def here(self) -> list[str]:
+    def cached(self) -> list[str]:
         """Hashes of the artifacts whose adapter lies in the cache."""
         return self._cache.here()
 
-    def forget(self, digest: str) -> None:
+    def evict(self, digest: str) -> None:
         """Nothing will name this artifact again."""
         self._tickets.pop(digest, None)
         if digest in self._locks and not self._locks[digest].locked():
@@ -143,7 +143,7 @@ class Transfers:
         self._peers.forget(digest)
         self._cache.forget(digest)
 
-    async def offer(self, ticket: str) -> bytes:
+    async def fetch_batch(self, ticket: str) -> bytes:
         """The bytes that the controller offers under ``ticket``."""
         response = await self._request("GET", f"/wire/offers/{ticket}")
         return response.content
@@ -238,7 +238,7 @@ class Transfers:
             await asyncio.sleep(FIRST_PAUSE_SECONDS * 2**failures)
 
     def _count(self, size: int) -> None:
-        self.given += size
+        self.bytes_from_service += size
 
     # --- out --------------------------------------------------------------------------------------------------------
 
@@ -267,9 +267,9 @@ class Transfers:
             raise
 
     @property
-    def lent(self) -> int:
+    def bytes_from_peers(self) -> int:
         """Bytes of artifacts that peers gave."""
-        return self._peers.given
+        return self._peers.bytes_received
 
     # --- HTTP -------------------------------------------------------------------------------------------------------
 

@@ -69,13 +69,13 @@ class PeerServer:
         self._server.should_exit = True
         await asyncio.to_thread(self._thread.join, 2 * STOP_SECONDS)
 
-    def lend(self, digest: str, ticket: str, seconds: float) -> None:
+    def serve(self, digest: str, ticket: str, seconds: float) -> None:
         """Hand out the artifact ``digest`` to whoever brings ``ticket``, for ``seconds`` from now."""
         now = time.monotonic()
         good = {loan: until for loan, until in self._lent.items() if until > now}
         self._lent = good | {(digest, ticket): now + seconds}
 
-    def forget(self, digest: str) -> None:
+    def revoke(self, digest: str) -> None:
         """Nobody shall have this artifact any more."""
         self._lent = {loan: until for loan, until in self._lent.items() if loan[0] != digest}
 

@@ -36,7 +36,7 @@ AVOID_SECONDS = 60.0
 """A peer that failed is not asked for this long: it may be gone, or out of reach from here."""
 
 
-class Peers:
+class PeerClient:
     """Belongs to the I/O thread."""
 
     def __init__(self, seconds: float) -> None:
@@ -46,7 +46,7 @@ class Peers:
         """By hash: the ticket, and whom to ask."""
         self._avoided: dict[str, float] = {}
         """Peers that failed, and until when they are left alone."""
-        self.given = 0
+        self.bytes_received = 0
         """Bytes that came from peers."""
 
     async def close(self) -> None:
@@ -88,7 +88,7 @@ class Peers:
         self._named[digest] = (ticket, [])
 
     def _count(self, size: int) -> None:
-        self.given += size
+        self.bytes_received += size
 
     def _able(self, digest: str) -> list[tuple[str, str]]:
         ticket, peers = self._named.get(digest, ("", []))

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable
 
 from rookery import protocol
-from rookery.worker.transfer.client import Transfers
+from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import one_line
 
 log = logging.getLogger("rookery.worker.transfer.prefetch")
@@ -24,12 +24,12 @@ AT_ONCE = 2
 class Prefetcher:
     """Belongs to the I/O thread."""
 
-    def __init__(self, transfers: Transfers) -> None:
+    def __init__(self, transfers: TransferClient) -> None:
         self._transfers = transfers
         self._wanted: dict[str, protocol.AdapterRef] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def hold(self, refs: Iterable[protocol.AdapterRef]) -> None:
+    def prefetch(self, refs: Iterable[protocol.AdapterRef]) -> None:
         """Have these, too. What was asked for together does not take each other's place: it is in use side by side."""
         asked = {ref.hash: ref for ref in refs}
         newest = {ref.policy: ref.version for ref in asked.values()}
@@ -40,11 +40,11 @@ class Prefetcher:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    def forget(self, digest: str) -> None:
+    def discard(self, digest: str) -> None:
         """Nothing will name this artifact again."""
         self._wanted.pop(digest, None)
 
-    def drop(self) -> None:
+    def clear(self) -> None:
         """The link is over: the next one says what is wanted then."""
         self._wanted.clear()
 

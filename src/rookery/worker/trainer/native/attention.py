@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.trainer.native.packing import AttentionBlock, Stream
+from rookery.worker.trainer.native.packing import AttentionBlock, PackedBatch
 
 
 @dataclass(frozen=True)
-class Chunks:
+class ChunkSizes:
     """How much attention is computed at once."""
 
     queries: int = 128
@@ -39,7 +39,7 @@ class _Plan:
     """A block made ready for a number of heads, the same for all layers: gather indices into ``[tokens · kv_heads, …]``
     views, and how it is cut. Its batch is (bundle, kv head, member), in that order."""
 
-    def __init__(self, block: AttentionBlock, kv_heads: int, group: int, dtype: torch.dtype, chunks: Chunks) -> None:
+    def __init__(self, block: AttentionBlock, kv_heads: int, group: int, dtype: torch.dtype, chunks: ChunkSizes) -> None:
         self.bundles, self.members, self.tail = block.queries.shape
         self.kv_heads, self.group, self.prefix = kv_heads, group, block.prefix
         self.keys = self.prefix + self.tail
@@ -127,7 +127,7 @@ class _Plans:
     each token's row to its place."""
 
     def __init__(
-        self, blocks: Sequence[AttentionBlock], kv_heads: int, group: int, dtype: torch.dtype, chunks: Chunks
+        self, blocks: Sequence[AttentionBlock], kv_heads: int, group: int, dtype: torch.dtype, chunks: ChunkSizes
     ) -> None:
         self.blocks = [_Plan(block, kv_heads, group, dtype, chunks) for block in blocks]
         inside = torch.cat([plan.inside for plan in self.blocks])
@@ -246,10 +246,10 @@ def _product(out: Tensor, left: Tensor, right: Tensor) -> None:
         out.copy_(torch.bmm(left, right))
 
 
-class PackedAttention:
+class ChunkedAttention:
     """The ``Attend`` of a packed stream."""
 
-    def __init__(self, decoder: Decoder, stream: Stream, chunks: Chunks) -> None:
+    def __init__(self, decoder: Decoder, stream: PackedBatch, chunks: ChunkSizes) -> None:
         config = decoder.config
         self._windows = config.windows
         self._plans = _Plans(stream.blocks(), config.kv_heads, config.group, decoder.dtype, chunks)

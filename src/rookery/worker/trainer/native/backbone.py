@@ -17,7 +17,7 @@ from torch import Tensor
 from rookery.worker.device import free_bytes
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Attend, Decoder, Lora
-from rookery.worker.trainer.native.packing import Stream
+from rookery.worker.trainer.native.packing import PackedBatch
 
 RECOMPUTE_TOKENS = 2048
 """On a CPU, streams longer than this recompute their layers in the backward pass: a 4,000-token group then needs some
@@ -32,28 +32,28 @@ _LAYER_AT_WORK = 3
 
 
 @dataclass(frozen=True)
-class Lengths:
+class PassLimits:
     """``kept``: the longest stream whose activations are kept. ``most``: the longest that is computed at all.
     ``copied``: what a key that attention copies, for one more sequence, takes of a token's room."""
 
-    kept: int
-    most: int
-    copied: float = 0.0
+    resident_tokens: int
+    max_tokens: int
+    copied_key_share: float = 0.0
 
 
-def lengths(config: DecoderConfig, number_bytes: int, room: float) -> Lengths:
+def lengths(config: DecoderConfig, number_bytes: int, room: float) -> PassLimits:
     """What fits into ``room`` bytes when numbers have ``number_bytes``."""
     recomputed = config.layers * config.hidden + _LAYER_AT_WORK * layer_numbers(config)
     kept = (config.layers + _LAYER_AT_WORK) * layer_numbers(config)
     kept_fit, recomputed_fit = (int(room / (number_bytes * numbers)) for numbers in (kept, recomputed))
     # of a token whose layers are kept; of one whose layers are computed twice it is less
-    return Lengths(kept_fit, recomputed_fit, 2 * config.kv_heads * config.head_dim / layer_numbers(config))
+    return PassLimits(kept_fit, recomputed_fit, 2 * config.kv_heads * config.head_dim / layer_numbers(config))
 
 
-def lengths_for(decoder: Decoder) -> Lengths:
+def lengths_for(decoder: Decoder) -> PassLimits:
     """On the decoder's device, as it is now. A CPU computes streams of any length, and keeps no copies."""
     if decoder.device.type != "cuda":
-        return Lengths(RECOMPUTE_TOKENS, sys.maxsize)
+        return PassLimits(RECOMPUTE_TOKENS, sys.maxsize)
     return lengths(decoder.config, decoder.dtype.itemsize, PASS_SHARE * free_bytes(decoder.device))
 
 
@@ -66,12 +66,12 @@ def layer_numbers(config: DecoderConfig) -> int:
 
 
 @dataclass
-class Pass:
+class ForwardPass:
     """A finished forward pass. ``hidden`` [tokens, hidden] is what ``Decoder.project`` reads, detached."""
 
     hidden: Tensor
     _decoder: Decoder
-    _stream: Stream
+    _stream: PackedBatch
     _attend: Attend
     _lora: Lora
     _output: Tensor | None
@@ -93,21 +93,21 @@ class Pass:
             (gradient,) = torch.autograd.grad(y, x, gradient)
 
 
-def forward(decoder: Decoder, stream: Stream, attend: Attend, lora: Lora, *, recompute: bool) -> Pass:
+def forward(decoder: Decoder, stream: PackedBatch, attend: Attend, lora: Lora, *, recompute: bool) -> ForwardPass:
     """With ``recompute``, layers are computed once more in the backward pass instead of being kept."""
     if not recompute:
         with torch.enable_grad():
             output = decoder.forward(stream.tokens, stream.positions, attend, lora)
-        return Pass(output.detach(), decoder, stream, attend, lora, output, [])
+        return ForwardPass(output.detach(), decoder, stream, attend, lora, output, [])
     with torch.no_grad():
         rotation = decoder.rotation(stream.positions)
         inputs = [F.embedding(stream.tokens, decoder.embedding)]
         for i in range(decoder.config.layers):
             inputs.append(decoder.layer(i, inputs[-1], rotation, attend, lora))
-        return Pass(decoder.finish(inputs[-1]), decoder, stream, attend, lora, None, inputs)
+        return ForwardPass(decoder.finish(inputs[-1]), decoder, stream, attend, lora, None, inputs)
 
 
 @torch.no_grad()
-def infer(decoder: Decoder, stream: Stream, attend: Attend, lora: Lora | None) -> Tensor:
+def infer(decoder: Decoder, stream: PackedBatch, attend: Attend, lora: Lora | None) -> Tensor:
     """The hidden states alone; without ``lora``, those of the base model."""
     return decoder.forward(stream.tokens, stream.positions, attend, lora)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rookery.worker.trainer.native.optim import PolicyState, Site
+from rookery.worker.trainer.native.optim import PolicyState, LoraSite
 
 
 @dataclass(frozen=True)
-class Segment:
+class PolicyRows:
     """Rows ``start`` … ``stop - 1`` of the stream belong to ``policy``."""
 
     start: int
@@ -30,7 +30,7 @@ class Segment:
 class _Rows:
     start: int
     stop: int
-    site: Site
+    site: LoraSite
     scale: float
 
 
@@ -73,7 +73,7 @@ class _Delta(torch.autograd.Function):
 class PackedLora:
     """The ``Lora`` of a packed stream."""
 
-    def __init__(self, segments: Sequence[Segment]) -> None:
+    def __init__(self, segments: Sequence[PolicyRows]) -> None:
         self._segments = segments
         device = segments[0].policy.masters.device if segments else None
         self._anchor = torch.zeros((), device=device, requires_grad=True)

@@ -21,16 +21,16 @@ from rookery.algorithms.losses import LOSSES, kl_penalty
 from rookery.worker.device import finish
 from rookery.worker.model.decoder import Attend, Decoder
 from rookery.worker.trainer.native.backbone import forward, infer
-from rookery.worker.trainer.native.lora import PackedLora, Segment
+from rookery.worker.trainer.native.lora import PackedLora, PolicyRows
 from rookery.worker.trainer.native.loss_head import token_logprobs
 from rookery.worker.trainer.native.optim import PolicyState
-from rookery.worker.trainer.native.packing import PackedGroup, Stream, pack
+from rookery.worker.trainer.native.packing import PackedGroup, PackedBatch, pack
 
-Attention = Callable[[Decoder, Stream], Attend]
+Attention = Callable[[Decoder, PackedBatch], Attend]
 """Makes the attention over a packed stream."""
 
 
-class Work:
+class QueuedBatch:
     """A forward-backward operation and how far it has come: units without loss are nothing to do. ``state`` is set when
     it begins. One that is ``given_up`` (cancelled, or without ``units`` from the start) keeps its place in the queue,
     because the gradient lacks it from there on; it has, or wants, no answer."""
@@ -67,16 +67,16 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Item:
+class PassItem:
     """The units of one operation in a pass."""
 
-    work: Work
+    work: QueuedBatch
     policy: PolicyState
     units: list[PackedGroup]
 
 
-def run(
-    decoder: Decoder, items: Sequence[Item], attention: Attention, recompute_tokens: int, copied: float = 0.0
+def run_pass(
+    decoder: Decoder, items: Sequence[PassItem], attention: Attention, recompute_tokens: int, copied: float = 0.0
 ) -> int:
     """Runs ``items`` in one pass (all forward-only or none) and books the results; returns the stream's tokens. Where
     they take more room than ``recompute_tokens``, copied keys counted as ``copied``, layers are computed twice."""
@@ -85,7 +85,7 @@ def run(
     stream = pack(units, decoder.device)
     attend = attention(decoder, stream)
     spans, loss_spans = _spans(items, stream.spans), _spans(items, stream.loss_spans)
-    lora = PackedLora([Segment(s.start, s.stop, i.policy) for i, s in zip(items, spans, strict=True)])
+    lora = PackedLora([PolicyRows(s.start, s.stop, i.policy) for i, s in zip(items, spans, strict=True)])
     temperatures = _temperatures(items, loss_spans, len(stream.rows), decoder.device)
     if items[0].work.op.forward_only:
         hidden = infer(decoder, stream, attend, lora)[stream.rows]
@@ -115,7 +115,7 @@ def run(
     return len(stream.tokens)
 
 
-def _spans(items: Sequence[Item], of_units: Sequence[tuple[int, int]]) -> list[slice]:
+def _spans(items: Sequence[PassItem], of_units: Sequence[tuple[int, int]]) -> list[slice]:
     """From units' (start, stop) to items'."""
     spans, at = [], 0
     for item in items:
@@ -125,7 +125,7 @@ def _spans(items: Sequence[Item], of_units: Sequence[tuple[int, int]]) -> list[s
     return spans
 
 
-def _temperatures(items: Sequence[Item], loss_spans: Sequence[slice], rows: int, device: torch.device) -> Tensor | None:
+def _temperatures(items: Sequence[PassItem], loss_spans: Sequence[slice], rows: int, device: torch.device) -> Tensor | None:
     """Those of the loss tokens, [rows]; None where all are 1, which saves dividing their logits."""
     if all(item.work.op.temperature == 1.0 for item in items):
         return None
@@ -135,7 +135,7 @@ def _temperatures(items: Sequence[Item], loss_spans: Sequence[slice], rows: int,
     return temperatures
 
 
-def _loss(item: Item, stream: Stream, span: slice, logp: Tensor, base: Tensor) -> Tensor:
+def _loss(item: PassItem, stream: PackedBatch, span: slice, logp: Tensor, base: Tensor) -> Tensor:
     """d loss / d logp of an item's tokens; books its sums. Zeros if the loss is not finite."""
     op = item.work.op
     leaf = logp.detach().requires_grad_()
@@ -156,7 +156,7 @@ def _loss(item: Item, stream: Stream, span: slice, logp: Tensor, base: Tensor) -
     return gradient
 
 
-def _value(item: Item, stream: Stream, span: slice, logp: Tensor) -> None:
+def _value(item: PassItem, stream: PackedBatch, span: slice, logp: Tensor) -> None:
     """Books the loss of a forward-only operation."""
     loss, q = item.work.op.loss, stream.logprobs[span]
     sequences = _sequences(item, stream, span)
@@ -175,7 +175,7 @@ def _agreement(logp: Tensor, q: Tensor) -> dict[str, float]:
     }
 
 
-def _sequences(item: Item, stream: Stream, span: slice) -> Tensor:
+def _sequences(item: PassItem, stream: PackedBatch, span: slice) -> Tensor:
     """Numbers from 0 for the trajectories of an item's loss tokens."""
     counts = torch.tensor([len(unit.sources) for unit in item.units], device=stream.members.device)
     most = max((max(unit.members, default=0) for unit in item.units), default=0) + 1
@@ -185,7 +185,7 @@ def _sequences(item: Item, stream: Stream, span: slice) -> Tensor:
 
 def _base_logprobs(
     decoder: Decoder,
-    items: Sequence[Item],
+    items: Sequence[PassItem],
     spans: Sequence[slice],
     logp: Tensor,
     temperatures: Tensor | None,

@@ -35,7 +35,7 @@ _CLIP_GUARD = 1e-6
 
 
 @dataclass(frozen=True)
-class Part:
+class LoraPart:
     """A slice of a site's LoRA. ``ranks`` are its rows of the site's A, ``outputs`` its rows of the base's output;
     ``b`` [outputs, rank] the compute copy of B times the adapter's scale, ``d_b`` the float32 gradient of B."""
 
@@ -46,12 +46,12 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Site:
+class LoraSite:
     """All LoRAs of one fused projection: their A stacked [ranks, in] in the compute type, with its float32 gradient."""
 
     a: Tensor
     d_a: Tensor
-    parts: list[Part]
+    parts: list[LoraPart]
 
 
 @dataclass(frozen=True)
@@ -203,9 +203,9 @@ class PolicyState:
         for (name, shape), piece in zip(self._layout, flat.split(self._sizes), strict=True):
             yield name, piece.view(shape)
 
-    def _views(self, config: DecoderConfig) -> dict[tuple[int, str], Site]:
+    def _views(self, config: DecoderConfig) -> dict[tuple[int, str], LoraSite]:
         copies, gradients = dict(self._named(self._compute)), dict(self._named(self.gradient))
-        sites: dict[tuple[int, str], Site] = {}
+        sites: dict[tuple[int, str], LoraSite] = {}
         at = 0
         for layer in range(config.layers):
             for site, names in SITES.items():
@@ -220,8 +220,8 @@ class PolicyState:
                         place = present.index(name)
                         ranks = slice(place * self.rank, (place + 1) * self.rank)
                         key = f"{layer}.{name}.B"
-                        parts.append(Part(ranks, outputs, copies[key], gradients[key]))
-                sites[layer, site] = Site(
+                        parts.append(LoraPart(ranks, outputs, copies[key], gradients[key]))
+                sites[layer, site] = LoraSite(
                     self._compute[at : at + size].view(-1, inputs),
                     self.gradient[at : at + size].view(-1, inputs),
                     parts,

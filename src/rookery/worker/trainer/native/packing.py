@@ -100,7 +100,7 @@ class PackedGroup:
             [0] * len(datum.rows),
         )  # fmt: skip
 
-    def cut(self, most: int, room: float, copied: float) -> list[PackedGroup]:
+    def split(self, most: int, room: float, copied: float) -> list[PackedGroup]:
         """In pieces of consecutive members, each of one member or of at most ``most`` tokens that take at most ``room``
         of memory, every one with the whole prompt. A trajectory stays whole, and a gradient is a sum: what is computed
         is the same."""
@@ -151,7 +151,7 @@ class AttentionBlock:
 
 
 @dataclass(frozen=True)
-class Stream:
+class PackedBatch:
     """Units in one stream. ``spans[i]`` and ``loss_spans[i]`` are (start, stop) of unit i's rows and loss tokens.
     ``rows`` [loss tokens] names the row whose output predicts each of ``targets``; ``members`` numbers trajectories
     within their unit. ``blocks`` and ``sequences`` are two ways to say who attends to whom."""
@@ -202,7 +202,7 @@ class Pack:
         return max(length for _, length in self.tails)
 
 
-def pack(units: Sequence[PackedGroup], device: torch.device | str = "cpu") -> Stream:
+def pack(units: Sequence[PackedGroup], device: torch.device | str = "cpu") -> PackedBatch:
     """One stream of ``units`` in their order."""
     tokens: list[int] = []
     positions: list[int] = []
@@ -232,7 +232,7 @@ def pack(units: Sequence[PackedGroup], device: torch.device | str = "cpu") -> St
     def floats(name: str) -> Tensor:
         return torch.tensor([x for unit in units for x in getattr(unit, name)], dtype=torch.float32, device=device)
 
-    return Stream(
+    return PackedBatch(
         tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
         bundles=bundles,

@@ -23,22 +23,22 @@ class TrainerStateCache:
 
     def put(self, version: str, state: Export) -> None:
         """Keep ``state``, which is the version with this hash."""
-        self.forget(version)
+        self.discard(version)
         self._kept[version] = state
         self.bytes += state.bytes
         while self.bytes > self._cap:
-            self.forget(next(iter(self._kept)))
+            self.discard(next(iter(self._kept)))
 
-    def take(self, version: str) -> Export | None:
+    def pop(self, version: str) -> Export | None:
         """What is kept of the version; it is the caller's from now on."""
         state = self._kept.pop(version, None)
         if state is not None:
             self.bytes -= state.bytes
         return state
 
-    def forget(self, version: str) -> None:
+    def discard(self, version: str) -> None:
         """Nobody will go on from it."""
-        self.take(version)
+        self.pop(version)
 
     def clear(self) -> None:
         self._kept.clear()

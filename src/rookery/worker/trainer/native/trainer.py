@@ -35,13 +35,13 @@ from rookery.worker.device import finish, fuses
 from rookery.worker.model.adapter import init_adapter, read_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.trainer.native.attention import Chunks, PackedAttention
-from rookery.worker.trainer.native.backbone import Lengths, lengths_for
-from rookery.worker.trainer.native.microbatch import Attention, Item, Work, run
+from rookery.worker.trainer.native.attention import ChunkSizes, ChunkedAttention
+from rookery.worker.trainer.native.backbone import PassLimits, lengths_for
+from rookery.worker.trainer.native.microbatch import Attention, PassItem, QueuedBatch, run_pass
 from rookery.worker.trainer.native.optim import Export, PolicyState
 from rookery.worker.trainer.native.packing import PackedGroup
 from rookery.worker.trainer.native.state_cache import TrainerStateCache
-from rookery.worker.trainer.native.varlen_attention import FusedAttention
+from rookery.worker.trainer.native.varlen_attention import VarlenAttention
 
 log = logging.getLogger("rookery.worker.trainer")
 
@@ -52,7 +52,7 @@ memory holds bounds them all the same."""
 
 
 @dataclass(frozen=True)
-class Finished:
+class TrainerResult:
     """An operation's answer, as ``wire.Done`` carries it; ``export`` is what a commit has to write and upload."""
 
     op: str
@@ -78,14 +78,14 @@ class _Held:
     whole: bool = True
 
 
-class Trainer:
+class NativeTrainer:
     def __init__(
         self,
         decoder: Decoder,
         *,
         max_rank: int,
         slice_tokens: int,
-        lengths: Lengths | None = None,
+        lengths: PassLimits | None = None,
         attention: Attention | None = None,
         base_model: str = "",
         trainer_state_cache_bytes: int = 0,
@@ -95,13 +95,13 @@ class Trainer:
         self._decoder = decoder
         self._max_rank = max_rank
         self._lengths = lengths or lengths_for(decoder)
-        self._slice_tokens = min(slice_tokens, self._lengths.most)
+        self._slice_tokens = min(slice_tokens, self._lengths.max_tokens)
         self._attention = attention or attention_for(decoder)
         self._base_model = base_model
         self._held: dict[str, _Held] = {}
-        self.aside = TrainerStateCache(trainer_state_cache_bytes)
-        self._queues: dict[str, dict[str, deque[Work | protocol.OptimStep]]] = {}  # tenant → policy → operations
-        self._finished: list[Finished] = []
+        self.cache = TrainerStateCache(trainer_state_cache_bytes)
+        self._queues: dict[str, dict[str, deque[QueuedBatch | protocol.OptimStep]]] = {}  # tenant → policy → operations
+        self._finished: list[TrainerResult] = []
         self.trained = 0
         """Tokens trained on so far, prompts counted once (in each piece of a unit that is cut)."""
 
@@ -121,26 +121,26 @@ class Trainer:
             raise UserError(f"the adapter's rank {state.rank} is above this worker's max_rank {self._max_rank}")
         self._held[policy] = _Held(lease, state, {parent.hash: 0})
 
-    def take_up(self, policy: str, lease: int, parent: protocol.AdapterRef) -> bool:
+    def restore(self, policy: str, lease: int, parent: protocol.AdapterRef) -> bool:
         """Take up ``policy`` from what was put aside of its version; False where there is nothing."""
-        export = self.aside.take(parent.hash)
+        export = self.cache.pop(parent.hash)
         if export is None:
             return False
         state = PolicyState.of(export, self._decoder.config, self._decoder.dtype, self._decoder.device)
         self._held[policy] = _Held(lease, state, {parent.hash: 0})
         return True
 
-    def rest(self, policy: str) -> None:
+    def offload(self, policy: str) -> None:
         """:meth:`forget`, but the state stays aside if it is a version now: steps since are lost, as is a gradient."""
         held = self._held.get(policy)
         if held is not None:
             for version, taken in held.marks.items():
                 if taken == held.taken:
-                    self.aside.put(version, held.state.export(self._base_model))
+                    self.cache.put(version, held.state.export(self._base_model))
                     break
-        self.forget(policy)
+        self.evict(policy)
 
-    def committed(self, policy: str, lease: int, ref: protocol.AdapterRef) -> None:
+    def mark_committed(self, policy: str, lease: int, ref: protocol.AdapterRef) -> None:
         """The last export of ``policy`` is version ``ref`` now. Operations on their way may still name its parent."""
         held = self._held.get(policy)
         if held is None or held.lease != lease or held.exported is None:
@@ -149,12 +149,12 @@ class Trainer:
         newest = max(held.marks, key=lambda name: held.marks[name])
         held.marks = {newest: held.marks[newest], ref.hash: held.exported}
 
-    def forget(self, policy: str) -> None:
+    def evict(self, policy: str) -> None:
         """Drop the policy's state; what is still queued for it is answered ``lost``."""
         for op in list(self._queue(policy)):
             self._remove(policy, op)
-            if not (isinstance(op, Work) and op.given_up):
-                self._finished.append(Finished(_name(op), "the policy was dropped from this worker", "lost"))
+            if not (isinstance(op, QueuedBatch) and op.given_up):
+                self._finished.append(TrainerResult(_name(op), "the policy was dropped from this worker", "lost"))
         self._held.pop(policy, None)
 
     # --- operations -------------------------------------------------------------------------------------------------
@@ -169,9 +169,9 @@ class Trainer:
             _check_loss(op.loss)
         except (ValueError, MemoryError) as error:
             category: Literal["failed", "lost"] = "failed" if isinstance(error, ValueError) else "lost"
-            self._finished.append(Finished(op.op, str(error), category))
+            self._finished.append(TrainerResult(op.op, str(error), category))
             units = None
-        self._enqueue(op.tenant, op.policy, Work(op, units))
+        self._enqueue(op.tenant, op.policy, QueuedBatch(op, units))
 
     def optim_step(self, op: protocol.OptimStep) -> None:
         """Queue it, behind the policy's earlier operations."""
@@ -182,12 +182,12 @@ class Trainer:
         for policies in list(self._queues.values()):
             for policy, queue in list(policies.items()):
                 for found in [queued for queued in queue if _name(queued) == op]:
-                    if isinstance(found, Work):
+                    if isinstance(found, QueuedBatch):
                         found.give_up()
                     else:
                         self._remove(policy, found)
 
-    def drain(self) -> list[Finished]:
+    def drain(self) -> list[TrainerResult]:
         """Answers since the last time, in order."""
         finished, self._finished = self._finished, []
         return finished
@@ -209,10 +209,10 @@ class Trainer:
         if isinstance(first, protocol.OptimStep):
             self._optimise(first)
         else:
-            self._pass([op for op, _, _ in turn if isinstance(op, Work)])
+            self._pass([op for op, _, _ in turn if isinstance(op, QueuedBatch)])
         return True
 
-    def _turns(self) -> Iterator[tuple[Work | protocol.OptimStep, str, str]]:
+    def _turns(self) -> Iterator[tuple[QueuedBatch | protocol.OptimStep, str, str]]:
         """(operation, tenant, policy): every policy's first, tenants by turns."""
         rows = [[(queue[0], tenant, policy) for policy, queue in p.items()] for tenant, p in self._queues.items()]
         for place in range(max(map(len, rows), default=0)):
@@ -224,43 +224,43 @@ class Trainer:
         policies[policy] = policies.pop(policy)
         self._queues[tenant] = policies
 
-    def _pass(self, works: list[Work]) -> None:
+    def _pass(self, works: list[QueuedBatch]) -> None:
         """One packed pass, begun by the first of ``works``; others of its kind join while it is not half full. Every
         policy in a pass costs products of its own, so one after another gives what it has, and a pass of half a slice
         is as quick per token without company: turns are whole passes."""
         ready = [work for work in works if work.op.forward_only == works[0].op.forward_only and self._begin(work)]
-        chosen: dict[Work, list[PackedGroup]] = {work: [] for work in ready}
-        fits, left, room = self._lengths, self._slice_tokens, float(self._lengths.most)
+        chosen: dict[QueuedBatch, list[PackedGroup]] = {work: [] for work in ready}
+        fits, left, room = self._lengths, self._slice_tokens, float(self._lengths.max_tokens)
         for work in ready:
             if 2 * left <= self._slice_tokens:
                 break
             while work.left:
                 unit, first = work.left[0], left == self._slice_tokens
-                if not first and (unit.tokens > left or unit.room(fits.copied) > room):
+                if not first and (unit.tokens > left or unit.room(fits.copied_key_share) > room):
                     break
                 chosen[work].append(work.left.popleft())
-                left, room = left - unit.tokens, room - unit.room(fits.copied)
-        items = [Item(work, self._held[work.op.policy].state, units) for work in ready if (units := chosen[work])]
+                left, room = left - unit.tokens, room - unit.room(fits.copied_key_share)
+        items = [PassItem(work, self._held[work.op.policy].state, units) for work in ready if (units := chosen[work])]
         try:
             if items:
-                self.trained += run(self._decoder, items, self._attention, fits.kept, fits.copied)
+                self.trained += run_pass(self._decoder, items, self._attention, fits.resident_tokens, fits.copied_key_share)
         except torch.OutOfMemoryError as error:
             self._too_much(items, str(error))
         for work in ready:
             if not work.left and not work.given_up:
                 self._remove(work.op.policy, work)
-                self._finished.append(Finished(work.op.op, metrics=work.summary(), logprobs=work.logprobs()))
+                self._finished.append(TrainerResult(work.op.op, metrics=work.summary(), logprobs=work.logprobs()))
 
-    def _too_much(self, items: list[Item], error: str) -> None:
+    def _too_much(self, items: list[PassItem], error: str) -> None:
         """A GPU had no memory for this pass: its operations are answered ``lost``, and passes are half as long now."""
         torch.cuda.empty_cache()
         self._slice_tokens = max(1, self._slice_tokens // 2)
         log.warning("no memory for a pass; passes have %d tokens now: %s", self._slice_tokens, error)
         for item in items:
             item.work.give_up()  # the gradient may have a part of it
-            self._finished.append(Finished(item.work.op.op, "this worker's memory did not hold the pass", "lost"))
+            self._finished.append(TrainerResult(item.work.op.op, "this worker's memory did not hold the pass", "lost"))
 
-    def _begin(self, work: Work) -> bool:
+    def _begin(self, work: QueuedBatch) -> bool:
         """Whether ``work`` can go on, on the state that it names; else it is gone, and answered if it was not yet."""
         op = work.op
         held = self._held.get(op.policy)
@@ -268,7 +268,7 @@ class Trainer:
         if held is None or not named or work.given_up or work.state not in (None, held.state):
             self._remove(op.policy, work)
             if not work.given_up:
-                self._finished.append(Finished(op.op, "this worker holds another state of the policy", "stale"))
+                self._finished.append(TrainerResult(op.op, "this worker holds another state of the policy", "stale"))
             if held is not None and named and not op.forward_only:
                 held.whole = False  # the gradient is not what the controller takes it for, until a fresh one begins
             return False
@@ -286,12 +286,12 @@ class Trainer:
         self._remove(op.policy, op)
         held = self._held.get(op.policy)
         if held is None or not self._at(held, op.lease, op.parent.hash, op.steps):
-            self._finished.append(Finished(op.op, "this worker holds another state of the policy", "stale"))
+            self._finished.append(TrainerResult(op.op, "this worker holds another state of the policy", "stale"))
             return
         metrics: dict[str, float] = {}
         if op.adam is not None:
             if not (held.whole and held.batches):
-                self._finished.append(Finished(op.op, "the gradient of this step is not whole", "stale"))
+                self._finished.append(TrainerResult(op.op, "the gradient of this step is not whole", "stale"))
                 return
             metrics = held.state.adamw(op.adam, op.scale)
             held.batches = 0
@@ -304,7 +304,7 @@ class Trainer:
             export, held.exported = held.state.export(self._base_model), held.taken
         finish(self._decoder.device)
         metrics["seconds"] = time.perf_counter() - began
-        self._finished.append(Finished(op.op, metrics=metrics, export=export))
+        self._finished.append(TrainerResult(op.op, metrics=metrics, export=export))
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 
@@ -318,8 +318,8 @@ class Trainer:
         longest = len(unit.prompt) + max(map(len, unit.tails), default=0)
         if longest > config.context:
             raise ValueError(f"a trajectory of {longest} tokens is longer than the model's context of {config.context}")
-        if longest > self._lengths.most:
-            bound = f"the {self._lengths.most} that fit this worker's memory"
+        if longest > self._lengths.max_tokens:
+            bound = f"the {self._lengths.max_tokens} that fit this worker's memory"
             raise MemoryError(f"a trajectory of {longest} tokens is longer than {bound}")
         read = [*unit.prompt, *unit.targets, *(token for tail in unit.tails for token in tail)]
         if min(read) < 0 or max(read) >= config.vocab:
@@ -329,15 +329,15 @@ class Trainer:
     def _pieces(self, unit: PackedGroup) -> list[PackedGroup]:
         """``unit`` as slices take it."""
         most = max(self._slice_tokens, int(len(unit.prompt) / PROMPT_SHARE))
-        return unit.cut(most, self._lengths.most, self._lengths.copied)
+        return unit.split(most, self._lengths.max_tokens, self._lengths.copied_key_share)
 
-    def _queue(self, policy: str) -> deque[Work | protocol.OptimStep]:
+    def _queue(self, policy: str) -> deque[QueuedBatch | protocol.OptimStep]:
         return next((p[policy] for p in self._queues.values() if policy in p), deque())
 
-    def _enqueue(self, tenant: str, policy: str, op: Work | protocol.OptimStep) -> None:
+    def _enqueue(self, tenant: str, policy: str, op: QueuedBatch | protocol.OptimStep) -> None:
         self._queues.setdefault(tenant, {}).setdefault(policy, deque()).append(op)
 
-    def _remove(self, policy: str, op: Work | protocol.OptimStep) -> None:
+    def _remove(self, policy: str, op: QueuedBatch | protocol.OptimStep) -> None:
         for tenant, policies in list(self._queues.items()):
             if policy in policies and op in policies[policy]:
                 policies[policy].remove(op)
@@ -350,7 +350,7 @@ class Trainer:
 def attention_for(decoder: Decoder) -> Attention:
     """What computes attention over packed streams on the decoder's device: without fused kernels all of a sequence's
     scores would be there at once, in chunks they are not."""
-    return FusedAttention if fuses(decoder.device, decoder.dtype) else partial(PackedAttention, chunks=Chunks())
+    return VarlenAttention if fuses(decoder.device, decoder.dtype) else partial(ChunkedAttention, chunks=ChunkSizes())
 
 
 def _check_loss(loss: protocol.Loss) -> None:
@@ -364,11 +364,11 @@ def _check_loss(loss: protocol.Loss) -> None:
         raise ValueError(f"loss {loss.name}: {error}") from None
 
 
-def _name(op: Work | protocol.OptimStep) -> str:
-    return op.op.op if isinstance(op, Work) else op.op
+def _name(op: QueuedBatch | protocol.OptimStep) -> str:
+    return op.op.op if isinstance(op, QueuedBatch) else op.op
 
 
-def initial(config: DecoderConfig, op: protocol.InitAdapter, source: Path | None, base_model: str = "") -> Export:
+def initial_version(config: DecoderConfig, op: protocol.InitAdapter, source: Path | None, base_model: str = "") -> Export:
     """Version 0 of a policy: a new adapter, or ``source``'s weights (their rank and alpha, which must be the ones asked
     for). Raises ``UserError``."""
     if source is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.varlen_attention import Sequences, varlen
-from rookery.worker.trainer.native.packing import Stream
+from rookery.worker.trainer.native.packing import PackedBatch
 
 
 class _Repeated(torch.autograd.Function):
@@ -34,11 +34,11 @@ class _Repeated(torch.autograd.Function):
         return summed.index_add_(0, rows, g.to(wide)).to(g.dtype), None
 
 
-class FusedAttention:
+class VarlenAttention:
     """The ``Attend`` of a packed stream: each prompt and each tail is a sequence of queries, whose keys are the shared
     prompt's, if any, and its own."""
 
-    def __init__(self, decoder: Decoder, stream: Stream) -> None:
+    def __init__(self, decoder: Decoder, stream: PackedBatch) -> None:
         parts = stream.sequences()
         self._windows = decoder.config.windows
         self._sequences = Sequences.of(
