@@ -24,7 +24,7 @@ from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.grouped_lora import product_for
 from rookery.worker.model.lora import LoraBank
 from rookery.worker.model.varlen_attention import Sequences, Spans, merge, spans, varlen
-from rookery.worker.trainer.native.attention import ChunkSizes, ChunkedAttention
+from rookery.worker.trainer.native.attention import ChunkedAttention, ChunkSizes
 from rookery.worker.trainer.native.backbone import RECOMPUTE_TOKENS
 from rookery.worker.trainer.native.microbatch import Attention, PassItem, QueuedBatch, run_pass
 from rookery.worker.trainer.native.optim import PolicyState

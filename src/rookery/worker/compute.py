@@ -36,7 +36,7 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import SITES, Decoder
 from rookery.worker.model.lora import LoraBank
 from rookery.worker.trainer.native.optim import Export
-from rookery.worker.trainer.native.trainer import TrainerResult, NativeTrainer, initial_version
+from rookery.worker.trainer.native.trainer import NativeTrainer, TrainerResult, initial_version
 
 log = logging.getLogger("rookery.worker")
 

@@ -35,11 +35,10 @@ from rookery.settings import Settings
 from rookery.worker.compute import Compute, ComputeStatus, WorkerCore
 from rookery.worker.generation import GenerationManager
 from rookery.worker.training_ops import TrainingOps
-from rookery.worker.transfer.cache import ADAPTERS
-from rookery.worker.transfer.cache_events import CacheEvents
+from rookery.worker.transfer.cache import ADAPTERS, CacheEvents
 from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import TransferFailed, is_loopback
-from rookery.worker.transfer.peer_server import PeerServer
+from rookery.worker.transfer.peers import PeerServer
 from rookery.worker.transfer.prefetch import Prefetcher
 
 log = logging.getLogger("rookery.worker.connection")
@@ -113,10 +112,9 @@ class ServiceConnection:
             settings.cache / ADAPTERS,
             settings.worker.adapter_cache_bytes,
             self._want,
+            self._news,
             timeout_seconds=settings.worker.transfer_seconds,
             peer_seconds=settings.worker.peer_seconds,
-            arrived=self._news.arrived,
-            failed=self._news.failed,
         )
         self._ahead = Prefetcher(self._transfers)
         self._requests = GenerationManager(compute, self._transfers, self._has_output)
@@ -174,7 +172,7 @@ class ServiceConnection:
     async def _converse(self, connection: ClientConnection) -> None:
         """One connection, from hello to its end."""
         hello = self._hello()
-        self._news.begin(hello.adapters)
+        self._news.reset(hello.adapters)
         await connection.send(protocol.encode(hello))
         async with asyncio.timeout(OPEN_SECONDS):
             welcome = protocol.decode(protocol.to_worker, _binary(await connection.recv()))
@@ -252,7 +250,7 @@ class ServiceConnection:
                 if (waiting := self._granted.pop(message.hash, None)) is not None and not waiting.done():
                     waiting.set_result(message.ticket)
             case protocol.PrefetchAdapters():
-                self._news.asked(ref.hash for ref in message.refs)
+                self._news.report_again(ref.hash for ref in message.refs)
                 self._ahead.prefetch(message.refs)
             case protocol.ServeArtifact():
                 if self._lender is not None:
@@ -277,7 +275,6 @@ class ServiceConnection:
     def _forget(self, digest: str) -> None:
         self._ahead.discard(digest)
         self._transfers.evict(digest)
-        self._news.forget(digest)
         if self._lender is not None:
             self._lender.revoke(digest)
 
@@ -318,7 +315,7 @@ class ServiceConnection:
                 )
             )
         while True:
-            await self._news.some.wait()
+            await self._news.pending.wait()
             await self._send_news(session)
 
     async def _send_news(self, session: Session) -> None:

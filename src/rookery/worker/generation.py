@@ -140,7 +140,7 @@ class GenerationManager:
     def generate(self, generate: protocol.Generate) -> None:
         """Begin a request, or take up one that is held already."""
         ref = generate.adapter
-        if ref is not None and ref.ticket:
+        if ref is not None:
             self._transfers.set_ticket(ref.hash, ref.ticket, ref.peers)
         held = self._held.get(generate.request)
         if held is not None:
@@ -156,8 +156,7 @@ class GenerationManager:
     def switch(self, switch: protocol.SwitchAdapter) -> None:
         """A request goes on with a newer version as soon as that is here; what it waited for before is given up for it.
         One that is over, or unknown, is left as it is."""
-        if switch.adapter.ticket:
-            self._transfers.set_ticket(switch.adapter.hash, switch.adapter.ticket, switch.adapter.peers)
+        self._transfers.set_ticket(switch.adapter.hash, switch.adapter.ticket, switch.adapter.peers)
         held = self._held.get(switch.request)
         if held is not None and not held.finish:
             self._turn(held, switch)

@@ -31,10 +31,10 @@ from rookery.parent import die_with_parent
 from rookery.settings import TOKEN_VARIABLE, Settings, token_of
 from rookery.tokenization import registry
 from rookery.worker.compute import Compute, WorkerCore
-from rookery.worker.connection import WorkerOptions, RegistrationRefused, ServiceConnection
+from rookery.worker.connection import RegistrationRefused, ServiceConnection, WorkerOptions
 from rookery.worker.model.convert import prepare
 from rookery.worker.transfer.cache import ADAPTERS
-from rookery.worker.transfer.peer_server import PeerServer, listen
+from rookery.worker.transfer.peers import PeerServer, listen
 
 log = logging.getLogger("rookery.worker")
 

@@ -30,7 +30,7 @@ from rookery.worker.compute import Compute, WorkerCore
 from rookery.worker.trainer.native.optim import Export
 from rookery.worker.trainer.native.trainer import TrainerResult
 from rookery.worker.transfer.client import TransferClient
-from rookery.worker.transfer.http import CorruptArtifact, TransferFailed, is_plain, one_line, system_error
+from rookery.worker.transfer.http import CorruptArtifact, TransferFailed, errno_of, is_plain, one_line
 
 log = logging.getLogger("rookery.worker.training_ops")
 
@@ -307,7 +307,7 @@ def _own_trouble(error: Exception) -> bool:
     """Whether this worker, or its link, is what an operation failed for: another one may carry it out as it is."""
     if isinstance(error, TransferFailed):
         return not isinstance(error, CorruptArtifact)
-    return isinstance(error, OSError | MemoryError | torch.OutOfMemoryError) or system_error(error) != 0
+    return isinstance(error, OSError | MemoryError | torch.OutOfMemoryError) or errno_of(error) != 0
 
 
 def _rest(core: WorkerCore, policy: str) -> None:

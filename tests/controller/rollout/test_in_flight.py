@@ -412,7 +412,7 @@ class Bench:
 
     # as Transfers
 
-    def granted(self, digest: str, ticket: str, peers: Sequence[str]) -> None: ...
+    def set_ticket(self, digest: str, ticket: str, peers: Sequence[str]) -> None: ...
 
     @asynccontextmanager
     async def pulled(self, ref: protocol.AdapterRef) -> AsyncIterator[Path]:

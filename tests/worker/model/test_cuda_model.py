@@ -27,7 +27,7 @@ from rookery.worker.model.decoder import SITES
 from rookery.worker.model.grouped_lora import Product, batched, grouped, product_for
 from rookery.worker.model.lora import LoraBank
 from rookery.worker.model.varlen_attention import Sequences, Spans, flash, merge, spans, varlen
-from rookery.worker.trainer.native.attention import ChunkSizes, ChunkedAttention
+from rookery.worker.trainer.native.attention import ChunkedAttention, ChunkSizes
 from rookery.worker.trainer.native.backbone import forward, layer_numbers, lengths
 from rookery.worker.trainer.native.lora import PackedLora, PolicyRows
 from rookery.worker.trainer.native.optim import PolicyState
@@ -236,7 +236,9 @@ def test_what_a_backward_pass_keeps_is_about_what_is_counted_on(family: str) -> 
 def test_what_does_not_fit_is_computed_twice_and_what_does_not_fit_then_is_cut() -> None:
     config = small("llama").config
     few, many = lengths(config, 2, 1e6), lengths(config, 2, 1e8)
-    assert 0 < few.resident_tokens < few.max_tokens and many.resident_tokens == pytest.approx(100 * few.resident_tokens, rel=0.05)
+    assert 0 < few.resident_tokens < few.max_tokens and many.resident_tokens == pytest.approx(
+        100 * few.resident_tokens, rel=0.05
+    )
     assert lengths(config, 4, 1e8).resident_tokens == pytest.approx(many.resident_tokens / 2, abs=1)
 
 

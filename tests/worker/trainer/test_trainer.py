@@ -29,11 +29,11 @@ from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.weights import fuse
 from rookery.worker.trainer.native import microbatch
 from rookery.worker.trainer.native import trainer as trainer_module
-from rookery.worker.trainer.native.attention import ChunkSizes, ChunkedAttention
+from rookery.worker.trainer.native.attention import ChunkedAttention, ChunkSizes
 from rookery.worker.trainer.native.backbone import PassLimits, forward
 from rookery.worker.trainer.native.microbatch import Attention
 from rookery.worker.trainer.native.optim import Export
-from rookery.worker.trainer.native.trainer import TrainerResult, NativeTrainer, initial_version
+from rookery.worker.trainer.native.trainer import NativeTrainer, TrainerResult, initial_version
 from rookery.worker.trainer.native.varlen_attention import VarlenAttention
 
 HF = {
@@ -345,7 +345,9 @@ def test_a_group_larger_than_a_slice_is_cut_between_its_members(tmp_path: Path, 
 
 def test_what_memory_does_not_hold_is_cut_and_a_trajectory_that_it_does_not_hold_is_refused(tmp_path: Path) -> None:
     """However much of its pieces a prompt is; and who asks for what fits is not touched."""
-    at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)}, lengths=PassLimits(resident_tokens=32, max_tokens=32))
+    at = trainer(
+        decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)}, lengths=PassLimits(resident_tokens=32, max_tokens=32)
+    )
     rng = random.Random(0)
     fits = protocol.TrainingBatch(groups=[unit(rng, 24, [9] * 5)])  # the last token is not read
     at.forward_backward(forward_backward(op="fits"), fits)

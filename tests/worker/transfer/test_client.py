@@ -1,4 +1,4 @@
-"""A worker's transfers against a real HTTP server and real peers: broken, corrupt, refused, silent."""
+"""Transfers of a worker against a real HTTP server and real peers that break off, lie, refuse or hang."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from tests.support.peers import eventually, settle
 
 from rookery import protocol
 from rookery.errors import UserError
-from rookery.worker.transfer import client as transfer
+from rookery.worker.transfer import client, peers
+from rookery.worker.transfer.cache import AdapterCache, CacheEvents
 from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import CorruptArtifact, TransferFailed
-from rookery.worker.transfer.peer_server import AT_ONCE, PeerServer, listen
+from rookery.worker.transfer.peers import PeerServer, listen
 from rookery.worker.transfer.prefetch import Prefetcher
 
 FILES = {
@@ -46,25 +47,23 @@ def transfers(
     service: Dialled,
     root: Path,
     *,
-    cap: int = 1 << 30,
+    capacity: int = 1 << 30,
     peer_seconds: float = 10.0,
     renew: Callable[[str], Awaitable[str]] = no_renewal,
-    arrived: Callable[[str], object] = lambda digest: None,
-    failed: Callable[[str, str], object] = lambda digest, reason: None,
+    events: CacheEvents | None = None,
 ) -> TransferClient:
     return TransferClient(
         service.url,
         root / "adapters",
-        cap,
+        capacity,
         renew,
+        CacheEvents() if events is None else events,
         timeout_seconds=10,
         peer_seconds=peer_seconds,
-        arrived=arrived,
-        failed=failed,
     )
 
 
-async def test_only_what_is_needed_is_pulled_and_once(service: Dialled, tmp_path: Path) -> None:
+async def test_pull_fetches_each_needed_shard_once(service: Dialled, tmp_path: Path) -> None:
     here, ref = transfers(service, tmp_path), service.ref(service.store(FILES), 1)
     async with here.pulled(ref) as folder, here.pulled(ref) as again:
         assert folder == again
@@ -77,7 +76,7 @@ async def test_only_what_is_needed_is_pulled_and_once(service: Dialled, tmp_path
     await here.close()
 
 
-async def test_a_broken_transfer_goes_on_where_it_stopped(service: Dialled, tmp_path: Path) -> None:
+async def test_broken_transfer_resumes_at_the_last_byte(service: Dialled, tmp_path: Path) -> None:
     here, ref = transfers(service, tmp_path), service.ref(service.store(FILES), 1)
     service.cut = 40 << 10
     async with here.pulled(ref) as folder:
@@ -89,7 +88,7 @@ async def test_a_broken_transfer_goes_on_where_it_stopped(service: Dialled, tmp_
     await here.close()
 
 
-async def test_a_corrupt_shard_is_fetched_twice_and_refused(service: Dialled, tmp_path: Path) -> None:
+async def test_corrupt_shard_is_fetched_twice_and_refused(service: Dialled, tmp_path: Path) -> None:
     here, manifest = transfers(service, tmp_path), service.store(FILES)
     path = service.artifacts.path(manifest.hash, "adapter_model.safetensors")
     good = path.read_bytes()
@@ -106,7 +105,7 @@ async def test_a_corrupt_shard_is_fetched_twice_and_refused(service: Dialled, tm
     await here.close()
 
 
-async def test_damage_on_this_disk_is_mended(service: Dialled, tmp_path: Path) -> None:
+async def test_shard_damaged_on_disk_is_fetched_again(service: Dialled, tmp_path: Path) -> None:
     ref = service.ref(service.store(FILES), 1)
     first = transfers(service, tmp_path)
     async with first.pulled(ref) as folder:
@@ -121,7 +120,7 @@ async def test_damage_on_this_disk_is_mended(service: Dialled, tmp_path: Path) -
     await second.close()
 
 
-async def test_an_expired_ticket_is_renewed_once(service: Dialled, tmp_path: Path) -> None:
+async def test_expired_ticket_is_renewed_once(service: Dialled, tmp_path: Path) -> None:
     manifest = service.store(FILES)
     asked: list[str] = []
 
@@ -140,7 +139,7 @@ async def test_an_expired_ticket_is_renewed_once(service: Dialled, tmp_path: Pat
     await here.close()
 
 
-async def test_an_upload_has_the_hash_that_the_service_computes(service: Dialled, tmp_path: Path) -> None:
+async def test_upload_has_the_hash_that_the_service_computes(service: Dialled, tmp_path: Path) -> None:
     here, ticket = transfers(service, tmp_path), service.tickets.upload()
 
     def write(folder: Path) -> None:
@@ -150,7 +149,7 @@ async def test_an_upload_has_the_hash_that_the_service_computes(service: Dialled
     manifest = await here.upload(ticket, write)
     assert manifest == service.collect(ticket)
     assert service.artifacts.verify(manifest.hash) == manifest
-    async with here.pulled(service.ref(manifest, 1)):  # kept: nothing is pulled
+    async with here.pulled(service.ref(manifest, 1)):  # kept in the cache: nothing is pulled
         assert service.requests == []
     async with here.pulled(service.ref(manifest, 1), state=True):
         assert [name for name, _ in service.requests] == [f"{manifest.hash}/trainer_state.safetensors"]
@@ -160,9 +159,9 @@ async def test_an_upload_has_the_hash_that_the_service_computes(service: Dialled
     assert all(not path.name.startswith(".") for path in (tmp_path / "adapters").iterdir())
 
 
-async def test_what_was_not_used_for_longest_goes_first(service: Dialled, tmp_path: Path) -> None:
+async def test_least_recently_used_artifacts_are_evicted_first(service: Dialled, tmp_path: Path) -> None:
     manifests = [service.store({"adapter_model.safetensors": os.urandom(10 << 10)}) for _ in range(4)]
-    here = transfers(service, tmp_path, cap=25 << 10)
+    here = transfers(service, tmp_path, capacity=25 << 10)
     for age, manifest in enumerate(manifests[:3]):
         async with here.pulled(service.ref(manifest, 1)) as folder:
             pass
@@ -173,27 +172,24 @@ async def test_what_was_not_used_for_longest_goes_first(service: Dialled, tmp_pa
     here.evict(manifests[2].hash)
     assert here.cached() == [manifests[3].hash]
     here.evict(manifests[3].hash)
-    assert not here._cache._pins and manifests[3].hash not in here._locks, "nothing is kept of what is over"
     await here.close()
 
 
-async def test_what_is_being_removed_is_not_here(
+async def test_artifact_under_deletion_is_not_reported_as_cached(
     service: Dialled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, ref = transfers(service, tmp_path), service.ref(service.store(FILES), 1)
     async with here.pulled(ref):
         assert here.cached() == [ref.hash]
-    monkeypatch.setattr(shutil, "rmtree", lambda *_: None)  # as slow as it can be
+    monkeypatch.setattr(shutil, "rmtree", lambda *_: None)  # a deletion that never ends
     here.evict(ref.hash)
     assert here.cached() == []
     assert len(list((tmp_path / "adapters").iterdir())) == 1
     await here.close()
 
 
-async def test_what_is_over_leaves_a_full_disk(
-    service: Dialled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On which nothing more can be made."""
+async def test_eviction_works_on_a_full_disk(service: Dialled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no file can be created."""
     here, ref = transfers(service, tmp_path), service.ref(service.store(FILES), 1)
     async with here.pulled(ref):
         pass
@@ -214,18 +210,18 @@ async def test_what_is_over_leaves_a_full_disk(
         OSError(errno.ENOSPC, "No space left on device"),
         SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
     ],
-    ids=["the system's", "safetensors'"],
+    ids=["os", "safetensors"],
 )
-async def test_on_a_full_disk_what_nobody_uses_makes_room(
+async def test_full_disk_evicts_unused_artifacts_and_retries(
     service: Dialled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """For a pull and for a commit, of 10 kB each, where 25 kB fit; what is in use stays."""
+    """For a pull and for a commit of 10 kB each, with space for 25 kB; artifacts in use stay."""
     here, root, size = transfers(service, tmp_path), tmp_path / "adapters", 10 << 10
     old, used, new = (service.store({"adapter_model.safetensors": os.urandom(size)}) for _ in range(3))
-    fill, tries = transfer.fill, []
+    fill, tries = client.download, []
 
     def unused(*digests: str) -> None:
-        """They were last used an hour ago."""
+        """Pretend that they were last used an hour ago."""
         for digest in digests:
             long_ago = (root / digest).stat().st_mtime - 3600
             os.utime(root / digest, (long_ago, long_ago))
@@ -245,7 +241,7 @@ async def test_on_a_full_disk_what_nobody_uses_makes_room(
         take()
         (folder / "adapter_model.safetensors").write_bytes(os.urandom(size))
 
-    monkeypatch.setattr(transfer, "fill", limited)
+    monkeypatch.setattr(client, "download", limited)
     async with here.pulled(service.ref(old, 1)), here.pulled(service.ref(used, 1)):
         pass
     async with here.pulled(service.ref(used, 1)):
@@ -256,15 +252,41 @@ async def test_on_a_full_disk_what_nobody_uses_makes_room(
         manifest = await here.upload(service.tickets.upload(), write)
         assert len(tries) == 2 and [shard.name for shard in manifest.shards] == ["adapter_model.safetensors"]
         assert set(here.cached()) == {used.hash, manifest.hash}
-        with pytest.raises(type(error)):  # all of it is in use, or was a moment ago
+        with pytest.raises(type(error)):  # every artifact is in use or recently used
             async with here.pulled(service.ref(old, 1)):
                 pass
     await here.close()
     assert all(not path.name.startswith(".") for path in root.iterdir())
 
 
+async def test_cache_folder_is_private_to_its_owner(service: Dialled, tmp_path: Path) -> None:
+    """Adapters of all tenants are in it; a folder that was created with wider permissions is corrected."""
+    root = tmp_path / "adapters"
+    root.mkdir(0o755)
+    root.chmod(0o755)
+    here, ref = transfers(service, tmp_path), service.ref(service.store(FILES), 1)
+    assert root.stat().st_mode & 0o777 == 0o700
+    async with here.pulled(ref):
+        assert root.stat().st_mode & 0o777 == 0o700
+    await here.close()
+    AdapterCache(tmp_path / "new" / "adapters", 1 << 20)
+    assert (tmp_path / "new" / "adapters").stat().st_mode & 0o777 == 0o700
+
+
+async def test_cache_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    root = tmp_path / "adapters"
+    root.mkdir()
+    root.chmod(0o755)
+    monkeypatch.setattr(Path, "chmod", denied)
+    with pytest.raises(UserError, match="belongs to another"):
+        AdapterCache(root, 1 << 20)
+
+
 @pytest.mark.parametrize("name", ["../escape", ".hidden/x", "/etc/x"])
-async def test_a_manifest_cannot_leave_its_folder(service: Dialled, tmp_path: Path, name: str) -> None:
+async def test_manifest_cannot_name_files_outside_its_folder(service: Dialled, tmp_path: Path, name: str) -> None:
     manifest = protocol.manifest_of([protocol.Shard(name=name, size=1, sha256="0" * 64)])
     folder = service.artifacts._root / manifest.hash
     folder.mkdir()
@@ -283,18 +305,18 @@ async def test_a_manifest_cannot_leave_its_folder(service: Dialled, tmp_path: Pa
 SIZE = len(FILES["adapter_model.safetensors"])
 
 
-class Lending:
-    """A worker's cache with an artifact in it, and its lender."""
+class Peer:
+    """A worker's cache and its peer server."""
 
     def __init__(self, service: Dialled, root: Path) -> None:
-        self.root = root / "lending"
+        self.root = root / "peer"
         self.transfers = transfers(service, self.root)
         listening, self.url = listen(service.url, None, 0)
         assert listening is not None
-        self.lender = PeerServer(self.root / "adapters", listening)
-        self.lender.start()
+        self.server = PeerServer(self.root / "adapters", listening)
+        self.server.start()
 
-    async def has(self, ref: protocol.AdapterRef, *, state: bool = False) -> None:
+    async def pull(self, ref: protocol.AdapterRef, *, state: bool = False) -> None:
         async with self.transfers.pulled(ref, state=state):
             pass
 
@@ -304,28 +326,28 @@ class Lending:
 
 
 @pytest.fixture
-async def lending(service: Dialled, tmp_path: Path) -> AsyncIterator[Lending]:
-    lending = Lending(service, tmp_path)
-    yield lending
-    await lending.lender.stop()
-    await lending.transfers.close()
+async def peer(service: Dialled, tmp_path: Path) -> AsyncIterator[Peer]:
+    peer = Peer(service, tmp_path)
+    yield peer
+    await peer.server.stop()
+    await peer.transfers.close()
 
 
-async def test_a_lender_hands_out_what_it_was_told_to_for_that_ticket_until_it_is_over(
-    service: Dialled, lending: Lending
+async def test_peer_server_serves_named_artifacts_to_named_tickets_until_they_expire(
+    service: Dialled, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ref, other = (service.ref(service.store(files), 1) for files in (FILES, {"adapter_config.json": b"[]"}))
-    await lending.has(ref, state=True)
-    await lending.has(other)
+    await peer.pull(ref, state=True)
+    await peer.pull(other)
     shard = f"/artifacts/{ref.hash}/adapter_model.safetensors"
-    assert (await lending.get(shard)).status_code == 404, "not before it is told"
-    lending.lender.serve(ref.hash, "t", 60)
-    assert (await lending.get(shard)).content == FILES["adapter_model.safetensors"]
-    part = await lending.get(shard, Range="bytes=1000-")
+    assert (await peer.get(shard)).status_code == 404
+    peer.server.serve(ref.hash, "t", 60)
+    assert (await peer.get(shard)).content == FILES["adapter_model.safetensors"]
+    part = await peer.get(shard, Range="bytes=1000-")
     assert (part.status_code, part.content) == (206, FILES["adapter_model.safetensors"][1000:])
-    manifest = msgspec.json.decode((await lending.get(f"/artifacts/{ref.hash}")).content, type=protocol.Manifest)
+    manifest = msgspec.json.decode((await peer.get(f"/artifacts/{ref.hash}")).content, type=protocol.Manifest)
     assert manifest.hash == ref.hash
-    lending.lender.serve(other.hash, "over", -1)
+    peer.server.serve(other.hash, "over", -1)
     for path, ticket in [
         (shard, "another"),
         (shard, ""),
@@ -339,12 +361,12 @@ async def test_a_lender_hands_out_what_it_was_told_to_for_that_ticket_until_it_i
         ("/artifacts/..%2f..", "t"),
         ("/", "t"),
     ]:
-        assert (await lending.get(path, ticket)).status_code == 404, path
-    lending.lender._busy = AT_ONCE
-    assert (await lending.get(shard)).status_code == 503, "it does not let itself be overrun"
-    lending.lender._busy = 0
-    lending.lender.revoke(ref.hash)
-    assert (await lending.get(shard)).status_code == 404
+        assert (await peer.get(path, ticket)).status_code == 404, path
+    monkeypatch.setattr(peers, "MAX_RESPONSES", 0)
+    assert (await peer.get(shard)).status_code == 503
+    monkeypatch.undo()
+    peer.server.revoke(ref.hash)
+    assert (await peer.get(shard)).status_code == 404
 
 
 @pytest.mark.parametrize(
@@ -352,7 +374,7 @@ async def test_a_lender_hands_out_what_it_was_told_to_for_that_ticket_until_it_i
     [(None, None, ""), ("far.example:7100", 0, "http://far.example:7100"), (None, 0, "http://127.0.0.1:"),
      ("[fe80::1]:71", 0, "http://[fe80::1]:71")],
 )  # fmt: skip
-def test_where_a_worker_lends(address: str | None, port: int | None, told: str) -> None:
+def test_address_of_the_peer_server(address: str | None, port: int | None, told: str) -> None:
     listening, url = listen("http://127.0.0.1:7077", address, port)
     assert url.startswith(told)
     assert (listening is None) == (told == "")
@@ -361,36 +383,36 @@ def test_where_a_worker_lends(address: str | None, port: int | None, told: str) 
 
 
 @pytest.mark.parametrize(("address", "port"), [("host", None), (":7100", None), ("host:x", 0), (None, 70000)])
-def test_an_address_that_is_none_is_refused(address: str | None, port: int | None) -> None:
+def test_invalid_peer_address_is_refused(address: str | None, port: int | None) -> None:
     with pytest.raises(UserError):
         listen("http://127.0.0.1:7077", address, port)
 
 
-def lent(service: Dialled, manifest: protocol.Manifest, *peers: str) -> protocol.AdapterRef:
+def served_by(service: Dialled, manifest: protocol.Manifest, *peers: str) -> protocol.AdapterRef:
     return msgspec.structs.replace(service.ref(manifest, 1), peers=list(peers))
 
 
-async def test_an_adapter_comes_from_a_peer_and_the_state_from_the_service(
-    service: Dialled, lending: Lending, tmp_path: Path
+async def test_adapter_comes_from_a_peer_and_trainer_state_from_the_service(
+    service: Dialled, peer: Peer, tmp_path: Path
 ) -> None:
     manifest = service.store(FILES)
-    arrived: list[str] = []
-    here, ref = transfers(service, tmp_path, arrived=arrived.append), lent(service, manifest, lending.url)
-    await lending.has(ref)
-    lending.lender.serve(ref.hash, ref.ticket, 60)
+    events = CacheEvents()
+    here, ref = transfers(service, tmp_path, events=events), served_by(service, manifest, peer.url)
+    await peer.pull(ref)
+    peer.server.serve(ref.hash, ref.ticket, 60)
     service.requests.clear()
     async with here.pulled(ref) as folder:
         assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
     assert service.requests == []
-    assert arrived == [ref.hash]
+    assert events.take(1) == [protocol.AdaptersCached(epoch=1, hashes=[ref.hash])]
     assert (here.bytes_from_peers, here.bytes_from_service) == (SIZE + len(FILES["adapter_config.json"]), 0)
     async with here.pulled(ref, state=True):
         assert [name for name, _ in service.requests] == [f"{ref.hash}/trainer_state.safetensors"]
     await here.close()
 
 
-class Peer:
-    """Lends like a worker, until the shard's byte ``at``: then it breaks off, says nothing more, or lies."""
+class FaultyPeer:
+    """Serves like a worker up to byte ``at`` of the shard, then breaks off, sends nothing more, or sends zeros."""
 
     def __init__(
         self, manifest: protocol.Manifest, does: Literal["breaks", "hangs", "lies", "refuses"], at: int
@@ -399,7 +421,7 @@ class Peer:
         self.asked: list[str] = []
         self._server: asyncio.Server | None = None
 
-    async def __aenter__(self) -> Peer:
+    async def __aenter__(self) -> FaultyPeer:
         self._server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
@@ -428,18 +450,18 @@ class Peer:
             writer.write(content[begin : max(begin, self.at)])
             await writer.drain()
             if self.does == "hangs":
-                await reader.read()  # until the other end has had enough
+                await reader.read()  # until the client closes
         writer.close()
 
 
 @pytest.mark.parametrize("does", ["breaks", "hangs", "refuses"])
-async def test_where_one_peer_stops_the_next_goes_on_then_the_service(
+async def test_next_peer_and_then_the_service_resume_where_a_peer_stopped(
     service: Dialled, tmp_path: Path, does: Literal["breaks", "hangs", "refuses"]
 ) -> None:
     manifest = service.store(FILES)
     here = transfers(service, tmp_path, peer_seconds=1.0 if does == "hangs" else 10.0)
-    async with Peer(manifest, does, 20_000) as one, Peer(manifest, does, 50_000) as two:
-        async with here.pulled(lent(service, manifest, "http://127.0.0.1:1", one.url, two.url)) as folder:
+    async with FaultyPeer(manifest, does, 20_000) as one, FaultyPeer(manifest, does, 50_000) as two:
+        async with here.pulled(served_by(service, manifest, "http://127.0.0.1:1", one.url, two.url)) as folder:
             assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
         ranges = dict(service.requests)
         shard = f"{manifest.hash}/adapter_model.safetensors"
@@ -453,40 +475,39 @@ async def test_where_one_peer_stops_the_next_goes_on_then_the_service(
         asked = len(one.asked) + len(two.asked)
         other = service.store({"adapter_config.json": b"[]"})
         one.manifest = two.manifest = other
-        async with here.pulled(lent(service, other, one.url, two.url)):
+        async with here.pulled(served_by(service, other, one.url, two.url)):
             again = len(one.asked) + len(two.asked) > asked
-        assert again == (does == "refuses"), "who failed is left alone; who only had not this one is not"
+        assert again == (does == "refuses"), "only a peer that failed is backed off"
     await here.close()
 
 
-async def test_a_peer_that_lies_costs_one_fetch_from_the_service(service: Dialled, tmp_path: Path) -> None:
+async def test_wrong_bytes_from_a_peer_cost_one_fetch_from_the_service(service: Dialled, tmp_path: Path) -> None:
     manifest = service.store(FILES)
     here = transfers(service, tmp_path)
-    async with Peer(manifest, "lies", 30_000) as liar:
-        async with here.pulled(lent(service, manifest, liar.url)) as folder:
+    async with FaultyPeer(manifest, "lies", 30_000) as liar:
+        async with here.pulled(served_by(service, manifest, liar.url)) as folder:
             assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
         assert (here.corrupt, here.bytes_from_service >= SIZE) == (1, True)
     await here.close()
 
 
-async def test_what_cannot_be_had_is_told(service: Dialled, tmp_path: Path) -> None:
-    told: list[tuple[str, str]] = []
-    here = transfers(service, tmp_path, failed=lambda digest, reason: told.append((digest, reason)))
+async def test_failed_pull_is_reported(service: Dialled, tmp_path: Path) -> None:
+    events = CacheEvents()
+    here = transfers(service, tmp_path, events=events)
     ref = service.ref(service.store(FILES), 1, ticket=False)
     with pytest.raises(TransferFailed):
         async with here.pulled(ref):
             pass
-    assert told == [(ref.hash, "no new ticket came")]
+    assert events.take(1) == [protocol.PullFailed(epoch=1, hash=ref.hash, error="no new ticket came")]
     await here.close()
 
 
-# --- ahead of need ----------------------------------------------------------------------------------------------------
+# --- prefetch ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_slow_receiver_skips_versions_that_newer_ones_have_overtaken(service: Dialled, tmp_path: Path) -> None:
-    arrived: list[str] = []
+async def test_slow_receiver_skips_versions_replaced_by_newer_ones(service: Dialled, tmp_path: Path) -> None:
     begun: list[str] = []
-    here = transfers(service, tmp_path, arrived=arrived.append)
+    here = transfers(service, tmp_path)
     go = asyncio.Event()
     pull = here._pull
 
@@ -502,12 +523,12 @@ async def test_a_slow_receiver_skips_versions_that_newer_ones_have_overtaken(ser
     ahead = Prefetcher(here)
     ahead.prefetch(refs[:2])
     await settle()
-    assert begun == [refs[0].hash, refs[1].hash], "two at a time; asked for together, neither overtakes the other"
+    assert begun == [refs[0].hash, refs[1].hash], "two at a time; neither replaces the other"
     for ref in (refs[2], refs[3], other, refs[4], refs[5]):
         ahead.prefetch([ref])
     ahead.discard(refs[5].hash)
     go.set()
-    await eventually(lambda: len(arrived) >= 3)
-    assert arrived[2:] == [other.hash]
+    await eventually(lambda: len(here.cached()) >= 3)
+    assert set(here.cached()) == {refs[0].hash, refs[1].hash, other.hash}
     assert refs[2].hash not in begun
     await here.close()

@@ -1,12 +1,14 @@
-"""The artifacts that lie on this machine: ``adapters/<hash>``, shared by all its workers.
+"""Artifacts on this machine's disk, ``adapters/<hash>``, shared by all its workers; and reports about them.
 
 Promises:
 
-* A file appears whole, under its name, or not at all: it is written as a private ``.part`` and renamed.
+* A file appears whole, under its name, or not at all: it is written as a private ``.part`` file and renamed.
 * Bytes on disk are hashed again before this process first uses them.
-* The cache stays below its bound: folders not used for longest go first, never one that a caller has pinned. Nothing is
-  made in order to remove something: that works on a full disk.
-* What a process that no longer lives left half-written is removed by the next.
+* The cache stays below its limit: the least recently used folders are evicted first, pinned ones never. Eviction
+  creates no file, so it works on a full disk.
+* Half-written files of a process that has died are deleted by the next one.
+* The folder is readable by its owner only, because it holds the adapters of all tenants. A folder that an earlier
+  release created with wider permissions is corrected.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import shutil
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -26,44 +28,54 @@ import msgspec
 import psutil
 
 from rookery import protocol
+from rookery.errors import UserError
 
 TRAINER_STATE = "trainer_state.safetensors"
-"""The one shard that generating does not need."""
+"""The only shard that generation does not need."""
 
 ADAPTERS = "adapters"
-"""The folder for it in a machine's cache."""
+"""Name of the cache's folder within a machine's cache folder."""
 
 MANIFEST = "manifest.json"
 
-MARK = ".adapter"
-"""Present in a cached folder that holds all that generating needs. No shard's name begins with a dot."""
+COMPLETE = ".adapter"
+"""Marker file of a folder that holds all that generation needs. No shard's name begins with a dot."""
 
 RECENT_SECONDS = 60.0
 """Folders used this recently, perhaps by another worker of the machine, are not evicted."""
 
 
 class AdapterCache:
-    """``root`` holds one folder per artifact. Belongs to the I/O thread; hashing and removing run in helper threads."""
+    """``root`` holds one folder per artifact. Belongs to the I/O thread; hashing and deletion run in helper threads."""
 
-    def __init__(self, root: Path, cap_bytes: int) -> None:
+    def __init__(self, root: Path, capacity_bytes: int) -> None:
+        """Raises ``UserError`` if ``root`` belongs to another user and is open to others."""
         self._root = root
-        self._cap_bytes = cap_bytes
+        self._capacity_bytes = capacity_bytes
         self._verified: set[Path] = set()
         self._pins: Counter[str] = Counter()
-        root.mkdir(parents=True, exist_ok=True)
-        _sweep(root)
+        root.mkdir(0o700, parents=True, exist_ok=True)
+        if root.stat().st_mode & 0o077:
+            try:
+                root.chmod(0o700)
+            except PermissionError:
+                raise UserError(
+                    f"the adapter cache {root} is open to other users and belongs to another one; "
+                    "set ROOKERY_CACHE to a folder of your own"
+                ) from None
+        _delete_leftovers(root)
 
     def folder(self, digest: str) -> Path:
-        """Where an artifact lies, if it does."""
+        """The artifact's folder, which may not exist."""
         return self._root / digest
 
-    def here(self) -> list[str]:
-        """Hashes of the artifacts whose adapter lies in the cache."""
-        return [folder.name for folder in _artifacts(self._root) if (folder / MARK).exists()]
+    def complete_adapters(self) -> list[str]:
+        """Hashes of the artifacts whose adapter is complete in the cache."""
+        return [folder.name for folder in _artifacts(self._root) if (folder / COMPLETE).exists()]
 
     @contextmanager
     def pinned(self, digest: str) -> Iterator[None]:
-        """The artifact is not removed within."""
+        """The artifact is not evicted within this context."""
         self._pins[digest] += 1
         try:
             yield
@@ -72,79 +84,130 @@ class AdapterCache:
             if not self._pins[digest]:
                 del self._pins[digest]
 
-    # --- in ---------------------------------------------------------------------------------------------------------
+    # --- insertion --------------------------------------------------------------------------------------------------
 
-    def wanted(self, folder: Path) -> None:
-        """``folder``, if it is here, is looked into now: another worker of the machine leaves it alone meanwhile."""
+    def touch(self, folder: Path) -> None:
+        """Mark ``folder``, if it exists, as used now, so that other workers of the machine do not evict it."""
         with suppress(FileNotFoundError):
             os.utime(folder)
 
-    async def intact(self, path: Path, digest: str) -> bool:
-        """Whether a shard that is here has the SHA-256 ``digest``."""
+    async def verify(self, path: Path, digest: str) -> bool:
+        """Whether the existing shard ``path`` has the SHA-256 ``digest``."""
         if path in self._verified or await asyncio.to_thread(sha256, path) == digest:
             self._verified.add(path)
             return True
         return False
 
-    def take(self, part: Path, path: Path) -> None:
-        """``part``, whose hash is right, becomes the shard ``path``."""
+    def insert(self, part: Path, path: Path) -> None:
+        """Rename ``part``, whose hash is verified, to the shard ``path``."""
         part.rename(path)
         self._verified.add(path)
 
-    def complete(self, folder: Path) -> None:
-        """All that generating needs is in ``folder``, and is used now."""
-        (folder / MARK).touch()
+    def mark_complete(self, folder: Path) -> None:
+        """All that generation needs is in ``folder``; it counts as used now."""
+        (folder / COMPLETE).touch()
         os.utime(folder)
 
-    def aside(self) -> Path:
-        """A new folder of this process's own, which no one takes for an artifact."""
-        folder = self._hidden()
+    def staging_folder(self) -> Path:
+        """A new private folder of this process, which is no artifact."""
+        folder = self._private_path()
         folder.mkdir(0o700)
         return folder
 
-    def _hidden(self) -> Path:
-        """A name of this process's own: of what is being made, or removed."""
-        return self._root / f".{os.getpid()}.{uuid.uuid4().hex}"
-
-    def keep(self, manifest: protocol.Manifest, aside: Path) -> None:
-        """What generating needs of the files in ``aside`` becomes the artifact ``manifest``."""
+    def insert_staged(self, manifest: protocol.Manifest, staging: Path) -> None:
+        """Make the files of ``staging`` that generation needs the artifact ``manifest``."""
         folder = self._root / manifest.hash
         folder.mkdir(exist_ok=True)
         for shard in manifest.shards:
             if shard.name != TRAINER_STATE:
-                self.take(aside / shard.name, folder / shard.name)
-        write_whole(folder / MANIFEST, msgspec.json.encode(manifest))
-        (folder / MARK).touch()
+                self.insert(staging / shard.name, folder / shard.name)
+        write_atomically(folder / MANIFEST, msgspec.json.encode(manifest))
+        (folder / COMPLETE).touch()
 
-    # --- out --------------------------------------------------------------------------------------------------------
+    # --- eviction ---------------------------------------------------------------------------------------------------
 
-    def forget(self, digest: str) -> None:
-        """Nothing will name this artifact again."""
+    def discard(self, digest: str) -> None:
+        """Delete an artifact that nothing will name again, unless it is pinned."""
         if not self._pins[digest]:
-            self._remove(self._root / digest)
+            self._delete(self._root / digest)
 
-    def _remove(self, folder: Path) -> asyncio.Future[None]:
-        """Gone at once; its bytes are freed in a thread, by when the answer is done."""
-        gone = self._hidden()
-        with suppress(FileNotFoundError):  # another worker of this machine was faster
-            folder.rename(gone)
-        self._verified = {path for path in self._verified if path.parent != folder}
-        return asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, gone, True)
-
-    async def evict(self, *, full: bool = False) -> None:
-        """Remove what has not been used for longest while there is too much: while there is anything, where the disk is
-        ``full``."""
-        folders = await asyncio.to_thread(_survey, self._root)
+    async def evict(self, *, disk_full: bool = False) -> None:
+        """Delete the least recently used artifacts while the cache exceeds its capacity; with ``disk_full``, all that
+        are neither pinned nor recently used."""
+        folders = await asyncio.to_thread(_sizes, self._root)
         total = sum(size for _, size, _ in folders)
-        cap, before = 0 if full else self._cap_bytes, time.time() - RECENT_SECONDS
-        freed: list[asyncio.Future[None]] = []
+        capacity, before = 0 if disk_full else self._capacity_bytes, time.time() - RECENT_SECONDS
+        deletions: list[asyncio.Future[None]] = []
         for folder, size, used in sorted(folders, key=lambda entry: entry[2]):
-            if total <= cap or used > before:
+            if total <= capacity or used > before:
                 break
             if not self._pins[folder.name]:
-                freed.append(self._remove(folder))
+                deletions.append(self._delete(folder))
                 total -= size
-        await asyncio.gather(*freed)
+        await asyncio.gather(*deletions)
+
+    def _delete(self, folder: Path) -> asyncio.Future[None]:
+        """Hide the folder at once; the future completes when a thread has freed its bytes."""
+        hidden = self._private_path()
+        with suppress(FileNotFoundError):  # another worker of this machine has deleted it
+            folder.rename(hidden)
+        self._verified = {path for path in self._verified if path.parent != folder}
+        return asyncio.get_running_loop().run_in_executor(None, shutil.rmtree, hidden, True)
+
+    def _private_path(self) -> Path:
+        """A new path for something that this process creates or deletes; its name carries the process id."""
+        return self._root / f".{os.getpid()}.{uuid.uuid4().hex}"
+
+
+class CacheEvents:
+    """Reports to the controller: adapters that arrived, and those that could not be pulled. Each is sent once per
+    connection. Belongs to the I/O thread."""
+
+    def __init__(self) -> None:
+        self.pending = asyncio.Event()
+        """Set while :meth:`take` has something to return."""
+        self._reported: set[str] = set()
+        """Hashes that the present connection's controller knows to be cached."""
+        self._arrived: list[str] = []
+        self._failed: dict[str, str] = {}
+
+    def reset(self, reported: Iterable[str]) -> None:
+        """A new connection has begun; its ``Hello`` names the hashes ``reported``."""
+        self._reported = set(reported)
+        self._arrived.clear()
+        self._failed.clear()
+
+    def report_again(self, hashes: Iterable[str]) -> None:
+        """Report these hashes when they arrive even if they were reported before."""
+        self._reported.difference_update(hashes)
+
+    def on_arrived(self, digest: str) -> None:
+        """The adapter is complete in the cache."""
+        if digest not in self._reported:
+            self._reported.add(digest)
+            self._arrived.append(digest)
+            self.pending.set()
+
+    def on_failed(self, digest: str, error: str) -> None:
+        """A pull of the artifact has failed."""
+        self._failed[digest] = error
+        self.pending.set()
+
+    def on_evicted(self, digest: str) -> None:
+        """The adapter has left the cache."""
+        self._reported.discard(digest)
+
+    def take(self, epoch: int) -> list[protocol.Message]:
+        """Messages for the reports that have not been sent, and clear them."""
+        self.pending.clear()
+        messages: list[protocol.Message] = [
+            protocol.PullFailed(epoch=epoch, hash=digest, error=error) for digest, error in self._failed.items()
+        ]
+        if self._arrived:
+            messages.append(protocol.AdaptersCached(epoch=epoch, hashes=list(self._arrived)))
+        self._arrived.clear()
+        self._failed.clear()
+        return messages
 
 
 def sha256(path: Path) -> str:
@@ -154,12 +217,12 @@ def sha256(path: Path) -> str:
 
 
 def part_of(path: Path) -> Path:
-    """Where this process writes what will become ``path``: workers of one machine share the cache."""
+    """This process's private file for the download of ``path``; other workers of the machine have their own."""
     return path.with_name(f"{path.name}.{os.getpid()}.part")
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Make the file ``path``, and its folder where there is none."""
+def write_atomically(path: Path, content: bytes) -> None:
+    """Create the file ``path``, and its folder if needed."""
     path.parent.mkdir(exist_ok=True)
     part = part_of(path)
     part.write_bytes(content)
@@ -167,26 +230,23 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def _artifacts(root: Path) -> Iterator[Path]:
-    """Folders that are no process's own."""
     return (folder for folder in root.iterdir() if not folder.name.startswith("."))
 
 
-def _survey(root: Path) -> list[tuple[Path, int, float]]:
+def _sizes(root: Path) -> list[tuple[Path, int, float]]:
     """(folder, bytes, time of last use) of every cached artifact."""
     found = []
     for folder in _artifacts(root):
-        try:
+        with suppress(FileNotFoundError):  # another worker of this machine deletes it
             found.append((folder, sum(e.stat().st_size for e in os.scandir(folder)), folder.stat().st_mtime))
-        except FileNotFoundError:  # another worker of this machine removes it
-            continue
     return found
 
 
-def _sweep(root: Path) -> None:
-    """Remove what processes that no longer live left half-written."""
+def _delete_leftovers(root: Path) -> None:
+    """Delete files and folders that dead processes left half-written."""
     for part in root.glob("*/*.part"):
         if not psutil.pid_exists(int(part.name.split(".")[-2])):
             part.unlink(missing_ok=True)
-    for aside in root.glob(".*.*"):
-        if not psutil.pid_exists(int(aside.name.split(".")[1])):
-            shutil.rmtree(aside, ignore_errors=True)
+    for private in root.glob(".*.*"):
+        if not psutil.pid_exists(int(private.name.split(".")[1])):
+            shutil.rmtree(private, ignore_errors=True)

@@ -1,4 +1,11 @@
-"""One HTTP exchange about bytes: how a file is filled, what an answer means, what is wrong with what came."""
+"""One HTTP exchange of artifact bytes, as the service and peers serve them: errors, statuses, resumable downloads.
+
+Promises:
+
+* Every error that a caller may see is a :class:`TransferFailed` with a message of one line; :class:`RetryTransfer` and
+  ``httpx`` errors stay inside the ``transfer`` package.
+* A manifest is accepted only under the hash that names it, and never names a file outside its folder.
+"""
 
 from __future__ import annotations
 
@@ -14,72 +21,67 @@ from safetensors import SafetensorError
 from rookery import protocol
 from rookery.errors import RookeryError
 
-_REFUSED = {401, 403, 404, 410}
-"""Answers to a ticket that is not, or no longer, good."""
+TICKET_STATUSES = {401, 403, 404, 410}
+"""Statuses for a ticket that is invalid or has expired."""
 
-_BUSY = {408, 425, 429, 502, 503, 504}
-"""Answers that may be others in a moment."""
+TRANSIENT_STATUSES = {408, 425, 429, 502, 503, 504}
+"""Statuses after which the same request may succeed later."""
 
 
 class TransferFailed(Exception):
-    """Bytes could not be had or brought; the message is one line."""
+    """Bytes could not be pulled or uploaded; the message is one line."""
 
 
 class Unreachable(TransferFailed):
-    """The service did not answer, for as long as it was asked."""
+    """The service did not answer within all attempts."""
 
 
 class CorruptArtifact(TransferFailed):
-    """The bytes are not those that the hash names; asking the same again does not help."""
+    """The bytes do not have the hash that names them; a retry does not help."""
 
 
 class TicketRefused(TransferFailed):
-    """The ticket is not honoured."""
+    """The ticket is invalid or has expired."""
 
 
 class RetryTransfer(Exception):
-    """The other end answered that it cannot now."""
+    """The other end cannot answer now, or the connection ended early."""
 
 
 def raise_for_status(method: str, url: str, status: int) -> None:
-    """Raises what an answer other than 2xx means: :class:`TicketRefused`, :class:`Again`, :class:`TransferFailed`."""
-    if status in _REFUSED:
-        raise TicketRefused(f"{method} {url}: the ticket is not good (HTTP {status})")
+    """Raises :class:`TicketRefused`, :class:`RetryTransfer` or :class:`TransferFailed` for a status other than 2xx."""
+    if status in TICKET_STATUSES:
+        raise TicketRefused(f"{method} {url}: the ticket was refused (HTTP {status})")
     if status == 507:
         raise TransferFailed(f"{method} {url}: the service's disk is full")
-    if status in _BUSY:
+    if status in TRANSIENT_STATUSES:
         raise RetryTransfer(f"HTTP {status}")
     if status >= 300:
         raise TransferFailed(f"{method} {url}: HTTP {status}")
 
 
-def is_loopback(address: str) -> bool:
-    """Whether an address is this machine's own, to which no proxy leads."""
-    return urlsplit(address).hostname in ("localhost", "127.0.0.1", "::1")
+async def download(
+    http: httpx.AsyncClient, url: str, ticket: str, part: Path, size: int, count: Callable[[int], object]
+) -> None:
+    """Append to the file ``part`` until it has ``size`` bytes, starting at its present end; ``count`` is called with
+    the size of each block received. Returns early if the connection ends early.
+
+    Raises the errors of :func:`raise_for_status`, ``httpx.HTTPError``, and :class:`CorruptArtifact` if more than
+    ``size`` bytes arrive."""
+    have = size_of(part) if size_of(part) < size else 0
+    headers = {"X-Rookery-Ticket": ticket} | ({"Range": f"bytes={have}-"} if have > 0 else {})
+    async with http.stream("GET", url, headers=headers) as response:
+        raise_for_status("GET", url, response.status_code)
+        with part.open("ab" if response.status_code == 206 else "wb") as file:
+            async for block in response.aiter_raw():
+                if file.tell() + len(block) > size:
+                    raise CorruptArtifact(f"GET {url}: longer than the {size} bytes that its manifest states")
+                file.write(block)
+                count(len(block))
 
 
-def one_line(error: BaseException) -> str:
-    """What went wrong, for the other end; an error that nobody wrote for people to read is named."""
-    text = " ".join(str(error).split())
-    return text if is_plain(error) else f"{type(error).__name__}: {text}"
-
-
-def system_error(error: BaseException) -> int:
-    """The system's number for why a file could not be read or written; 0 if it was something else. safetensors tells
-    it in words alone."""
-    if isinstance(error, SafetensorError):
-        said = re.search(r"\(os error (\d+)\)", str(error))
-        return int(said[1]) if said else 0
-    return (error.errno or 0) if isinstance(error, OSError) else 0
-
-
-def is_plain(error: BaseException) -> bool:
-    """Whether the message says it all, without a traceback."""
-    return isinstance(error, TransferFailed | RookeryError | ValueError)
-
-
-def manifest_in(content: bytes, digest: str) -> protocol.Manifest:
-    """The manifest in ``content``, which must be the one that ``digest`` names."""
+def decode_manifest(content: bytes, digest: str) -> protocol.Manifest:
+    """The manifest in ``content``. Raises :class:`CorruptArtifact` unless it is valid and its hash is ``digest``."""
     try:
         manifest = msgspec.json.decode(content, type=protocol.Manifest)
     except msgspec.MsgspecError as error:
@@ -91,23 +93,30 @@ def manifest_in(content: bytes, digest: str) -> protocol.Manifest:
     return manifest
 
 
-async def fill(
-    http: httpx.AsyncClient, url: str, ticket: str, part: Path, size: int, count: Callable[[int], object]
-) -> None:
-    """Bring the file ``part`` closer to its ``size`` bytes, going on from what it holds; ``count`` is told of the bytes
-    that came. Raises what :func:`judge` does, ``httpx.HTTPError``, and :class:`CorruptArtifact` for too much."""
-    have = size_of(part) if size_of(part) < size else 0
-    headers = {"X-Rookery-Ticket": ticket} | ({"Range": f"bytes={have}-"} if have > 0 else {})
-    async with http.stream("GET", url, headers=headers) as response:
-        raise_for_status("GET", url, response.status_code)
-        with part.open("ab" if response.status_code == 206 else "wb") as file:
-            async for chunk in response.aiter_raw():
-                if file.tell() + len(chunk) > size:
-                    raise CorruptArtifact(f"GET {url}: longer than the {size} bytes that its manifest says")
-                file.write(chunk)
-                count(len(chunk))
-
-
 def size_of(path: Path) -> int:
-    """Bytes of a file; -1 if there is none."""
+    """Size of a file in bytes; -1 if it does not exist."""
     return path.stat().st_size if path.exists() else -1
+
+
+def is_loopback(address: str) -> bool:
+    """Whether a URL names this machine itself, which no proxy serves."""
+    return urlsplit(address).hostname in ("localhost", "127.0.0.1", "::1")
+
+
+def one_line(error: BaseException) -> str:
+    """The error's message on one line, preceded by its type unless the message is written for users."""
+    text = " ".join(str(error).split())
+    return text if is_plain(error) else f"{type(error).__name__}: {text}"
+
+
+def is_plain(error: BaseException) -> bool:
+    """Whether the message is complete without a traceback."""
+    return isinstance(error, TransferFailed | RookeryError | ValueError)
+
+
+def errno_of(error: BaseException) -> int:
+    """The ``errno`` of a failed read or write; 0 for other errors. safetensors states it only in its message."""
+    if isinstance(error, SafetensorError):
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        return int(found[1]) if found else 0
+    return (error.errno or 0) if isinstance(error, OSError) else 0

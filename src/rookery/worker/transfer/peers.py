@@ -1,114 +1,270 @@
-"""Adapters from other workers of the service.
+"""Adapters between workers: :class:`PeerServer` serves those of this worker's cache, :class:`PeerClient` pulls others'.
 
-* A peer is asked only for what the controller named it for, with the ticket that it named; what it gives is checked by
-  who asked.
-* One that fails in any way, or gives no byte for a named time, is left at the byte where it stopped. If it could not be
-  reached, broke off or sent something wrong, it is left alone for a while; if it has not this one, or is busy, it may
-  be asked for the next.
-* Nothing raises: what the peers do not give, the service has.
+Promises of the server:
+
+* It serves only the artifacts that the controller named, to requests with the ticket that the controller named, until
+  that ticket expires. Every other request gets 404: other artifacts, other file names, the trainer's state.
+* It answers byte ranges, so that a receiver continues at the byte where another source stopped.
+* It runs in its own thread and serves a bounded number of requests at a time, so neither computation nor the worker's
+  connection waits for it. Above the bound it answers 503, and the receiver uses another source.
+* Bytes are served as they are on disk. The receiver has their hash and verifies them.
+
+Promises of the client:
+
+* A peer is asked only for the artifacts that the controller named it for, with the ticket that it named.
+* A peer that fails, or sends nothing for the timeout, is left at the byte where it stopped. If it was unreachable,
+  broke the connection or sent wrong bytes, it is not asked again for a while; if it lacks the artifact or is busy, it
+  may be asked for the next one.
+* No method raises: the service has every artifact that peers do not serve.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import socket
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
 
 from rookery import protocol
+from rookery.errors import UserError
+from rookery.worker.transfer.cache import COMPLETE, MANIFEST, TRAINER_STATE
 from rookery.worker.transfer.http import (
     RetryTransfer,
     TicketRefused,
     TransferFailed,
-    fill,
-    manifest_in,
+    decode_manifest,
+    download,
     one_line,
     raise_for_status,
     size_of,
 )
 
-log = logging.getLogger("rookery.worker.transfer.client")
+log = logging.getLogger("rookery.worker.transfer.peers")
 
-AVOID_SECONDS = 60.0
-"""A peer that failed is not asked for this long: it may be gone, or out of reach from here."""
+MAX_RESPONSES = 4
+"""Responses at a time: more would each be slower, and take network bandwidth from the worker's own tokens."""
+
+BLOCK_BYTES = 1 << 20
+"""Bytes read from disk and sent at once."""
+
+STOP_SECONDS = 2.0
+"""Time for open responses to complete when the worker ends."""
+
+BACKOFF_SECONDS = 60.0
+"""A peer that failed is not asked again for this long: it may be gone, or unreachable from here."""
+
+
+class PeerServer:
+    """Methods belong to the I/O thread; ``root`` holds one folder per artifact."""
+
+    def __init__(self, root: Path, listening: socket.socket) -> None:
+        self._root = root
+        self._expiry: dict[tuple[str, str], float] = {}
+        """(hash, ticket) → monotonic time until which it is served."""
+        self._responses = 0
+        self._routes = Starlette(
+            routes=[Route("/artifacts/{digest}", self._manifest), Route("/artifacts/{digest}/{name}", self._shard)]
+        )
+        config = uvicorn.Config(
+            self._bounded,
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=round(STOP_SECONDS),
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, args=([listening],), name="peer-server", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Waits for the thread to end; one that is stuck in a response ends with the process."""
+        self._server.should_exit = True
+        await asyncio.to_thread(self._thread.join, 2 * STOP_SECONDS)
+
+    def serve(self, digest: str, ticket: str, seconds: float) -> None:
+        """Serve the artifact ``digest`` to requests with ``ticket``, for ``seconds`` from now."""
+        now = time.monotonic()
+        valid = {served: until for served, until in self._expiry.items() if until > now}
+        self._expiry = valid | {(digest, ticket): now + seconds}
+
+    def revoke(self, digest: str) -> None:
+        """Stop serving this artifact."""
+        self._expiry = {served: until for served, until in self._expiry.items() if served[0] != digest}
+
+    # --- in the server's thread -------------------------------------------------------------------------------------
+
+    async def _bounded(self, scope: Any, receive: Any, send: Any) -> None:
+        """The ASGI application: 503 while the bound is reached."""
+        if self._responses >= MAX_RESPONSES:
+            await Response(status_code=503)(scope, receive, send)
+            return
+        self._responses += 1
+        try:
+            await self._routes(scope, receive, send)
+        finally:
+            self._responses -= 1
+
+    async def _manifest(self, request: Request) -> Response:
+        folder = self._authorized(request)
+        return Response(status_code=404) if folder is None else _file(folder / MANIFEST)
+
+    async def _shard(self, request: Request) -> Response:
+        folder, name = self._authorized(request), request.path_params["name"]
+        if folder is None or name == TRAINER_STATE or name not in _shard_names(folder):
+            return Response(status_code=404)
+        return _file(folder / name)
+
+    def _authorized(self, request: Request) -> Path | None:
+        """The artifact's folder if the request may read it and it is complete."""
+        digest = request.path_params["digest"]
+        ticket = request.headers.get("x-rookery-ticket", "")
+        until = self._expiry.get((digest, ticket))  # the digest is a known hash, so it cannot contain a path
+        if until is None or until <= time.monotonic():
+            return None
+        folder = self._root / digest
+        return folder if (folder / COMPLETE).exists() else None
+
+
+def _file(path: Path) -> Response:
+    if not path.is_file():
+        return Response(status_code=404)
+    response = FileResponse(path, media_type="application/octet-stream")
+    response.chunk_size = BLOCK_BYTES
+    return response
+
+
+def _shard_names(folder: Path) -> set[str]:
+    try:
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=protocol.Manifest)
+    except (OSError, msgspec.MsgspecError):  # just evicted, or damaged
+        return set()
+    return {shard.name for shard in manifest.shards}
+
+
+def listen(base: str, address: str | None, port: int | None) -> tuple[socket.socket | None, str]:
+    """The socket of the peer server and the URL that other workers use; ``(None, "")`` without ``address`` and
+    ``port``. The URL's host is ``address`` or else this machine's address on the route to the service ``base``.
+    Raises :class:`UserError`."""
+    if address is None and port is None:
+        return None, ""
+    parsed = urlsplit(f"//{address or ''}")
+    try:
+        host, public_port = parsed.hostname or "", parsed.port
+    except ValueError:
+        raise UserError(f"--address: given {address!r}, allowed is HOST or HOST:PORT") from None
+    if (public_port is None and port is None) or (address is not None and not host):
+        raise UserError(f"--address: given {address!r}, allowed is HOST:PORT, or HOST with --peer-port")
+    local_port = port if port is not None else public_port or 0
+    try:
+        host = host or _own_address(base)
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        listening = socket.create_server(("", local_port), family=family, dualstack_ipv6=dual)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"cannot listen on port {local_port} for other workers ({error}); give --peer-port") from None
+    shown = f"[{host}]" if ":" in host else host
+    return listening, f"http://{shown}:{public_port or listening.getsockname()[1]}"
+
+
+def _own_address(base: str) -> str:
+    """This machine's address on the route to the service."""
+    service = urlsplit(base)
+    found = socket.getaddrinfo(service.hostname, service.port or 80, type=socket.SOCK_DGRAM)
+    family, kind, protocol_number, _, target = found[0]
+    with socket.socket(family, kind, protocol_number) as probe:
+        probe.connect(target)  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 class PeerClient:
     """Belongs to the I/O thread."""
 
-    def __init__(self, seconds: float) -> None:
-        """``seconds``: how long a peer may be silent."""
-        self._http = httpx.AsyncClient(timeout=seconds, trust_env=False)  # no proxy stands between workers
-        self._named: dict[str, tuple[str, list[str]]] = {}
-        """By hash: the ticket, and whom to ask."""
-        self._avoided: dict[str, float] = {}
-        """Peers that failed, and until when they are left alone."""
+    def __init__(self, timeout_seconds: float) -> None:
+        """``timeout_seconds``: how long a peer may send nothing."""
+        self._http = httpx.AsyncClient(timeout=timeout_seconds, trust_env=False)  # workers reach each other directly
+        self._sources: dict[str, tuple[str, list[str]]] = {}
+        """Hash → (ticket, URLs of peers)."""
+        self._backoff: dict[str, float] = {}
+        """URL of a peer that failed → monotonic time until which it is not asked."""
         self.bytes_received = 0
-        """Bytes that came from peers."""
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    def name(self, digest: str, ticket: str, peers: Sequence[str]) -> None:
-        """``peers`` lend the artifact for ``ticket``."""
-        self._named[digest] = (ticket, list(peers))
+    def set_sources(self, digest: str, ticket: str, peers: Iterable[str]) -> None:
+        """``peers`` serve the artifact to requests with ``ticket``."""
+        self._sources[digest] = (ticket, list(peers))
 
-    def forget(self, digest: str) -> None:
-        self._named.pop(digest, None)
+    def discard(self, digest: str) -> None:
+        self._sources.pop(digest, None)
 
     async def manifest(self, digest: str) -> bytes | None:
-        """The artifact's manifest as a peer gave it, checked; None where none did."""
-        for ticket, peer in self._able(digest):
-            with self._trying(digest, peer):
+        """The artifact's manifest from a peer, verified; None if no peer serves it."""
+        for ticket, peer in self._available(digest):
+            with self._failures_of(peer, digest):
                 headers = {"X-Rookery-Ticket": ticket}
                 response = await self._http.get(f"{peer}/artifacts/{digest}", headers=headers)
                 raise_for_status("GET", str(response.url), response.status_code)
-                manifest_in(response.content, digest)
+                decode_manifest(response.content, digest)
                 return response.content
         return None
 
-    async def fill(self, digest: str, shard: protocol.Shard, part: Path) -> bool:
-        """Bring the file ``part`` as far as the peers give it; whether any of them gave a byte."""
+    async def download(self, digest: str, shard: protocol.Shard, part: Path) -> bool:
+        """Append to the file ``part`` as many of the shard's bytes as peers serve; whether any byte arrived."""
         before = size_of(part)
-        for ticket, peer in self._able(digest):
+        for ticket, peer in self._available(digest):
             if size_of(part) == shard.size:
                 break
-            with self._trying(digest, peer):
+            with self._failures_of(peer, digest):
                 url = f"{peer}/artifacts/{digest}/{shard.name}"
-                await fill(self._http, url, ticket, part, shard.size, self._count)
+                await download(self._http, url, ticket, part, shard.size, self._count)
         return size_of(part) != before
 
     def mark_failed(self, digest: str) -> None:
-        """What they gave was wrong; it may have been any of them."""
-        ticket, peers = self._named.get(digest, ("", []))
-        self._backoff_until(peers)
-        self._named[digest] = (ticket, [])
+        """The bytes that peers sent for the artifact were wrong; any of them may have sent them."""
+        ticket, peers = self._sources.get(digest, ("", []))
+        self._backoff_until(time.monotonic() + BACKOFF_SECONDS, peers)
+        self._sources[digest] = (ticket, [])
 
     def _count(self, size: int) -> None:
         self.bytes_received += size
 
-    def _able(self, digest: str) -> list[tuple[str, str]]:
-        ticket, peers = self._named.get(digest, ("", []))
+    def _available(self, digest: str) -> list[tuple[str, str]]:
+        ticket, peers = self._sources.get(digest, ("", []))
         now = time.monotonic()
-        return [(ticket, peer) for peer in peers if self._avoided.get(peer, 0.0) < now]
+        return [(ticket, peer) for peer in peers if self._backoff.get(peer, 0.0) < now]
 
     @contextmanager
-    def _trying(self, digest: str, peer: str) -> Iterator[None]:
-        """A peer that fails within gives no more of this artifact."""
+    def _failures_of(self, peer: str, digest: str) -> Iterator[None]:
+        """Suppresses an error within; the peer is not asked for this artifact again."""
         try:
             yield
         except (httpx.HTTPError, httpx.InvalidURL, TransferFailed, RetryTransfer) as error:
-            log.info("peer %s gives no more: %s", peer, one_line(error))
-            named = self._named.get(digest)
-            if named is not None and peer in named[1]:
-                named[1].remove(peer)
+            log.info("stopped pulling from peer %s: %s", peer, one_line(error))
+            _, peers = self._sources.get(digest, ("", []))
+            if peer in peers:
+                peers.remove(peer)
             if not isinstance(error, TicketRefused | RetryTransfer):
-                self._backoff_until([peer])
+                self._backoff_until(time.monotonic() + BACKOFF_SECONDS, [peer])
 
-    def _backoff_until(self, peers: Sequence[str]) -> None:
+    def _backoff_until(self, until: float, peers: Sequence[str]) -> None:
         now = time.monotonic()
-        self._avoided = {peer: until for peer, until in self._avoided.items() if until > now}
-        self._avoided.update(dict.fromkeys(peers, now + AVOID_SECONDS))
+        self._backoff = {peer: end for peer, end in self._backoff.items() if end > now} | dict.fromkeys(peers, until)

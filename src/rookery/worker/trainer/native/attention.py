@@ -39,7 +39,9 @@ class _Plan:
     """A block made ready for a number of heads, the same for all layers: gather indices into ``[tokens · kv_heads, …]``
     views, and how it is cut. Its batch is (bundle, kv head, member), in that order."""
 
-    def __init__(self, block: AttentionBlock, kv_heads: int, group: int, dtype: torch.dtype, chunks: ChunkSizes) -> None:
+    def __init__(
+        self, block: AttentionBlock, kv_heads: int, group: int, dtype: torch.dtype, chunks: ChunkSizes
+    ) -> None:
         self.bundles, self.members, self.tail = block.queries.shape
         self.kv_heads, self.group, self.prefix = kv_heads, group, block.prefix
         self.keys = self.prefix + self.tail

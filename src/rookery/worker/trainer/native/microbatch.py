@@ -24,7 +24,7 @@ from rookery.worker.trainer.native.backbone import forward, infer
 from rookery.worker.trainer.native.lora import PackedLora, PolicyRows
 from rookery.worker.trainer.native.loss_head import token_logprobs
 from rookery.worker.trainer.native.optim import PolicyState
-from rookery.worker.trainer.native.packing import PackedGroup, PackedBatch, pack
+from rookery.worker.trainer.native.packing import PackedBatch, PackedGroup, pack
 
 Attention = Callable[[Decoder, PackedBatch], Attend]
 """Makes the attention over a packed stream."""
@@ -125,7 +125,9 @@ def _spans(items: Sequence[PassItem], of_units: Sequence[tuple[int, int]]) -> li
     return spans
 
 
-def _temperatures(items: Sequence[PassItem], loss_spans: Sequence[slice], rows: int, device: torch.device) -> Tensor | None:
+def _temperatures(
+    items: Sequence[PassItem], loss_spans: Sequence[slice], rows: int, device: torch.device
+) -> Tensor | None:
     """Those of the loss tokens, [rows]; None where all are 1, which saves dividing their logits."""
     if all(item.work.op.temperature == 1.0 for item in items):
         return None

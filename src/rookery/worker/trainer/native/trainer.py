@@ -35,7 +35,7 @@ from rookery.worker.device import finish, fuses
 from rookery.worker.model.adapter import init_adapter, read_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.trainer.native.attention import ChunkSizes, ChunkedAttention
+from rookery.worker.trainer.native.attention import ChunkedAttention, ChunkSizes
 from rookery.worker.trainer.native.backbone import PassLimits, lengths_for
 from rookery.worker.trainer.native.microbatch import Attention, PassItem, QueuedBatch, run_pass
 from rookery.worker.trainer.native.optim import Export, PolicyState
@@ -243,7 +243,9 @@ class NativeTrainer:
         items = [PassItem(work, self._held[work.op.policy].state, units) for work in ready if (units := chosen[work])]
         try:
             if items:
-                self.trained += run_pass(self._decoder, items, self._attention, fits.resident_tokens, fits.copied_key_share)
+                self.trained += run_pass(
+                    self._decoder, items, self._attention, fits.resident_tokens, fits.copied_key_share
+                )
         except torch.OutOfMemoryError as error:
             self._too_much(items, str(error))
         for work in ready:
@@ -368,7 +370,9 @@ def _name(op: QueuedBatch | protocol.OptimStep) -> str:
     return op.op.op if isinstance(op, QueuedBatch) else op.op
 
 
-def initial_version(config: DecoderConfig, op: protocol.InitAdapter, source: Path | None, base_model: str = "") -> Export:
+def initial_version(
+    config: DecoderConfig, op: protocol.InitAdapter, source: Path | None, base_model: str = ""
+) -> Export:
     """Version 0 of a policy: a new adapter, or ``source``'s weights (their rank and alpha, which must be the ones asked
     for). Raises ``UserError``."""
     if source is None:
