@@ -24,7 +24,9 @@ from rookery.environments.reasoning_gym import REPLIES_ARE_CODE
 from rookery.environments.verifiers.verifiers import VERIFIERS, Expectation, Options
 from rookery.settings import SECTION_OF, Settings
 from rookery.spec import job as spec
-from rookery.spec.job import LOSS_PARAMETERS, parse_job
+from rookery.spec import policy
+from rookery.spec.job import LOSS_PARAMETERS
+from rookery.spec.parsing import parse_job
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,10 +34,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 JOB_PARTS: dict[str, type[BaseModel]] = {
     "Job": spec.JobSpec,
     "environment": spec.EnvironmentSpec,
-    "policies": spec.PolicySpec,
-    "optimizer": spec.OptimizerSpec,
-    "schedule": spec.ScheduleSpec,
-    "warm_start": spec.WarmStart,
+    "policies": policy.PolicySpec,
+    "optimizer": policy.OptimizerSpec,
+    "schedule": policy.ScheduleSpec,
+    "warm_start": policy.WarmStart,
     "algorithm": spec.AlgorithmSpec,
     "loss": spec.LossSpec,
     "sampling": spec.SamplingSpec,

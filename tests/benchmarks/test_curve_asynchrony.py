@@ -24,7 +24,7 @@ from plots import FOLDER, draw
 from tests.support.measured import asynchrony_cells, curve_cells, lag_run
 
 from rookery.algorithms.losses import LOSSES as LOSS_FUNCTIONS
-from rookery.spec.job import parse_job
+from rookery.spec.parsing import parse_job
 
 SECONDS = st.floats(0.01, 10)
 

@@ -16,7 +16,7 @@ from tests.chaos.history import ADAPTER, State, chained, traces
 
 from rookery import protocol
 from rookery.errors import RookeryError
-from rookery.spec.job import TARGETS
+from rookery.spec.policy import TARGETS
 
 if TYPE_CHECKING:
     from tests.chaos.workers import Process

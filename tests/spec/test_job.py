@@ -15,7 +15,8 @@ from tests.support.peers import job_of
 from rookery import protocol
 from rookery.errors import UserError
 from rookery.settings import Settings
-from rookery.spec.job import LOSS_PARAMETERS, JobSpec, SpecError, parse_job, read_job
+from rookery.spec.job import LOSS_PARAMETERS, JobSpec
+from rookery.spec.parsing import SpecError, parse_job, read_job
 
 
 def main(**fields: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from rookery.errors import UserError
 from rookery.protocol.connection import Connection, ConnectionClosed
 from rookery.settings import Settings
 from rookery.simulation.fakes.connection import MemoryConnection, connection_pair
-from rookery.spec.job import TARGETS
+from rookery.spec.policy import TARGETS
 from rookery.storage import models
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.database import Database

@@ -37,7 +37,8 @@ from rookery.cli.jobs import print_step
 from rookery.client import Client, Job
 from rookery.errors import Unavailable
 from rookery.settings import Settings
-from rookery.spec.job import JobSpec, parse_job, read_job
+from rookery.spec.job import JobSpec
+from rookery.spec.parsing import parse_job, read_job
 from rookery.telemetry.table import job_table
 
 RUNS = Path("runs")

@@ -20,7 +20,9 @@ from rookery.controller.sessions.checkpoints import SCHEME, checkpoint_target
 from rookery.controller.views import NUMBER
 from rookery.controller.weights.refs import adapter_ref
 from rookery.errors import NotFound, Unavailable, UserError
-from rookery.spec.job import TARGETS, JobSpec, PolicySpec, SpecError, parse_job
+from rookery.spec.job import JobSpec
+from rookery.spec.parsing import SpecError, parse_job
+from rookery.spec.policy import TARGETS, PolicySpec
 from rookery.storage.rows import NewPolicy, PolicyRow, UploadKind
 from rookery.tokenization.registry import resolve, status
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from rookery.environments.base import Environment
 from rookery.environments.calculator import Calculator, CalculatorOptions
@@ -20,6 +21,7 @@ from rookery.environments.jsonl import Jsonl, JsonlOptions
 from rookery.environments.reasoning_gym import ReasoningGym, ReasoningGymOptions, require_library
 from rookery.environments.verifiers.verifiers import VERIFIERS
 from rookery.errors import UserError, short
+from rookery.spec.parsing import problem_line
 
 
 @dataclass(frozen=True)
@@ -70,22 +72,13 @@ def find(id: str) -> Builtin:
     raise UserError(f"environment.id: given {json.dumps(id)}; {hint}")
 
 
-def _problem(error: Any, model: type[BaseModel]) -> str:
+def _problem(error: ErrorDetails, model: type[BaseModel]) -> str:
     where = list(error["loc"])
     if where[:1] == ["verifier"] and len(where) > 1:
-        model = VERIFIERS[where.pop(1)]  # pydantic names the alternative that it took; the job's path does not
+        model = VERIFIERS[str(where.pop(1))]  # pydantic names the chosen alternative; the job's path does not have it
     path = ".".join(["environment", *map(str, where)])
-    if error["type"] == "extra_forbidden":
-        known = list(model.model_fields) if len(where) == 1 or where[0] == "verifier" else []
-        near = difflib.get_close_matches(str(where[-1]), known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(known)}" if known else "no such field"
-        return f"{path}: unknown field; {hint}"
-    if error["type"] == "missing":
-        return f"{path}: missing"
-    message = error["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if error["type"].startswith("union_tag"):
-        path, message = f"{path}.name", f"one of {', '.join(VERIFIERS)}"
-    elif error["type"] == "value_error" and isinstance(error["input"], dict):
-        return f"{path}: {message}"
-    given = error["input"].get("name") if error["type"].startswith("union_tag") else error["input"]
-    return f"{path}: given {short(json.dumps(given, default=str, ensure_ascii=False))}, allowed: {message}"
+        given = short(json.dumps(error["input"].get("name"), default=str, ensure_ascii=False))
+        return f"{path}.name: given {given}, allowed: one of {', '.join(VERIFIERS)}"
+    known = list(model.model_fields) if len(where) < 2 or where[0] == "verifier" else []
+    return problem_line(error, path, known)

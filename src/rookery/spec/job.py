@@ -1,36 +1,18 @@
-"""What a tenant asks for: a job, validated whole before anything is created.
+"""A job: one reinforcement-learning task that trains a policy.
 
-Every field, default and bound of a job lives here and nowhere else. A wrong job is refused by :func:`parse_job` with
-one line per mistake: the field's path, what was given, what is allowed.
+Every field, default and bound of a job is defined here and in :mod:`rookery.spec.policy`, and nowhere else.
+``docs/job.md`` is generated from both.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
 import re
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
-from pydantic_core import ErrorDetails
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from rookery.errors import UserError, short
-
-TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
-"""The linear layers of a decoder block that can carry a LoRA."""
+from rookery.spec.policy import PolicySpec, Seconds, SpecModel, StrictModel, named
 
 LOSS_PARAMETERS: dict[str, dict[str, float]] = {
     "cross_entropy": {},
@@ -41,59 +23,28 @@ LOSS_PARAMETERS: dict[str, dict[str, float]] = {
     "dro": {"beta": 0.05},
     "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
 }
-"""Losses by name, with their parameters' defaults (algorithms/losses has the formulas)."""
-
-INTEGERS = range(-(2**63), 2**64)
-"""Whole numbers that an environment's options may hold: those that a message to its host can carry."""
-
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+"""Losses by name, with their parameters' defaults (``algorithms/losses.py`` has the formulas)."""
 
 
-def _seconds(value: Any) -> Any:
-    """``90``, ``"90s"``, ``"1.5h"`` → seconds."""
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([smhd]?)\s*", value)
-        if match is None:
-            raise ValueError("a number of seconds, or a number with s, m, h or d, like 30m")
-        return float(match[1]) * _UNITS[match[2] or "s"]
-    return value
+class EnvironmentSpec(SpecModel):
+    """Where episodes come from. Give exactly one of ``id`` and ``hosted``. With ``id``, every field that is not in this
+    table is an option of that [built-in environment](#built-in-environments). With ``hosted``, the environment is an
+    object in your own process and takes no options."""
 
-
-Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, allow_inf_nan=False)]
-
-
-class Checked(BaseModel):
-    """Base of all that follows: true and false are no numbers."""
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        field = cls.model_fields.get(info.field_name or "")
-        if isinstance(value, bool) and field is not None and field.annotation is not bool:
-            raise ValueError("a value that is neither true nor false")
-        return value
-
-
-class Part(Checked):
-    """Base of every part of a job: unknown fields are mistakes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class EnvironmentSpec(Checked):
-    """Where episodes come from: a built-in by ``id``, or a process of the tenant's own by ``hosted``; every other field
-    is an option of that environment and checked by it."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
+    model_config = ConfigDict(extra="allow")
 
     id: str | None = None
+    """A built-in environment: `jsonl`, `calculator`, `reasoning-gym`."""
     hosted: str | None = None
+    """A name that an environment host of yours offers. `Client.train` fills it in."""
     max_turns: int = Field(8, ge=1, le=1000)
-    """An episode that has not ended by then is closed with the reward it has."""
+    """An episode that has not ended after this many replies is closed with the reward it has."""
     step_timeout: Seconds = 60.0
-    """An environment that has not answered a reset or step by then fails that episode."""
+    """Time limit of `prompts`, `reset` and `step`. A late `reset` or `step` fails its episode; late `prompts` pause the
+    job."""
     return_timeout: Seconds = 60.0
-    """How long episodes wait for an environment host that went away before they fail."""
+    """Time to wait for an environment host that is away, before its episodes fail or, if no host is left, the job
+    pauses."""
 
     @model_validator(mode="after")
     def _one_source(self) -> EnvironmentSpec:
@@ -111,96 +62,14 @@ class EnvironmentSpec(Checked):
         return dict(self.model_extra or {})
 
 
-class ScheduleSpec(Part):
-    """The learning rate as a function of the step (algorithms/schedules)."""
+class LossSpec(SpecModel):
+    """The loss of a token, given as a name (``loss: ppo``) or with its parameters (``loss: {name: ppo,
+    clip_high_threshold: 1.28}``). Every parameter is a number above 0. A loss is a pure sum over tokens."""
 
-    name: Literal["constant", "linear", "cosine", "warmup", "uba"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
-    total_steps: int | None = Field(None, ge=1)
-    """Steps over which it runs; ``stop.steps`` when absent."""
-    min_ratio: float = Field(0.0, ge=0, le=1)
-    """The lowest rate, as a share of ``lr``."""
-    phi: float = Field(1.0, gt=0, le=2)
-    """uba only: 2 is cosine, towards 0 constant."""
-
-
-def _named(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
-class OptimizerSpec(Part):
-    """AdamW with decoupled weight decay."""
-
-    lr: float = Field(3e-4, gt=0, le=1)
-    schedule: Annotated[ScheduleSpec, BeforeValidator(_named)] = ScheduleSpec()
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
-    grad_clip: float = Field(1.0, ge=0)
-    """Global norm; 0 is off."""
-
-
-class WarmStart(Part):
-    """Begin from weights that exist: a version of one of the tenant's jobs, a PEFT folder (the client uploads it), or
-    such an upload by its hash."""
-
-    job: str | None = None
-    policy: str = "main"
-    version: int | None = Field(None, ge=0, lt=2**63)
-    """The job's newest when absent."""
-    peft: str | None = None
-    upload: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
-
-    @model_validator(mode="after")
-    def _one_source(self) -> WarmStart:
-        if sum(source is not None for source in (self.job, self.peft, self.upload)) != 1:
-            raise ValueError("exactly one of job, peft and upload")
-        return self
-
-
-def _targets(value: Any) -> Any:
-    if value == "all-linear":
-        return list(TARGETS)
-    if value == "attention":
-        return ["q", "k", "v", "o"]
-    if value == "mlp":
-        return ["gate", "up", "down"]
-    return value
-
-
-class PolicySpec(Part):
-    """One adapter and how it is optimised."""
-
-    rank: int = Field(16, ge=1, le=512)
-    alpha: float | None = Field(None, gt=0)
-    """Scale of the adapter's output, alpha / rank; twice the rank when absent."""
-    targets: Annotated[list[Literal["q", "k", "v", "o", "gate", "up", "down"]], BeforeValidator(_targets)] = Field(
-        default_factory=lambda: _targets("all-linear")
-    )
-    """A list of layers, or all-linear, attention, mlp."""
-    seed: int = Field(0, ge=0, lt=2**63)
-    optimizer: OptimizerSpec = OptimizerSpec()
-    warm_start: WarmStart | None = None
-
-    @property
-    def scale_alpha(self) -> float:
-        return self.alpha if self.alpha is not None else 2.0 * self.rank
-
-    @field_validator("targets")
-    @classmethod
-    def _not_empty(cls, value: list[str]) -> list[str]:
-        if not value:
-            raise ValueError("at least one of " + ", ".join(TARGETS))
-        return [target for target in TARGETS if target in value]
-
-
-class LossSpec(Checked):
-    """A loss by name; its parameters stand beside the name."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow")
 
     name: Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "aipo", "dro", "gspo"] = "aipo"
+    """Which loss."""
 
     @model_validator(mode="after")
     def _parameters(self) -> LossSpec:
@@ -222,26 +91,30 @@ class LossSpec(Checked):
 InFlight = Literal["finish", "switch", "recompute"]
 
 
-class AlgorithmSpec(Part):
+class AlgorithmSpec(StrictModel):
     """How rewards become gradients."""
 
     name: Literal["grpo", "dr_grpo", "rloo", "mean"] = "grpo"
+    """Advantages and token weights: [see below](#advantages-and-weights)."""
     group_size: int = Field(8, ge=2, le=1024)
     """Episodes of one prompt."""
     groups_per_step: int = Field(8, ge=1, le=4096)
+    """Groups of one optimizer step."""
     max_staleness: int = Field(0, ge=0, le=64)
-    """Optimizer steps that may lie between the version a group began on and the one it trains; 0 is on-policy: every
-    token of a step was sampled by the version that the step begins from."""
+    """Optimizer steps that may lie between the version of a group's oldest token and the step that trains on it. 0 is
+    on-policy: every token of a step was sampled by the version that the step starts from."""
     in_flight: InFlight = "finish"
-    """What running episodes do when a new version is published: finish on the version they began on; switch to the new
-    one at their next token, keeping the attention cache; or switch and compute the cache anew. Every token carries its
-    own version in all three, and a group is as old as its oldest token."""
+    """What running episodes do when a new version is published. `finish`: end on the version on which they started.
+    `switch`: use the new version from the next token on and keep the KV cache. `recompute`: the same, with the cache
+    computed again."""
     micro_batch: int = Field(0, ge=0)
-    """Training on a step's groups begins when so many of its episodes are complete, in any order, while others still
-    run; 0 begins with the whole step. The step's gradient is the same sum."""
-    loss: Annotated[LossSpec, BeforeValidator(_named)] = LossSpec()
+    """Training on a step's groups starts when this many of its episodes are complete, in any order. 0 starts with the
+    whole step. The gradient is the same sum."""
+    loss: Annotated[LossSpec, BeforeValidator(named)] = LossSpec()
+    """The loss of a token: a name or a [loss](#loss)."""
     kl_weight: float = Field(0.0, ge=0)
-    """Weight of the KL penalty to the base model, added to the loss per token."""
+    """Weight of a KL penalty to the base model (k3 estimator), added per token. Not with `cross_entropy`, which gives
+    no weight to episodes below their group's mean."""
 
     @model_validator(mode="after")
     def _penalty_has_weights(self) -> AlgorithmSpec:
@@ -250,13 +123,17 @@ class AlgorithmSpec(Part):
         return self
 
 
-class SamplingSpec(Part):
+class SamplingSpec(StrictModel):
+    """How replies are sampled. There is no top-p and no top-k: the trainer cannot reproduce their probabilities, which
+    losses with ratios need."""
+
     temperature: float = Field(1.0, gt=0, le=10)
-    """Trainer log-probabilities use the same temperature. Top-p and top-k do not exist here: a trainer cannot reproduce
-    them exactly, which losses with ratios need."""
+    """The trainer's log-probabilities use the same temperature."""
     max_tokens: int = Field(64, ge=1, le=131072)
-    """Per turn."""
+    """Longest reply in tokens, per turn; cut to the rest of the model's context."""
     stop: list[str] = Field(default_factory=list, max_length=16)
+    """A reply ends with the token that completes one of these texts; that token is kept. The model's own end tokens
+    always end a reply."""
 
     @field_validator("stop")
     @classmethod
@@ -266,35 +143,43 @@ class SamplingSpec(Part):
         return value
 
 
-class EvaluationSpec(Part):
-    """Held-out prompts, sampled with the job's own sampling; the first and the last version are always evaluated."""
+class EvaluationSpec(StrictModel):
+    """Held-out prompts, with the job's own sampling. With ``prompts`` above 0 the first and the last version are always
+    evaluated. Prompts are fixed at the first evaluation, so every version answers the same ones with the same noise."""
 
     every: int = Field(0, ge=0)
-    """Steps between evaluations; 0 leaves the first and the last."""
+    """Optimizer steps between evaluations; 0 leaves the first and the last. Only steps that became a version can be
+    evaluated."""
     prompts: int = Field(0, ge=0, le=100_000)
-    """How many prompts of the eval split; 0 is no evaluation."""
+    """Number of prompts of the eval split; 0 is no evaluation."""
     seed: int = Field(0, ge=0, lt=2**63)
+    """Draws the sampling noise of the evaluation."""
 
 
-class CheckpointSpec(Part):
+class CheckpointSpec(StrictModel):
+    """Which versions are written and kept."""
+
     keep_last: int = Field(3, ge=1)
+    """Versions whose adapter is kept. Older ones stay in the history without their bytes."""
     keep_best: bool = True
-    """The version with the best evaluation (where there is none, that of the best training step taken from it) outlives
-    ``keep_last``."""
+    """Also keep the version with the best evaluation or, without evaluations, the one from which the training step with
+    the best mean reward was taken."""
     commit_every: int = Field(1, ge=1)
-    """Optimizer steps per durable version. A crash loses at most this many steps less one; rollouts see a version only
-    when it is durable, so ``max_staleness`` has to allow for commit_every - 1."""
+    """Optimizer steps per durable version, at most `max_staleness` + 1. A crash loses at most this many steps less one;
+    rollouts see a version only when it is durable."""
 
 
-class StopSpec(Part):
-    """The job ends at whichever comes first."""
+class StopSpec(StrictModel):
+    """The job ends at whichever comes first; give at least one."""
 
     steps: int | None = Field(None, ge=1)
+    """Optimizer steps."""
     reward: float | None = None
     """Mean reward of a training step at or above this."""
     wall_time: Seconds | None = None
+    """Time that the job has run, over restarts; paused time does not count."""
     tokens: int | None = Field(None, ge=1)
-    """Sampled tokens."""
+    """Sampled tokens, those of evaluations included."""
 
     @model_validator(mode="after")
     def _something(self) -> StopSpec:
@@ -303,21 +188,33 @@ class StopSpec(Part):
         return self
 
 
-class JobSpec(Part):
-    """One RL task that trains one or more policies."""
+class JobSpec(StrictModel):
+    """One RL task that trains one policy."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
+    """Name of the job: 1 to 100 letters, digits, `.`, `_`, `-`. Several jobs may share a name; the id tells them
+    apart."""
     base_model: str = Field(min_length=1)
+    """Model that the adapter is trained on: a catalogue name (`rookery models`), a hub id, or a folder written as a
+    path (`./x`, `/x`), which only the administrator may name."""
     environment: EnvironmentSpec
+    """Where episodes come from: [environment](#environment)."""
     policies: dict[str, PolicySpec] = Field(default_factory=lambda: {"main": PolicySpec()}, min_length=1)
+    """The adapter that is trained, by name: [policies](#policies)."""
     algorithm: AlgorithmSpec = AlgorithmSpec()
+    """How rewards become gradients: [algorithm](#algorithm)."""
     sampling: SamplingSpec = SamplingSpec()
+    """How replies are sampled: [sampling](#sampling)."""
     evaluation: EvaluationSpec = EvaluationSpec()
+    """Held-out prompts: [evaluation](#evaluation)."""
     checkpoints: CheckpointSpec = CheckpointSpec()
+    """Which versions are written and kept: [checkpoints](#checkpoints)."""
     stop: StopSpec
+    """When the job ends: [stop](#stop)."""
     seed: int = Field(0, ge=0, lt=2**63)
+    """The order of prompts and the randomness of every episode follow from it."""
     shuffle: bool = True
-    """Shuffle the training prompts anew each epoch."""
+    """Shuffle the training prompts in each epoch. An endless split is taken in its own order."""
 
     @field_validator("policies")
     @classmethod
@@ -349,99 +246,3 @@ class JobSpec(Part):
     def policy(self) -> tuple[str, PolicySpec]:
         """The job's only policy, with its name."""
         return next(iter(self.policies.items()))
-
-
-class SpecError(UserError):
-    """A job that is refused. ``problems`` holds one line per mistake."""
-
-    status = 422
-
-    def __init__(self, problems: list[str]) -> None:
-        self.problems = problems
-        super().__init__("the job is refused: " + "; ".join(problems))
-
-
-def _known_fields(path: tuple[Any, ...]) -> list[str]:
-    """Field names allowed at ``path`` of a job (the last part is the unknown one)."""
-    model: Any = JobSpec
-    for part in path[:-1]:
-        if isinstance(part, int) or not (isinstance(model, type) and issubclass(model, BaseModel)):
-            return []
-        if part in model.model_fields:
-            annotation: Any = model.model_fields[part].annotation
-            inner = [a for a in getattr(annotation, "__args__", ()) if isinstance(a, type) and issubclass(a, BaseModel)]
-            model = inner[-1] if inner else annotation
-        elif not (model is JobSpec or path[0] == "policies"):
-            return []
-    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
-
-
-def _problem(error: ErrorDetails) -> str:
-    path = ".".join(str(part) for part in error["loc"]) or "job"
-    if error["type"] == "extra_forbidden":
-        known = _known_fields(tuple(error["loc"]))
-        near = difflib.get_close_matches(str(error["loc"][-1]), known, 1)
-        hint = f"did you mean {near[0]}?" if near else "allowed: " + ", ".join(known) if known else "no such field"
-        return f"{path}: unknown field; {hint}"
-    if error["type"] == "missing":
-        return f"{path}: missing"
-    message = error["msg"].removeprefix("Value error, ")
-    message = re.sub(r"^(Input|String|List|Dictionary) should (be )?", "", message)
-    message = re.sub(r"a valid dictionary or instance of \w+|a valid dictionary", "a mapping of fields", message)
-    if error["type"] == "value_error" and isinstance(error["input"], dict):
-        return f"{path}: {message}" if path != "job" else message
-    return f"{path}: given {_shown(error['input'])}, allowed: {message}"
-
-
-def _shown(value: Any) -> str:
-    """``value`` as JSON, short enough for a line."""
-    return short(json.dumps(value, default=str))
-
-
-def parse_job(data: Any) -> JobSpec:
-    """The job in ``data`` (what YAML or JSON gave). Raises :class:`SpecError` naming every mistake at once."""
-    if not isinstance(data, dict):
-        raise SpecError([f"job: given {type(data).__name__}, allowed: a mapping of fields (name, base_model, …)"])
-    try:
-        json.dumps(data, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
-        raise SpecError([f"job: given a text with {half!r}, allowed: whole characters (that is half of one)"]) from None
-    try:
-        spec = JobSpec.model_validate(data)
-    except ValidationError as error:
-        raise SpecError([_problem(detail) for detail in error.errors(include_url=False)]) from None
-    problems = [
-        f"{path}: given {_shown(value)}, allowed: a whole number from -2^63 to 2^64 - 1, or a text"
-        for path, value in _leaves(spec.environment.options, "environment")
-        if isinstance(value, int) and value not in INTEGERS
-    ]
-    if problems:
-        raise SpecError(problems)
-    return spec
-
-
-def _leaves(data: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """What ``data`` holds that holds nothing itself, each with its path, in order."""
-    left = [(path, data)]
-    while left:
-        path, value = left.pop()
-        if isinstance(value, dict):
-            left += [(f"{path}.{key}", inner) for key, inner in reversed(value.items())]
-        elif isinstance(value, list):
-            left += [(f"{path}.{number}", inner) for number, inner in reversed(list(enumerate(value)))]
-        else:
-            yield path, value
-
-
-def read_job(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML or JSON job file. Raises :class:`UserError` when there is none."""
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a job file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: is neither YAML nor JSON ({' '.join(str(error).split())})") from None
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: holds {type(data).__name__}, not a mapping of fields (name, base_model, …)")
-    return data

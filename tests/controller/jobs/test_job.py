@@ -28,7 +28,7 @@ from rookery import protocol
 from rookery.controller.jobs.progress import RATE_SECONDS
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.errors import Conflict, NotFound, RookeryError, StorageFull, Unavailable, UserError
-from rookery.spec.job import SpecError
+from rookery.spec.parsing import SpecError
 from rookery.storage import models
 from rookery.storage.artifacts import Staging
 from rookery.storage.rows import JobRow, JobState

@@ -27,7 +27,7 @@ from rookery.controller.sessions.training_run import TrainingRun
 from rookery.controller.training.slots import TrainerSlots
 from rookery.controller.validation import JobValidator
 from rookery.errors import NotFound, RookeryError, UserError
-from rookery.spec.job import TARGETS
+from rookery.spec.policy import TARGETS
 from rookery.storage.rows import CheckpointRow, ModelRow, NewPolicy, PolicyRow, SamplerRow, SessionRow
 
 log = logging.getLogger("rookery.controller.sessions.sessions")

@@ -32,7 +32,7 @@ from rookery.server.schemas import (
     Version,
 )
 from rookery.server.streams import follow_job
-from rookery.spec.job import SpecError
+from rookery.spec.parsing import SpecError
 
 routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=PROBLEMS)
 

@@ -1,0 +1,124 @@
+"""Parsing of job files: YAML or JSON into a :class:`~rookery.spec.job.JobSpec`, or one line per mistake.
+
+A line names the field's path, the given value, and what is allowed. All mistakes of a job are reported at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from rookery.errors import UserError, short
+from rookery.spec.job import JobSpec
+
+INTEGERS = range(-(2**63), 2**64)
+"""Integers that an environment's options may hold: those that a message to its host can carry."""
+
+
+class SpecError(UserError):
+    """A refused job; ``problems`` has one line per mistake."""
+
+    status = 422
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        super().__init__("the job is refused: " + "; ".join(problems))
+
+
+def _known_fields(path: tuple[Any, ...]) -> list[str]:
+    """Field names allowed at ``path`` of a job (the last part is the unknown one)."""
+    model: Any = JobSpec
+    for part in path[:-1]:
+        if isinstance(part, int) or not (isinstance(model, type) and issubclass(model, BaseModel)):
+            return []
+        if part in model.model_fields:
+            annotation: Any = model.model_fields[part].annotation
+            inner = [a for a in getattr(annotation, "__args__", ()) if isinstance(a, type) and issubclass(a, BaseModel)]
+            model = inner[-1] if inner else annotation
+        elif not (model is JobSpec or path[0] == "policies"):
+            return []
+    return list(model.model_fields) if isinstance(model, type) and issubclass(model, BaseModel) else []
+
+
+def problem_line(error: ErrorDetails, path: str, known: Sequence[str]) -> str:
+    """One mistake found by pydantic as a line: the field's path, the given value, what is allowed. ``known`` are the
+    fields that exist at ``path``."""
+    if error["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, 1)
+        hint = f"did you mean {near[0]}?" if near else "allowed: " + ", ".join(known) if known else "no such field"
+        return f"{path}: unknown field; {hint}"
+    if error["type"] == "missing":
+        return f"{path}: missing"
+    message = error["msg"].removeprefix("Value error, ")
+    message = re.sub(r"^(Input|String|List|Dictionary) should (be )?", "", message)
+    message = re.sub(r"a valid dictionary or instance of \w+|a valid dictionary", "a mapping of fields", message)
+    if error["type"] == "value_error" and isinstance(error["input"], dict):
+        return f"{path}: {message}" if path != "job" else message
+    return f"{path}: given {_shown(error['input'])}, allowed: {message}"
+
+
+def _job_problem(error: ErrorDetails) -> str:
+    path = ".".join(str(part) for part in error["loc"]) or "job"
+    return problem_line(error, path, _known_fields(tuple(error["loc"])))
+
+
+def _shown(value: Any) -> str:
+    """``value`` as JSON, short enough for a line."""
+    return short(json.dumps(value, default=str))
+
+
+def parse_job(data: Any) -> JobSpec:
+    """The job in ``data`` (what YAML or JSON gave). Raises :class:`SpecError` naming every mistake at once."""
+    if not isinstance(data, dict):
+        raise SpecError([f"job: given {type(data).__name__}, allowed: a mapping of fields (name, base_model, …)"])
+    try:
+        json.dumps(data, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise SpecError([f"job: given a text with {half!r}, allowed: whole characters (that is half of one)"]) from None
+    try:
+        spec = JobSpec.model_validate(data)
+    except ValidationError as error:
+        raise SpecError([_job_problem(detail) for detail in error.errors(include_url=False)]) from None
+    problems = [
+        f"{path}: given {_shown(value)}, allowed: a whole number from -2^63 to 2^64 - 1, or a text"
+        for path, value in _leaves(spec.environment.options, "environment")
+        if isinstance(value, int) and value not in INTEGERS
+    ]
+    if problems:
+        raise SpecError(problems)
+    return spec
+
+
+def _leaves(data: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The leaves of nested mappings and lists, each with its path, in order."""
+    left = [(path, data)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{path}.{key}", inner) for key, inner in reversed(value.items())]
+        elif isinstance(value, list):
+            left += [(f"{path}.{number}", inner) for number, inner in reversed(list(enumerate(value)))]
+        else:
+            yield path, value
+
+
+def read_job(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML or JSON job file. Raises :class:`UserError` for anything else."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a job file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: is neither YAML nor JSON ({' '.join(str(error).split())})") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: holds {type(data).__name__}, not a mapping of fields (name, base_model, …)")
+    return data
