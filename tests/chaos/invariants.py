@@ -24,7 +24,7 @@ from tests.chaos.texts import text
 from rookery import protocol
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.worker import Worker
-from rookery.controller.rollout.scheduler import AGAIN, GenerationFailed, SamplingRequest, SamplingResult
+from rookery.controller.rollout.scheduler import REASSIGNED, GenerationFailed, SamplingRequest, SamplingResult
 from rookery.settings import Settings
 
 
@@ -99,17 +99,17 @@ class Requests:
     # --- callers ------------------------------------------------------------------------------------------------------
 
     async def sample(
-        self, request: SamplingRequest, grown: Callable[[SamplingResult], None] | None = None
+        self, request: SamplingRequest, on_tokens: Callable[[SamplingResult], None] | None = None
     ) -> SamplingResult:
         """As the shipped one, watched."""
         if self._over:
-            return await self._sample(request, grown)
+            return await self._sample(request, on_tokens)
         account = self._begin(request)
 
         def seen(reply: SamplingResult) -> None:
             self._grown(account, reply)
-            if grown is not None:
-                grown(reply)
+            if on_tokens is not None:
+                on_tokens(reply)
 
         try:
             reply = await self._sample(request, seen)
@@ -135,8 +135,8 @@ class Requests:
         if account is not None and account.ended and account.run == run:
             self._events.fail("once", f"{request.id} is sampled again after its end", request.id)
         if account is None or account.ended:
-            tokens, _, finish = text(request.seed, request.max_tokens)
-            account = Account(request.id, request.job, run, tokens, finish, request.in_flight != "finish")
+            tokens, _, finish = text(request.generate.seed, request.generate.max_tokens)
+            account = Account(request.id, request.job, run, tokens, finish, request.generate.in_flight != "finish")
             self._accounts[request.id] = account
         account.run, account.asked = run, True
         if request.adapter is not None:
@@ -216,7 +216,7 @@ class Requests:
                     named(ref, "Hold")
 
     def _given(self, connection: Connection, message: protocol.Generate) -> None:
-        account, name = self._accounts[message.request.partition(AGAIN)[0]], connection.worker.name
+        account, name = self._accounts[message.request.partition(REASSIGNED)[0]], connection.worker.name
         self._events.note("given", account.id, name, len(message.prefix_tokens))
         if not account.asked or account.failed:
             self._events.fail("once", f"{account.id} is given to {name}, nobody waits for it", account.id)
@@ -280,7 +280,7 @@ class Requests:
     def _state(self, connection: Connection) -> tuple[Any, ...]:
         worker = connection.worker
         heard = worker.last_beat if worker.state in ("suspect", "gone") else 0.0  # one that drains is heard still
-        return (self._rollouts.sampled, self._rollouts.migrated, self._fleet.losses, worker.state, heard)
+        return (self._rollouts.sampled_tokens, self._rollouts.migrated, self._fleet.losses, worker.state, heard)
 
     def _output(self, connection: Connection, message: protocol.Output) -> None:
         self._events.note("output", connection.worker.name, *[(c.offset, len(c.tokens)) for c in message.chunks])

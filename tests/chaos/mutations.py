@@ -76,25 +76,25 @@ MUTATIONS = [
         "chain", upload_corrupt=0.2,
     ),
     _one(
-        "forget a token offset", RolloutScheduler, "_on_chunk", "skip = len(reply.tokens) - chunk.offset", "skip = 0",
+        "forget a token offset", RolloutScheduler, "_on_chunk", "skip = len(result.tokens) - chunk.offset", "skip = 0",
         "tokens",
     ),
     _one(
-        "resend without the tokens received", RolloutScheduler, "_assign", "prefix_tokens=live.reply.tokens",
+        "resend without the tokens received", RolloutScheduler, "_assign", "prefix_tokens=inflight.result.tokens",
         "prefix_tokens=[]", "given",
     ),
     _one(
-        "take tokens from whoever sends them", RolloutScheduler, "_output", " or live.worker is not worker", "",
+        "take tokens from whoever sends them", RolloutScheduler, "_on_output", " or inflight.worker is not worker", "",
         "tokens",
         "epochs",
     ),
     _one(
-        "forget to requeue what a lost worker had", RolloutScheduler, "_lost", 'self._requeue(live, "lost")',
-        "self._release(live)", "jobs",
+        "forget to requeue what a lost worker had", RolloutScheduler, "_on_worker_lost",
+        'self._requeue(inflight, "lost")', "self._release(inflight)", "jobs",
     ),
     _one(
         "forget the tokens of a request whose caller left", RolloutScheduler, "sample",
-        "self._parked.setdefault(request.job, {})[request.id]", "parked", "given", database_failures=0.01,
+        "self._retained.setdefault(request.job, {})[request.id]", "retained", "given", database_failures=0.01,
     ),
     _one(
         "skip the lease check", versions_module, "_check_head", "owner.lease != lease", "False", "lease", "durable",
@@ -128,7 +128,7 @@ MUTATIONS = [
     ),
     _one(
         "leave a request with the worker that it is taken from", RolloutScheduler, "_withdraw",
-        "live.worker.post(protocol.Abort(request=live.name))", "pass", "given",
+        "inflight.worker.post(protocol.Abort(request=inflight.wire_name))", "pass", "given",
     ),
 ]  # fmt: skip
 

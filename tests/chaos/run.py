@@ -254,7 +254,7 @@ class Run:
         if controller is None:
             return
         self.events.note("controller", "is dead")
-        self._tokens += controller.world.rollouts.sampled
+        self._tokens += controller.world.rollouts.sampled_tokens
         if not self._writer.dead:
             self._writer.die(late=late)
         self.requests.end()
@@ -409,7 +409,7 @@ class Run:
     def _outcome(self) -> ChaosResult:
         counts = dict(sorted(self.events.counts.items()))
         faults = {kind: count for kind, count in counts.items() if kind.startswith("fault") or kind == "dies"}
-        tokens = self._tokens + (self._controller.world.rollouts.sampled if self._controller is not None else 0)
+        tokens = self._tokens + (self._controller.world.rollouts.sampled_tokens if self._controller is not None else 0)
         return ChaosResult(
             digest=self.events.digest(),
             events=self.events.total,

@@ -234,10 +234,11 @@ class Busy:
 
 
 def question(tenant: str = "bob", name: str = "sample-1") -> SamplingRequest:
-    return SamplingRequest(
-        id=name, tenant=tenant, job=name, model=MODEL, adapter=None, prompt=[1], shared_prefix=1, max_tokens=8,
-        temperature=1.0, seed=1, stop_tokens=[2], stop=[], interactive=True,
+    generate = protocol.Generate(
+        request=name, adapter=None, prompt=[1], shared_prefix=1, max_tokens=8, temperature=1.0, seed=1, stop_tokens=[2],
+        interactive=True,
     )  # fmt: skip
+    return SamplingRequest(tenant, name, MODEL, generate)
 
 
 async def trained(service: Service, busy: Busy) -> JobView:

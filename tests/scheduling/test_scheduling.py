@@ -58,7 +58,7 @@ def test_tenants_and_jobs_take_turns_and_keep_their_order(
     left: dict[str, int] = defaultdict(int)
     for tenant, _ in puts:
         left[tenant] += 1
-    places = {owner: queue.before(*owner) for owner in set(puts) if not asked_after}
+    places = {owner: queue.position(*owner) for owner in set(puts) if not asked_after}
     taken: list[tuple[str, str, int]] = []
     turns: dict[str, int] = defaultdict(int)
     while (item := queue.take(lambda item: True)) is not None:
@@ -66,7 +66,7 @@ def test_tenants_and_jobs_take_turns_and_keep_their_order(
         assert place in (None, len(taken) - asked_after), "before() says how many come first"
         taken.append(item)
         if len(taken) == asked_after:
-            places = {owner: queue.before(*owner) for owner in set(puts)}
+            places = {owner: queue.position(*owner) for owner in set(puts)}
         left[item[0]] -= 1
         turns[item[0]] += 1
         waiting = [tenant for tenant, count in left.items() if count]
@@ -86,8 +86,8 @@ def test_what_is_not_ready_is_passed_over_without_losing_its_turn() -> None:
     assert queue.take(lambda item: True) == "a1"
     queue.put("b", "1", "b0", first=True)
     assert queue.take(lambda item: True) == "b0"
-    assert queue.before("b", "1") == 0
-    assert queue.before("a", "1") is None
+    assert queue.position("b", "1") == 0
+    assert queue.position("a", "1") is None
 
 
 # --- routes -----------------------------------------------------------------------------------------------------------

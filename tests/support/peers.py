@@ -28,7 +28,7 @@ from rookery import protocol
 from rookery.aio import RandomIds
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
-from rookery.controller.rollout.scheduler import AGAIN
+from rookery.controller.rollout.scheduler import REASSIGNED
 from rookery.controller.views import JobView
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import UserError
@@ -314,7 +314,7 @@ class ScriptedWorker:
                         await self.say(protocol.Output(epoch=0, chunks=[chunk]))
                         if self.chunks_left is not None:
                             self.chunks_left -= 1
-                        own = request.partition(AGAIN)[0]
+                        own = request.partition(REASSIGNED)[0]
                         self.sampled.update((own, chunk.offset + i) for i in range(len(chunk.tokens)))
                         await asyncio.sleep(0)
 

@@ -250,7 +250,7 @@ class Controller(JobQueries):
         self._states[row.state] -= 1
         self._states[state] += 1
         if state in FINAL_JOB_STATES:
-            self._rollouts.forget(row.id)
+            self._rollouts.close_job(row.id)
             self._hosts.close_job(row.id)
         log.info("job %s is %s %s", row.name, state, reason, extra={"tenant": row.tenant, "job": row.id})
         self._beat(row.id)

@@ -263,9 +263,9 @@ class JobQueries:
             "totals": {
                 "steps": self._totals["steps"],
                 "trained_tokens": self._totals["trained_tokens"],
-                "sampled_tokens": self._rollouts.sampled,
+                "sampled_tokens": self._rollouts.sampled_tokens,
                 "requests_migrated": self._rollouts.migrated,
-                **{f"requests_requeued_{reason}": count for reason, count in self._rollouts.moves.items()},
+                **{f"requests_requeued_{reason}": count for reason, count in self._rollouts.requeues.items()},
                 "late_chunks": self._rollouts.late_chunks,
                 "training_retries": self._training.retries,
                 "worker_losses": self._fleet.losses,

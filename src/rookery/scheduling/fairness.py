@@ -61,7 +61,7 @@ class DeficitRoundRobin(Generic[T]):
                 return item
         return None
 
-    def before(self, tenant: str, job: str) -> int | None:
+    def position(self, tenant: str, job: str) -> int | None:
         """How many items will be taken before the job's first one, if all are ready; None when it has none."""
         if job not in self._tenants.get(tenant, ()):
             return None

@@ -228,7 +228,7 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
         reserved_idle=_idle([(worker, seconds) for worker in reserved]),
         preemptible_idle=_idle([(instance.worker, instance.seconds(seconds)) for instance in market.instances]),
         preemptions=market.preemptions,
-        requeued=dict(sorted(rollouts.moves.items())),
+        requeued=dict(sorted(rollouts.requeues.items())),
         unsent_tokens=sum(_unsent(instance) for instance in market.instances if instance.preempted),
         discarded_tokens=rollouts.discarded_tokens if isinstance(rollouts, RestartingScheduler) else 0,
         events=events,
@@ -311,13 +311,13 @@ class RestartingScheduler(RolloutScheduler):
     discarded_tokens = 0
     """Tokens that were received, and are generated again."""
 
-    def _requeue(self, live: InflightRequest, reason: str) -> None:
-        if reason in ("lost", "rejected") and not live.done.done():
-            reply = live.reply
+    def _requeue(self, inflight: InflightRequest, reason: str) -> None:
+        if reason in ("lost", "rejected") and not inflight.done.done():
+            reply = inflight.result
             self.discarded_tokens += len(reply.tokens)
             for received in (reply.tokens, reply.logprobs, reply.versions):
                 received.clear()
-        super()._requeue(live, reason)
+        super()._requeue(inflight, reason)
 
 
 class _NoSeeding(Algorithm):

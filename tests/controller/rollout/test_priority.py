@@ -87,7 +87,7 @@ async def test_a_reply_is_shown_while_it_grows(tmp_path: Path) -> None:
     seed = 3
     worker = await room.worker("one", chunk=2)
     worker.chunks_left = 1
-    task = room.sample(seed, grown=lambda reply: seen.append(list(reply.tokens)))
+    task = room.sample(seed, on_tokens=lambda reply: seen.append(list(reply.tokens)))
     await eventually(lambda: bool(seen))
     await room.worker("two", chunk=2)
     reply = await task

@@ -47,15 +47,17 @@ class Room:
         number: int,
         tenant: str = "a",
         job: str = "job",
-        grown: Callable[[SamplingResult], None] | None = None,
+        on_tokens: Callable[[SamplingResult], None] | None = None,
         **changes: Any,
     ) -> asyncio.Task[SamplingResult]:
         fields: dict[str, Any] = {
-            "id": f"{job}-{number}", "tenant": tenant, "job": job, "model": "smollm2-135m-instruct",
-            "adapter": ADAPTER, "prompt": [1, 5, 6], "shared_prefix": 3, "max_tokens": 12, "temperature": 1.0,
-            "seed": number, "stop_tokens": [2], "stop": [], "episode": f"e{number}",
+            "request": f"{job}-{number}", "adapter": ADAPTER, "prompt": [1, 5, 6], "shared_prefix": 3, "max_tokens": 12,
+            "temperature": 1.0, "seed": number, "stop_tokens": [2], "stop": [], "episode": f"e{number}",
         }  # fmt: skip
-        return asyncio.create_task(self.rollouts.sample(SamplingRequest(**{**fields, **changes}), grown))
+        continues = changes.pop("continues", False)
+        generate = protocol.Generate(**{**fields, **changes})
+        request = SamplingRequest(tenant, job, "smollm2-135m-instruct", generate, continues)
+        return asyncio.create_task(self.rollouts.sample(request, on_tokens))
 
     async def close(self) -> None:
         for worker in self.workers:
@@ -90,7 +92,7 @@ async def test_a_reply_is_what_the_worker_sampled(tmp_path: Path) -> None:
     first = worker.generates[0]
     assert first.adapter is not None
     assert room.tickets.reads(first.adapter.ticket, ADAPTER.hash), "the adapter's ticket is good"
-    assert room.rollouts.sampled == sum(len(text_of(n, 12)[0]) for n in range(20))
+    assert room.rollouts.sampled_tokens == sum(len(text_of(n, 12)[0]) for n in range(20))
     [known] = room.fleet.all()
     assert 0 < known.max_flush_tokens <= 12 * known.hello.max_rows, "what one flush brought is seen"
     await room.close()
@@ -121,7 +123,7 @@ def test_no_token_is_lost_or_sampled_twice(
             check(reply, number)
         sampled = sum((worker.sampled for worker in room.workers), start=room.workers[0].sampled.__class__())
         assert set(sampled.values()) == {1}
-        assert len(sampled) == room.rollouts.sampled == sum(len(text_of(n, 12)[0]) for n in range(requests))
+        assert len(sampled) == room.rollouts.sampled_tokens == sum(len(text_of(n, 12)[0]) for n in range(requests))
         assert not room.rollouts.waiting()
         assert not any(room.rollouts.outstanding(worker) for worker in room.fleet.all())
         await room.close()
@@ -163,7 +165,7 @@ async def test_late_and_repeated_chunks_change_nothing(tmp_path: Path) -> None:
     await worker.say(chunk(8, 12), epoch=worker.epoch - 1)
     await worker.say(chunk(0, 3, request="unknown"))
     await settle()
-    assert room.rollouts.sampled == 8
+    assert room.rollouts.sampled_tokens == 8
     assert room.rollouts.late_chunks == 1
     assert room.fleet.ignored_frames == 1
     await worker.say(chunk(6, 12, finish="length"))
@@ -211,7 +213,7 @@ async def test_tokens_under_way_to_a_caller_that_left_are_no_gap(tmp_path: Path,
     await eventually(lambda: bool(worker.active))
     if heard:
         await worker.say(protocol.Output(epoch=0, chunks=parts(4, (0, heard))))
-        await eventually(lambda: room.rollouts.sampled == heard)
+        await eventually(lambda: room.rollouts.sampled_tokens == heard)
     reply.cancel()
     await asyncio.gather(reply, return_exceptions=True)
     await worker.say(protocol.Output(epoch=0, chunks=parts(4, (heard, heard + 2))))  # nobody waits for it
@@ -221,7 +223,7 @@ async def test_tokens_under_way_to_a_caller_that_left_are_no_gap(tmp_path: Path,
     await worker.say(protocol.Output(epoch=0, chunks=parts(4, (heard + 2, heard + 4))))
     await settle()
     assert not reply.done()
-    assert (room.rollouts.sampled, room.rollouts.late_chunks) == (heard, 2)
+    assert (room.rollouts.sampled_tokens, room.rollouts.late_chunks) == (heard, 2)
     worker.generating.set()
     check(await reply, 4)
     assert worker.generates[-1].prefix_tokens == parts(4, (0, heard))[0].tokens
@@ -325,7 +327,7 @@ async def test_cancelled_requests_are_aborted_parked_and_taken_up(tmp_path: Path
     await eventually(lambda: sum(worker.sampled.values()) >= 6)
     worker.generating.clear()
     await settle()
-    received = room.rollouts.sampled
+    received = room.rollouts.sampled_tokens
     for task in (reply, chat):
         task.cancel()
     await asyncio.gather(reply, chat, return_exceptions=True)
@@ -337,7 +339,7 @@ async def test_cancelled_requests_are_aborted_parked_and_taken_up(tmp_path: Path
     assert given[:2] == [0, 0]
     assert given[2] > 0, "an episode's tokens are kept"
     assert given[3] == 0, "nobody comes back for a chat"
-    assert room.rollouts.sampled == received + (12 - given[2]) + 12
+    assert room.rollouts.sampled_tokens == received + (12 - given[2]) + 12
     await room.close()
 
 
@@ -348,13 +350,13 @@ async def test_a_reply_that_came_with_the_cancellation_is_kept(tmp_path: Path) -
     reply = room.sample(3)
     await eventually(lambda: bool(worker.active))
     output = protocol.Output(epoch=worker.epoch, chunks=[worker.next_chunk("job-3")])
-    room.rollouts._output(room.fleet.all()[0], output)  # the same moment: before the waiting task has run
+    room.rollouts._on_output(room.fleet.all()[0], output)  # the same moment: before the waiting task has run
     reply.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reply
     check(await room.sample(3), 3)
     assert len(worker.generates) == 1
-    room.rollouts.forget("job")
+    room.rollouts.close_job("job")
     await room.close()
 
 
@@ -374,7 +376,7 @@ async def test_a_wait_for_a_worker_has_its_deadline(tmp_path: Path) -> None:
     await room.close()
 
 
-async def test_a_worker_that_beats_and_says_nothing_is_named(tmp_path: Path) -> None:
+async def test_a_worker_that_sends_heartbeats_but_no_tokens_is_named(tmp_path: Path) -> None:
     room = Room(tmp_path, request_timeout_seconds=60, suspect_seconds=10**6, stuck_seconds=10**6)
     worker = await room.worker()
     worker.generating.clear()
@@ -383,7 +385,7 @@ async def test_a_worker_that_beats_and_says_nothing_is_named(tmp_path: Path) -> 
     await room.clock.advance(58)
     assert not reply.done()
     await room.clock.advance(10)
-    with pytest.raises(GenerationFailed, match="worker worker sent nothing of it for 60 s"):
+    with pytest.raises(GenerationFailed, match="worker worker sent no tokens for 60 s"):
         await reply
     worker.generating.set()
     check(await room.sample(2), 2)
@@ -433,9 +435,9 @@ async def test_what_a_worker_brought_along_binds_nobody_for_ever(tmp_path: Path)
     room.rollouts.gate = lambda worker: True
     room.rollouts.dispatch()
     check(await late, 2)
-    assert set(room.rollouts._claims) == {"job-3", "another-1"}
-    room.rollouts.forget("job")
-    assert set(room.rollouts._claims) == {"another-1"}
+    assert set(room.rollouts._resumptions) == {"job-3", "another-1"}
+    room.rollouts.close_job("job")
+    assert set(room.rollouts._resumptions) == {"another-1"}
     await room.close()
 
 
@@ -467,7 +469,7 @@ async def test_a_new_version_reaches_what_runs_what_waits_and_what_is_parked(tmp
     away = room.sample(parked, in_flight=in_flight)
     await eventually(lambda: bool(worker.active))
     await send(worker, f"job-{parked}")
-    await eventually(lambda: room.rollouts.sampled == 4)
+    await eventually(lambda: room.rollouts.sampled_tokens == 4)
     away.cancel()
     await asyncio.gather(away, return_exceptions=True)
 
@@ -478,7 +480,7 @@ async def test_a_new_version_reaches_what_runs_what_waits_and_what_is_parked(tmp
     await settle()
     for seed in (runs, finishes):
         await send(worker, f"job-{seed}")
-    await eventually(lambda: room.rollouts.sampled == 12)
+    await eventually(lambda: room.rollouts.sampled_tokens == 12)
     room.rollouts.switch("job", NEWER, recompute=in_flight == "recompute")
     room.rollouts.switch("job", ADAPTER, recompute=False)  # older: nobody goes back
     late = worker.next_chunk(f"job-{runs}")  # sampled before the worker heard of it
@@ -508,7 +510,7 @@ async def test_what_returns_for_another_text_begins_anew(tmp_path: Path, changes
     reply = room.sample(seed)
     await eventually(lambda: bool(worker.active))
     await worker.say(protocol.Output(epoch=0, chunks=parts(seed, (0, 3))))
-    await eventually(lambda: room.rollouts.sampled == 3)
+    await eventually(lambda: room.rollouts.sampled_tokens == 3)
     reply.cancel()
     await asyncio.gather(reply, return_exceptions=True)
     reply = room.sample(seed, **changes)
@@ -517,7 +519,7 @@ async def test_what_returns_for_another_text_begins_anew(tmp_path: Path, changes
     assert again.prefix_tokens == []
     await worker.say(protocol.Output(epoch=0, chunks=parts(seed, (3, 6))))  # said before the worker heard of either
     await settle()
-    assert (room.rollouts.sampled, room.rollouts.late_chunks) == (3, 1)
+    assert (room.rollouts.sampled_tokens, room.rollouts.late_chunks) == (3, 1)
     worker.generating.set()
     got = await reply
     assert again.adapter is not None
@@ -581,7 +583,7 @@ async def test_what_is_handed_off_goes_on_elsewhere_with_its_tokens(tmp_path: Pa
     for times, seed in ((3, seeds[0]), (1, seeds[1]), (2, seeds[2])):
         for _ in range(times):
             await send(one, f"job-{seed}")
-    await eventually(lambda: room.rollouts.sampled == 12)
+    await eventually(lambda: room.rollouts.sampled_tokens == 12)
     closed = {"one"}
     room.rollouts.gate = lambda worker: worker.name not in closed
     room.rollouts.dispatch()
@@ -592,7 +594,7 @@ async def test_what_is_handed_off_goes_on_elsewhere_with_its_tokens(tmp_path: Pa
     two = await room.worker("two", chunk=2)
     assert room.rollouts.migrate(first) == 2
     assert room.rollouts.migrate(first) == 0, "the chat is all that is left"
-    assert room.rollouts.moves["offloaded"] == 4
+    assert room.rollouts.requeues["offloaded"] == 4
     await eventually(lambda: len(two.generates) == 4)
     given = [(g.request, len(g.prefix_tokens)) for g in two.generates]
     assert given == [(f"job-{seeds[n]}", tokens) for n, tokens in ((3, 0), (1, 2), (2, 4), (0, 6))]
@@ -711,12 +713,12 @@ def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Pa
             if asked[number]["in_flight"] == "finish":
                 assert set(reply.versions) == {begun}
         await settle()
-        assert not rollouts.waiting() and not rollouts._live and not rollouts._jobs
+        assert not rollouts.waiting() and not rollouts._inflight and not rollouts._by_job
         assert not any(rollouts.outstanding(worker) or rollouts.executing(worker) for worker in room.fleet.all())
         kept = sum(len(text_of(number, 12)[0]) for number in asked)
-        assert rollouts.sampled >= kept
-        if not any(request["first"] for request in asked.values()):  # only those drop tokens: when they are cancelled
-            assert rollouts.sampled == kept, "every token counted once"
+        assert rollouts.sampled_tokens >= kept
+        if not any(request["interactive"] for request in asked.values()):  # only those drop tokens: when they are cancelled
+            assert rollouts.sampled_tokens == kept, "every token counted once"
         await room.close()
 
     asyncio.run(run())

@@ -512,7 +512,7 @@ async def test_a_worker_that_joins_in_the_middle_of_a_step_helps_with_it(tmp_pat
     await first.join()
     await service.host().join()
     view, _ = await service.controller.submit("alice", job_of(stop={"steps": 3}, sampling={"max_tokens": 30}))
-    await eventually(lambda: len(first.active) == 4 and service.controller._rollouts.sampled >= 4)
+    await eventually(lambda: len(first.active) == 4 and service.controller._rollouts.sampled_tokens >= 4)
     first.generating.clear()
     second = service.worker("second", loading=True)
     second.pulling.clear()
@@ -566,12 +566,12 @@ async def test_however_a_worker_leaves_its_requests_go_on_from_their_last_token(
         "alice", job_of(stop={"steps": 1}, sampling={"max_tokens": 40}, algorithm=algorithm)
     )
     rollouts = service.controller._rollouts
-    await eventually(lambda: len(first.active) == 4 and rollouts.sampled >= 12)
+    await eventually(lambda: len(first.active) == 4 and rollouts.sampled_tokens >= 12)
     first.generating.clear()
     await settle()
-    had = {name: live.reply.tokens[:] for name, live in rollouts._live.items()}
-    logprobs = {name: live.reply.logprobs[:] for name, live in rollouts._live.items()}
-    assert sum(map(len, had.values())) == rollouts.sampled
+    had = {name: live.result.tokens[:] for name, live in rollouts._inflight.items()}
+    logprobs = {name: live.result.logprobs[:] for name, live in rollouts._inflight.items()}
+    assert sum(map(len, had.values())) == rollouts.sampled_tokens
     late = [first.next_chunk(name) for name in list(first.active)]
     second = await service.worker("second", chunk=3, shortest=1 << 20).join()
     await eventually(lambda: service.controller._fleet.serving("train", MODEL) != [])
@@ -622,7 +622,7 @@ async def test_running_requests_are_taken_up_by_a_restarted_controller(tmp_path:
     host = await service.host().join()
     view, _ = await service.controller.submit("alice", job_of(stop={"steps": 2}, sampling={"max_tokens": 12}))
     await eventually(lambda: sum(len(worker.active) for worker in workers) >= 4)
-    await eventually(lambda: service.controller._rollouts.sampled >= 6)
+    await eventually(lambda: service.controller._rollouts.sampled_tokens >= 6)
     running = {worker.name: dict(worker.active) for worker in workers}
     service.peers.clear()
     await service.crash()

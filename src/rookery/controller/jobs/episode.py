@@ -191,27 +191,29 @@ class Episode:
             with self.adapter() as adapter:
                 reply = await self.rollouts.sample(
                     SamplingRequest(
-                        id=f"{self.id}.{turn}",
-                        tenant=self.tenant,
-                        job=self.job,
-                        model=self.model,
-                        adapter=adapter,
-                        prompt=sequence,
-                        shared_prefix=len(trajectory.prompt),
-                        max_tokens=min(sampling.max_tokens, self.chat.context - len(sequence)),
-                        temperature=sampling.temperature,
-                        seed=derive(self.seed, turn),
-                        stop_tokens=self.chat.stop_tokens,
-                        stop=sampling.stop,
+                        self.tenant,
+                        self.job,
+                        self.model,
+                        protocol.Generate(
+                            request=f"{self.id}.{turn}",
+                            adapter=adapter,
+                            prompt=sequence,
+                            shared_prefix=len(trajectory.prompt),
+                            max_tokens=min(sampling.max_tokens, self.chat.context - len(sequence)),
+                            temperature=sampling.temperature,
+                            seed=derive(self.seed, turn),
+                            stop_tokens=self.chat.stop_tokens,
+                            stop=sampling.stop,
+                            episode=self.id,
+                            in_flight=self.in_flight,
+                        ),
                         continues=turn > 0,
-                        episode=self.id,
-                        in_flight=self.in_flight,
                     )
                 )
         finally:
             self.phases.engine -= 1
-        self.seconds["queue"] += reply.queued
-        self.seconds["generation"] += max(0.0, self.clock.monotonic() - began - reply.queued)
+        self.seconds["queue"] += reply.queue_seconds
+        self.seconds["generation"] += max(0.0, self.clock.monotonic() - began - reply.queue_seconds)
         said = AssistantTurn(reply.tokens, reply.logprobs, reply.versions, reply.finish, self.chat.decode(reply.tokens))
         self.said.append(said)
         await self.save(self.said, self.instance)

@@ -74,7 +74,7 @@ class Seeding:
         """Where a policy trains."""
         self._learned: dict[str, Algorithm] = {}
         """By the worker's name: it may dial in anew."""
-        self._remotes: defaultdict[str, RemotePool] = defaultdict(lambda: RemotePool(clock, rollouts.busy))
+        self._remotes: defaultdict[str, RemotePool] = defaultdict(lambda: RemotePool(clock, rollouts.busy_seconds))
         """By base model."""
         self._unopened = 0
         """Cycles without a token so far."""

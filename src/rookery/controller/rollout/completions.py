@@ -89,17 +89,15 @@ class Completions:
         temperature: float,
         seed: int | None,
         stop: Sequence[str],
-        grown: Callable[[SamplingResult], None] | None = None,
+        on_tokens: Callable[[SamplingResult], None] | None = None,
     ) -> SamplingResult:
-        """One answer; ``grown`` is shown it each time that tokens have come. Cancelled, its generation ends."""
+        """One completion; ``on_tokens`` is called with it each time that tokens have arrived. A cancellation ends its
+        generation."""
         world, target, chat = self._world, question.target, question.chat
         name = world.ids.new("sample")
         most = world.settings.server.answer_tokens if max_tokens is None else max_tokens
-        request = SamplingRequest(
-            id=name,
-            tenant=tenant,
-            job=name,
-            model=target.model,
+        generate = protocol.Generate(
+            request=name,
             adapter=target.adapter,
             prompt=question.prompt,
             shared_prefix=len(question.prompt),
@@ -112,7 +110,7 @@ class Completions:
         )
         async with world.collector.reading(target.adapter):
             with self._pinned(target.adapter):
-                return await world.rollouts.sample(request, grown)
+                return await world.rollouts.sample(SamplingRequest(tenant, name, target.model, generate), on_tokens)
 
     def draw_seed(self) -> int:
         """A seed for who gave none."""

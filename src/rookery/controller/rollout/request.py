@@ -1,11 +1,16 @@
-"""One generation: what is asked for, what came of it, and where it stands."""
+"""One generation: the request, its result, and its state while it is in flight.
+
+:class:`~rookery.protocol.Generate` is the request, from the episode to the engine. The scheduler adds the tenant, the
+job and the base model, and tracks which worker has the request and which tokens have arrived.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+
+import msgspec
 
 from rookery import protocol
 from rookery.controller.fleet.worker import Worker
@@ -18,112 +23,106 @@ class GenerationFailed(RookeryError):
 
 @dataclass(frozen=True)
 class SamplingRequest:
-    """One generation. ``id`` is the same after any restart, ``seed`` and position fix the noise."""
+    """A generation and the queue that it belongs to.
 
-    id: str
+    ``generate.request`` is the request's id, the same after any restart. ``generate.interactive`` says that a client
+    waits for the result. ``generate.adapter`` carries no ticket and ``generate.prefix_tokens`` is empty: the scheduler
+    fills them in for the worker that gets the request."""
+
     tenant: str
     job: str
     model: str
-    adapter: protocol.AdapterRef | None
-    prompt: list[int]
-    shared_prefix: int
-    max_tokens: int
-    temperature: float
-    seed: int
-    stop_tokens: list[int]
-    stop: list[str]
-    episode: str = ""
-    interactive: bool = False
-    """Somebody waits for it."""
+    generate: protocol.Generate
     continues: bool = False
-    """A later turn: it goes before its job's others, so that episodes which have begun end, and groups with them."""
-    prompt_logprobs: int = 0
-    """How many of the prompt's last tokens are scored too …"""
-    top_logprobs: int = 0
-    """… each with this many of the likeliest tokens in its place."""
-    in_flight: Literal["finish", "switch", "recompute"] = "finish"
-    """What it does when a newer version of its policy is published. Where that is not ``finish`` its tokens may be of
-    any version up to its adapter's: also of those that ran before a restart of the service."""
+    """A later turn of an episode: it precedes its job's other requests, so that episodes and groups complete."""
+
+    @property
+    def id(self) -> str:
+        return self.generate.request
+
+    @property
+    def adapter(self) -> protocol.AdapterRef | None:
+        return self.generate.adapter
+
+    def with_adapter(self, ref: protocol.AdapterRef | None) -> SamplingRequest:
+        return replace(self, generate=msgspec.structs.replace(self.generate, adapter=ref))
+
+    def superseded_by(self, ref: protocol.AdapterRef | None) -> bool:
+        """Whether ``ref`` is a newer version that this request is to change to."""
+        old = self.adapter
+        if ref is None or old is None or self.generate.in_flight == "finish":
+            return False
+        return ref.policy == old.policy and ref.version > old.version
+
+    def continues_text_of(self, earlier: SamplingRequest) -> bool:
+        """Whether the tokens sampled for ``earlier`` are the beginning of this request's result: everything that
+        decides about the text is equal, except the version where that may change in flight. Workers apply the same
+        rule to the requests that they still hold (:meth:`rookery.worker.generation.Held.continues`)."""
+        if self._without_version() != earlier._without_version():
+            return False
+        old, new = earlier.adapter, self.adapter
+        if old is None or new is None:
+            return old is new
+        return old.policy == new.policy and (old.version == new.version or self.generate.in_flight != "finish")
+
+    def _without_version(self) -> tuple[object, ...]:
+        generate = msgspec.structs.replace(self.generate, adapter=None, interactive=False)
+        return self.tenant, self.job, self.model, generate
 
 
 @dataclass
 class SamplingResult:
-    """What was sampled: parallel lists, one entry per token."""
+    """The sampled tokens: parallel lists, one entry per token."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: str = ""
-    queued: float = 0.0
-    """Seconds for which it waited for a place in a worker."""
+    queue_seconds: float = 0.0
+    """Seconds for which the request waited for a worker."""
     prompt_logprobs: list[protocol.PromptLogprob] = field(default_factory=list)
     """Of the prompt's last tokens, where asked for."""
 
 
 @dataclass(eq=False)
 class InflightRequest:
-    """A request under way."""
+    """A request from its submission until its caller has the result."""
 
     request: SamplingRequest
-    reply: SamplingResult
+    result: SamplingResult
     done: asyncio.Future[SamplingResult]
-    new_tokens: Callable[[SamplingResult], None] | None = None
+    on_tokens: Callable[[SamplingResult], None] | None = None
     worker: Worker | None = None
-    name: str = ""
-    """What its worker calls it: its id, or another name where chunks of that may still be on their way."""
-    requeue_reason: set[int] = field(default_factory=set)
-    """Epochs of the workers from which it was taken: what they had sent before they heard of it comes late."""
-    returns: int = 0
-    """How often it was given to one of them again."""
-    ahead: bool = False
-    """Its worker was given it beyond the common room."""
+    wire_name: str = ""
+    """The request's id at its worker: its own id, or another one where chunks for that may still arrive late."""
+    revoked_epochs: set[int] = field(default_factory=set)
+    """Epochs of the workers from which it was withdrawn: chunks that they sent before they knew may arrive late."""
+    reassignments: int = 0
+    """How often it was assigned again to a worker in ``revoked_epochs``."""
+    express: bool = False
+    """Whether it occupies its worker's room for interactive requests."""
     decoding: bool = False
-    """Tokens of it have come since its worker was given it."""
-    previous_workers: set[int] = field(default_factory=set)
+    """Whether tokens have arrived since it was assigned to its worker."""
+    allowed_versions: set[int] = field(default_factory=set)
     """Versions that its worker was given for it."""
-    claimed: bool = False
-    """Its worker had it before this service did."""
-    since: float = 0.0
-    """From when on it counts how long no worker came for it."""
-    queued: float = 0.0
-    """When it came to wait for a place in a worker."""
-    last_token_at: float = 0.0
-    """When its worker was given it, or last sent a token of it."""
+    resumed: bool = False
+    """Whether its worker had it before this controller started."""
+    waiting_since: float = 0.0
+    """Start of the time for which no worker serves its model."""
+    queued_at: float = 0.0
+    """When it was queued last."""
+    last_activity: float = 0.0
+    """When it was assigned, or its worker last sent tokens of it."""
 
     @property
-    def applied(self) -> tuple[str, int]:
+    def policy_version(self) -> tuple[str, int]:
         """Policy and version that sample it; ``("", 0)`` for the base model."""
         adapter = self.request.adapter
         return (adapter.policy, adapter.version) if adapter is not None else ("", 0)
 
-    def may(self, policy: str, version: int) -> bool:
-        """Whether tokens sampled by this version can be its own: one that its worker was given for it; or an older one
-        that it had before this service did, if it is one that changes its version."""
-        wanted, newest = self.applied
-        before = self.claimed and self.request.in_flight != "finish" and version < newest
-        return policy == wanted and (version in self.previous_workers or before)
-
-
-def newer(ref: protocol.AdapterRef | None, request: SamplingRequest) -> bool:
-    """Whether ``ref`` is a version that the request is to change to."""
-    old = request.adapter
-    if ref is None or old is None or request.in_flight == "finish":
-        return False
-    return ref.policy == old.policy and ref.version > old.version
-
-
-def same_text(before: SamplingRequest, now: SamplingRequest) -> bool:
-    """Whether what was sampled for ``before`` is the beginning of what ``now`` asks for: everything that decides about
-    the text is the same, but for the version where that may change under way. Workers judge claims alike
-    (:meth:`rookery.worker.generation.Held.continues`)."""
-    if _essence(before) != _essence(now):
-        return False
-    old, new = before.adapter, now.adapter
-    if old is None or new is None:
-        return old is new
-    return old.policy == new.policy and (old.version == new.version or now.in_flight != "finish")
-
-
-def _essence(request: SamplingRequest) -> SamplingRequest:
-    """All but the version and its place among those that wait."""
-    return replace(request, adapter=None, interactive=False, continues=False)
+    def accepts_version(self, policy: str, version: int) -> bool:
+        """Whether this version may have sampled tokens of the request: it was given to the worker for it; or it is an
+        older one that the worker had before this controller started, and the request may change its version."""
+        wanted, newest = self.policy_version
+        earlier = self.resumed and self.request.generate.in_flight != "finish" and version < newest
+        return policy == wanted and (version in self.allowed_versions or earlier)

@@ -1,16 +1,15 @@
-"""Generation: requests go in, complete replies come out, whatever happens to the workers in between.
+"""The rollout scheduler: requests go in, complete results come out, whatever happens to the workers in between.
 
-* Every request ends exactly once: with its reply, with an error, or by its caller's cancellation.
-* Tokens that arrived are never generated again: when a worker is lost or gives a request up, or another one can go on
-  with it sooner, it moves there with the tokens received so far, ahead of those that never ran. A cancelled request of
-  an episode parks its tokens, and takes them up when it returns; where it returns with another prompt, as after a new
-  reset of its environment, it begins anew.
-* Tenants take turns of several requests; a worker holds at most its rows and a few more, everything else waits here,
-  where it can be seen. Requests that somebody waits for go ahead of the others, on a bounded share of each worker's
-  rows.
-* A chunk counts only from the worker that the request is with, under that worker's present epoch. A request that
-  returns to a worker from which it was taken has another name there, so that nothing of before can be taken for it.
-* What a frame costs does not grow with the number of workers, jobs or requests.
+* Every request ends exactly once: with its result, with an error, or by its caller's cancellation.
+* Received tokens are never generated again. When a worker is lost, rejects a request, or another worker could begin it
+  sooner, the request moves there with the tokens received so far, ahead of requests that never ran. A cancelled request
+  of an episode keeps its tokens and resumes from them when it is submitted again; submitted with another prompt, as
+  after a new reset of its environment, it starts over.
+* Tenants take turns of several requests. A worker holds at most its rows and a few more; everything else waits here,
+  where it is visible. Interactive requests go first, on a bounded share of each worker's rows.
+* A chunk counts only if it comes from the request's current worker under that worker's current epoch. A request that
+  returns to a worker from which it was withdrawn has another name there, so that late chunks cannot be mistaken for it.
+* The cost of a frame does not grow with the number of workers, jobs or requests.
 """
 
 from __future__ import annotations
@@ -18,7 +17,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from rookery import protocol
 from rookery.aio import Clock
@@ -26,7 +27,7 @@ from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.placement import WorkerPool
 from rookery.controller.rollout.request import GenerationFailed as GenerationFailed
-from rookery.controller.rollout.request import InflightRequest, newer, same_text
+from rookery.controller.rollout.request import InflightRequest
 from rookery.controller.rollout.request import SamplingRequest as SamplingRequest
 from rookery.controller.rollout.request import SamplingResult as SamplingResult
 from rookery.errors import Unavailable
@@ -34,22 +35,21 @@ from rookery.scheduling.fairness import DeficitRoundRobin, PriorityQueues
 from rookery.settings import Settings
 
 REASONS = ("lost", "rejected", "offloaded", "balanced")
-"""Why a request went on elsewhere: its worker was lost or drains; it gave the request up; somebody took it away with
-:meth:`Rollouts.hand_off`; another worker could go on with it sooner."""
+"""Why a request moved: its worker was lost or drains; the worker rejected it; :meth:`RolloutScheduler.migrate` took it;
+another worker could begin it sooner."""
 
-AGAIN = "~"
-"""Between a request's id and the number of its return, in the name that it has where it had been before."""
+REASSIGNED = "~"
+"""Separates a request's id from the number of its reassignment, in its name at a worker that had it before."""
 
 
 @dataclass(frozen=True)
 class Resumption:
-    """A request that a worker brought along from a controller before this one."""
+    """A request that a worker still holds from an earlier controller."""
 
     worker: Worker
-    name: str
-    """What the worker calls it."""
+    wire_name: str
     since: float
-    """When the worker dialled in."""
+    """When the worker connected."""
 
 
 class RolloutScheduler:
@@ -57,358 +57,352 @@ class RolloutScheduler:
         self._fleet = fleet
         self._settings = settings
         self._clock = clock
-        self._desks = WorkerPool(settings, clock)
+        self._pool = WorkerPool(settings, clock)
         self._queues: defaultdict[str, PriorityQueues[InflightRequest]] = defaultdict(PriorityQueues)
         """By base model."""
-        self._live: dict[str, InflightRequest] = {}
-        self._named: dict[str, InflightRequest] = {}
-        """Those that a worker has, by what it calls them."""
-        self._jobs: defaultdict[str, dict[InflightRequest, None]] = defaultdict(dict)
-        self._parked: dict[str, dict[str, InflightRequest]] = {}
-        self._claims: dict[str, Resumption] = {}
-        """By request, until that is asked for."""
-        self._returning = 0.0
-        """Until then workers that had requests before this controller came are dialling in."""
+        self._inflight: dict[str, InflightRequest] = {}
+        """By the request's id."""
+        self._assigned: dict[str, InflightRequest] = {}
+        """Requests that a worker has, by their names there."""
+        self._by_job: defaultdict[str, dict[InflightRequest, None]] = defaultdict(dict)
+        self._retained: dict[str, dict[str, InflightRequest]] = {}
+        """By job and id: cancelled requests whose tokens are kept."""
+        self._resumptions: dict[str, Resumption] = {}
+        """By the request's id, until it is submitted."""
+        self._resume_until = 0.0
+        """Until then, workers that hold requests of an earlier controller are reconnecting."""
         self._on_sampled: list[Callable[[Worker, SamplingRequest, int], None]] = []
         self.gate: Callable[[Worker], bool] = lambda worker: True
-        """Whether a worker may take rollouts now. Requests that somebody waits for pass all the same. Whoever sets it
-        calls :meth:`dispatch` each time that its answers change."""
-        self.sampled = 0
+        """Whether a worker accepts rollouts now; interactive requests pass all the same. Call :meth:`dispatch` whenever
+        its answers change."""
+        self.sampled_tokens = 0
         """Tokens received."""
-        self.moves: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
-        """Requests that went on elsewhere, by reason."""
+        self.requeues: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
+        """Requests that moved to another worker, by reason."""
         self.late_chunks = 0
-        """Chunks that came for requests no longer with their sender."""
-        fleet.handle(protocol.Output, self._output)
-        fleet.on_state(self._seen)
-        fleet.on_beat(self._beat)
-        fleet.on_lost(lambda worker, reason: self._lost(worker))
+        """Chunks for requests that are no longer with their sender."""
+        fleet.handle(protocol.Output, self._on_output)
+        fleet.on_state(self._on_worker_state)
+        fleet.on_beat(self._on_heartbeat)
+        fleet.on_lost(lambda worker, reason: self._on_worker_lost(worker))
 
     async def sample(
-        self, request: SamplingRequest, grown: Callable[[SamplingResult], None] | None = None
+        self, request: SamplingRequest, on_tokens: Callable[[SamplingResult], None] | None = None
     ) -> SamplingResult:
-        """The complete reply; ``grown`` is shown it each time that tokens have come. Raises :class:`GenerationFailed`,
-        or :class:`Unavailable` when no worker came in time."""
-        if request.id in self._live:
-            raise RuntimeError(f"request {request.id} is under way already")
-        before = self._parked.get(request.job, {}).pop(request.id, None)
-        kept = before if before is not None and same_text(before.request, request) else None
-        if kept is not None and kept.reply.finish:
-            return kept.reply
+        """The complete result; ``on_tokens`` is called with it each time that tokens have arrived. Raises
+        :class:`GenerationFailed`, or :class:`Unavailable` when no worker came in time."""
+        if request.id in self._inflight:
+            raise RuntimeError(f"request {request.id} is in flight already")
+        earlier = self._retained.get(request.job, {}).pop(request.id, None)
+        kept = earlier if earlier is not None and request.continues_text_of(earlier.request) else None
+        if kept is not None and kept.result.finish:
+            return kept.result
         now = self._clock.monotonic()
-        live = InflightRequest(
-            request, SamplingResult(), asyncio.get_running_loop().create_future(), grown, since=now, queued=now
-        )
-        if before is not None:
-            live.requeue_reason, live.returns = (
-                before.requeue_reason,
-                before.returns,
-            )  # its chunks may still be on their way
+        done: asyncio.Future[SamplingResult] = asyncio.get_running_loop().create_future()
+        inflight = InflightRequest(request, SamplingResult(), done, on_tokens, waiting_since=now, queued_at=now)
+        if earlier is not None:  # its chunks may still arrive
+            inflight.revoked_epochs, inflight.reassignments = earlier.revoked_epochs, earlier.reassignments
         if kept is not None:
-            live.reply = kept.reply
-            if newer(kept.request.adapter, request):
-                live.request = request = replace(request, adapter=kept.request.adapter)
-        self._live[request.id] = live
-        self._jobs[request.job][live] = None
-        claim = self._claims.get(request.id)
-        if claim is not None and self._binds(claim):
-            self._assign(live, claim.worker, request.interactive)
+            inflight.result = kept.result
+            if request.superseded_by(kept.request.adapter):
+                inflight.request = request = request.with_adapter(kept.request.adapter)
+        self._inflight[request.id] = inflight
+        self._by_job[request.job][inflight] = None
+        resumption = self._resumptions.get(request.id)
+        if resumption is not None and self._still_held(resumption):
+            self._assign(inflight, resumption.worker, request.generate.interactive)
         else:
-            self._lane(request).put(request.tenant, request.job, live, first=request.continues)
+            self._queue_of(request).put(request.tenant, request.job, inflight, first=request.continues)
             self._dispatch(request.model)
         try:
-            return await live.done
+            return await done
         except asyncio.CancelledError:
-            if request.episode and (live.reply.tokens or live.requeue_reason or live.worker is not None):
-                self._parked.setdefault(request.job, {})[request.id] = live
+            begun = inflight.result.tokens or inflight.revoked_epochs or inflight.worker is not None
+            if request.generate.episode and begun:
+                self._retained.setdefault(request.job, {})[request.id] = inflight
             raise
         finally:
-            self._end(live)
+            self._finish(inflight)
 
     def on_sampled(self, callback: Callable[[Worker, SamplingRequest, int], None]) -> None:
-        """Called with the worker, the request and how many tokens of it came."""
+        """Have ``callback`` called with the worker, the request and the number of its tokens that arrived."""
         self._on_sampled.append(callback)
 
-    # --- looked at ----------------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
 
     @property
     def migrated(self) -> int:
-        """Requests that went on elsewhere."""
-        return self.moves.total()
+        """Requests that moved to another worker."""
+        return self.requeues.total()
 
     def waiting(self) -> int:
+        """Requests that wait for a worker."""
         return sum(map(len, self._queues.values()))
 
     def position(self, tenant: str, job: str) -> int | None:
-        """How many rollouts stand before the first one of ``job`` that waits for a worker; None when none waits."""
-        places = (queue.common.before(tenant, job) for queue in self._queues.values())
-        return min((place for place in places if place is not None), default=None)
+        """How many rollouts precede the first one of ``job`` that waits for a worker; None when none waits."""
+        positions = (queue.common.position(tenant, job) for queue in self._queues.values())
+        return min((position for position in positions if position is not None), default=None)
 
     def outstanding(self, worker: Worker) -> int:
-        """Requests that it was given and has not ended."""
-        return self._desks.outstanding(worker)
+        """Requests that the worker was given and has not ended."""
+        return self._pool.outstanding(worker)
 
     def executing(self, worker: Worker) -> int:
-        """Those of them that it decodes, as far as that is known (:func:`rookery.scheduling.balancing.load`)."""
-        return self._desks.executing(worker)
+        """Those of them that it decodes, as far as is known (:func:`rookery.scheduling.balancing.load`)."""
+        return self._pool.executing(worker)
 
     def idle(self, worker: Worker) -> bool:
-        return not self._desks.outstanding(worker)
+        return not self._pool.outstanding(worker)
 
-    def busy(self, worker: Worker) -> float:
-        """Seconds for which it has had requests, on this connection."""
-        return self._desks.busy(worker)
+    def busy_seconds(self, worker: Worker) -> float:
+        """Seconds for which the worker has had requests, on this connection."""
+        return self._pool.busy_seconds(worker)
 
-    # --- what others decide -------------------------------------------------------------------------------------------
+    # --- decisions of other rooms -------------------------------------------------------------------------------------
 
-    def forget(self, job: str) -> None:
-        """The job has ended: what was parked for it, or brought along, will not be asked for."""
-        self._parked.pop(job, None)
-        for request in [name for name in self._claims if name.startswith(f"{job}-")]:  # as its episodes' names do
-            del self._claims[request]
+    def close_job(self, job: str) -> None:
+        """The job has ended: drop the tokens kept for it and the requests that workers still hold for it."""
+        self._retained.pop(job, None)
+        for request in [name for name in self._resumptions if name.startswith(f"{job}-")]:  # as its episodes' names do
+            del self._resumptions[request]
 
     def dispatch(self, *workers: Worker) -> None:
         """The gate has changed, for these workers or for all."""
-        changed = workers or self._desks.workers()
+        changed = workers or self._pool.workers()
         for worker in changed:
-            self._desks.add(worker, self.gate(worker))
+            self._pool.update(worker, self.gate(worker))
         for model in sorted({worker.hello.model for worker in changed}):
             self._dispatch(model)
 
     def switch(self, job: str, ref: protocol.AdapterRef, *, recompute: bool) -> None:
-        """The job's requests for older versions of the policy go on with ``ref``: those that run from the next token
-        on, their attention cache kept or computed anew with ``recompute``; those that wait or are parked when they
-        are begun. What asked to finish on its version does."""
-        for live in (*self._jobs.get(job, ()), *self._parked.get(job, {}).values()):
-            if not newer(ref, live.request):
+        """Move the job's requests for older versions of the policy to ``ref``: running ones from their next token on,
+        with their attention cache kept, or computed again with ``recompute``; waiting and retained ones when they
+        begin. Requests that finish on their version are left alone."""
+        for inflight in (*self._by_job.get(job, ()), *self._retained.get(job, {}).values()):
+            if not inflight.request.superseded_by(ref):
                 continue
-            live.request = replace(live.request, adapter=ref)
-            if live.worker is not None and not live.done.done():
-                live.previous_workers.add(ref.version)
-                adapter = self._fleet.adapter_ref(live.worker, ref)
-                live.worker.post(protocol.SwitchAdapter(request=live.name, adapter=adapter, recompute=recompute))
+            inflight.request = inflight.request.with_adapter(ref)
+            if inflight.worker is not None and not inflight.done.done():
+                inflight.allowed_versions.add(ref.version)
+                adapter = self._fleet.adapter_ref(inflight.worker, ref)
+                message = protocol.SwitchAdapter(request=inflight.wire_name, adapter=adapter, recompute=recompute)
+                inflight.worker.post(message)
 
     def migrate(self, worker: Worker, limit: int | None = None) -> int:
-        """Take up to ``limit`` of its rollouts from ``worker``; they go on elsewhere first, with the tokens received.
-        Those that decode not yet are taken before others, then those with the fewest tokens: what costs least to begin
-        again. Answers how many. Set the gate before, or they come back; what somebody waits for stays."""
-        able = [live for live in self._desks.held(worker) if not live.request.interactive and not live.done.done()]
-        able.sort(key=lambda live: (live.decoding, len(live.reply.tokens)))
+        """Take up to ``limit`` rollouts from ``worker``; they resume elsewhere, ahead of others, with the tokens
+        received. Requests that do not decode yet are taken first, then those with the fewest tokens. Returns how many
+        were taken. Close the gate before, or they come back; interactive requests stay."""
+        able = [
+            inflight
+            for inflight in self._pool.requests(worker)
+            if not inflight.request.generate.interactive and not inflight.done.done()
+        ]
+        able.sort(key=lambda inflight: (inflight.decoding, len(inflight.result.tokens)))
         taken = able if limit is None else able[: max(0, limit)]
-        for live in reversed(taken):
-            self._withdraw(live)
-            self._requeue(live, "offloaded")
+        for inflight in reversed(taken):
+            self._withdraw(inflight)
+            self._requeue(inflight, "offloaded")
         self._dispatch(worker.hello.model)
         return len(taken)
 
     def expect_resumptions(self) -> None:
-        """There was a controller before this one: workers that computed for it dial in again. For a while rollouts wait
-        for the worker that has them, so that what it sampled is not sampled anew elsewhere."""
-        self._returning = self._clock.monotonic() + self._settings.worker.reconnect_seconds
+        """An earlier controller existed: its workers reconnect. For a while rollouts wait for the worker that holds
+        them, so that their tokens are not sampled twice."""
+        self._resume_until = self._clock.monotonic() + self._settings.worker.reconnect_seconds
 
     async def watch(self) -> None:
-        """Fail what has waited too long for a worker, or for a word of its own, for ever: every wait has its
-        deadline."""
+        """Fail requests that waited too long for a worker or for their worker's next tokens. Runs until cancelled."""
         while True:
             await self._clock.sleep(self._settings.worker.heartbeat_seconds)
             now = self._clock.monotonic()
-            if self._returning and now >= self._returning:
-                self._returning = 0.0
+            if self._resume_until and now >= self._resume_until:
+                self._resume_until = 0.0
                 for model in list(self._queues):
                     self._dispatch(model)
+            wait = self._settings.server.worker_wait_seconds
             for model, queue in self._queues.items():
                 served = bool(self._fleet.serving("rollout", model))
-                for live in queue:
+                for inflight in queue:
                     if served:
-                        live.since = now
-                    elif now - live.since > self._settings.server.worker_wait_seconds and not live.done.done():
-                        live.done.set_exception(Unavailable(self._fleet.missing("rollout", model)))
-            for live in list(self._live.values()):
-                if live.worker is not None and now - live.last_token_at > self._settings.worker.request_timeout_seconds:
-                    name, seconds = live.worker.name, self._settings.worker.request_timeout_seconds
-                    self._withdraw(live)
-                    live.done.set_exception(GenerationFailed(f"worker {name} sent nothing of it for {seconds:g} s"))
-                    self._dispatch(live.request.model)
+                        inflight.waiting_since = now
+                    elif now - inflight.waiting_since > wait and not inflight.done.done():
+                        inflight.done.set_exception(Unavailable(self._fleet.missing("rollout", model)))
+            limit = self._settings.worker.request_timeout_seconds
+            for inflight in list(self._inflight.values()):
+                if inflight.worker is not None and now - inflight.last_activity > limit:
+                    error = GenerationFailed(f"worker {inflight.worker.name} sent no tokens for {limit:g} s")
+                    self._withdraw(inflight)
+                    inflight.done.set_exception(error)
+                    self._dispatch(inflight.request.model)
 
     # --- dispatch -----------------------------------------------------------------------------------------------------
 
     def _dispatch(self, model: str) -> None:
-        """Give out what waits, where there is room; then move what could go on sooner elsewhere."""
-        queue, desks = self._queues[model], self._desks
-        returned = self._clock.monotonic() >= self._returning
-        while queue and (
-            taken := queue.take(
-                (lambda live: desks.choose(live, True) is not None) if desks.has_capacity(model, True) else None,
-                (lambda live: desks.choose(live, False) is not None)
-                if returned and desks.has_capacity(model, False)
-                else None,
-            )
-        ):
-            live, ahead = taken
-            worker = desks.choose(live, ahead)
+        """Assign waiting requests to workers with room; then move requests that could begin sooner elsewhere."""
+        queue, pool = self._queues[model], self._pool
+
+        def fits(express: bool) -> Callable[[InflightRequest], bool] | None:
+            if not pool.has_capacity(model, express):
+                return None
+            return lambda inflight: pool.choose(inflight, express) is not None
+
+        resumed = self._clock.monotonic() >= self._resume_until
+        while queue and (taken := queue.take(fits(True), fits(False) if resumed else None)):
+            inflight, express = taken
+            worker = pool.choose(inflight, express)
             assert worker is not None
-            self._assign(live, worker, ahead)
-        while moving := desks.find_migration(model):
-            for live in moving.requests:
-                self._withdraw(live)
-                self._moves(live, "balanced")
-                self._assign(live, moving.target, False)
+            self._assign(inflight, worker, express)
+        while migration := pool.find_migration(model):
+            for inflight in migration.requests:
+                self._withdraw(inflight)
+                self._count_requeue(inflight, "balanced")
+                self._assign(inflight, migration.target, False)
 
-    def _lane(self, request: SamplingRequest) -> DeficitRoundRobin[InflightRequest]:
+    def _queue_of(self, request: SamplingRequest) -> DeficitRoundRobin[InflightRequest]:
         queue = self._queues[request.model]
-        return queue.express if request.interactive else queue.common
+        return queue.express if request.generate.interactive else queue.common
 
-    def _assign(self, live: InflightRequest, worker: Worker, ahead: bool) -> None:
-        request = live.request
+    def _assign(self, inflight: InflightRequest, worker: Worker, express: bool) -> None:
+        request = inflight.request
         adapter = self._fleet.adapter_ref(worker, request.adapter) if request.adapter is not None else None
-        live.last_token_at = self._clock.monotonic()
-        live.reply.queued += live.last_token_at - live.queued
-        live.previous_workers = {live.applied[1]}
-        claim = self._claims.pop(request.id, None)
-        live.claimed = claim is not None and claim.worker is worker
-        live.name = claim.name if claim is not None and live.claimed else request.id
-        if not live.claimed and worker.epoch in live.requeue_reason:
-            live.returns += 1
-            live.name = f"{request.id}{AGAIN}{live.returns}"
-        self._named[live.name] = live
-        self._desks.assign(live, worker, ahead)
-        generate = protocol.Generate(
-            request=live.name,
+        inflight.last_activity = self._clock.monotonic()
+        inflight.result.queue_seconds += inflight.last_activity - inflight.queued_at
+        inflight.allowed_versions = {inflight.policy_version[1]}
+        resumption = self._resumptions.pop(request.id, None)
+        inflight.resumed = resumption is not None and resumption.worker is worker
+        inflight.wire_name = resumption.wire_name if resumption is not None and inflight.resumed else request.id
+        if not inflight.resumed and worker.epoch in inflight.revoked_epochs:
+            inflight.reassignments += 1
+            inflight.wire_name = f"{request.id}{REASSIGNED}{inflight.reassignments}"
+        self._assigned[inflight.wire_name] = inflight
+        self._pool.assign(inflight, worker, express)
+        generate = msgspec.structs.replace(
+            request.generate,
+            request=inflight.wire_name,
             adapter=adapter,
-            prompt=request.prompt,
-            shared_prefix=request.shared_prefix,
-            prefix_tokens=live.reply.tokens,
-            max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            seed=request.seed,
-            stop_tokens=request.stop_tokens,
-            stop=request.stop,
-            episode=request.episode,
-            interactive=ahead,
-            in_flight=request.in_flight,
-            prompt_logprobs=request.prompt_logprobs,
-            top_logprobs=request.top_logprobs,
+            prefix_tokens=inflight.result.tokens,
+            interactive=express,
         )
         worker.post(generate)
 
-    # --- what workers say ---------------------------------------------------------------------------------------------
+    # --- events of workers --------------------------------------------------------------------------------------------
 
-    def _seen(self, worker: Worker) -> None:
-        """Its state, or what it takes, has changed."""
-        self._desks.add(worker, self.gate(worker))
+    def _on_worker_state(self, worker: Worker) -> None:
+        """Its state, or the set of requests that it accepts, has changed."""
+        self._pool.update(worker, self.gate(worker))
         if not worker.has_role("rollout", worker.hello.model):
             return
-        for name in sorted(
-            worker.active_requests
-        ):  # claims need no room, and no gate: the worker computes them already
-            request = name.partition(AGAIN)[0]
-            live = self._live.get(request)
-            before = self._claims.get(request)
-            claim = Resumption(worker, name, self._clock.monotonic())
-            if live is None:
-                if before is None or not self._binds(before):
-                    self._claims[request] = claim
-            elif live.worker is None and not live.done.done():
-                self._claims[request] = claim
-                self._lane(live.request).remove(live.request.tenant, live.request.job, live)
-                self._assign(live, worker, live.request.interactive)
+        for wire_name in sorted(worker.active_requests):  # resumptions need no room and no gate: they run already
+            request = wire_name.partition(REASSIGNED)[0]
+            inflight = self._inflight.get(request)
+            other = self._resumptions.get(request)
+            resumption = Resumption(worker, wire_name, self._clock.monotonic())
+            if inflight is None:
+                if other is None or not self._still_held(other):
+                    self._resumptions[request] = resumption
+            elif inflight.worker is None and not inflight.done.done():
+                self._resumptions[request] = resumption
+                self._queue_of(inflight.request).remove(inflight.request.tenant, inflight.request.job, inflight)
+                self._assign(inflight, worker, inflight.request.generate.interactive)
         worker.active_requests.clear()
         rows = min(one.hello.max_rows for one in self._fleet.serving("rollout", worker.hello.model))
         self._queues[worker.hello.model].common.turn = max(1, int(rows * self._settings.engine.tenant_turn_share))
         self._dispatch(worker.hello.model)
 
-    def _binds(self, claim: Resumption) -> bool:
-        """Whether its worker surely has the request still: what is asked for later goes where there is room."""
-        return self._clock.monotonic() - claim.since <= self._settings.worker.resume_seconds
+    def _still_held(self, resumption: Resumption) -> bool:
+        """Whether the worker is sure to hold the request still: one submitted later goes where there is room."""
+        return self._clock.monotonic() - resumption.since <= self._settings.worker.resume_seconds
 
-    def _beat(self, worker: Worker, beat: protocol.Heartbeat) -> None:
-        self._desks.on_heartbeat(worker, beat)
+    def _on_heartbeat(self, worker: Worker, beat: protocol.Heartbeat) -> None:
+        self._pool.on_heartbeat(worker, beat)
         self._dispatch(worker.hello.model)
 
-    def _output(self, worker: Worker, message: protocol.Output) -> None:
+    def _on_output(self, worker: Worker, message: protocol.Output) -> None:
         worker.max_flush_tokens = max(worker.max_flush_tokens, sum(len(chunk.tokens) for chunk in message.chunks))
         for chunk in message.chunks:
-            live = self._named.get(chunk.request)
-            if live is None or live.worker is not worker or live.done.done():
+            inflight = self._assigned.get(chunk.request)
+            if inflight is None or inflight.worker is not worker or inflight.done.done():
                 self.late_chunks += 1
                 continue
-            self._on_chunk(live, worker, chunk)
+            self._on_chunk(inflight, worker, chunk)
         self._dispatch(worker.hello.model)
 
-    def _on_chunk(self, live: InflightRequest, worker: Worker, chunk: protocol.TokenChunk) -> None:
-        reply = live.reply
+    def _on_chunk(self, inflight: InflightRequest, worker: Worker, chunk: protocol.TokenChunk) -> None:
+        result = inflight.result
         if chunk.finish == "error":
-            self._fail(live, chunk.error or "the engine gave no reason")
+            self._fail(inflight, chunk.error or "the engine gave no reason")
             return
-        skip = len(reply.tokens) - chunk.offset
+        skip = len(result.tokens) - chunk.offset
         fits = skip >= 0 and len(chunk.tokens) == len(chunk.logprobs)
-        if not fits or (chunk.tokens and not live.may(chunk.policy, chunk.version)):
-            sent = (chunk.policy, chunk.version)
-            self._fail(live, f"the engine sent tokens of {sent} from {chunk.offset}, wanted {live.applied}")
+        if not fits or (chunk.tokens and not inflight.accepts_version(chunk.policy, chunk.version)):
+            sent, wanted = (chunk.policy, chunk.version), inflight.policy_version
+            self._fail(inflight, f"the engine sent tokens of {sent} from {chunk.offset}, wanted {wanted}")
             return
-        fresh = chunk.tokens[skip:]
-        live.last_token_at = self._clock.monotonic()
-        reply.tokens.extend(fresh)
-        reply.logprobs.extend(chunk.logprobs[skip:])
-        reply.versions.extend([chunk.version] * len(fresh))
-        self.sampled += len(fresh)
-        if fresh:
-            self._desks.decodes(live)
-            for told in self._on_sampled:
-                told(worker, live.request, len(fresh))
-        if chunk.finish == "abort":  # not by us: a request that we abort is not live any more
-            self._requeue(live, "rejected")
+        tokens = chunk.tokens[skip:]
+        inflight.last_activity = self._clock.monotonic()
+        result.tokens.extend(tokens)
+        result.logprobs.extend(chunk.logprobs[skip:])
+        result.versions.extend([chunk.version] * len(tokens))
+        self.sampled_tokens += len(tokens)
+        if tokens:
+            self._pool.mark_decoding(inflight)
+            for callback in self._on_sampled:
+                callback(worker, inflight.request, len(tokens))
+        if chunk.finish == "abort":  # the worker's decision: a request that this side aborts is not in flight any more
+            self._requeue(inflight, "rejected")
         elif chunk.finish:
-            reply.finish, reply.prompt_logprobs = chunk.finish, chunk.prompt_logprobs
-            live.done.set_result(reply)
-            self._release(live)
-        if fresh and live.new_tokens is not None:
-            live.new_tokens(reply)
+            result.finish, result.prompt_logprobs = chunk.finish, chunk.prompt_logprobs
+            inflight.done.set_result(result)
+            self._release(inflight)
+        if tokens and inflight.on_tokens is not None:
+            inflight.on_tokens(result)
 
-    def _fail(self, live: InflightRequest, problem: str) -> None:
-        live.done.set_exception(GenerationFailed(problem))
-        self._release(live)
+    def _fail(self, inflight: InflightRequest, problem: str) -> None:
+        inflight.done.set_exception(GenerationFailed(problem))
+        self._release(inflight)
 
-    def _lost(self, worker: Worker) -> None:
-        for request in [request for request, claim in self._claims.items() if claim.worker is worker]:
-            del self._claims[request]
-        for live in reversed(self._desks.remove(worker)):
-            self._requeue(live, "lost")
+    def _on_worker_lost(self, worker: Worker) -> None:
+        for request in [request for request, held in self._resumptions.items() if held.worker is worker]:
+            del self._resumptions[request]
+        for inflight in reversed(self._pool.remove(worker)):
+            self._requeue(inflight, "lost")
         self._dispatch(worker.hello.model)
 
-    def _requeue(self, live: InflightRequest, reason: str) -> None:
-        """The worker will not go on with it: another one must."""
-        self._release(live)
-        if not live.done.done():
-            self._moves(live, reason)
-            self._lane(live.request).put(live.request.tenant, live.request.job, live, first=True)
+    def _requeue(self, inflight: InflightRequest, reason: str) -> None:
+        """Its worker does not continue the request: another one must."""
+        self._release(inflight)
+        if not inflight.done.done():
+            self._count_requeue(inflight, reason)
+            request = inflight.request
+            self._queue_of(request).put(request.tenant, request.job, inflight, first=True)
 
-    def _moves(self, live: InflightRequest, reason: str) -> None:
-        self.moves[reason] += 1
-        live.since = live.queued = self._clock.monotonic()
+    def _count_requeue(self, inflight: InflightRequest, reason: str) -> None:
+        self.requeues[reason] += 1
+        inflight.waiting_since = inflight.queued_at = self._clock.monotonic()
 
-    def _withdraw(self, live: InflightRequest) -> None:
-        """Its worker shall not go on with it."""
-        assert live.worker is not None
-        live.worker.post(protocol.Abort(request=live.name))
-        live.requeue_reason.add(live.worker.epoch)
-        self._release(live)
+    def _withdraw(self, inflight: InflightRequest) -> None:
+        """Abort the request at its worker."""
+        assert inflight.worker is not None
+        inflight.worker.post(protocol.Abort(request=inflight.wire_name))
+        inflight.revoked_epochs.add(inflight.worker.epoch)
+        self._release(inflight)
 
-    def _release(self, live: InflightRequest) -> None:
-        """Its worker has it no more."""
-        if live.worker is not None:
-            del self._named[live.name]
-            self._desks.release(live)
+    def _release(self, inflight: InflightRequest) -> None:
+        """Its worker has the request no more."""
+        if inflight.worker is not None:
+            del self._assigned[inflight.wire_name]
+            self._pool.release(inflight)
 
-    def _end(self, live: InflightRequest) -> None:
-        """The caller has its answer, or gave up."""
-        request = live.request
-        self._live.pop(request.id, None)
-        del self._jobs[request.job][live]
-        if not self._jobs[request.job]:
-            del self._jobs[request.job]
-        if live.worker is None:
-            self._lane(request).remove(request.tenant, request.job, live)
+    def _finish(self, inflight: InflightRequest) -> None:
+        """The caller has the result, or gave up."""
+        request = inflight.request
+        self._inflight.pop(request.id, None)
+        del self._by_job[request.job][inflight]
+        if not self._by_job[request.job]:
+            del self._by_job[request.job]
+        if inflight.worker is None:
+            self._queue_of(request).remove(request.tenant, request.job, inflight)
         else:
-            self._withdraw(live)
+            self._withdraw(inflight)
             self._dispatch(request.model)

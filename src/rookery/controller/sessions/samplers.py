@@ -134,20 +134,22 @@ class Samplers:
                 group.create_task(
                     world.rollouts.sample(
                         SamplingRequest(
-                            id=f"{future.id}:{number}",
-                            tenant=row.tenant,
-                            job=row.session,
-                            model=row.base_model,
-                            adapter=adapter,
-                            prompt=call.prompt,
-                            shared_prefix=0 if scored and number == 0 else len(call.prompt),
-                            max_tokens=room if call.max_tokens is None else min(call.max_tokens, room),
-                            temperature=call.temperature,
-                            seed=_seed(future.id if call.seed is None else str(call.seed), number),
-                            stop_tokens=chat.stop_tokens if call.stop_tokens is None else call.stop_tokens,
-                            stop=call.stop,
-                            prompt_logprobs=scored if number == 0 else 0,
-                            top_logprobs=call.topk,
+                            row.tenant,
+                            row.session,
+                            row.base_model,
+                            protocol.Generate(
+                                request=f"{future.id}:{number}",
+                                adapter=adapter,
+                                prompt=call.prompt,
+                                shared_prefix=0 if scored and number == 0 else len(call.prompt),
+                                max_tokens=room if call.max_tokens is None else min(call.max_tokens, room),
+                                temperature=call.temperature,
+                                seed=_seed(future.id if call.seed is None else str(call.seed), number),
+                                stop_tokens=chat.stop_tokens if call.stop_tokens is None else call.stop_tokens,
+                                stop=call.stop,
+                                prompt_logprobs=scored if number == 0 else 0,
+                                top_logprobs=call.topk,
+                            ),
                         )
                     )
                 )

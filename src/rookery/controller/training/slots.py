@@ -83,7 +83,7 @@ class TrainerSlots:
         """What a waiting guest waits for; empty where it does not."""
         if guest.waiting is None:
             return ""
-        before = self._queues[guest.base_model].before(guest.tenant, guest.session) or 0
+        before = self._queues[guest.base_model].position(guest.tenant, guest.session) or 0
         return (
             f"all {self._capacity(guest.base_model)} training places for {guest.base_model} are in use; "
             f"{before} others wait before this one"

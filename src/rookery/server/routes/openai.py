@@ -248,7 +248,7 @@ async def _grow(
                 temperature=1.0 if asked.temperature is None else asked.temperature,
                 seed=choice.seed,
                 stop=asked.stops,
-                grown=watch(choice),
+                on_tokens=watch(choice),
             )
         )
         for choice in choices
