@@ -717,7 +717,8 @@ def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Pa
         assert not any(rollouts.outstanding(worker) or rollouts.executing(worker) for worker in room.fleet.all())
         kept = sum(len(text_of(number, 12)[0]) for number in asked)
         assert rollouts.sampled_tokens >= kept
-        if not any(request["interactive"] for request in asked.values()):  # only those drop tokens: when they are cancelled
+        # only interactive requests drop tokens: when they are cancelled
+        if not any(request["interactive"] for request in asked.values()):
             assert rollouts.sampled_tokens == kept, "every token counted once"
         await room.close()
 
