@@ -37,7 +37,6 @@ from rookery.protocol.common import (
     Struct,
     manifest_of,
 )
-from rookery.protocol.connection import Connection, ConnectionClosed
 from rookery.protocol.envhost import (
     ChatMessage,
     CloseEpisode,

@@ -1,16 +1,60 @@
-"""A connection as the controller sees it: whole binary frames in order, until it is closed."""
+"""Connections between the service and the processes that dial it, workers and environment hosts.
+
+Both ends see a :class:`Connection`: whole binary frames in order, until it is closed.
+
+* The service runs :func:`serve_peer` per connection: hello, registration, messages in order, end. Its outgoing messages
+  wait in the :class:`Outbox` of that connection, so a peer that does not read delays only itself.
+* A worker or host runs :func:`stay_connected`: dial, hello, welcome, converse, dial again with backoff. A
+  :class:`Channel` sends its heartbeats and handles the service's messages.
+* A frame that does not decode, or that is larger than :data:`~rookery.protocol.codec.MAX_FRAME`, ends the connection.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Generic, Protocol, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import websockets
+from msgspec.msgpack import Decoder
+from websockets.asyncio.client import ClientConnection, connect
+
+from rookery.aio import Clock
+from rookery.errors import UserError
+from rookery.protocol.codec import MAX_FRAME, BadFrame, decode, encode
+from rookery.protocol.common import HelloRejected, Message
+from rookery.protocol.envhost import HostWelcome
+from rookery.protocol.worker import Welcome
+
+log = logging.getLogger("rookery.protocol.connection")
+
+HELLO_SECONDS = 30.0
+"""The service closes a connection whose hello has not arrived by then."""
+OPEN_SECONDS = 10.0
+"""Time limit of a dialling process for the connection to open, and for the welcome."""
+BACKOFF_SECONDS = (0.2, 5.0)
+"""Pauses between attempts double from the first to the second, each times a random 0.5 … 1."""
+STEADY_SECONDS = 2.0
+"""After a connection that lasted this long the next pause is the shortest again. The service may have ended a shorter
+one for a reason that persists, such as a full disk here."""
 
 
 class ConnectionClosed(Exception):
     """The other end is gone; no frame will arrive or leave any more."""
 
 
+class RegistrationRefused(Exception):
+    """The service refuses this process; another attempt cannot succeed."""
+
+
 class Connection(Protocol):
-    """One end of a message channel. The service's are WebSockets, the simulator's are in memory."""
+    """One end of a message channel."""
 
     async def send(self, frame: bytes) -> None:
         """Raises :class:`ConnectionClosed`."""
@@ -23,3 +67,230 @@ class Connection(Protocol):
     async def close(self, reason: str) -> None:
         """Never raises; closing twice is fine."""
         ...
+
+
+# --- the service's end ----------------------------------------------------------------------------------------------
+
+
+class Outbox:
+    """Messages on their way to one peer, and the time of its last frame. Of one connection: the next one has another."""
+
+    def __init__(self, connection: Connection, epoch: int, clock: Clock) -> None:
+        self.connection = connection
+        self.epoch = epoch
+        self.last_frame = clock.monotonic()
+        """Time of the last frame that counted; the caller sets it."""
+        self._clock = clock
+        self._frames: asyncio.Queue[bytes] = asyncio.Queue()
+        self._sending_since: float | None = None
+
+    def post(self, message: Message) -> None:
+        """Send ``message`` as soon as the connection accepts it. If it never does, the connection ends."""
+        self.post_frame(encode(message))
+
+    def post_frame(self, frame: bytes) -> None:
+        """:meth:`post` for a message that is encoded already."""
+        self._frames.put_nowait(frame)
+
+    async def write(self) -> None:
+        """Send posted messages until the connection ends."""
+        with contextlib.suppress(ConnectionClosed):  # the reader of the same connection sees it and reports it
+            while True:
+                frame = await self._frames.get()
+                self._sending_since = self._clock.monotonic()
+                await self.connection.send(frame)
+                self._sending_since = None
+
+    def problem(self, patience: float) -> str:
+        """Why the peer must be considered lost, or an empty string: nothing received for ``patience`` seconds, or a
+        frame not accepted for as long."""
+        now = self._clock.monotonic()
+        if now - self.last_frame > patience:
+            return f"no heartbeat for {now - self.last_frame:.0f} s"
+        if self._sending_since is not None and now - self._sending_since > patience:
+            return f"it has not read a frame for {now - self._sending_since:.0f} s"
+        return ""
+
+
+class Peer(Protocol):
+    """A registered worker or environment host."""
+
+    outbox: Outbox
+
+
+P = TypeVar("P", bound=Peer)
+M = TypeVar("M")
+
+
+async def serve_peer(
+    connection: Connection,
+    decoder: Decoder[Any],
+    *,
+    register: Callable[[Any, Connection], Awaitable[P]],
+    deliver: Callable[[P, Any], None],
+    closed: Callable[[P, Connection], Awaitable[None]],
+) -> None:
+    """Serve one connection until it ends. ``register(hello, connection)`` answers the peer, its welcome posted, or
+    raises :class:`RegistrationRefused`; ``deliver(peer, message)`` takes every later message; ``closed(peer,
+    connection)`` is called once for a registered peer. Raises :class:`BadFrame` after a frame that is no message."""
+    peer = writer = None
+    try:
+        async with asyncio.timeout(HELLO_SECONDS):
+            hello = decode(decoder, await connection.receive())
+        peer = await register(hello, connection)
+        writer = asyncio.create_task(peer.outbox.write())
+        while True:
+            deliver(peer, decode(decoder, await connection.receive()))
+    except RegistrationRefused as refusal:
+        with contextlib.suppress(ConnectionClosed):
+            await connection.send(encode(HelloRejected(reason=str(refusal))))
+    except (ConnectionClosed, TimeoutError):
+        pass
+    finally:
+        if peer is not None:
+            await closed(peer, connection)
+        if writer is not None:
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+        await connection.close("bye")
+
+
+# --- the dialling end -----------------------------------------------------------------------------------------------
+
+
+class DialledConnection:
+    """A WebSocket that this process dialled, as a :class:`Connection`."""
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self._socket = socket
+
+    async def send(self, frame: bytes) -> None:
+        try:
+            await self._socket.send(frame)
+        except websockets.ConnectionClosed as error:
+            raise ConnectionClosed(str(error)) from None
+
+    async def receive(self) -> bytes:
+        try:
+            frame = await self._socket.recv()
+        except websockets.ConnectionClosed as error:
+            raise ConnectionClosed(str(error)) from None
+        if isinstance(frame, str):
+            raise BadFrame("a text frame")
+        return frame
+
+    async def close(self, reason: str) -> None:
+        await self._socket.close(reason=reason)
+
+
+class Channel(Generic[M]):
+    """A welcomed connection as a worker or host uses it: typed messages of its epoch."""
+
+    def __init__(self, connection: Connection, decoder: Decoder[M], welcome: Welcome | HostWelcome) -> None:
+        self.epoch = welcome.epoch
+        self.heartbeat_seconds = welcome.heartbeat_seconds
+        self.welcome = welcome
+        self._connection = connection
+        self._decoder = decoder
+
+    async def send(self, message: Message) -> None:
+        """Raises :class:`ConnectionClosed`."""
+        await self._connection.send(encode(message))
+
+    async def close(self, reason: str) -> None:
+        await self._connection.close(reason)
+
+    async def run(
+        self, handle: Callable[[M], None], heartbeat: Callable[[], Message], *work: Coroutine[Any, Any, None]
+    ) -> None:
+        """Handle messages in the order in which they arrive, send a heartbeat at once and at each interval, and run
+        ``work``, until one of these ends; the others are cancelled and its exception propagates."""
+        parts = (self._receive(handle), self._beat(heartbeat), *work)
+        tasks = [asyncio.create_task(part) for part in parts]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _receive(self, handle: Callable[[M], None]) -> None:
+        while True:
+            message = decode(self._decoder, await self._connection.receive())
+            if isinstance(message, HelloRejected):
+                raise RegistrationRefused(message.reason)
+            if isinstance(message, Welcome | HostWelcome):
+                raise BadFrame("a second welcome")
+            handle(message)
+
+    async def _beat(self, heartbeat: Callable[[], Message]) -> None:
+        while True:
+            await self.send(heartbeat())
+            await asyncio.sleep(self.heartbeat_seconds)
+
+
+async def stay_connected(
+    base: str,
+    path: str,
+    decoder: Decoder[M],
+    *,
+    hello: Callable[[], Message],
+    converse: Callable[[Channel[M]], Awaitable[None]],
+    ping_seconds: float,
+    ping_timeout: float,
+) -> None:
+    """Dial ``path`` of the service at ``base``, introduce this process with ``hello()``, run ``converse(channel)`` until
+    the connection ends, and dial again, until cancelled. Raises :class:`RegistrationRefused` where the service refuses
+    the process. A silent other end is noticed within ``ping_seconds + ping_timeout``."""
+    target = socket_url(base, path)
+    shortest, longest = BACKOFF_SECONDS
+    pause = shortest
+    while True:
+        welcomed = None
+        try:
+            async with connect(
+                target,
+                max_size=MAX_FRAME,
+                compression=None,
+                open_timeout=OPEN_SECONDS,
+                proxy=None if is_loopback(base) else True,
+                ping_interval=ping_seconds,
+                ping_timeout=ping_timeout,
+            ) as socket:
+                connection = DialledConnection(socket)
+                await connection.send(encode(hello()))
+                async with asyncio.timeout(OPEN_SECONDS):
+                    answer = decode(decoder, await connection.receive())
+                if isinstance(answer, HelloRejected):
+                    raise RegistrationRefused(answer.reason)
+                if not isinstance(answer, Welcome | HostWelcome):
+                    raise BadFrame(f"{type(answer).__name__} arrived before the welcome")
+                welcomed = time.monotonic()
+                await converse(Channel(connection, decoder, answer))
+        except (OSError, TimeoutError, websockets.WebSocketException, ConnectionClosed, BadFrame) as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            log.warning("no connection to %s, retrying: %s", target, reason)
+        if welcomed is not None and time.monotonic() - welcomed > STEADY_SECONDS:
+            pause = shortest
+        await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+        pause = min(2 * pause, longest)
+
+
+def socket_url(base: str, path: str) -> str:
+    """The WebSocket address of ``path`` at a service's ``base`` (http, https, ws or wss). Raises
+    :class:`~rookery.errors.UserError` for any other address."""
+    parts = urlsplit(base)
+    schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+    if parts.scheme not in schemes or not parts.netloc:
+        raise UserError(f"{base!r} is not a service's address; give one like http://127.0.0.1:7077")
+    return urlunsplit((schemes[parts.scheme], parts.netloc, parts.path.rstrip("/") + path, "", ""))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether the URL names this machine: no proxy is used for it."""
+    host = urlsplit(address).hostname or ""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
