@@ -21,9 +21,10 @@ from rookery import protocol
 from rookery.environments.base import Environment
 from rookery.environments.builtins import BUILTINS
 from rookery.environments.episodes import Episodes
-from rookery.environments.host import Host, Hosted, link_url
+from rookery.environments.host import Host, Hosted
 from rookery.environments.user_code import UserCodeExecutor
 from rookery.errors import UserError
+from rookery.protocol.connection import socket_url
 
 
 class Controller:
@@ -354,7 +355,7 @@ async def test_a_refused_host_says_why() -> None:
             await asyncio.wait_for(Host(f"http://127.0.0.1:{port}", "x", {}).run(), 20)
     with pytest.raises(UserError, match="not a service's address"):
         await Host("nonsense", "x", {}).run()
-    assert link_url("https://a.b/x/", "/wire/host") == "wss://a.b/x/wire/host"
+    assert socket_url("https://a.b/x/", "/wire/host") == "wss://a.b/x/wire/host"
 
 
 async def test_the_process_of_the_built_ins_dies_with_its_parent() -> None:

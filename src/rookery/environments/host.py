@@ -13,37 +13,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
-import random
 import uuid
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from rookery import protocol
 from rookery.environments.base import Environment
 from rookery.environments.builtins import Builtin
 from rookery.environments.datasets import PromptDataset
-from rookery.environments.episodes import Episodes, describe, one_line
+from rookery.environments.episodes import Episodes, describe
 from rookery.environments.user_code import UserCodeExecutor
 from rookery.errors import UserError
+from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationRefused, stay_connected
 
 log = logging.getLogger("rookery.environments")
 
 MAX_PROTOTYPES = 256
 """Environments kept built, one per (name, options) in use; the one unused longest is built again when needed."""
 
-BACKOFF_SECONDS = (0.2, 5.0)
-"""Waits between attempts to connect double from the first to the second, each times a random 0.5 … 1."""
-
 PING_SECONDS, PING_TIMEOUT = 5.0, 10.0
-"""A link whose other end is silently gone is given up within their sum, well within jobs' return_timeout."""
+"""A silent service is noticed within their sum, well within jobs' return_timeout."""
 
 Hosted = Environment | type[Environment] | Builtin
 """An object (episodes are copies of it), a class (built from the job's options), or a built-in."""
@@ -59,15 +52,14 @@ class Host:
     """One environment host: one connection at a time, any number of episodes."""
 
     def __init__(self, url: str, token: str, environments: Mapping[str, Hosted], instance: str | None = None) -> None:
-        """``url`` is the service's (http or https), ``instance`` names this process: who comes back under the same
+        """``url`` is the service's (http or https), ``instance`` names this process: one that reconnects under the same
         name still has its episodes."""
         self._url, self._token = url, token
         self._offers = dict(environments)
         self._instance = instance or f"host-{uuid.uuid4().hex}"
         self._prototypes: dict[tuple[str, bytes], asyncio.Task[_Prototype]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._link: ClientConnection | None = None
-        self._epoch = 0
+        self._channel: Channel[protocol.ToHost] | None = None
         self._calls = UserCodeExecutor()
         self._episodes = Episodes(self._calls, self._environment)
         self.connected = asyncio.Event()
@@ -75,34 +67,24 @@ class Host:
 
     async def run(self) -> None:
         """Serve until cancelled. Raises :class:`UserError` when the service refuses this host."""
-        first, most = BACKOFF_SECONDS
-        wait = first
         try:
-            while True:
-                try:
-                    async with connect(
-                        link_url(self._url, "/wire/host"),
-                        max_size=protocol.MAX_FRAME,
-                        ping_interval=PING_SECONDS,
-                        ping_timeout=PING_TIMEOUT,
-                        proxy=None if _is_local(self._url) else True,
-                    ) as link:
-                        beat = await self._greet(link)
-                        wait = first
-                        await self._serve(link, beat)
-                except (OSError, InvalidHandshake, ConnectionClosed, protocol.BadFrame) as error:
-                    log.warning("no link to %s (%s); trying again", self._url, one_line(error))
-                finally:
-                    self._link = None
-                    self.connected.clear()
-                await asyncio.sleep(wait * random.uniform(0.5, 1))
-                wait = min(wait * 2, most)
+            await stay_connected(
+                self._url,
+                "/wire/host",
+                protocol.to_host,
+                hello=self._hello,
+                converse=self._converse,
+                ping_seconds=PING_SECONDS,
+                ping_timeout=PING_TIMEOUT,
+            )
+        except RegistrationRefused as refusal:
+            raise UserError(f"the service refuses this environment host: {refusal}") from None
         finally:
             await self._end()
 
-    # --- the link -----------------------------------------------------------------------------------------------------
+    # --- the connection -----------------------------------------------------------------------------------------------
 
-    async def _greet(self, link: ClientConnection) -> float:
+    def _hello(self) -> protocol.HostHello:
         offers = [
             protocol.HostedEnvironment(
                 name=name,
@@ -110,59 +92,46 @@ class Host:
             )
             for name, offer in self._offers.items()
         ]
-        hello = protocol.HostHello(
+        return protocol.HostHello(
             protocol=protocol.PROTOCOL,
             token=self._token,
             instance=self._instance,
             environments=offers,
             episodes=self._episodes.names(),
         )
-        await link.send(protocol.encode(hello))
-        answer = protocol.decode(protocol.to_host, await _binary(link))
-        if isinstance(answer, protocol.HelloRejected):
-            raise UserError(f"the service refuses this environment host: {answer.reason}")
-        if not isinstance(answer, protocol.HostWelcome):
-            raise protocol.BadFrame(f"expected a welcome, got {type(answer).__name__}")
-        self._link, self._epoch = link, answer.epoch
+
+    async def _converse(self, channel: Channel[protocol.ToHost]) -> None:
+        self._channel = channel
         self.connected.set()
-        return answer.heartbeat_seconds
-
-    async def _serve(self, link: ClientConnection, heartbeat_seconds: float) -> None:
-        async def beat() -> None:
-            while True:
-                await link.send(
-                    protocol.encode(protocol.HostHeartbeat(epoch=self._epoch, active=len(self._episodes.names())))
-                )
-                await asyncio.sleep(heartbeat_seconds)
-
-        beats = asyncio.create_task(beat())
         try:
-            while True:
-                message = protocol.decode(protocol.to_host, await _binary(link))
-                if isinstance(message, protocol.GetPrompts):
-                    self._spawn(self._prompts(message))
-                elif isinstance(message, protocol.Reset):
-                    self._observe(message, self._episodes.reset)
-                elif isinstance(message, protocol.StepEpisode):
-                    self._observe(message, self._episodes.step)
-                elif isinstance(message, protocol.CloseEpisode):
-                    self._episodes.close(message.episode)
-                elif isinstance(message, protocol.HelloRejected):
-                    raise UserError(f"the service refuses this environment host: {message.reason}")
+            await channel.run(
+                self._handle, lambda: protocol.HostHeartbeat(epoch=channel.epoch, active=len(self._episodes.names()))
+            )
         finally:
-            beats.cancel()
-            await asyncio.gather(beats, return_exceptions=True)
+            self._channel = None
+            self.connected.clear()
+
+    def _handle(self, message: protocol.ToHost) -> None:
+        match message:
+            case protocol.GetPrompts():
+                self._spawn(self._prompts(message))
+            case protocol.Reset():
+                self._observe(message, self._episodes.reset)
+            case protocol.StepEpisode():
+                self._observe(message, self._episodes.step)
+            case protocol.CloseEpisode():
+                self._episodes.close(message.episode)
 
     async def _send(self, message: protocol.Prompts | protocol.Observation) -> None:
-        if self._link is None:
-            return  # the controller asks again when the link is back
-        message.epoch = self._epoch
-        frame = protocol.encode(message)
-        if len(frame) > protocol.MAX_FRAME:  # it would end the link, and be asked for again, without end
-            most = f"at most {protocol.MAX_FRAME >> 20} MB can be sent; make prompts and messages shorter"
-            frame = protocol.encode(_refused(message, f"the answer has {len(frame)} bytes, {most}"))
-        with contextlib.suppress(ConnectionClosed):  # the reader sees it too, and reconnects
-            await self._link.send(frame)
+        if (channel := self._channel) is None:
+            return  # the controller asks again after the reconnect
+        message.epoch = channel.epoch
+        size = len(protocol.encode(message))
+        if size > protocol.MAX_FRAME:  # it would end the connection, and be asked for again, without end
+            limit = f"at most {protocol.MAX_FRAME >> 20} MB can be sent; make prompts and messages shorter"
+            message = _refused(message, f"the answer has {size} bytes, {limit}")
+        with contextlib.suppress(ConnectionClosed):  # the receiving task sees it too and reconnects
+            await channel.send(message)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -246,24 +215,3 @@ def _refused(message: protocol.Prompts | protocol.Observation, error: str) -> pr
     if isinstance(message, protocol.Prompts):
         return protocol.Prompts(epoch=message.epoch, call=message.call, error=error)
     return protocol.Observation(epoch=message.epoch, call=message.call, episode=message.episode, error=error)
-
-
-def link_url(url: str, path: str) -> str:
-    """The WebSocket address of ``path`` at a service's ``url`` (http, https, ws or wss)."""
-    parts = urlsplit(url)
-    schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
-    if parts.scheme not in schemes or not parts.netloc:
-        raise UserError(f"{url!r} is not a service's address; give one like http://127.0.0.1:7077")
-    return urlunsplit((schemes[parts.scheme], parts.netloc, parts.path.rstrip("/") + path, "", ""))
-
-
-async def _binary(link: ClientConnection) -> bytes:
-    frame = await link.recv(decode=False)
-    return bytes(frame)
-
-
-def _is_local(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"

@@ -73,7 +73,7 @@ class Connection(Protocol):
 
 
 class Outbox:
-    """Messages on their way to one peer, and the time of its last frame. Of one connection: the next one has another."""
+    """Messages on their way to one peer, and the time of its last frame. Each connection has its own."""
 
     def __init__(self, connection: Connection, epoch: int, clock: Clock) -> None:
         self.connection = connection
@@ -241,9 +241,9 @@ async def stay_connected(
     ping_seconds: float,
     ping_timeout: float,
 ) -> None:
-    """Dial ``path`` of the service at ``base``, introduce this process with ``hello()``, run ``converse(channel)`` until
-    the connection ends, and dial again, until cancelled. Raises :class:`RegistrationRefused` where the service refuses
-    the process. A silent other end is noticed within ``ping_seconds + ping_timeout``."""
+    """Dial ``path`` of the service at ``base``, introduce this process with ``hello()``, run ``converse(channel)``
+    until the connection ends, and dial again, until cancelled. Raises :class:`RegistrationRefused` where the service
+    refuses the process. A silent other end is noticed within ``ping_seconds + ping_timeout``."""
     target = socket_url(base, path)
     shortest, longest = BACKOFF_SECONDS
     pause = shortest

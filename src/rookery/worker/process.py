@@ -28,10 +28,11 @@ from urllib.parse import urlsplit, urlunsplit
 
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.parent import die_with_parent
+from rookery.protocol.connection import RegistrationRefused
 from rookery.settings import TOKEN_VARIABLE, Settings, token_of
 from rookery.tokenization import registry
 from rookery.worker.compute import Compute, WorkerCore
-from rookery.worker.connection import RegistrationRefused, ServiceConnection, WorkerOptions
+from rookery.worker.connection import ServiceConnection, WorkerOptions
 from rookery.worker.model.convert import prepare
 from rookery.worker.transfer.cache import ADAPTERS
 from rookery.worker.transfer.peers import PeerServer, listen
@@ -84,7 +85,10 @@ async def run(options: WorkerOptions, settings: Settings, listening: socket.sock
         if compute.failure is not None:
             raise compute.failure
         code = 0
-    except (RegistrationRefused, UserError) as error:
+    except RegistrationRefused as refusal:
+        log.error("the service refuses this worker: %s", refusal)
+        code = EXIT_REFUSED
+    except UserError as error:
         log.error("%s", error)
         code = EXIT_REFUSED
     except Unavailable as error:

@@ -29,6 +29,7 @@ import httpx
 
 from rookery import protocol
 from rookery.errors import NO_ROOM
+from rookery.protocol.connection import is_loopback
 from rookery.worker.transfer.cache import (
     MANIFEST,
     TRAINER_STATE,
@@ -47,7 +48,6 @@ from rookery.worker.transfer.http import (
     decode_manifest,
     download,
     errno_of,
-    is_loopback,
     one_line,
     raise_for_status,
     size_of,

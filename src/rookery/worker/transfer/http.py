@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -96,11 +95,6 @@ def decode_manifest(content: bytes, digest: str) -> protocol.Manifest:
 def size_of(path: Path) -> int:
     """Size of a file in bytes; -1 if it does not exist."""
     return path.stat().st_size if path.exists() else -1
-
-
-def is_loopback(address: str) -> bool:
-    """Whether a URL names this machine itself, which no proxy serves."""
-    return urlsplit(address).hostname in ("localhost", "127.0.0.1", "::1")
 
 
 def one_line(error: BaseException) -> str:
