@@ -143,7 +143,7 @@ async def test_an_episode_from_hello_to_reward() -> None:
         listed = await controller.ask(prompts(start=6))
         assert ([json.loads(prompt)["number"] for prompt in listed.prompts], listed.size) == ([6, 7, 0], 8)
         first = await controller.ask(reset("e1"))
-        assert (first.turns, first.error) == ([protocol.ChatMessage(role="user", content="Say 3.")], "")
+        assert (first.messages, first.error) == ([protocol.ChatMessage(role="user", content="Say 3.")], "")
         right = await controller.ask(step("e1"))
         assert (right.reward, right.done, right.error) == (1, True, "")
         await controller.ask(reset("e2"))
@@ -231,9 +231,9 @@ async def test_a_call_sent_again_is_answered_from_memory_and_nothing_happens_twi
         first = await controller.ask(step("e1", 0, "a"))
         await controller.ask(step("e1", 1, "b"))
         # A controller that was restarted tells the episode from its beginning.
-        assert (await controller.ask(reset("e1"))).turns[0].content == "Say 3."
+        assert (await controller.ask(reset("e1"))).messages[0].content == "Say 3."
         again = await controller.ask(step("e1", 0, "a"))
-        assert (again.turns, counting.answered) == (first.turns, ["a", "b"])
+        assert (again.messages, counting.answered) == (first.messages, ["a", "b"])
         assert "another reply" in (await controller.ask(step("e1", 1, "c"))).error
         assert (await controller.ask(step("e1", 2, "c"))).done
         assert counting.answered == ["a", "b", "c"]
@@ -255,7 +255,7 @@ async def test_episodes_outlive_a_broken_link() -> None:
         stuck.release.set()
         assert (await asyncio.wait_for(waiting, 20)).reward == 1
         assert not stuck.entered.acquire(blocking=False)
-        assert (await controller.ask(step("e1", 1, "b"))).turns[0].content == "Step 2."
+        assert (await controller.ask(step("e1", 1, "b"))).messages[0].content == "Step 2."
 
 
 async def test_no_episode_is_closed_for_the_sake_of_others() -> None:
@@ -374,7 +374,7 @@ async def test_the_process_of_the_built_ins_dies_with_its_parent() -> None:
             listed = await controller.ask(prompts("builtin:jsonl", count=1, **options))
             message = reset("e1", "builtin:jsonl", **options)
             message.prompt = listed.prompts[0]
-            assert (await controller.ask(message)).turns == [protocol.ChatMessage(role="user", content="Say 3.")]
+            assert (await controller.ask(message)).messages == [protocol.ChatMessage(role="user", content="Say 3.")]
             assert (await controller.ask(step("e1"))).reward == 1
             assert process.stdin is not None
             process.stdin.close()
