@@ -10,8 +10,10 @@ from tests.support.peers import MODEL, ScriptedWorker, Service
 
 from rookery import protocol
 from rookery.controller.sessions import operations
-from rookery.controller.sessions.futures import PendingOperations
-from rookery.controller.sessions.operations import AnyOutcome
+from rookery.controller.sessions.futures import QueueStatus
+from rookery.controller.sessions.operations import AnyResult
+from rookery.controller.sessions.samplers import find_checkpoint
+from rookery.storage.rows import CheckpointRow, ModelRow, PolicyRow
 
 ADAM = protocol.Adam(lr=0.1)
 
@@ -68,36 +70,49 @@ class Client:
     def sessions(self) -> Any:
         return self.service.controller.sessions
 
+    @property
+    def store(self) -> Any:
+        return self.service.controller.world.store
+
+    async def find(self, path: str) -> tuple[CheckpointRow, ModelRow, PolicyRow]:
+        """The checkpoint, its training run and policy."""
+        return await find_checkpoint(self.service.controller.world, self.tenant, path)
+
+    async def poll(self, sampler: str, clone: int, cursor: int, seconds: float | None) -> Any:
+        """The sampler's completed requests after ``cursor``, and the next cursor."""
+        return await self.sessions.futures.completions.poll(self.tenant, sampler, clone, cursor, seconds)
+
     async def begin(self, rank: int = 4) -> Client:
         """A session and a model in it."""
         row = await self.sessions.create(self.tenant, None, sdk_version="0.38.0", name="", about={})
         self.session = row.id
-        request = await self.sessions.create_model(
-            self.tenant, row.id, 0, base_model=MODEL, rank=rank, targets=["q", "v"], seed=1, lora={}, about={}
+        lora = {"rank": rank, "train_attn": True, "train_mlp": False}
+        request = await self.sessions.create_run(
+            self.tenant, row.id, 0, operations.CreateModel(seed=1), base_model=MODEL, lora=lora, about={}
         )
         made = await self.outcome(request)
         assert isinstance(made, operations.ModelCreated), made
-        self.model = made.model
+        self.model = made.model_id
         return self
 
-    async def outcome(self, request: str) -> AnyOutcome:
-        while isinstance(found := await self.sessions.wait(self.tenant, request), PendingOperations):
+    async def outcome(self, request: str) -> AnyResult:
+        while isinstance(found := await self.sessions.futures.wait(self.tenant, request), QueueStatus):
             pass
         return found
 
-    async def send(self, call: operations.AnyCall) -> str:
+    async def send(self, call: operations.AnyOperation) -> str:
         """The request's id of the model's next call."""
         self._seq += 1
-        request: str = await self.sessions.call(self.tenant, self.model, self._seq, call)
+        request: str = await self.sessions.submit(self.tenant, self.model, self._seq, call)
         return request
 
-    async def do(self, call: operations.AnyCall) -> AnyOutcome:
+    async def do(self, call: operations.AnyOperation) -> AnyResult:
         return await self.outcome(await self.send(call))
 
-    async def gradient(self, *tokens: int) -> AnyOutcome:
+    async def gradient(self, *tokens: int) -> AnyResult:
         return await self.do(forward(tokens or (5, 6, 7)))
 
-    async def step(self) -> AnyOutcome:
+    async def step(self) -> AnyResult:
         return await self.do(operations.OptimStep(adam=ADAM))
 
     async def save(self, name: str, ttl: float | None = None, kind: Any = "weights") -> str:

@@ -16,7 +16,7 @@ import msgspec
 from rookery import protocol
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import SERVICE
-from rookery.controller.sessions.checkpoints import SCHEME, checkpoint_target
+from rookery.controller.sessions.samplers import SCHEME, find_checkpoint
 from rookery.controller.views import NUMBER
 from rookery.controller.weights.refs import adapter_ref
 from rookery.errors import NotFound, Unavailable, UserError
@@ -170,8 +170,8 @@ class JobValidator:
         checkpoint ``tinker://…``."""
         world = self._world
         if target.startswith(SCHEME):
-            named, trained, weights = await checkpoint_target(world, tenant, target)
-            return Target(named.path, trained.base_model, weights)
+            checkpoint, run, policy = await find_checkpoint(world, tenant, target)
+            return Target(checkpoint.path, run.base_model, adapter_ref(policy, checkpoint))
         job, _, version = target.removesuffix(":latest").partition("@")
         try:
             row = await world.store.get_job(tenant, job)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,15 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.storing import checkpoint_row, future_row, manifest, sampler_row, visit
 
-from rookery.aio import SystemClock
-from rookery.controller.sessions.futures import Futures
-from rookery.controller.sessions.operations import OptimStepResult, encode
 from rookery.errors import Conflict, NotFound
 from rookery.scheduling.reorder import ReorderBuffer
 from rookery.scheduling.slots import SlotUse, slots_to_free
 from rookery.storage.database import Database
-from rookery.storage.store import Store
-from rookery.storage.writer import StorageWriter
 
 # --- order ------------------------------------------------------------------------------------------------------------
 
@@ -115,19 +109,6 @@ def test_a_commit_takes_its_calls_and_its_answer_along(database: Database) -> No
     database.finish_future("one/2", b"again", 9.0)
     assert database.get_future("alice", "one/2").outcome == b"stepped"
     assert {row.id for row in database.open_futures()} == {"one", "one/3"}
-
-
-async def test_a_result_that_two_ask_for_is_in_memory_once(database: Database) -> None:
-    """It was fetched before, or is of an earlier process: both look it up."""
-    database.open_future(future_row("one/1", model="one", seq=1))
-    content = encode(OptimStepResult(metrics={"loss": 1.0}))
-    database.finish_future("one/1", content, 1.0)
-    writer = StorageWriter()
-    futures = Futures(Store(database, writer), SystemClock(), again_seconds=1.0)
-    first, second = await asyncio.gather(*(futures.wait("alice", "one/1", 0.0) for _ in range(2)))
-    assert first is second
-    assert futures._bytes == len(content)
-    writer.close()
 
 
 def test_results_expire_when_nobody_may_replay_them(database: Database) -> None:

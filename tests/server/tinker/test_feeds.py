@@ -13,7 +13,7 @@ from tests.support.tinkered import MODEL, PATIENCE, client, free_port, place_mod
 from tinker import types
 
 from rookery.controller.sessions import operations
-from rookery.controller.sessions.completion_stream import CLONE_REQUESTS
+from rookery.controller.sessions.futures import CLONE_REQUESTS
 from rookery.errors import NotFound
 
 PROMPT = types.ModelInput.from_ints([72, 101, 108, 108, 111])
@@ -24,7 +24,7 @@ async def told(visitor: Client, sampler: str, cursor: int, wanted: int, clone: i
     found: list[str] = []
     async with asyncio.timeout(PATIENCE):
         while len(found) < wanted:
-            events, cursor = await visitor.sessions.ended(visitor.tenant, sampler, clone, cursor, 5.0, [])
+            events, cursor = await visitor.poll(sampler, clone, cursor, 5.0)
             assert all(not event.failed and event.size > 0 for event in events)
             found += [event.request for event in events]
     return found, cursor
@@ -42,7 +42,7 @@ async def test_every_request_is_told_once_it_ended_and_again_to_a_client_of_an_e
     first, cursor = await told(visitor, sampler, 0, 3)
     assert sorted(first) == sorted(early) and cursor > 0
     assert await told(visitor, sampler, 0, 3) == (first, cursor), "the answer was lost: it is told again"
-    assert await visitor.sessions.ended("alice", sampler, 0, cursor, 0.0, first) == ([], cursor)
+    assert await visitor.poll(sampler, 0, cursor, 0.0) == ([], cursor)
     asked = asyncio.ensure_future(told(visitor, sampler, cursor, 2))
     copy = await visitor.sample(sampler, 7 * CLONE_REQUESTS)
     late = [await visitor.sample(sampler, number) for number in (3, 4)]
@@ -50,7 +50,7 @@ async def test_every_request_is_told_once_it_ended_and_again_to_a_client_of_an_e
     assert second == sorted(late) and onward == cursor + 2
     assert (await told(visitor, sampler, 0, 1, clone=7))[0] == [copy]
     with pytest.raises(NotFound):
-        await visitor.sessions.ended("bob", sampler, 0, 0, 0.0, [])
+        await Client(service, "bob").poll(sampler, 0, 0, 0.0)
     await service.crash()
     service.clock.now += 0.001
     await service.start()
@@ -59,7 +59,7 @@ async def test_every_request_is_told_once_it_ended_and_again_to_a_client_of_an_e
     await visitor.outcome(third)
     again, final = await told(visitor, sampler, onward, 6)
     assert sorted(again) == sorted([*early, *late, third])
-    assert await visitor.sessions.ended("alice", sampler, 0, final, 0.0, []) == ([], final)
+    assert await visitor.poll(sampler, 0, final, 0.0) == ([], final)
     await service.close()
 
 
@@ -71,16 +71,16 @@ async def test_a_request_that_failed_is_told_as_failed_and_idle_feeds_are_forgot
     sampler = await visitor.sampler(None)
     worker.generating.clear()
     request = await visitor.sample(sampler, 0)
-    await visitor.sessions.cancel("alice", request)
-    events, cursor = await visitor.sessions.ended("alice", sampler, 0, 0, None, [])
+    await visitor.sessions.samplers.cancel("alice", request)
+    events, cursor = await visitor.poll(sampler, 0, 0, None)
     assert [(event.request, event.failed) for event in events] == [(request, True)]
     assert isinstance(await visitor.outcome(request), operations.OperationFailed)
-    feeds = visitor.sessions._feeds
+    feeds = visitor.sessions.futures.completions
     assert len(feeds) == 1
     service.clock.now += 31.0
     await visitor.sessions.sweep()
     assert len(feeds) == 0
-    events, later = await visitor.sessions.ended("alice", sampler, 0, cursor, 0.0, [])
+    events, later = await visitor.poll(sampler, 0, cursor, 0.0)
     assert [event.request for event in events] == [request] and later > cursor
     await service.close()
 

@@ -16,7 +16,7 @@ from tests.support.peers import Service, eventually, settle
 
 from rookery import protocol
 from rookery.controller.sessions import operations
-from rookery.controller.sessions.futures import FutureExpired, PendingOperations
+from rookery.controller.sessions.futures import FutureExpired, QueueStatus
 from rookery.controller.training.policy_trainer import PolicyTrainer
 from rookery.errors import NotFound, Unavailable, UserError
 
@@ -46,7 +46,7 @@ async def wait(service: Service, seconds: float) -> None:
 
 async def heads(client: Client) -> set[str]:
     """Hashes of what is kept of the client's model."""
-    _, policy = await client.sessions.info(client.tenant, client.model)
+    _, policy = await client.store.get_model(client.tenant, client.model)
     return {row.hash for row in client.service.database.versions(client.tenant, policy.id) if row.kept}
 
 
@@ -54,6 +54,17 @@ def told_to_rest(worker: AddingWorker) -> list[str]:
     return [
         message.policy for message in worker.other if isinstance(message, protocol.EvictArtifacts) and message.policy
     ]
+
+
+async def test_a_result_that_two_requests_read_from_the_database_is_in_memory_once(service: Service) -> None:
+    visitor = await Client(service).begin()
+    futures, request = visitor.sessions.futures, await visitor.send(forward([1, 2, 3]))
+    await visitor.outcome(request)
+    expected = futures.kept_bytes
+    futures.release("alice", [request])
+    assert futures.kept_bytes < expected
+    first, second = await asyncio.gather(*(futures.wait("alice", request) for _ in range(2)))
+    assert first is second and futures.kept_bytes == expected
 
 
 # --- places -----------------------------------------------------------------------------------------------------------
@@ -64,8 +75,8 @@ async def test_a_silent_client_gives_its_place_back_and_may_return(service: Serv
     silent, eager = await Client(service).begin(), await Client(service, "bob").begin()
     await silent.gradient(1, 2, 3)  # begun: it would keep its place
     request = await eager.send(forward([1, 2, 3]))
-    waiting = await service.controller.sessions.wait("bob", request)
-    assert isinstance(waiting, PendingOperations) and waiting.paused and "all 1 training places" in waiting.reason
+    waiting = await service.controller.sessions.futures.wait("bob", request)
+    assert isinstance(waiting, QueueStatus) and waiting.paused and "all 1 training places" in waiting.reason
     for _ in range(4):  # the eager one beats, the silent one does not
         await wait(service, 30.0)
         await eager.sessions.heartbeat("bob", eager.session)
@@ -107,18 +118,18 @@ async def test_expired_checkpoints_go_and_what_is_in_use_stays(service: Service)
     }
     sampled = await visitor.save("sampled", HOUR, kind="sampler_weights")
     sampler = await visitor.sampler(sampled)
-    [shared] = {row.hash for row in await visitor.sessions.checkpoints("alice")}
+    [shared] = {row.hash for row in await visitor.store.list_checkpoints("alice")}
     await visitor.gradient()
     await visitor.step()
     other = await visitor.save("other", HOUR)
-    digest = next(row.hash for row in await visitor.sessions.checkpoints("alice") if row.path == other)
+    digest = next(row.hash for row in await visitor.store.list_checkpoints("alice") if row.path == other)
 
     service.clock.now += HOUR + 1
     for path in (paths["short"], other):
         with pytest.raises(NotFound, match="has expired"):
-            await visitor.sessions.weights("alice", path)
+            await visitor.find(path)
     await visitor.sessions.sweep()
-    left = {row.path for row in await visitor.sessions.checkpoints("alice")}
+    left = {row.path for row in await visitor.store.list_checkpoints("alice")}
     assert left == {paths["kept"], paths["longer"]}
     assert {shared, digest} <= service.artifacts.hashes(), "one is named by others, the other is the model's head"
     await visitor.sessions.delete_checkpoint("alice", visitor.model, "weights", "kept")
@@ -127,7 +138,7 @@ async def test_expired_checkpoints_go_and_what_is_in_use_stays(service: Service)
     await visitor.outcome(f"{sampler}/0")
     await visitor.sessions.sweep()
     assert {shared, digest} <= service.artifacts.hashes()
-    assert await visitor.sessions.checkpoints("alice") == []
+    assert await visitor.store.list_checkpoints("alice") == []
     service.clock.now += 10 * HOUR + 1
     await visitor.sessions.sweep()
     assert shared not in service.artifacts.hashes() and digest in service.artifacts.hashes()
@@ -147,14 +158,14 @@ async def test_a_checkpoint_that_is_being_loaded_stays_until_it_is_the_models(
     await visitor.gradient()
     await visitor.step()
     path = await visitor.save("kept")
-    digest = next(row.hash for row in await visitor.sessions.checkpoints("alice"))
+    digest = next(row.hash for row in await visitor.store.list_checkpoints("alice"))
     await visitor.gradient()
     await visitor.step()
     await visitor.save("other")  # the model's head is another
 
     def late(work: Any) -> Any:
         async def deleted_first(self: PolicyTrainer, *given: Any) -> Any:
-            if any(row.path == path for row in await visitor.sessions.checkpoints("alice")):
+            if any(row.path == path for row in await visitor.store.list_checkpoints("alice")):
                 await visitor.sessions.delete_checkpoint("alice", visitor.model, "weights", "kept")
             assert digest in service.artifacts.hashes()
             return await work(self, *given)
@@ -167,7 +178,7 @@ async def test_a_checkpoint_that_is_being_loaded_stays_until_it_is_the_models(
     assert isinstance(loaded, operations.StateLoaded), loaded
     await eventually(lambda: not service.controller.world.collector.readers)
     await wait(service, 1)  # what nothing names is removed in the writer thread
-    checkpoints = {row.hash for row in await visitor.sessions.checkpoints("alice")}
+    checkpoints = {row.hash for row in await visitor.store.list_checkpoints("alice")}
     assert service.artifacts.hashes() == await heads(visitor) | checkpoints
     assert not service.controller.world.collector.deferred
     await visitor.gradient()
@@ -187,7 +198,7 @@ async def test_results_expire_unless_their_model_may_have_to_replay_them(service
     await service.start()
     await join(service)
     with pytest.raises(FutureExpired, match="has expired"):
-        await visitor.sessions.wait("alice", sampled)
+        await visitor.sessions.futures.wait("alice", sampled)
     assert isinstance(await visitor.outcome(begun), operations.ForwardBackwardResult)
     assert isinstance(await visitor.step(), operations.OptimStepResult)
 
@@ -198,13 +209,13 @@ async def test_of_a_finished_session_only_names_stay(service: Service) -> None:
     await visitor.gradient()
     await visitor.step()
     path = await visitor.save("kept")
-    kept, _, policy = await visitor.sessions.weights("alice", path)
+    kept, _, policy = await visitor.find(path)
     await visitor.gradient()
     last = await visitor.send(operations.OptimStep(adam=ADAM))
     await visitor.outcome(last)
     await visitor.sessions.finish("alice", visitor.session, "success")
     await visitor.sessions.sweep()
-    assert told_to_rest(worker)[-1] == policy.id and not visitor.sessions._models.keys() - {other.model}
+    assert told_to_rest(worker)[-1] == policy.id and not visitor.sessions.runs.keys() - {other.model}
     assert isinstance(await visitor.outcome(last), operations.OptimStepResult), "results can still be fetched"
     assert len(service.artifacts.hashes()) == 3, "the checkpoint, the last state, bob's"
 
@@ -215,7 +226,7 @@ async def test_of_a_finished_session_only_names_stay(service: Service) -> None:
     assert service.database.futures_behind(visitor.model, -1) == [], "nor are its calls kept"
     with pytest.raises(UserError, match="is finished"):
         await visitor.gradient()
-    assert [row.path for row in await visitor.sessions.checkpoints("alice", visitor.model)] == [path]
+    assert [row.path for row in await visitor.store.list_checkpoints("alice", visitor.model)] == [path]
     another = await Client(service).begin()
     loaded = await another.do(operations.LoadState(path=path, optimizer=True))
     assert isinstance(loaded, operations.StateLoaded), "and can be gone on from"
@@ -238,9 +249,9 @@ async def test_what_was_acknowledged_is_carried_out_after_the_session_is_finishe
     await join(service)
     assert isinstance(await visitor.outcome(request), operations.ForwardBackwardResult)
     service.clock.now += HOUR + 1
-    await eventually(lambda: visitor.sessions._models[visitor.model].resting)
+    await eventually(lambda: visitor.sessions.runs[visitor.model].resting)
     await visitor.sessions.sweep()
-    assert not service.artifacts.hashes() and not visitor.sessions._models
+    assert not service.artifacts.hashes() and not visitor.sessions.runs
 
 
 async def test_a_client_that_stays_away_for_long_has_finished(tmp_path: Path) -> None:
@@ -254,7 +265,7 @@ async def test_a_client_that_stays_away_for_long_has_finished(tmp_path: Path) ->
         service.clock.now += 6 * HOUR
         await beats.sessions.heartbeat("bob", beats.session)
         await beats.sessions.sweep()
-    row = await silent.sessions.session("alice", silent.session)
+    row = await silent.sessions.get("alice", silent.session)
     assert (row.status, row.finished) == ("lost", service.clock.time())
     with pytest.raises(FutureExpired, match="is finished"):
         await silent.sessions.heartbeat("alice", silent.session)
@@ -283,7 +294,7 @@ async def test_a_client_that_is_heard_of_is_never_lost(tmp_path: Path, restarts:
         await service.start()
     await beats.sessions.sweep()
     for client in (beats, computes):
-        [row] = await client.sessions.all(client.tenant)
+        [row] = await client.store.list_sessions(client.tenant)
         assert row.finished is None and service.clock.time() - row.seen <= 70.0
     await service.close()
 
@@ -304,7 +315,7 @@ async def test_a_session_whose_end_was_stored_unheard_is_over(
     with pytest.raises(UserError, match="is finished"):
         await visitor.gradient()
     await visitor.sessions.sweep()
-    assert not visitor.sessions._models
+    assert not visitor.sessions.runs
 
 
 async def test_calls_that_changed_nothing_expire_in_a_model_that_goes_on(service: Service) -> None:
@@ -388,7 +399,7 @@ async def trained(service: Service, *, crash_after: int | None) -> tuple[list[fl
         durable.append(stepped.metrics["durable"])
         await visitor.gradient(number, 5)  # two batches in each gradient but the first
     path = await visitor.save("end")
-    row, _, _ = await visitor.sessions.weights("alice", path)
+    row, _, _ = await visitor.find(path)
     versions = service.database.versions("alice", row.policy)
     assert [version.step for version in versions] == [0, 3, 6, 7]
     return durable, service.artifacts.path(row.hash, "adapter_model.safetensors").read_text()
@@ -435,8 +446,8 @@ async def test_a_damaged_head_is_named_and_another_state_can_be_loaded(service: 
     await visitor.gradient()
     await visitor.step()
     await visitor.save("bad")
-    head = max(row.version for row in await visitor.sessions.checkpoints("alice"))
-    digest = next(row.hash for row in await visitor.sessions.checkpoints("alice") if row.version == head)
+    head = max(row.version for row in await visitor.store.list_checkpoints("alice"))
+    digest = next(row.hash for row in await visitor.store.list_checkpoints("alice") if row.version == head)
     await service.crash()
     file = service.artifacts.path(digest, "adapter_model.safetensors")
     file.write_text("x" * file.stat().st_size)

@@ -17,7 +17,7 @@ from tests.support.peers import ADAPTER, Service, eventually
 
 from rookery import protocol
 from rookery.controller.sessions import operations
-from rookery.controller.sessions.futures import PendingOperations
+from rookery.controller.sessions.futures import QueueStatus
 from rookery.errors import NotFound, RookeryError, StorageFull, Unavailable, UserError
 
 FULL = StorageFull("the database's disk is full; free some space, nothing was half-written")
@@ -80,8 +80,8 @@ async def test_an_outcome_that_was_refused_is_stored_later_and_its_model_goes_on
     database = Refusing(service, monkeypatch, "finish_future", trouble)
     request = await visitor.send(operations.InvalidOperation(error="no such loss"))
     await pass_until(service, lambda: database.refused >= 2)
-    waiting = await visitor.sessions.wait("alice", request)
-    assert isinstance(waiting, PendingOperations) and str(trouble) in waiting.reason
+    waiting = await visitor.sessions.futures.wait("alice", request)
+    assert isinstance(waiting, QueueStatus) and str(trouble) in waiting.reason
     [said] = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert request in said.getMessage() and said.__dict__["tenant"] == "alice", "said once, with the tenant"
     database.trouble = None
@@ -118,7 +118,7 @@ async def test_a_sweep_that_failed_is_said_and_done_at_a_later_beat(
     first = service.clock.now
     await pass_until(service, lambda: database.refused >= 2)
     assert service.clock.now - first <= 2 * service.settings.worker.heartbeat_seconds
-    said = [record for record in caplog.records if "not all that has expired" in record.getMessage()]
+    said = [record for record in caplog.records if "the sweep of expired" in record.getMessage()]
     assert said and all(bool(record.exc_info) == isinstance(trouble, OSError) for record in said)
     database.trouble = None
     await pass_until(service, lambda: not service.database.list_checkpoints("alice"))
@@ -161,16 +161,16 @@ async def test_a_call_that_was_stored_and_not_said_to_be_is_carried_out_when_it_
     database = Refusing(service, monkeypatch, "open_future", AWAY, taken=True)
     for _ in range(2):
         with pytest.raises(Unavailable):
-            await visitor.sessions.call("alice", visitor.model, 1, same)
+            await visitor.sessions.submit("alice", visitor.model, 1, same)
         with pytest.raises(Unavailable):
             await visitor.sample(sampler, 0)
-    assert isinstance(await visitor.sessions.wait("alice", f"{visitor.model}/1"), PendingOperations)
+    assert isinstance(await visitor.sessions.futures.wait("alice", f"{visitor.model}/1"), QueueStatus)
     database.trouble = None
     with pytest.raises(UserError, match="was sent before with another content"):
-        await visitor.sessions.call("alice", visitor.model, 1, forward([3, 2, 1]))
+        await visitor.sessions.submit("alice", visitor.model, 1, forward([3, 2, 1]))
     for _ in range(2):
         assert isinstance(
-            await visitor.outcome(await visitor.sessions.call("alice", visitor.model, 1, same)),
+            await visitor.outcome(await visitor.sessions.submit("alice", visitor.model, 1, same)),
             operations.ForwardBackwardResult,
         )
         assert isinstance(await visitor.outcome(await visitor.sample(sampler, 0)), operations.SampleResult)
@@ -210,7 +210,7 @@ async def test_a_load_that_was_refused_costs_nothing_of_what_was_trained(
 
 async def content(visitor: Client, name: str) -> str:
     """The state, saved under ``name``."""
-    row, _, _ = await visitor.sessions.weights("alice", await visitor.save(name))
+    row, _, _ = await visitor.find(await visitor.save(name))
     return visitor.service.artifacts.path(row.hash, ADAPTER).read_text()
 
 
@@ -240,7 +240,7 @@ async def test_a_step_that_failed_is_not_taken_later_whether_or_not_there_was_a_
         await visitor.gradient(10, 11, 12)
         assert isinstance(await visitor.step(), operations.OptimStepResult)
         ends.append(await content(visitor, "end"))
-        row, _ = await visitor.sessions.info("alice", visitor.model)
+        row, _ = await visitor.store.get_model("alice", visitor.model)
         policy = service.database.versions("alice", row.policy)
         assert [version.step for version in policy] == [0, 3]
     assert ends[0] == ends[1]
@@ -262,5 +262,5 @@ async def test_a_model_that_there_is_not_leaves_nothing_in_memory(service: Servi
     visitor = await Client(service).begin()
     for number in range(3):
         with pytest.raises(NotFound):
-            await visitor.sessions.call("alice", f"{visitor.session}:train:{number + 1}", 1, forward([1, 2, 3]))
-    assert not visitor.sessions._loading
+            await visitor.sessions.submit("alice", f"{visitor.session}:train:{number + 1}", 1, forward([1, 2, 3]))
+    assert not visitor.sessions.loading

@@ -11,7 +11,7 @@ import tinker
 from tests.support.tinkered import MODEL, PATIENCE, client, datum, logprobs, place_model, running, trainer
 from tinker import types
 
-from rookery.controller.sessions.sessions import Sessions
+from rookery.controller.sessions.futures import Futures
 from rookery.errors import StorageFull
 from rookery.server.embedded import EmbeddedService
 
@@ -261,10 +261,10 @@ def test_a_question_for_a_result_is_never_answered_with_500(
 ) -> None:
     """The client would ask again at once, for ever."""
 
-    async def wait(self: Sessions, tenant: str, request: str) -> None:
+    async def wait(self: Futures, tenant: str, request: str) -> None:
         raise trouble
 
-    monkeypatch.setattr(Sessions, "wait", wait)
+    monkeypatch.setattr(Futures, "wait", wait)
     headers = {"X-API-Key": service.key}
     url = f"{service.url}/tinker/api/v1/retrieve_future"
     reply = httpx.post(url, headers=headers, json={"request_id": "any"})

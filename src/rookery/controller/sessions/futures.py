@@ -1,10 +1,11 @@
-"""Calls that were acknowledged and are not answered yet, and the answers that nobody has fetched.
+"""Operations that were acknowledged and have no result yet, and results that no client has fetched.
 
-* A call is durable before it is acknowledged. The same call again, by its id, is the same future; another one under a
-  used id is refused. One that the database took and did not say so is begun when it is sent again.
-* An outcome is durable before anybody is told. Whoever waits is told the moment it is there. A database that refuses it
-  is asked again until it takes it: what came of a call is not found out twice.
-* Outcomes survive this process, until they expire.
+* An operation is durable before it is acknowledged. Sending it again, with the same id, returns the same future;
+  another operation under a used id is refused. One that was stored but not acknowledged starts when it is sent again.
+* A result is durable before any client gets it, and waiting clients get it at once. A database that refuses it is asked
+  again until it accepts: an operation is never executed twice.
+* Results outlive this process until they expire.
+* A sampler's completed requests can be followed as a stream (:class:`CompletionStream`).
 """
 
 from __future__ import annotations
@@ -12,37 +13,52 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 
-from rookery.aio import Clock
-from rookery.controller.sessions.operations import AnyCall, AnyOutcome, SaveSampler, calls, encode, outcomes
+from rookery.aio import wait_event
+from rookery.controller.context import ControllerContext
+from rookery.controller.sessions.operations import (
+    AnyOperation,
+    AnyResult,
+    OperationFailed,
+    SaveSampler,
+    decode_operation,
+    decode_result,
+    encode,
+)
 from rookery.errors import NotFound, RookeryError, StorageFull, Unavailable, UserError
 from rookery.storage.rows import FutureRow
-from rookery.storage.store import Store
 
 log = logging.getLogger("rookery.controller.sessions.futures")
 
 KEPT_BYTES = 64 << 20
-"""Outcomes kept in memory beside the database: a client fetches its own within moments."""
+"""Results kept in memory besides the database: a client fetches its result within moments."""
+
+CLONE_REQUESTS = 1_000_000_000
+"""A client numbers its sampler's requests from 0; its n-th copy starts at n times this."""
+
+_CURSORS_PER_MS = 20
+"""A stream's cursors start at its creation time in ms, shifted left by this: no earlier stream of the same sampler, of
+this process or another, can have reached them."""
 
 
 class FutureExpired(RookeryError):
-    """It was there, perhaps, and is not any more: what it was made from can be sent again."""
+    """The result existed, perhaps, and is deleted; the client can send the operation again."""
 
     status = 410
 
 
 @dataclass(frozen=True)
-class PendingOperations:
-    """Why a future has no outcome yet."""
+class QueueStatus:
+    """Why a future has no result yet."""
 
     paused: bool = False
-    """It waits for room, not for its own computation."""
+    """It waits for room or for its client, not for its own computation."""
     reason: str = ""
 
 
@@ -52,160 +68,250 @@ class Future:
     tenant: str
     digest: str
     seq: int = 0
-    outcome: AnyOutcome | None = None
+    result: AnyResult | None = None
     size: int = 0
     done: asyncio.Event = field(default_factory=asyncio.Event)
     stored: asyncio.Future[None] | None = None
-    """Done when the call is durable."""
-    why: Callable[[], PendingOperations] = PendingOperations
+    """Done when the operation is durable."""
+    status: Callable[[], QueueStatus] = QueueStatus
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A request that has its result. ``size``: the result's bytes, about."""
+
+    request: str
+    failed: bool
+    size: int
 
 
 class Futures:
-    def __init__(self, store: Store, clock: Clock, again_seconds: float) -> None:
-        """A database that refused an outcome is asked again after ``again_seconds``."""
-        self._store = store
-        self._clock = clock
-        self._again_seconds = again_seconds
+    def __init__(self, context: ControllerContext) -> None:
+        self._context = context
         self._open: dict[str, Future] = {}
-        """Those that somebody in this process carries out, or is about to."""
+        """Futures without a result that this process executes, or is about to."""
         self._kept: OrderedDict[str, Future] = OrderedDict()
-        self._bytes = 0
-        self._on_told: Callable[[Future], None] = lambda future: None
-
-    def on_told(self, callback: Callable[[Future], None]) -> None:
-        """``callback`` hears of each future that has its outcome now."""
-        self._on_told = callback
+        self.kept_bytes = 0
+        self.completions = CompletionStream(context)
 
     def __len__(self) -> int:
-        """Futures without an outcome."""
+        """Futures without a result."""
         return len(self._open)
 
-    def waits(self, model: str) -> bool:
-        """Whether a call of the model's has no outcome, or is about to be durable."""
-        return any(id.startswith(f"{model}/") for id in self._open)
+    def has_open(self, run: str) -> bool:
+        """Whether an operation of the training run has no result, or is about to be durable."""
+        return any(id.startswith(f"{run}/") for id in self._open)
 
     async def open(
-        self, tenant: str, id: str, call: AnyCall, model: str | None = None, seq: int = 0
+        self, tenant: str, id: str, operation: AnyOperation, run: str | None = None, seq: int = 0
     ) -> tuple[Future, bool]:
-        """The future of ``call``, durable, and whether it is to be begun: nobody does it yet. Raises
-        :class:`UserError` where the id was used for another call."""
-        content = encode(call)
-        digest = _digest(call)
+        """The future of ``operation``, durable, and whether the caller must start it. Raises :class:`UserError` if the
+        id was used for another operation."""
+        context, digest = self._context, _digest(operation)
         known = self._open.get(id) or self._kept.get(id)
         if known is None:
             future = Future(id, tenant, digest, seq)
             future.stored = asyncio.get_running_loop().create_future()
             self._open[id] = future
             row = FutureRow(
-                id=id, tenant=tenant, model=model, seq=seq, digest=digest, call=content, outcome=None,
-                created=self._clock.time(), finished=None,
+                id=id, tenant=tenant, model=run, seq=seq, digest=digest, call=encode(operation), outcome=None,
+                created=context.clock.time(), finished=None,
             )  # fmt: skip
             try:
-                row, _ = await self._store.open_future(row)
+                row, _ = await context.store.open_future(row)
             except BaseException as error:
                 del self._open[id]
                 future.stored.set_exception(error)
-                future.stored.exception()  # perhaps nobody waits
+                future.stored.exception()  # marks it as retrieved: perhaps no other call waits for it
                 raise
             future.stored.set_result(None)
             if row.outcome is None and (row.digest, row.tenant) == (digest, tenant):
-                return future, True  # new, or an earlier attempt was not told that it is durable
+                return future, True  # new, or an earlier attempt did not hear that it is durable
             del self._open[id]
-            known = self._remember(row)
+            known = self._from_row(row)
         elif known.stored is not None:
             await asyncio.shield(known.stored)
         if known.digest != digest or known.tenant != tenant:
             raise UserError(f"request {id} was sent before with another content; number your requests from 1 on")
         return known, False
 
-    def recall(self, row: FutureRow) -> tuple[Future, AnyCall]:
-        """A call that an earlier process acknowledged and did not answer."""
-        future = self._open.get(row.id)
-        if future is None:
-            future = self._open[row.id] = Future(row.id, row.tenant, row.digest, row.seq)
-        return future, calls.decode(row.call)
+    def reopen(self, row: FutureRow) -> tuple[Future, AnyOperation]:
+        """An operation that an earlier process acknowledged and did not finish."""
+        future = self._open.setdefault(row.id, Future(row.id, row.tenant, row.digest, row.seq))
+        return future, decode_operation(row.call)
 
-    async def settle(self, future: Future, outcome: AnyOutcome, *, trace: bool = True) -> None:
-        """Make ``outcome`` durable and tell: tried until the database takes it. Without a ``trace`` in its model the
-        call need not be replayed."""
-        content, refused = encode(outcome), False
+    async def finish(self, future: Future, result: AnyResult, *, trace: bool = True) -> None:
+        """Store ``result``, again and again until the database accepts it, and deliver it. Without ``trace`` in the
+        training run's state the operation need not be replayed."""
+        context, content, refused = self._context, encode(result), False
         while True:
             try:
-                now = self._clock.time()
-                await self._store.finish_future(future.id, content, now, trace=trace)
-            except (StorageFull, Unavailable) as trouble:
-                reason = f"it is over, but what came of it is not stored yet: {trouble}"
+                now = context.clock.time()
+                await context.store.finish_future(future.id, content, now, trace=trace)
+            except (StorageFull, Unavailable) as error:
+                reason = f"finished, but the result is not stored yet: {error}"
                 if not refused:
-                    log.error("call %s: %s", future.id, reason, extra={"tenant": future.tenant})
+                    log.error("operation %s: %s", future.id, reason, extra={"tenant": future.tenant})
                 refused = True
-                future.why = partial(PendingOperations, reason=reason)
-                await self._clock.sleep(self._again_seconds)
+                future.status = partial(QueueStatus, reason=reason)
+                await context.clock.sleep(context.settings.worker.heartbeat_seconds)
             else:
                 break
-        self.tell(future, outcome, len(content))
+        self.deliver(future, result, len(content))
 
-    def tell(self, future: Future, outcome: AnyOutcome, size: int) -> None:
-        """``outcome`` is durable already."""
-        if future.outcome is None:
-            future.outcome, future.size = outcome, size
+    def deliver(self, future: Future, result: AnyResult, size: int) -> None:
+        """Give ``result``, which is durable, to the clients that wait for it."""
+        if future.result is None:
+            future.result, future.size = result, size
             self._open.pop(future.id, None)
             self._keep(future)
             future.done.set()
-            self._on_told(future)
+            self.completions.add(future)
 
-    async def wait(self, tenant: str, id: str, seconds: float) -> AnyOutcome | PendingOperations:
-        """The outcome as soon as it is there, or after ``seconds`` why it is not. Raises :class:`Gone`."""
+    async def wait(self, tenant: str, id: str) -> AnyResult | QueueStatus:
+        """The result as soon as it is there, or after ``session_poll_seconds`` the reason why it is not. Raises
+        :class:`FutureExpired`."""
         future = self._open.get(id) or self._kept.get(id)
         if future is None:
             try:
-                row = await self._store.get_future(tenant, id)
+                row = await self._context.store.get_future(tenant, id)
+                future = self._open.get(id) or self._kept.get(id) or self._from_row(row)
             except NotFound:
-                raise FutureExpired(f"no request {id}: its result has expired, or was fetched long ago") from None
-            future = self._open.get(id) or self._kept.get(id) or self._remember(row)
-        if future.tenant != tenant:
+                pass
+        if future is None or future.tenant != tenant:
             raise FutureExpired(f"no request {id}: its result has expired, or was fetched long ago")
-        if future.outcome is None:
-            try:
-                async with asyncio.timeout(seconds):
-                    await future.done.wait()
-            except TimeoutError:
-                return future.why()
-        assert future.outcome is not None
-        return future.outcome
+        if future.result is None and not await wait_event(
+            future.done, self._context.settings.sessions.session_poll_seconds
+        ):
+            return future.status()
+        assert future.result is not None
+        return future.result
 
-    async def find(self, tenant: str, id: str) -> Future | None:
-        """An open future of this tenant's."""
+    def find(self, tenant: str, id: str) -> Future | None:
+        """An open future of this tenant."""
         future = self._open.get(id)
         return future if future is not None and future.tenant == tenant else None
 
-    def fetched(self, tenant: str, ids: Sequence[str]) -> None:
-        """The client has these results: they need not be in memory any more."""
+    def release(self, tenant: str, ids: Sequence[str]) -> None:
+        """Drop results that the client has fetched from memory."""
         for id in ids:
             future = self._kept.get(id)
             if future is not None and future.tenant == tenant:
                 del self._kept[id]
-                self._bytes -= future.size
+                self.kept_bytes -= future.size
 
-    def _remember(self, row: FutureRow) -> Future:
-        """As it is stored. Without an outcome it is nobody's here: it is asked for anew when it is begun."""
+    def _from_row(self, row: FutureRow) -> Future:
+        """A stored future; without a result it is not open here, since nothing executes it."""
         future = Future(row.id, row.tenant, row.digest, row.seq)
         if row.outcome is not None:
-            future.outcome, future.size = outcomes.decode(row.outcome), len(row.outcome)
+            future.result, future.size = decode_result(row.outcome), len(row.outcome)
             future.done.set()
             self._keep(future)
         return future
 
     def _keep(self, future: Future) -> None:
         self._kept[future.id] = future
-        self._bytes += future.size
-        while self._bytes > KEPT_BYTES:
+        self.kept_bytes += future.size
+        while self.kept_bytes > KEPT_BYTES:
             _, dropped = self._kept.popitem(last=False)
-            self._bytes -= dropped.size
+            self.kept_bytes -= dropped.size
 
 
-def _digest(call: AnyCall) -> str:
-    """The same for a call and its repetition. The SDK counts its samplers anew each time it sends a call that makes
-    one: the first number is the one that stays."""
-    if isinstance(call, SaveSampler):
-        call = msgspec.structs.replace(call, sampler="")
-    return hashlib.sha256(encode(call)).hexdigest()
+@dataclass(eq=False)
+class _SamplerStream:
+    """``cursor``: the position before the first of ``events``."""
+
+    first: int
+    cursor: int
+    polled: float
+    events: deque[Completion] = field(default_factory=deque)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, completion: Completion) -> None:
+        self.events.append(completion)
+        self.changed.set()
+
+    def acknowledge(self, cursor: int) -> None:
+        if self.first <= cursor <= self.cursor + len(self.events):
+            while self.cursor < cursor:
+                self.events.popleft()
+                self.cursor += 1
+
+
+class CompletionStream:
+    """A sampler's completed requests, as a stream that its client reads with one poll at a time.
+
+    * Every completed request is reported at least once, in the order of completion, whenever the client began to poll.
+    * A poll's cursor acknowledges the events up to it. A cursor that this process did not hand out (0, or one from
+      before a restart) starts from the beginning, as far as results can still be fetched.
+    * Streams that no client polls are dropped; a later poll reads them again from the database.
+    """
+
+    def __init__(self, context: ControllerContext) -> None:
+        self._context = context
+        self._streams: dict[tuple[str, int], _SamplerStream] = {}
+
+    def __len__(self) -> int:
+        """Streams in memory."""
+        return len(self._streams)
+
+    async def poll(
+        self, tenant: str, sampler: str, clone: int, cursor: int, seconds: float | None
+    ) -> tuple[Sequence[Completion], int]:
+        """The requests of the client's ``clone``-th copy that completed after ``cursor``, at once or within ``seconds``
+        (at most ``session_poll_seconds``), and the next cursor. Raises :class:`NotFound` for another tenant's
+        sampler."""
+        context = self._context
+        await context.store.get_sampler(tenant, sampler)
+        stream = self._streams.get((sampler, clone)) or await self._load(tenant, sampler, clone)
+        stream.polled = context.clock.monotonic()
+        stream.acknowledge(cursor)
+        longest = context.settings.sessions.session_poll_seconds
+        seconds = longest if seconds is None else min(seconds, longest)
+        if not stream.events and seconds > 0:
+            stream.changed.clear()
+            await wait_event(stream.changed, seconds)
+        return list(stream.events), stream.cursor + len(stream.events)
+
+    def sweep(self) -> None:
+        """Drop the streams that no client has polled for ``session_idle_seconds``."""
+        oldest = self._context.clock.monotonic() - self._context.settings.sessions.session_idle_seconds
+        self._streams = {key: stream for key, stream in self._streams.items() if stream.polled >= oldest}
+
+    def add(self, future: Future) -> None:
+        """``future`` has its result."""
+        stream = self._streams.get((future.id.rpartition("/")[0], future.seq // CLONE_REQUESTS))
+        if stream is not None:
+            stream.add(Completion(future.id, isinstance(future.result, OperationFailed), future.size))
+
+    async def _load(self, tenant: str, sampler: str, clone: int) -> _SamplerStream:
+        context = self._context
+        cursor = int(context.clock.time() * 1000) << _CURSORS_PER_MS
+        stream = self._streams[sampler, clone] = _SamplerStream(cursor, cursor, context.clock.monotonic())
+        first = clone * CLONE_REQUESTS
+        rows = await context.store.ended_samples(tenant, sampler, first, first + CLONE_REQUESTS)
+        added = {completion.request for completion in stream.events}  # they completed while the rows were read
+        for row in rows:
+            assert row.outcome is not None
+            if row.id not in added:
+                failed = isinstance(decode_result(row.outcome), OperationFailed)
+                stream.add(Completion(row.id, failed, len(row.outcome)))
+        return stream
+
+
+def failure(future: Future, error: BaseException) -> OperationFailed:
+    """The result of an operation that raised ``error``."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, RookeryError):
+        return OperationFailed(error=str(error), category="user" if error.status < 500 else "server")
+    log.error("operation %s", future.id, exc_info=error, extra={"tenant": future.tenant})
+    return OperationFailed(error=f"internal error ({type(error).__name__}); the log has it", category="server")
+
+
+def _digest(operation: AnyOperation) -> str:
+    """The same for an operation and its repetition. The SDK numbers samplers again each time it repeats a request that
+    makes one; the first number stays."""
+    if isinstance(operation, SaveSampler):
+        operation = msgspec.structs.replace(operation, sampler="")
+    return hashlib.sha256(encode(operation)).hexdigest()

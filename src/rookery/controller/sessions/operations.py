@@ -1,6 +1,9 @@
-"""What clients ask for call by call, and what comes of it: the form in which both are stored.
+"""Operations of clients that drive training and sampling call by call, and their results: one type per operation.
 
-Whoever speaks a client's protocol translates to and from these; nothing here knows of HTTP or protobuf.
+``server/tinker/decode.py`` makes an operation of a request, the database stores it, :mod:`training_run` or
+:mod:`samplers` executes it, and ``server/tinker/encode.py`` writes its result. Nothing here knows HTTP or protobuf.
+
+A tag identifies the type of a stored operation: it stays when a class is renamed.
 """
 
 from __future__ import annotations
@@ -13,68 +16,80 @@ from rookery import protocol
 from rookery.storage.rows import CheckpointKind
 
 
-class Operation(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
-    """Base of the calls."""
+class Operation(msgspec.Struct, omit_defaults=True, kw_only=True, tag=True):
+    """Base."""
+
+    @property
+    def adds_gradient(self) -> bool:
+        """Whether it adds to the training run's gradient if it succeeds."""
+        return False
 
 
 class CreateModel(Operation):
-    """Version 0 from a seed; the model's row says the rest. Without ``seed`` the model's name decides."""
+    """Make version 0 of a training run. Without ``seed`` the run's id determines the weights."""
 
     seed: int | None = None
 
 
-class ForwardBackward(Operation):
-    """A batch's loss and log-probabilities, and (not ``forward_only``) its gradient, added to what is there."""
+class ForwardBackward(Operation, tag="Compute"):
+    """Compute a batch's loss and log-probabilities; unless ``forward_only``, add its gradient to the run's."""
 
     batch: bytes
-    """An encoded :class:`rookery.protocol.Batch` of data."""
+    """An encoded :class:`rookery.protocol.TrainingBatch`."""
     shapes: list[list[int]]
-    """Of each datum's targets."""
+    """The shape of each datum's targets: ``[tokens]`` or ``[tokens, k]``."""
     loss: protocol.Loss
     forward_only: bool = False
     cells: dict[int, list[int]] = {}
-    """For data whose targets are sparse: which cells of their shape, row by row, the targets are."""
+    """By datum with sparse targets: the indices of its targets in the flattened shape."""
+
+    @property
+    def adds_gradient(self) -> bool:
+        return not self.forward_only
 
 
-class InvalidOperation(Operation):
-    """A call that cannot be carried out as it was sent; it has its number all the same, and others wait behind it.
-    ``gradient``: it would have added to one."""
+class InvalidOperation(Operation, tag="Refused"):
+    """A request that cannot be executed as it was sent. It keeps its sequence number, so that later ones can run."""
 
     error: str
     gradient: bool = False
+    """It was meant to add a gradient."""
+
+    @property
+    def adds_gradient(self) -> bool:
+        return self.gradient
 
 
-class OptimStep(Operation):
+class OptimStep(Operation, tag="Step"):
     adam: protocol.Adam
 
 
 class SaveState(Operation):
-    """Keep the present state under a name; ``kind`` says what for."""
+    """Keep the current state as a checkpoint."""
 
     kind: CheckpointKind
     name: str
     ttl: float | None = None
+    """Seconds until it expires."""
     overwrite: bool = False
     about: dict[str, Any] = {}
 
 
 class SaveSampler(Operation):
-    """Make the present state a sampler. ``inflight``: one that follows the model's later calls of this kind."""
+    """Make a sampler of the current state; ``inflight``: one that follows the run's later in-flight saves."""
 
     sampler: str
     inflight: bool = False
 
 
 class LoadState(Operation):
-    """Go on from a checkpoint; without ``optimizer`` its moments start anew."""
+    """Replace the state by a checkpoint's; without ``optimizer`` the Adam moments start at zero."""
 
     path: str
     optimizer: bool
 
 
 class Sample(Operation):
-    """``stop_tokens`` None: those that end the model's replies."""
-
     sampler: str
     prompt: list[int]
     count: int
@@ -83,30 +98,34 @@ class Sample(Operation):
     seed: int | None
     stop: list[str]
     stop_tokens: list[int] | None
+    """None: the tokens that end the model's replies."""
     prompt_logprobs: bool = False
     last: int | None = None
-    """Only the prompt's last tokens are scored."""
+    """Score only this many of the prompt's last tokens."""
     topk: int = 0
 
 
-AnyCall = CreateModel | ForwardBackward | InvalidOperation | OptimStep | SaveState | SaveSampler | LoadState | Sample
+AnyOperation = (
+    CreateModel | ForwardBackward | InvalidOperation | OptimStep | SaveState | SaveSampler | LoadState | Sample
+)
 
 
-class OperationResult(msgspec.Struct, tag=True, omit_defaults=True, kw_only=True):
-    """Base of what a call comes to."""
+class OperationResult(msgspec.Struct, omit_defaults=True, kw_only=True, tag=True):
+    """Base. Field names are those of the Tinker API where the API has the field."""
 
 
-class OperationFailed(OperationResult):
+class OperationFailed(OperationResult, tag="Failed"):
     error: str
     category: Literal["unknown", "server", "user"]
 
 
-class ModelCreated(OperationResult):
-    model: str
+class ModelCreated(OperationResult, tag="Created", rename={"model_id": "model"}):
+    model_id: str
 
 
-class ForwardBackwardResult(OperationResult):
-    """``logprobs``: float32 little-endian, all data's targets in order; ``shapes`` and ``cells`` as in the call."""
+class ForwardBackwardResult(OperationResult, tag="Computed"):
+    """``logprobs``: float32 little-endian, the targets of all data in order; ``shapes`` and ``cells`` as in
+    :class:`ForwardBackward`."""
 
     metrics: dict[str, float]
     logprobs: bytes
@@ -114,22 +133,22 @@ class ForwardBackwardResult(OperationResult):
     cells: dict[int, list[int]] = {}
 
 
-class OptimStepResult(OperationResult):
+class OptimStepResult(OperationResult, tag="Stepped"):
     metrics: dict[str, float]
 
 
-class StateSaved(OperationResult):
+class StateSaved(OperationResult, tag="Saved", rename={"size_bytes": "size"}):
     path: str
-    size: int
+    size_bytes: int
 
 
-class SamplerSaved(OperationResult):
-    sampler: str
+class SamplerSaved(OperationResult, tag="SamplerMade", rename={"sampling_session_id": "sampler"}):
+    sampling_session_id: str
 
 
-class StateLoaded(OperationResult):
+class StateLoaded(OperationResult, tag="Loaded", rename={"model_id": "model"}):
     path: str
-    model: str
+    model_id: str
 
 
 class SampledSequence(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -138,8 +157,8 @@ class SampledSequence(msgspec.Struct, omit_defaults=True, kw_only=True):
     finish: str
 
 
-class SampleResult(OperationResult):
-    """``prompt_logprobs``: one per prompt token, NaN where there is none; ``topk``: per prompt token the likeliest
+class SampleResult(OperationResult, tag="Answered"):
+    """``prompt_logprobs``: one per prompt token, NaN where there is none; ``topk``: per prompt token the most likely
     tokens with their log-probabilities, best first."""
 
     texts: list[SampledSequence]
@@ -147,7 +166,7 @@ class SampleResult(OperationResult):
     topk: list[list[tuple[int, float]]] | None = None
 
 
-AnyOutcome = (
+AnyResult = (
     OperationFailed
     | ModelCreated
     | ForwardBackwardResult
@@ -159,5 +178,5 @@ AnyOutcome = (
 )
 
 encode = msgspec.msgpack.Encoder().encode
-calls = msgspec.msgpack.Decoder(AnyCall)
-outcomes = msgspec.msgpack.Decoder(AnyOutcome)
+decode_operation = msgspec.msgpack.Decoder(AnyOperation).decode
+decode_result = msgspec.msgpack.Decoder(AnyResult).decode

@@ -1,255 +1,257 @@
-"""A policy that a client drives call by call: its calls, in the order of their numbers, on the shared trainers.
+"""A training run: one policy that a client trains call by call, on the shared trainers.
 
-* Calls are carried out one after another by number, in whatever order they arrive; a number that stays away fails those
-  behind it after a while, with its name.
-* Gradients add up from call to call until a step. A call that fails leaves its gradient incomplete: the next step is
-  refused and drops it, so no step is ever taken on a part of what was asked for. A step that fails drops it, too.
-* A step's version, what it consumed and its answer become durable together. What came after is in the calls' log: it
-  is replayed, not answered again, when this process or the worker is lost.
-* Between its calls the policy may lose its place in the worker; it comes back by itself.
+* Operations run one after another by sequence number, in whatever order they arrive. A number that stays away fails the
+  operations behind it after ``session_seq_gap_seconds``; their error names it.
+* Gradients add up until a step. An operation that fails leaves the gradient incomplete: the next step is refused and
+  drops it, so that no step is taken on a part of a batch. A step that fails drops the gradient, too.
+* A step's version, the operations in it and its result become durable together. Later operations are in the log: they
+  are replayed, and not answered again, when this process or the worker is lost.
+* Between operations the policy may lose its trainer slot; it gets one again when it needs it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections import deque
 from functools import partial
 
 from rookery import protocol
 from rookery.controller.context import ControllerContext
-from rookery.controller.sessions import operations
-from rookery.controller.sessions.checkpoints import checkpoint
-from rookery.controller.sessions.futures import Future, Futures, PendingOperations
+from rookery.controller.sessions.futures import Future, Futures, QueueStatus, failure
+from rookery.controller.sessions.operations import (
+    AnyOperation,
+    AnyResult,
+    CreateModel,
+    ForwardBackward,
+    ForwardBackwardResult,
+    InvalidOperation,
+    LoadState,
+    ModelCreated,
+    OperationFailed,
+    OptimStep,
+    OptimStepResult,
+    Sample,
+    SamplerSaved,
+    SaveSampler,
+    SaveState,
+    StateLoaded,
+    StateSaved,
+    decode_operation,
+    decode_result,
+    encode,
+)
+from rookery.controller.sessions.samplers import derive_seed, find_checkpoint, sampler_row
 from rookery.controller.training.dispatcher import TrainingFailed
 from rookery.controller.training.policy_trainer import ForwardRequest, OptimRequest, PolicyTrainer
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.training.slots import SlotHolder, TrainerSlots
 from rookery.controller.weights.refs import adapter_ref
-from rookery.errors import CorruptArtifact, RookeryError, UserError
+from rookery.errors import CorruptArtifact, UserError
 from rookery.scheduling.reorder import ReorderBuffer
-from rookery.storage.rows import CheckpointRow, ModelRow, PolicyRow, SamplerRow, VersionRow
+from rookery.storage.rows import CheckpointRow, ModelRow, PolicyRow, VersionRow
 
-log = logging.getLogger("rookery.controller.models")
+log = logging.getLogger("rookery.controller.sessions.training_run")
 
 
 class TrainingRun:
     def __init__(
-        self, world: ControllerContext, futures: Futures, places: TrainerSlots, row: ModelRow, policy: PolicyRow
+        self, context: ControllerContext, futures: Futures, slots: TrainerSlots, row: ModelRow, policy: PolicyRow
     ) -> None:
         self.row = row
         self.policy = policy
-        self._world = world
+        self._context = context
         self._futures = futures
-        self._places = places
-        self._line: ReorderBuffer[tuple[Future, operations.AnyCall]] = ReorderBuffer(row.done_seq + 1)
-        self._given_up: deque[tuple[Future, operations.InvalidOperation]] = deque()
-        """Calls that waited too long for a number before theirs."""
-        self._came = asyncio.Event()
-        self._stuck_since: float | None = None
-        self._versions = PolicyVersions(world, policy, inflight=row.inflight)
+        self._slots = slots
+        self._queue: ReorderBuffer[tuple[Future, AnyOperation]] = ReorderBuffer(row.done_seq + 1)
+        self._given_up: deque[tuple[Future, AnyOperation]] = deque()
+        """Operations that will not be executed; their futures get an error in their turn."""
+        self._arrived = asyncio.Event()
+        self._gap_since: float | None = None
+        self._versions = PolicyVersions(context, policy, inflight=row.inflight)
         self._corrupt = ""
         """Why no operation can build on the head."""
-        self._stepped = row.done_seq
-        """The last step's number."""
-        self._failed = ""
-        """Why the present gradient is incomplete."""
-        self._trainee = PolicyTrainer(
-            world.training,
+        self._last_step = row.done_seq
+        """The sequence number of the last optimizer step."""
+        self._gradient_error = ""
+        """Why the current gradient is incomplete."""
+        self._trainer = PolicyTrainer(
+            context.training,
             tenant=row.tenant,
             policy=policy.id,
             model=row.base_model,
-            next_lease=lambda: world.store.next_lease(policy.id),
+            next_lease=lambda: context.store.next_lease(policy.id),
         )
-        self._guest = SlotHolder(
-            row.id, row.tenant, row.session, row.base_model, self._trainee.offload, lambda: self._trainee.begun
+        self._holder = SlotHolder(
+            row.id, row.tenant, row.session, row.base_model, self._trainer.offload, lambda: self._trainer.begun
         )
         self._task: asyncio.Task[None] | None = None
-        self._rests = False
-        """The task waits for a call."""
+        self._idle = False
+        """The task waits for an operation."""
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
     async def load(self) -> None:
-        """Read the head and the log behind it; then calls are carried out."""
-        world = self._world
+        """Read the versions and the log behind the head, then start to execute operations."""
         try:
             await self._versions.load()
         except CorruptArtifact as error:
             await self._refuse_head(error)
         await self._versions.retire()
-        for row in await world.store.futures_behind(self.row.id, self.row.done_seq):
+        for row in await self._context.store.futures_behind(self.row.id, self.row.done_seq):
             if row.outcome is None:
-                future, call = self._futures.recall(row)
-                self.put(future, call)
+                self.enqueue(*self._futures.reopen(row))
             else:
-                self._line.next = row.seq + 1
-                self._replay(row.seq, operations.calls.decode(row.call), operations.outcomes.decode(row.outcome))
-        self._task = asyncio.create_task(self._run(), name=f"model {self.row.id}")
+                self._queue.next = row.seq + 1
+                self._replay(row.seq, decode_operation(row.call), decode_result(row.outcome))
+        self._task = asyncio.create_task(self._run(), name=f"training run {self.row.id}")
 
     async def _refuse_head(self, error: CorruptArtifact) -> None:
         """Answer every operation that needs the head with an error that names a checkpoint to load instead."""
-        head, row = self._head, self.row
-        saved = await self._world.store.list_checkpoints(row.tenant, row.id)
-        whole = next((found.path for found in saved if found.kind == "weights" and found.hash != head.hash), None)
-        hint = f"load its newest other checkpoint, {whole}" if whole is not None else "it has no other checkpoint"
+        head, row = self._versions.head, self.row
+        assert head is not None
+        saved = await self._context.store.list_checkpoints(row.tenant, row.id)
+        intact = next((found.path for found in saved if found.kind == "weights" and found.hash != head.hash), None)
+        hint = f"load its newest other checkpoint, {intact}" if intact is not None else "it has no other checkpoint"
         self._corrupt = f"version {head.version} of model {row.id} is corrupt ({error}); {hint}"
         log.error(self._corrupt, extra={"tenant": row.tenant, "version": head.version})
 
-    @property
-    def _head(self) -> VersionRow:
-        """The newest version, which the next operation builds on. Raises :class:`UserError` where there is none,
-        :class:`CorruptArtifact` where its bytes are damaged."""
-        if self._versions.head is None:
-            raise UserError(f"model {self.row.id} has no weights: its creation failed, or is not over")
-        if self._corrupt:
-            raise CorruptArtifact(self._corrupt)
-        return self._versions.head
-
-    @property
-    def _step(self) -> int:
-        """Optimizer steps in the head."""
-        return self._versions.head.step if self._versions.head is not None else 0
-
-    def _parent(self) -> protocol.AdapterRef:
-        """The reference to the head that workers get. Raises as :attr:`_head`."""
-        return adapter_ref(self.policy, self._head)
-
-    def _replay(self, seq: int, call: operations.AnyCall, outcome: operations.AnyOutcome) -> None:
-        """What an earlier process did and answered, since the head."""
-        if isinstance(outcome, operations.OperationFailed):
-            self._failed_at(call, outcome)
-        elif isinstance(call, operations.ForwardBackward) and not call.forward_only:
-            self._trainee.recall(_forward(call))
-        elif isinstance(call, operations.OptimStep):
-            self._trainee.recall(OptimRequest(call.adam))
-            self._stepped = seq
+    def _replay(self, seq: int, operation: AnyOperation, result: AnyResult) -> None:
+        """Bring back the effect of an operation that an earlier process executed after the head."""
+        if isinstance(result, OperationFailed):
+            self._on_failure(operation, result)
+        elif isinstance(operation, ForwardBackward) and not operation.forward_only:
+            self._trainer.recall(_forward_request(operation))
+        elif isinstance(operation, OptimStep):
+            self._trainer.recall(OptimRequest(operation.adam))
+            self._last_step = seq
 
     @property
     def resting(self) -> bool:
-        """Nothing is under way, and no call waits."""
-        return self._rests and not len(self._line) and not self._given_up
+        """No operation runs or waits."""
+        return self._idle and not len(self._queue) and not self._given_up
 
-    async def end(self) -> None:
-        """No call will come any more: it holds nothing in any worker."""
+    async def close(self) -> None:
+        """The run gets no more operations: release all that it holds in workers."""
         await self.stop()
-        self._trainee.forget()  # before it would come to rest
-        self._places.release(self._guest)
+        self._trainer.forget()  # before the slot is released, which would offload the state
+        self._slots.release(self._holder)
 
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def leave(self) -> None:
-        """The client is away: its place is free as soon as nothing is under way."""
+    def release_slot(self) -> None:
+        """The client is away: release the trainer slot if no operation runs or waits."""
         if self.resting:
-            self._places.release(self._guest)
+            self._slots.release(self._holder)
 
-    def put(self, future: Future, call: operations.AnyCall) -> None:
-        """A call for its turn. Raises :class:`UserError` for a number that came before."""
-        future.why = lambda: self._why(future)
-        try:
-            self._line.put(future.seq, (future, call))
-        except ValueError as error:
-            raise UserError(f"model {self.row.id}: {error}") from None
-        self._came.set()
+    # --- the queue ----------------------------------------------------------------------------------------------------
 
     @property
-    def last(self) -> int:
-        """The highest number that came."""
-        return self._line.last
+    def last_seq(self) -> int:
+        """The highest sequence number that arrived."""
+        return self._queue.last
 
-    def _why(self, future: Future) -> PendingOperations:
-        if reason := self._places.reason(self._guest):
-            return PendingOperations(paused=True, reason=reason)
-        if not self._world.fleet.serving("train", self.row.base_model):
-            return PendingOperations(paused=True, reason=self._world.fleet.missing("train", self.row.base_model))
-        missing = self._line.missing
+    def enqueue(self, future: Future, operation: AnyOperation) -> None:
+        """Execute ``operation`` in its turn. Raises :class:`UserError` for a sequence number that was used before."""
+        future.status = lambda: self._status(future)
+        try:
+            self._queue.put(future.seq, (future, operation))
+        except ValueError as error:
+            raise UserError(f"model {self.row.id}: {error}") from None
+        self._arrived.set()
+
+    def _status(self, future: Future) -> QueueStatus:
+        fleet, model, missing = self._context.fleet, self.row.base_model, self._queue.missing
+        if reason := self._slots.reason(self._holder):
+            return QueueStatus(paused=True, reason=reason)
+        if not fleet.serving("train", model):
+            return QueueStatus(paused=True, reason=fleet.missing("train", model))
         if missing is not None and missing < future.seq:
-            return PendingOperations(reason=f"waits for request {missing} of this model, which has not arrived")
-        return PendingOperations()
+            return QueueStatus(reason=f"waits for request {missing} of this model, which has not arrived")
+        return QueueStatus()
 
-    def expire(self, patience: float) -> None:
-        """What has waited longer than ``patience`` for a number that does not come fails in its turn."""
-        missing, now = self._line.missing, self._world.clock.monotonic()
+    def expire_gap(self, seconds: float) -> None:
+        """Give up the operations that have waited longer than ``seconds`` for a missing sequence number."""
+        missing, now = self._queue.missing, self._context.clock.monotonic()
         if missing is None:
-            self._stuck_since = None
-        elif self._stuck_since is None:
-            self._stuck_since = now
-        elif now - self._stuck_since > patience:
-            self._stuck_since = None
-            error = f"request {missing} of model {self.row.id} has not arrived for {patience:.0f} s"
-            self._failed = error
-            self._given_up.extend((future, operations.InvalidOperation(error=error)) for future, _ in self._line.skip())
-            self._came.set()
+            self._gap_since = None
+        elif self._gap_since is None:
+            self._gap_since = now
+        elif now - self._gap_since > seconds:
+            self._gap_since = None
+            self._give_up(f"request {missing} of model {self.row.id} has not arrived for {seconds:.0f} s")
 
-    # --- one call after another ---------------------------------------------------------------------------------------
+    def _give_up(self, error: str) -> None:
+        self._gradient_error = error
+        self._given_up.extend((future, InvalidOperation(error=error)) for future, _ in self._queue.skip())
+        self._arrived.set()
 
     async def _run(self) -> None:
         while True:
-            self._came.clear()
-            while (item := self._next()) is not None:
-                await self._carry_out(*item)
-                if self._guest.busy and self._places.wanted(self.row.base_model) and not self._trainee.begun:
-                    self._places.release(self._guest)  # a turn is over: who waits goes first
-            if self._guest.busy:
-                self._places.idle(self._guest)
-            self._rests = True
-            await self._came.wait()
-            self._rests = False
+            self._arrived.clear()
+            while (item := self._given_up.popleft() if self._given_up else self._queue.take()) is not None:
+                await self._execute(*item)
+                if self._holder.busy and self._slots.wanted(self.row.base_model) and not self._trainer.begun:
+                    self._slots.release(self._holder)  # after a step, other runs that wait go first
+            if self._holder.busy:
+                self._slots.idle(self._holder)
+            self._idle = True
+            await self._arrived.wait()
+            self._idle = False
 
-    def _next(self) -> tuple[Future, operations.AnyCall] | None:
-        return self._given_up.popleft() if self._given_up else self._line.take()
+    # --- operations ---------------------------------------------------------------------------------------------------
 
-    async def _carry_out(self, future: Future, call: operations.AnyCall) -> None:
-        outcome: operations.AnyOutcome | None
+    async def _execute(self, future: Future, operation: AnyOperation) -> None:
+        result: AnyResult | None
         try:
-            outcome = await self._dispatch(future, call)
+            result = await self._dispatch(future, operation)
         except TrainingFailed as error:
-            outcome = operations.OperationFailed(error=str(error), category="unknown")
-        except RookeryError as error:
-            outcome = operations.OperationFailed(error=str(error), category="user" if error.status < 500 else "server")
+            result = OperationFailed(error=str(error), category="unknown")
         except Exception as error:
-            log.exception("call %s", future.id, extra={"tenant": self.row.tenant})
-            outcome = operations.OperationFailed(
-                error=f"internal error ({type(error).__name__}); the log has it", category="server"
-            )
-        if isinstance(outcome, operations.OperationFailed):
-            self._failed_at(call, outcome)
-        if outcome is not None:
-            await self._futures.settle(future, outcome, trace=_adds(call) or isinstance(call, operations.OptimStep))
+            result = failure(future, error)
+        if isinstance(result, OperationFailed):
+            self._on_failure(operation, result)
+        if result is not None:
+            trace = operation.adds_gradient or isinstance(operation, OptimStep)
+            await self._futures.finish(future, result, trace=trace)
 
-    async def _dispatch(self, future: Future, call: operations.AnyCall) -> operations.AnyOutcome | None:
-        """None: the outcome was told already."""
-        match call:
-            case operations.ForwardBackward():
-                return await self._compute(call)
-            case operations.OptimStep():
-                return await self._optim_step(future, call)
-            case operations.SaveSampler():
-                return await self._save_sampler(call)
-            case operations.SaveState():
-                await self._save(future, call)
-            case operations.LoadState():
-                await self._load_state(future, call)
-            case operations.CreateModel():
-                await self._create(future, call)
-            case operations.InvalidOperation():
-                raise UserError(call.error)
-            case operations.Sample():
+    async def _dispatch(self, future: Future, operation: AnyOperation) -> AnyResult | None:
+        """The result; None if it is delivered already."""
+        match operation:
+            case ForwardBackward():
+                return await self._forward_backward(operation)
+            case OptimStep():
+                return await self._optim_step(future, operation)
+            case SaveSampler():
+                return await self._save_sampler(operation)
+            case SaveState():
+                await self._save_state(future, operation)
+            case LoadState():
+                await self._load_state(future, operation)
+            case CreateModel():
+                await self._create(future, operation)
+            case InvalidOperation():
+                raise UserError(operation.error)
+            case Sample():
                 raise UserError("a model does not sample; make a sampler of it")
         return None
 
-    async def _create(self, future: Future, call: operations.CreateModel) -> None:
-        world, row, policy = self._world, self.row, self.policy
-        await world.chat(row.base_model)  # prepared, if it was not
-        drawn = int.from_bytes(hashlib.sha256(row.id.encode()).digest()[:8], "big") >> 1
-        manifest = await self._init(call.seed if call.seed is not None else drawn, None)
-        made = operations.ModelCreated(model=row.id)
-        await self._commit(manifest, (future, made), done=future.seq, step=0)
-        log.info("model of policy %s made", policy.id, extra={"tenant": row.tenant})
+    def _on_failure(self, operation: AnyOperation, result: OperationFailed) -> None:
+        """Update the gradient's state, now or in a replay."""
+        if operation.adds_gradient:
+            self._gradient_error = result.error
+        elif isinstance(operation, OptimStep):
+            self._gradient_error = ""
+            self._trainer.drop_gradient()
+
+    async def _create(self, future: Future, operation: CreateModel) -> None:
+        await self._context.chat(self.row.base_model)  # prepares the model if it was not
+        seed = operation.seed if operation.seed is not None else derive_seed(self.row.id)
+        await self._commit(await self._init(seed, None), future, ModelCreated(model_id=self.row.id))
+        log.info("training run %s created", self.row.id, extra={"tenant": self.row.tenant})
 
     async def _init(self, seed: int, source: protocol.AdapterRef | None) -> protocol.Manifest:
         policy = self.policy
@@ -260,154 +262,146 @@ class TrainingRun:
                 commit=upload, source=readable,
             )  # fmt: skip
 
-        return await self._trainee.init(make, source)
+        return await self._trainer.init(make, source)
 
-    async def _compute(self, call: operations.ForwardBackward) -> operations.AnyOutcome:
+    async def _forward_backward(self, operation: ForwardBackward) -> ForwardBackwardResult:
         parent = self._parent()
-        await self._places.acquire(self._guest)
-        done = await self._trainee.forward(parent, _forward(call))
+        await self._slots.acquire(self._holder)
+        done = await self._trainer.forward(parent, _forward_request(operation))
         metrics = done.metrics
-        if call.loss.name == "cross_entropy":  # there is no sampler to compare with
+        if operation.loss.name == "cross_entropy":  # there is no sampler to compare with
             metrics = {name: value for name, value in metrics.items() if not name.startswith(("ratio:", "logp_diff:"))}
-        return operations.ForwardBackwardResult(
-            metrics=metrics, logprobs=done.logprobs, shapes=call.shapes, cells=call.cells
+        return ForwardBackwardResult(
+            metrics=metrics, logprobs=done.logprobs, shapes=operation.shapes, cells=operation.cells
         )
 
-    async def _optim_step(self, future: Future, call: operations.OptimStep) -> operations.AnyOutcome | None:
+    async def _optim_step(self, future: Future, operation: OptimStep) -> OptimStepResult | None:
         parent = self._parent()
-        if self._failed:
+        if self._gradient_error:
             raise UserError(
-                f"no step was taken: a forward_backward since the last one failed ({self._failed}); its gradient is"
-                " dropped"
+                f"no step was taken: a forward_backward since the last one failed ({self._gradient_error}); its"
+                " gradient is dropped"
             )
-        await self._places.acquire(self._guest)
-        due = self._trainee.uncommitted + 1 >= self._world.settings.sessions.session_commit_every
-        done = await self._trainee.optim_step(parent, call.adam, commit=due)
-        stepped = operations.OptimStepResult(metrics={**done.metrics, "durable": float(due)})
+        await self._slots.acquire(self._holder)
+        due = self._trainer.uncommitted + 1 >= self._context.settings.sessions.session_commit_every
+        done = await self._trainer.optim_step(parent, operation.adam, commit=due)
+        result = OptimStepResult(metrics={**done.metrics, "durable": float(due)})
         if due:
             assert done.manifest is not None
-            step = self._step + self._trainee.uncommitted
             try:
-                await self._commit(done.manifest, (future, stepped), done=future.seq, step=step)
+                await self._commit(done.manifest, future, result)
             except Exception:
-                self._trainee.drop_step()  # it is answered as failed
+                self._trainer.drop_step()  # its result is an error
                 raise
-        self._stepped = future.seq
-        return None if due else stepped
+        self._last_step = future.seq
+        return None if due else result
 
-    async def _settled(self) -> protocol.AdapterRef:
-        """The present state as a durable version."""
-        parent = self._parent()
-        if self._trainee.uncommitted:
-            await self._places.acquire(self._guest)
-            done = await self._trainee.commit(parent)
-            assert done.manifest is not None
-            step = self._step + self._trainee.uncommitted
-            await self._commit(done.manifest, None, done=self._stepped, step=step)
-        return self._parent()
-
-    async def _save(self, future: Future, call: operations.SaveState) -> None:
-        world = self._world
-        ref, manifest = await self._settled(), self._head.manifest
-        now = world.clock.time()
+    async def _save_state(self, future: Future, operation: SaveState) -> None:
+        context, head, now = self._context, await self._durable_head(), self._context.clock.time()
         row = CheckpointRow(
-            model=self.row.id, kind=call.kind, name=call.name, tenant=self.row.tenant, policy=ref.policy,
-            version=ref.version, manifest=manifest, hash=ref.hash, created=now, about=call.about,
-            size=sum(shard.size for shard in manifest.shards),
-            expires=None if call.ttl is None else now + call.ttl,
+            model=self.row.id, kind=operation.kind, name=operation.name, tenant=self.row.tenant, policy=self.policy.id,
+            version=head.version, manifest=head.manifest, hash=head.hash, created=now, about=operation.about,
+            size=sum(shard.size for shard in head.manifest.shards),
+            expires=None if operation.ttl is None else now + operation.ttl,
         )  # fmt: skip
-        saved = operations.StateSaved(path=row.path, size=row.size)
-        content = operations.encode(saved)
+        saved = StateSaved(path=row.path, size_bytes=row.size)
+        content = encode(saved)
+        overwrite = operation.overwrite or operation.kind != "weights"  # the API protects only these
+        save = context.store.database.save_checkpoint
+        await context.collector.delete_unnamed(save, row, overwrite, (future.id, content))
+        self._futures.deliver(future, saved, len(content))
 
-        overwrite = call.overwrite or call.kind != "weights"  # the API lets only these be protected
-        await world.collector.delete_unnamed(world.store.database.save_checkpoint, row, overwrite, (future.id, content))
-        self._futures.tell(future, saved, len(content))
+    async def _save_sampler(self, operation: SaveSampler) -> SamplerSaved:
+        head, run = await self._durable_head(), self.row
+        if operation.inflight:
+            await self._versions.publish_inflight(run.id)
+        now = self._context.clock.time()
+        row = sampler_row(operation.sampler, run.session, now, run, self.policy, head, inflight=operation.inflight)
+        await self._context.store.add_sampler(row)
+        return SamplerSaved(sampling_session_id=operation.sampler)
 
-    async def _save_sampler(self, call: operations.SaveSampler) -> operations.AnyOutcome:
-        world, row = self._world, self.row
-        ref = await self._settled()
-        now = world.clock.time()
-        if call.inflight:
-            await self._versions.publish_inflight(row.id)
-        sampler = SamplerRow(
-            id=call.sampler, tenant=row.tenant, session=row.session, base_model=row.base_model,
-            asked_model=row.asked_model, path="", model=row.id, inflight=call.inflight, policy=ref.policy,
-            version=ref.version, hash="" if call.inflight else ref.hash, rank=ref.rank, alpha=ref.alpha, created=now,
-            used=now, kept=True, clones=0,
-        )  # fmt: skip
-        await world.store.add_sampler(sampler)
-        return operations.SamplerSaved(sampler=call.sampler)
-
-    async def _load_state(self, future: Future, call: operations.LoadState) -> None:
-        world = self._world
-        source = await checkpoint(world, self.row.tenant, call.path)
-        model, policy = await world.store.get_model(self.row.tenant, source.model)
-        mine = (self.row.base_model, self.policy.rank, list(self.policy.targets))
-        if (model.base_model, policy.rank, list(policy.targets)) != mine:
-            raise UserError(f"{call.path} is of another base model, rank or layers than model {self.row.id}")
-        found = protocol.AdapterRef(
+    async def _load_state(self, future: Future, operation: LoadState) -> None:
+        context, tenant = self._context, self.row.tenant
+        source, run, policy = await find_checkpoint(context, tenant, operation.path)
+        shape = (self.row.base_model, self.policy.rank, list(self.policy.targets))
+        if (run.base_model, policy.rank, list(policy.targets)) != shape:
+            raise UserError(f"{operation.path} is of another base model, rank or layers than model {self.row.id}")
+        ref = protocol.AdapterRef(
             policy=self.policy.id, version=0, hash=source.hash, rank=policy.rank, alpha=policy.alpha
         )
-        async with world.collector.reading(
-            found
-        ):  # its owner may delete it, or its time be over, before it is this model's
-            await checkpoint(world, self.row.tenant, call.path)
-            if call.optimizer:
+        async with context.collector.reading(ref):  # the checkpoint may expire or be deleted meanwhile
+            await find_checkpoint(context, tenant, operation.path)
+            if operation.optimizer:
                 manifest = source.manifest
-                await self._trainee.renew()
+                await self._trainer.renew()
             else:
-                manifest = await self._init(0, found)
-            loaded = operations.StateLoaded(path=call.path, model=self.row.id)
-            done, step = future.seq, self._step
-            await self._commit(manifest, (future, loaded), done=done, step=step, uploaded=not call.optimizer, anew=True)
+                manifest = await self._init(0, ref)
+            loaded = StateLoaded(path=operation.path, model_id=self.row.id)
+            await self._commit(manifest, future, loaded, uploaded=not operation.optimizer, discard=True)
+
+    # --- versions -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _head(self) -> VersionRow:
+        """The newest version, which the next operation builds on. Raises :class:`UserError` if there is none,
+        :class:`CorruptArtifact` if its bytes are damaged."""
+        if self._versions.head is None:
+            raise UserError(f"model {self.row.id} has no weights: its creation failed, or is not over")
+        if self._corrupt:
+            raise CorruptArtifact(self._corrupt)
+        return self._versions.head
+
+    def _parent(self) -> protocol.AdapterRef:
+        """The reference to the head that workers get. Raises as :attr:`_head`."""
+        return adapter_ref(self.policy, self._head)
+
+    async def _durable_head(self) -> VersionRow:
+        """The current state as a version: steps that are not committed yet are committed first."""
+        parent = self._parent()
+        if self._trainer.uncommitted:
+            await self._slots.acquire(self._holder)
+            done = await self._trainer.commit(parent)
+            assert done.manifest is not None
+            await self._commit(done.manifest)
+        return self._head
 
     async def _commit(
         self,
         manifest: protocol.Manifest,
-        told: tuple[Future, operations.AnyOutcome] | None,
+        future: Future | None = None,
+        result: AnyResult | None = None,
         *,
-        done: int,
-        step: int,
         uploaded: bool = True,
-        anew: bool = False,
+        discard: bool = False,
     ) -> None:
-        """The next version, the calls up to ``done`` in it and the outcome that is ``told``, as one. ``anew``: it is
-        not made of what was taken since the last one, which goes."""
-        content = operations.encode(told[1]) if told is not None else b""
-        world, outcome = self._world, (told[0].id, content) if told is not None else None
+        """Commit the next version together with the operations in it and, where given, the ``result`` of ``future``.
+        ``discard``: the version replaces the current state, whose uncommitted steps and gradient are dropped."""
+        context, content = self._context, encode(result) if result is not None else b""
+        step = self._versions.head.step if self._versions.head is not None else 0
+        write = partial(
+            context.store.commit_model,
+            model=self.row.id,
+            done_seq=future.seq if future is not None else self._last_step,
+            outcome=(future.id, content) if future is not None else None,
+        )
         ref = await self._versions.commit(
-            partial(world.store.commit_model, model=self.row.id, done_seq=done, outcome=outcome),
-            lease=self._trainee.lease,
+            write,
+            lease=self._trainer.lease,
             manifest=manifest,
-            step=step,
-            metrics=told[1].metrics if told is not None and isinstance(told[1], operations.OptimStepResult) else {},
+            step=step if discard else step + self._trainer.uncommitted,
+            metrics=result.metrics if isinstance(result, OptimStepResult) else {},
             uploaded=uploaded,
         )
         self._corrupt = ""
-        if anew:
-            self._failed = ""
-            self._trainee.forget()
+        if discard:
+            self._gradient_error = ""
+            self._trainer.forget()
         else:
-            self._trainee.committed(ref)
-        if told is not None:
-            self._futures.tell(*told, len(content))
+            self._trainer.committed(ref)
+        if future is not None and result is not None:
+            self._futures.deliver(future, result, len(content))
         await self._versions.retire()
 
-    def _failed_at(self, call: operations.AnyCall, outcome: operations.OperationFailed) -> None:
-        """What becomes of the gradient, now as in a replay."""
-        if _adds(call):
-            self._failed = outcome.error
-        elif isinstance(call, operations.OptimStep):
-            self._failed = ""
-            self._trainee.drop_gradient()
 
-
-def _forward(call: operations.ForwardBackward) -> ForwardRequest:
-    return ForwardRequest(call.batch, call.loss, forward_only=call.forward_only, logprobs=True)
-
-
-def _adds(call: operations.AnyCall) -> bool:
-    """Whether it adds to the gradient when all goes well."""
-    if isinstance(call, operations.ForwardBackward):
-        return not call.forward_only
-    return isinstance(call, operations.InvalidOperation) and call.gradient
+def _forward_request(operation: ForwardBackward) -> ForwardRequest:
+    return ForwardRequest(operation.batch, operation.loss, forward_only=operation.forward_only, logprobs=True)

@@ -1,8 +1,8 @@
 """The protocol's HTTP application, mounted under ``/tinker``; ``TINKER_BASE_URL`` is the service's address with that.
 
-Statuses are chosen for what the client makes of them: 400 and 404 fail at once, 410 makes it send a sample again or end
-its heartbeat, 5xx makes it try again. 409, which it would repeat for minutes, is never answered. What is wrong with a
-call on a model is told by its result, because the model's later calls wait for its number.
+Statuses are chosen for the client's reaction: 400 and 404 fail at once, 410 makes it send a sample again or end its
+heartbeat, 5xx makes it try again. 409, which it would repeat for minutes, is never used. An error in an operation on a
+model is reported by the operation's result, because the model's later operations wait for its sequence number.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ UNSUPPORTED = {
     "publish": "publishing checkpoints is not supported: there is no public catalogue here",
     "copy_weights": "copying weights is not supported: create a training client from the state instead",
     "search": "searching sessions is not supported: list them",
-    "project": "projects are not supported: every key sees its tenant's things",
+    "project": "projects are not supported: every key sees all of its tenant's runs",
     "audit": "there is no audit log in this API: see the service's own log",
     "billing": "there is no billing here",
     "create_custom_loss": "losses that run on the server are not supported: forward_backward_custom runs them here",
     "auth": "API keys are used as they are: there are no tokens to exchange",
-    "archive": "archives are not made: save_weights_external and external_weights_urls give the files",
-    "unload_model": "a model's place is free when its session ends or rests: there is nothing to unload",
+    "unload_model": "a model's slot is free when its session ends or rests: there is nothing to unload",
     "trace_export": "exporting traces is not supported",
 }
-"""Parts of paths that the client may ask for, and what to do instead."""
+"""By part of a path that a client may request: why it is not served, and what to do instead."""
 
 
 def build(parts: ServiceContext) -> FastAPI:

@@ -1,22 +1,25 @@
-"""Training data from the wire: protobuf in, the controller's calls out.
+"""Requests to operations: protobuf and JSON in, :mod:`rookery.controller.sessions.operations` out.
 
-* A datum's rows are its input tokens; row i predicts ``target_tokens[i]``, whatever that is.
-* What cannot be carried out as it was sent is refused with a message that names the field; nothing is guessed, left out
-  or taken for something similar.
+* A datum's rows are its input tokens; row i predicts ``target_tokens[i]``, whatever token that is.
+* A request that cannot be executed as it was sent is refused with an error that names the field. Nothing is guessed,
+  ignored or replaced by something similar.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rookery import protocol
-from rookery.controller.sessions import operations
+from rookery.controller.sessions.operations import ForwardBackward, LoadState, OptimStep, Sample, SaveSampler, SaveState
 from rookery.errors import UserError
+from rookery.server.tinker import schemas
 from rookery.spec.job import LOSS_PARAMETERS
+from rookery.storage.rows import CheckpointKind
 
 RATIO = ("target_tokens", "logprobs", "advantages")
 
@@ -28,12 +31,120 @@ INPUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dro": (RATIO, ()),
     "gspo": ((*RATIO, "sequence_ratio_mask"), ()),
 }
-"""What each loss needs of a datum, and what it takes beside."""
+"""By loss: the tensors that a datum must have, and those that it may have."""
+
+TTL_SECONDS = (3600, 10 * 365 * 86400)
+"""The shortest and the longest lifetime of a checkpoint that the protocol allows."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,199}")
+
+
+def optim_step(request: schemas.OptimStepRequest) -> OptimStep:
+    check_optimizer(request.optimizer_params)
+    adam = schemas.AdamParams.model_validate(request.adam_params or {})
+    return OptimStep(
+        adam=protocol.Adam(
+            lr=adam.learning_rate, beta1=adam.beta1, beta2=adam.beta2, eps=adam.eps, weight_decay=adam.weight_decay,
+            clip=adam.grad_clip_norm,
+        )
+    )  # fmt: skip
+
+
+def save_weights(request: schemas.SaveWeights) -> SaveState:
+    return _save("weights", request.path, request.ttl_seconds, request.user_metadata, request.overwrite)
+
+
+def save_weights_external(request: schemas.SaveWeightsExternal) -> SaveState:
+    if request.age_encryption_recipients:
+        raise UserError("age_encryption_recipients: encrypted exports are not supported")
+    return _save("external_weights", request.path, request.ttl_seconds)
+
+
+def save_weights_for_sampler(request: schemas.SaveWeightsForSampler) -> SaveState | SaveSampler:
+    if request.path is not None:
+        return _save("sampler_weights", request.path, request.ttl_seconds, request.user_metadata)
+    if request.sampling_session_seq_id is None:
+        raise UserError("save_weights_for_sampler needs a path or a sampling_session_seq_id")
+    session = request.model_id.rpartition(":train:")[0]
+    return SaveSampler(
+        sampler=f"{session}:sample:{request.sampling_session_seq_id}", inflight=request.kind == "inflight"
+    )
+
+
+def load_weights(request: schemas.LoadWeights) -> LoadState:
+    check_optimizer(request.optimizer_config)
+    if request.weights_access_token is not None:
+        raise UserError("weights_access_token: weights of other accounts cannot be read")
+    return LoadState(path=request.path, optimizer=request.optimizer)
+
+
+def check_optimizer(optimizer: schemas.OptimizerConfig | None) -> None:
+    """Raises :class:`UserError` for an optimizer other than Adam."""
+    if optimizer is not None and optimizer.type != "adamw":
+        raise UserError(f"optimizer {optimizer.type!r} is not supported; use Adam (AdamParams)")
+
+
+def check_ttl(seconds: float | None) -> float | None:
+    low, high = TTL_SECONDS
+    if seconds is not None and not low <= seconds <= high:
+        raise UserError(f"ttl_seconds: {seconds:g} is not between {low} and {high}")
+    return seconds
+
+
+def _save(
+    kind: CheckpointKind,
+    name: str | None,
+    ttl: float | None,
+    about: dict[str, str] | None = None,
+    overwrite: bool = False,
+) -> SaveState:
+    if name is None or not _NAME.fullmatch(name):
+        raise UserError(f"path: {name!r} is no name; letters, digits, dot, dash, underscore and space, at most 200")
+    return SaveState(kind=kind, name=name, ttl=check_ttl(ttl), overwrite=overwrite, about=about or {})
+
+
+def sample(request: schemas.SampleRequest, sampler: str) -> Sample:
+    params, last = request.sampling_params, request.prompt_logprobs_last_n
+    if params.top_k > 0 or params.top_p != 1.0:
+        raise UserError(
+            "top_k and top_p are not supported: a trainer cannot reproduce the log-probabilities of what they cut off"
+        )
+    if request.topk_sample_logprobs:
+        raise UserError("topk_sample_logprobs is not supported")
+    if request.base_model is not None or request.model_path is not None:
+        raise UserError("give the model when you create the sampling session")
+    prompt: list[int] = []
+    for chunk in request.prompt.chunks:
+        if chunk.tokens is None:
+            raise UserError("prompt: chunks hold tokens; images and audio are not supported")
+        prompt += chunk.tokens
+    if not prompt:
+        raise UserError("prompt: it needs at least one token")
+    if last is not None and not 1 <= last < len(prompt):
+        raise UserError(f"prompt_logprobs_last_n: the prompt has {len(prompt)} tokens")
+    stop, stop_tokens = _stops(params.stop)
+    return Sample(
+        sampler=sampler, prompt=prompt, count=request.num_samples, max_tokens=params.max_tokens,
+        temperature=params.temperature, seed=params.seed, stop=stop, stop_tokens=stop_tokens,
+        prompt_logprobs=request.prompt_logprobs or False, last=last, topk=request.topk_prompt_logprobs,
+    )  # fmt: skip
+
+
+def _stops(stop: str | list[str] | list[int] | None) -> tuple[list[str], list[int] | None]:
+    """Stop strings, and stop tokens in place of those that end the model's replies; an empty list disables all."""
+    if stop is None:
+        return [], None
+    if isinstance(stop, str):
+        return [stop], None
+    if not stop:
+        return [], []
+    strings = [item for item in stop if isinstance(item, str)]
+    return strings, [item for item in stop if isinstance(item, int)] or None
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Values in C order. ``cells``: their places in the flattened shape where the tensor is sparse."""
+    """Values in C order. ``cells``: where the tensor is sparse, their indices in the flattened shape."""
 
     values: np.ndarray
     shape: tuple[int, ...]
@@ -47,8 +158,8 @@ class Tensor:
         return full
 
 
-def decode(schema: Any, message: Any) -> operations.ForwardBackward:
-    """A ForwardBackwardRequest. Raises :class:`UserError`."""
+def forward_backward(schema: Any, message: Any) -> ForwardBackward:
+    """A protobuf ``ForwardBackwardRequest`` of ``schema``. Raises :class:`UserError`."""
     name = message.loss_fn
     if name not in INPUTS:
         hint = "; stable_reinforce is not published, use ppo, cispo or gspo" if name == "stable_reinforce" else ""
@@ -65,7 +176,7 @@ def decode(schema: Any, message: Any) -> operations.ForwardBackward:
         shapes.append(list(shape))
         if places is not None:
             cells[number] = places.tolist()
-    return operations.ForwardBackward(
+    return ForwardBackward(
         batch=protocol.encode(protocol.TrainingBatch(data=data)),
         shapes=shapes,
         loss=protocol.Loss(name=name, params=_parameters(message)),
@@ -75,7 +186,7 @@ def decode(schema: Any, message: Any) -> operations.ForwardBackward:
 
 
 def _parameters(message: Any) -> dict[str, float]:
-    """The loss's parameters, with the defaults where the client says nothing."""
+    """The loss's parameters, with defaults for those that the client did not set."""
     given: dict[str, float] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") != "number":
@@ -88,7 +199,7 @@ def _parameters(message: Any) -> dict[str, float]:
                 f"loss_fn_config.{key}: {message.loss_fn} has no such parameter; it has {', '.join(known) or 'none'}"
             )
         if not math.isfinite(number):
-            raise UserError(f"loss_fn_config.{key}: {number} is no number to compute with")
+            raise UserError(f"loss_fn_config.{key}: {number} is not finite")
     return {**known, **given}
 
 
@@ -131,7 +242,7 @@ def _datum(schema: Any, datum: Any, loss: str) -> tuple[protocol.Datum, tuple[in
 
 
 def _cells(targets: Tensor, weights: Tensor | None) -> np.ndarray | None:
-    """Which cells are meant where targets are sparse: those that are listed, in them or in the weights (a target with
+    """The cells that are targets where they are sparse: those listed in the targets or in the weights (a target with
     id 0 looks like an unlisted one). None: all."""
     if targets.cells is None or weights is None:
         return targets.cells

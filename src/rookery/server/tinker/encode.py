@@ -1,4 +1,4 @@
-"""Outcomes as the client reads them: protobuf for what is large, JSON for the rest."""
+"""Results as the client reads them: protobuf for the large ones, JSON for the others."""
 
 from __future__ import annotations
 
@@ -8,68 +8,75 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
+from msgspec.structs import asdict
 
-from rookery.controller.sessions import operations
-from rookery.controller.sessions.completion_stream import Completion
-from rookery.controller.sessions.futures import PendingOperations
+from rookery.controller.sessions.futures import Completion, QueueStatus
+from rookery.controller.sessions.operations import (
+    AnyResult,
+    ForwardBackwardResult,
+    ModelCreated,
+    OptimStepResult,
+    SampleResult,
+    SamplerSaved,
+    StateLoaded,
+)
 
 NO_TOKEN = (0, -99999.0)
 """Fills an empty top-k slot."""
 
 REDUCED = {"tokens": "tokens:sum", "seconds": "seconds:sum", "nonfinite": "nonfinite:sum"}
-"""Our names of figures that do not say how they are summed up over chunks; the client needs it in the name."""
+"""Our metrics whose names do not say how they are reduced over chunks; the client needs that in the name."""
+
+TYPES: dict[type, str] = {
+    ModelCreated: "create_model",
+    SamplerSaved: "save_weights_for_sampler",
+    StateLoaded: "load_weights",
+}
+"""The ``type`` field of JSON results that have one."""
 
 
-def waiting(request: str, why: PendingOperations) -> dict[str, Any]:
+def try_again(request: str, status: QueueStatus) -> dict[str, Any]:
     return {
         "type": "try_again",
         "request_id": request,
-        "queue_state": "paused_capacity" if why.paused else "active",
-        "queue_state_reason": why.reason or None,
+        "queue_state": "paused_capacity" if status.paused else "active",
+        "queue_state_reason": status.reason or None,
     }
 
 
-def completion(ended: Completion) -> dict[str, Any]:
-    if ended.failed:
-        return {"state": "failed", "request_id": ended.request}
-    return {"state": "finished", "request_id": ended.request, "response_payload_uncompressed_size": ended.size}
+def completion(done: Completion) -> dict[str, Any]:
+    if done.failed:
+        return {"state": "failed", "request_id": done.request}
+    return {"state": "finished", "request_id": done.request, "response_payload_uncompressed_size": done.size}
 
 
-def plain(outcome: operations.AnyOutcome) -> dict[str, Any] | None:
-    """JSON; None for what is protobuf."""
-    match outcome:
-        case operations.OperationFailed():
-            return {"error": outcome.error, "category": outcome.category}
-        case operations.ModelCreated():
-            return {"type": "create_model", "model_id": outcome.model}
-        case operations.OptimStepResult():
-            return {"metrics": {name: value for name, value in outcome.metrics.items() if math.isfinite(value)}}
-        case operations.StateSaved():
-            return {"path": outcome.path, "size_bytes": outcome.size}
-        case operations.SamplerSaved():
-            return {"type": "save_weights_for_sampler", "sampling_session_id": outcome.sampler}
-        case operations.StateLoaded():
-            return {"type": "load_weights", "path": outcome.path, "model_id": outcome.model}
-    return None
+def json_result(result: AnyResult) -> dict[str, Any] | None:
+    """The JSON body; None for results that are protobuf."""
+    if isinstance(result, ForwardBackwardResult | SampleResult):
+        return None
+    if isinstance(result, OptimStepResult):
+        return {"metrics": {name: value for name, value in result.metrics.items() if math.isfinite(value)}}
+    kind = TYPES.get(type(result))
+    return asdict(result) if kind is None else {"type": kind, **asdict(result)}
 
 
-def binary(schema: Any, outcome: operations.AnyOutcome) -> bytes:
-    """Protobuf."""
-    if isinstance(outcome, operations.ForwardBackwardResult):
-        return _computed(schema, outcome)
-    assert isinstance(outcome, operations.SampleResult)
-    return _answered(schema, outcome)
+def protobuf_result(schema: Any, result: AnyResult) -> bytes:
+    """The protobuf body of a result for which :func:`json_result` is None."""
+    if isinstance(result, ForwardBackwardResult):
+        return _forward_backward(schema, result)
+    assert isinstance(result, SampleResult)
+    return _sample(schema, result)
 
 
-def _computed(schema: Any, outcome: operations.ForwardBackwardResult) -> bytes:
+def _forward_backward(schema: Any, result: ForwardBackwardResult) -> bytes:
     message = schema.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
-    for name, value in _metrics(outcome.metrics).items():
+    for name, value in _metrics(result.metrics).items():
         message.metrics[name] = value
-    values, at = np.frombuffer(outcome.logprobs, "<f4"), 0
-    for trailing, group in groupby(enumerate(outcome.shapes), key=lambda item: item[1][1:]):
+    values, at = np.frombuffer(result.logprobs, "<f4"), 0
+    for trailing, group in groupby(enumerate(result.shapes), key=lambda item: item[1][1:]):
         arrays = []
         for number, shape in group:
-            cells = outcome.cells.get(number)
+            cells = result.cells.get(number)
             size = math.prod(shape) if cells is None else len(cells)
             found, at = values[at : at + size], at + size
             if cells is not None:
@@ -92,19 +99,19 @@ def _metrics(metrics: Mapping[str, float]) -> dict[str, float]:
     return {"loss:sum": 0.0, **{name: value for name, value in named.items() if ":" in name}}
 
 
-def _answered(schema: Any, outcome: operations.SampleResult) -> bytes:
+def _sample(schema: Any, result: SampleResult) -> bytes:
     message = schema.SampleResponse()
-    for text in outcome.texts:
+    for text in result.texts:
         message.sequences.add(
             stop_reason=schema.STOP_REASON_STOP if text.finish == "stop" else schema.STOP_REASON_LENGTH,
             tokens=np.array(text.tokens, "<i4").tobytes(),
             logprobs=np.array(text.logprobs, "<f4").tobytes(),
         )
-    if outcome.prompt_logprobs is not None:
-        message.prompt_logprobs = np.array(outcome.prompt_logprobs, "<f4").tobytes()
-    if outcome.topk is not None:
-        width = max(map(len, outcome.topk), default=0)
-        padded = [[*row, *[NO_TOKEN] * (width - len(row))] for row in outcome.topk]
+    if result.prompt_logprobs is not None:
+        message.prompt_logprobs = np.array(result.prompt_logprobs, "<f4").tobytes()
+    if result.topk is not None:
+        width = max(map(len, result.topk), default=0)
+        padded = [[*row, *[NO_TOKEN] * (width - len(row))] for row in result.topk]
         message.topk_prompt_logprobs.token_ids = np.array([[t for t, _ in row] for row in padded], "<i4").tobytes()
         message.topk_prompt_logprobs.logprobs = np.array([[p for _, p in row] for row in padded], "<f4").tobytes()
         message.topk_prompt_logprobs.length, message.topk_prompt_logprobs.k = len(padded), width

@@ -14,11 +14,13 @@ from typing import Any
 
 from rookery.errors import installs
 
+PROTOBUF = "application/x-protobuf"
+
 SUPPORTED = "0.38"
-"""The newest minor version of the SDK that is tested; its protocol is spoken."""
+"""The newest minor version of the SDK that is tested."""
 
 OLDEST = "0.22.3"
-"""The oldest version of the SDK that is tested: those before it send data in another form."""
+"""The oldest version of the SDK that is tested: older ones send data in another form."""
 
 
 def supported(version: str) -> bool:

@@ -1,4 +1,4 @@
-"""What there is: sessions, training runs, checkpoints; only the caller's own."""
+"""Listings of the tenant's sessions, training runs and checkpoints, and what can be done with a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,37 +6,39 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, StreamingResponse
 
+from rookery.controller.sessions.samplers import find_checkpoint
 from rookery.errors import NotFound, UserError
 from rookery.server.auth import Owner, Service
-from rookery.server.peft_archive import ADAPTER_FILES
+from rookery.server.peft_archive import ADAPTER_FILES, pack
 from rookery.server.responses import json_response
 from rookery.server.tinker import schemas
-from rookery.server.tinker.training import check_ttl
-from rookery.storage.rows import CheckpointRow, ModelRow
+from rookery.server.tinker.decode import check_ttl
+from rookery.storage.rows import CheckpointRow, ModelRow, TenantRow
 
 routes = APIRouter()
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 Offset = Annotated[int, Query(ge=0)]
 
+ARCHIVE = "adapter.tar"
+
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
 @routes.get("/sessions")
 async def sessions(service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> Response:
-    rows = await service.controller.sessions.all(owner.id)
+    rows = await service.controller.world.store.list_sessions(owner.id)
     return json_response({"sessions": [row.id for row in rows[offset : offset + limit]]})
 
 
 @routes.get("/sessions/{session}")
 async def session(service: Service, owner: Owner, session: str) -> Response:
-    row = await service.controller.sessions.session(owner.id, session)
-    models, samplers = await service.controller.sessions.parts(owner.id, session)
+    row, store = await service.controller.sessions.get(owner.id, session), service.controller.world.store
     return json_response({
-        "training_run_ids": [model.id for model in models],
-        "sampler_ids": [sampler.id for sampler in samplers],
+        "training_run_ids": [run.id for run in await store.list_models(owner.id, session)],
+        "sampler_ids": [sampler.id for sampler in await store.list_samplers(owner.id, session)],
         "user_metadata": row.about.get("user_metadata"),
         "display_name": row.name or None,
     })  # fmt: skip
@@ -44,26 +46,28 @@ async def session(service: Service, owner: Owner, session: str) -> Response:
 
 @routes.get("/training_runs")
 async def training_runs(service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> Response:
-    rows = await service.controller.sessions.models(owner.id)
-    shown = [await _run(service, owner.id, owner.name, row) for row in rows[offset : offset + limit]]
+    rows = await service.controller.world.store.list_models(owner.id)
+    shown = [await _run(service, owner, row) for row in rows[offset : offset + limit]]
     return json_response({"training_runs": shown, "cursor": _cursor(offset, limit, len(rows))})
 
 
 @routes.get("/training_runs/{run}")
 async def training_run(service: Service, owner: Owner, run: str) -> Response:
-    row, _ = await service.controller.sessions.info(owner.id, run)
-    return json_response(await _run(service, owner.id, owner.name, row))
+    row, _ = await service.controller.world.store.get_model(owner.id, run)
+    return json_response(await _run(service, owner, row))
 
 
 @routes.get("/training_runs/{run}/checkpoints")
 async def checkpoints_of(service: Service, owner: Owner, run: str) -> Response:
-    rows = await service.controller.sessions.checkpoints(owner.id, run)
+    store = service.controller.world.store
+    await store.get_model(owner.id, run)  # an unknown run is not an empty one
+    rows = await store.list_checkpoints(owner.id, run)
     return json_response({"checkpoints": [_checkpoint(row) for row in rows]})
 
 
 @routes.get("/checkpoints")
 async def checkpoints(service: Service, owner: Owner, limit: Limit = 100, offset: Offset = 0) -> Response:
-    rows = await service.controller.sessions.checkpoints(owner.id)
+    rows = await service.controller.world.store.list_checkpoints(owner.id)
     shown = [_checkpoint(row) for row in rows[offset : offset + limit]]
     return json_response({"checkpoints": shown, "cursor": _cursor(offset, limit, len(rows))})
 
@@ -76,36 +80,52 @@ async def delete_checkpoint(service: Service, owner: Owner, run: str, kind: str,
 
 @routes.put("/training_runs/{run}/checkpoints/{kind}/{name}/ttl", status_code=204)
 async def set_ttl(service: Service, owner: Owner, run: str, kind: str, name: str, request: Request) -> Response:
-    asked = schemas.read(schemas.Ttl, await request.body())
-    await service.controller.sessions.expire(owner.id, run, kind, name, check_ttl(asked.ttl_seconds))
+    ttl = check_ttl((await schemas.read(schemas.CheckpointTtl, request)).ttl_seconds)
+    expires = None if ttl is None else service.clock.time() + ttl
+    await service.controller.world.store.expire_checkpoint(owner.id, run, kind, name, expires)
     return Response(status_code=204)
 
 
 @routes.post("/weights_info")
 async def weights_info(service: Service, owner: Owner, request: Request) -> Response:
-    asked = schemas.read(schemas.Path, await request.body())
-    _, model, policy = await service.controller.sessions.weights(owner.id, asked.tinker_path)
-    trained = {name: model.lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
-    return json_response({"base_model": model.asked_model, "is_lora": True, "lora_rank": policy.rank, **trained})
+    body = await schemas.read(schemas.WeightsInfo, request)
+    _, run, policy = await find_checkpoint(service.controller.world, owner.id, body.tinker_path)
+    trained = {name: run.lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
+    return json_response({"base_model": run.asked_model, "is_lora": True, "lora_rank": policy.rank, **trained})
 
 
 @routes.get("/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
 async def external_urls(service: Service, owner: Owner, run: str, kind: str, name: str, request: Request) -> Response:
-    """Addresses of a PEFT folder's files, good for a while without a key."""
+    """Addresses of a PEFT folder's files, valid for ``ticket_seconds`` without a key."""
     if kind != "external_weights":
         raise UserError(f"{kind}/{name} was not saved for downloading; save_weights_external does")
-    found, _, _ = await service.controller.sessions.weights(owner.id, f"tinker://{run}/{kind}/{name}")
-    ticket = service.controller.tickets.grant(found.hash)
-    base = f"{str(request.url).partition('/training_runs/')[0]}/external/{ticket}/{found.hash}"
-    expires = service.clock.time() + service.settings.server.ticket_seconds
-    return json_response({"urls": {file: f"{base}/{file}" for file in ADAPTER_FILES}, "expires": _time(expires)})
+    base, expires = await _grant(service, owner, f"tinker://{run}/{kind}/{name}", request)
+    return json_response({"urls": {file: f"{base}/{file}" for file in ADAPTER_FILES}, "expires": expires})
+
+
+@routes.get("/training_runs/{run}/checkpoints/{kind}/{name}/archive")
+async def archive_url(service: Service, owner: Owner, run: str, kind: str, name: str, request: Request) -> Response:
+    """Address of any checkpoint's PEFT folder as one tar, for SDKs older than ``external_weights_urls``."""
+    base, expires = await _grant(service, owner, f"tinker://{run}/{kind}/{name}", request)
+    return json_response({"url": f"{base}/{ARCHIVE}", "expires": expires})
+
+
+async def _grant(service: Service, owner: TenantRow, path: str, request: Request) -> tuple[str, str]:
+    """The base address of a checkpoint's files, and when it expires."""
+    row, _, _ = await find_checkpoint(service.controller.world, owner.id, path)
+    ticket = service.controller.tickets.grant(row.hash)
+    base = f"{str(request.url).partition('/training_runs/')[0]}/external/{ticket}/{row.hash}"
+    return base, _time(service.clock.time() + service.settings.server.ticket_seconds)
 
 
 @routes.get("/external/{ticket}/{digest}/{file}")
 async def external(service: Service, ticket: str, digest: str, file: str) -> Response:
-    if file not in ADAPTER_FILES or not service.controller.tickets.reads(ticket, digest):
+    if file not in (*ADAPTER_FILES, ARCHIVE) or not service.controller.tickets.reads(ticket, digest):
         raise NotFound("no such file, or its address has expired")
-    return FileResponse(service.artifacts.path(digest, file), media_type="application/octet-stream")
+    if file != ARCHIVE:
+        return FileResponse(service.artifacts.path(digest, file), media_type="application/octet-stream")
+    size, pieces = pack(service.artifacts, service.artifacts.open(digest), service.clock.time())
+    return StreamingResponse(pieces, media_type="application/x-tar", headers={"Content-Length": str(size)})
 
 
 def _checkpoint(row: CheckpointRow) -> dict[str, Any]:
@@ -121,13 +141,13 @@ def _checkpoint(row: CheckpointRow) -> dict[str, Any]:
     }
 
 
-async def _run(service: Service, tenant: str, owner: str, row: ModelRow) -> dict[str, Any]:
-    found = await service.controller.sessions.checkpoints(tenant, row.id)
+async def _run(service: Service, owner: TenantRow, row: ModelRow) -> dict[str, Any]:
+    found = await service.controller.world.store.list_checkpoints(owner.id, row.id)
     newest = {kind: next((_checkpoint(c) for c in found if c.kind == kind), None) for kind in KINDS}
     return {
         "training_run_id": row.id,
         "base_model": row.asked_model,
-        "model_owner": owner,
+        "model_owner": owner.name,
         "is_lora": True,
         "corrupted": False,
         "lora_rank": row.lora.get("rank"),

@@ -1,9 +1,10 @@
-"""The protocol's JSON requests. A field that is not known here may be there as long as it asks for nothing."""
+"""Bodies of the Tinker API's JSON requests. An unknown field is accepted only if it is empty."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, TypeVar
 
+from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rookery.errors import UserError
@@ -12,7 +13,7 @@ T = TypeVar("T", bound="TinkerRequest")
 
 
 class TinkerRequest(BaseModel):
-    """Base: an unknown field with a value is refused, since leaving it out could mean something else."""
+    """Base: an unknown field with a value is refused, since ignoring it could change the request's meaning."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -26,15 +27,15 @@ class TinkerRequest(BaseModel):
     type: str = ""
 
 
-def read(kind: type[T], body: bytes) -> T:
-    """Raises :class:`UserError` with one line."""
+async def read(kind: type[T], request: Request) -> T:
+    """The request's body. Raises :class:`UserError` with one line."""
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(await request.body())
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "body"
-        what = "is not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
-        raise UserError(f"{where}: {what}") from None
+        field = ".".join(map(str, first["loc"])) or "body"
+        problem = "is not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
+        raise UserError(f"{field}: {problem}") from None
 
 
 class ClientConfig(TinkerRequest):
@@ -49,11 +50,11 @@ class CreateSession(TinkerRequest):
     display_name: str | None = None
 
 
-class SessionOnly(TinkerRequest):
+class Heartbeat(TinkerRequest):
     session_id: str
 
 
-class Finish(TinkerRequest):
+class FinishSession(TinkerRequest):
     reason: dict[str, Any] = {}
     detail: str | None = None
 
@@ -66,26 +67,28 @@ class LoraConfig(TinkerRequest):
     train_attn: bool = True
 
 
-class Optimizer(BaseModel):
+class OptimizerConfig(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     type: str = "adamw"
 
 
-class CreateModel(TinkerRequest):
+class CreateModelRequest(TinkerRequest):
     session_id: str
     model_seq_id: int = Field(ge=0)
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraConfig | None = None
-    optimizer_config: Optimizer = Optimizer()
+    optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
-class ModelOnly(TinkerRequest):
+class GetInfo(TinkerRequest):
     model_id: str
 
 
-class ModelCall(TinkerRequest):
+class ModelRequest(TinkerRequest):
+    """Base of the operations on a model."""
+
     model_id: str
     seq_id: int | None = Field(None, ge=1)
 
@@ -99,25 +102,25 @@ class AdamParams(TinkerRequest):
     grad_clip_norm: float = Field(0.0, ge=0)
 
 
-class OptimStep(ModelCall):
+class OptimStepRequest(ModelRequest):
     adam_params: dict[str, Any] | None = None
-    optimizer_params: Optimizer | None = None
+    optimizer_params: OptimizerConfig | None = None
 
 
-class SaveWeights(ModelCall):
+class SaveWeights(ModelRequest):
     path: str | None = None
     ttl_seconds: float | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 
 
-class SaveExternal(ModelCall):
+class SaveWeightsExternal(ModelRequest):
     path: str
     ttl_seconds: float | None = None
     age_encryption_recipients: list[str] | None = None
 
 
-class SaveForSampler(ModelCall):
+class SaveWeightsForSampler(ModelRequest):
     path: str | None = None
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
@@ -134,27 +137,27 @@ class LoadWeights(TinkerRequest):
     user_metadata: dict[str, Any] | None = None
     path: str
     optimizer: bool = False
-    optimizer_config: Optimizer | None = None
+    optimizer_config: OptimizerConfig | None = None
     weights_access_token: str | None = None
 
 
-class CreateSampler(TinkerRequest):
+class CreateSamplingSession(TinkerRequest):
     session_id: str
     sampling_session_seq_id: int = Field(ge=0)
     base_model: str | None = None
     model_path: str | None = None
 
 
-class SamplerOnly(TinkerRequest):
+class JoinSamplingSession(TinkerRequest):
     sampling_session_id: str
 
 
-class Chunk(TinkerRequest):
+class ModelInputChunk(TinkerRequest):
     tokens: list[int] | None = None
 
 
 class ModelInput(TinkerRequest):
-    chunks: list[Chunk]
+    chunks: list[ModelInputChunk]
 
 
 class SamplingParams(TinkerRequest):
@@ -166,7 +169,7 @@ class SamplingParams(TinkerRequest):
     top_p: float = 1.0
 
 
-class Sample(TinkerRequest):
+class SampleRequest(TinkerRequest):
     num_samples: int = Field(1, ge=1, le=4096)
     prompt: ModelInput
     sampling_params: SamplingParams
@@ -180,7 +183,7 @@ class Sample(TinkerRequest):
     model_path: str | None = None
 
 
-class Retrieve(TinkerRequest):
+class RetrieveFuture(TinkerRequest):
     request_id: str
     allow_metadata_only: bool = False
 
@@ -191,16 +194,16 @@ class SamplerTarget(TinkerRequest):
     cloned_sampler_id: int = Field(0, ge=0, lt=2**30)
 
 
-class RetrieveMany(TinkerRequest):
+class RetrieveFutures(TinkerRequest):
     target: SamplerTarget
     prev_cursor: int = 0
     timeout: float | None = Field(None, ge=0)
     retrieved_request_ids: list[str] = []
 
 
-class Path(TinkerRequest):
+class WeightsInfo(TinkerRequest):
     tinker_path: str
 
 
-class Ttl(TinkerRequest):
+class CheckpointTtl(TinkerRequest):
     ttl_seconds: float | None = None

@@ -1,4 +1,4 @@
-"""What a client does before it trains: configuration, session, heartbeat; and the questions about the server itself."""
+"""Routes that a client calls before it trains: configuration, session, heartbeat; and the server's capabilities."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from rookery.tokenization.registry import inspect, status
 routes = APIRouter()
 
 FLAGS = {"proto_write_fwdbwd": True, "fwd_via_fwdbwd": True}
-"""What older SDKs do only where the server says so, and newer ones always. Every other flag has its default: the
-features behind them stay off."""
+"""Features that older SDKs use only if the server announces them, and newer ones always. Every other flag keeps its
+default, which leaves its feature off."""
 
 Key = Annotated[str | None, Header(alias="X-Idempotency-Key")]
 
 
 @routes.post("/client/config")
 async def client_config(owner: Owner, request: Request) -> Response:
-    schemas.read(schemas.ClientConfig, await request.body())
+    await schemas.read(schemas.ClientConfig, request)
     return json_response(FLAGS)
 
 
 @routes.post("/client/dynamic_config")
 async def dynamic_config(owner: Owner, request: Request) -> Response:
-    schemas.read(schemas.ClientConfig, await request.body())
+    await schemas.read(schemas.ClientConfig, request)
     return json_response({"sample_cancel_enabled": True})
 
 
 @routes.post("/create_session")
 async def create_session(service: Service, owner: Owner, request: Request, key: Key = None) -> Response:
-    asked = schemas.read(schemas.CreateSession, await request.body())
-    about = {"tags": asked.tags, "user_metadata": asked.user_metadata or {}, "project_id": asked.project_id}
+    body = await schemas.read(schemas.CreateSession, request)
+    about = {"tags": body.tags, "user_metadata": body.user_metadata or {}, "project_id": body.project_id}
     row = await service.controller.sessions.create(
-        owner.id, key, sdk_version=asked.sdk_version, name=asked.display_name or "", about=about
+        owner.id, key, sdk_version=body.sdk_version, name=body.display_name or "", about=about
     )
     warning = None
-    if not supported(asked.sdk_version):
-        warning = f"this server is tested with SDK {OLDEST} to {SUPPORTED}; yours is {asked.sdk_version or 'unknown'}"
+    if not supported(body.sdk_version):
+        warning = f"this server is tested with SDK {OLDEST} to {SUPPORTED}; yours is {body.sdk_version or 'unknown'}"
     return json_response({"type": "create_session", "session_id": row.id, "warning_message": warning})
 
 
 @routes.post("/session_heartbeat")
 async def heartbeat(service: Service, owner: Owner, request: Request) -> Response:
-    asked = schemas.read(schemas.SessionOnly, await request.body())
-    await service.controller.sessions.heartbeat(owner.id, asked.session_id)
+    body = await schemas.read(schemas.Heartbeat, request)
+    await service.controller.sessions.heartbeat(owner.id, body.session_id)
     return json_response({"type": "session_heartbeat"})
 
 
 @routes.post("/sessions/{session}/finish", status_code=204)
 async def finish(service: Service, owner: Owner, session: str, request: Request) -> Response:
-    asked = schemas.read(schemas.Finish, await request.body())
-    await service.controller.sessions.finish(owner.id, session, str(asked.reason.get("type", "success")))
+    body = await schemas.read(schemas.FinishSession, request)
+    await service.controller.sessions.finish(owner.id, session, str(body.reason.get("type", "success")))
     return Response(status_code=204)
 
 
@@ -70,19 +70,19 @@ async def healthz() -> Response:
 async def capabilities(service: Service, owner: Owner) -> Response:
     """Base models that can be used at once."""
     models = [row["name"] for row in service.controller.models() if row["state"] in ("loaded", "prepared")]
-    found = [await asyncio.to_thread(_described, service, name) for name in models]
+    found = [await asyncio.to_thread(_capabilities, service, name) for name in models]
     return json_response({"supported_models": [row for row in found if row is not None]})
 
 
-def _described(service: Service, name: str) -> dict[str, object] | None:
-    here = status(service.settings.cache, name)
-    if here.folder is None or here.state != "prepared":
+def _capabilities(service: Service, model: str) -> dict[str, object] | None:
+    prepared = status(service.settings.cache, model)
+    if prepared.folder is None or prepared.state != "prepared":
         return None
-    context = inspect(here.folder).context
-    return {"model_name": name, "max_context_length": context, "trainable": True, "sampleable": True}
+    context = inspect(prepared.folder).context
+    return {"model_name": model, "max_context_length": context, "trainable": True, "sampleable": True}
 
 
 @routes.post("/telemetry")
 async def telemetry(owner: Owner) -> Response:
-    """Taken and dropped."""
+    """Accepted and dropped."""
     return json_response({"status": "accepted"})
