@@ -16,7 +16,7 @@ from tests.support.peers import MODEL, Service, eventually, job_of
 
 from rookery import protocol
 from rookery.cli.jobs import cost_lines
-from rookery.controller.jobs.recipe import first_adapter
+from rookery.controller.jobs.step import init_adapter
 from rookery.controller.rollout.scheduler import SamplingRequest
 from rookery.controller.training.policy_trainer import ForwardRequest, PolicyTrainer
 from rookery.controller.views import JobView
@@ -293,7 +293,7 @@ async def test_questions_and_clients_models_are_their_tenants(service: Service) 
     assert reply.tokens
     trainee = PolicyTrainer(training, tenant="bob", policy="policy-of-a-client", model=MODEL, next_lease=lease)
     spec = JobSpec.model_validate(job_of())
-    manifest = await trainee.init(partial(first_adapter, spec, "policy-of-a-client"), None)
+    manifest = await trainee.init(partial(init_adapter, spec, "policy-of-a-client"), None)
     parent = protocol.AdapterRef(policy="policy-of-a-client", version=0, hash=manifest.hash, rank=16, alpha=32.0)
     busy.worker.answer = None
 

@@ -191,10 +191,10 @@ def test_the_verdict_is_that_of_the_window(ends: list[str], window: int, share: 
         seen.append(end)
         bad = [error for error in seen if error]
         expected = len(seen) >= window // 2 and len(bad) > share * len(seen)
-        assert (failures.verdict is not None) == expected
+        assert (failures.pause_reason is not None) == expected
         if expected:
-            assert f"{len(bad)} of the last {len(seen)}" in str(failures.verdict)
-            assert max(bad.count(error) for error in bad) == bad.count(str(failures.verdict).rpartition(": ")[2])
+            assert f"{len(bad)} of the last {len(seen)}" in str(failures.pause_reason)
+            assert max(bad.count(error) for error in bad) == bad.count(str(failures.pause_reason).rpartition(": ")[2])
 
 
 # --- retention --------------------------------------------------------------------------------------------------------

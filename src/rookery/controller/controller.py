@@ -277,7 +277,7 @@ class Controller(JobQueries):
             try:
                 await running.close()
             finally:
-                self._totals.update(running.seen())
+                self._totals.update(running.counted())
                 del self._running[row.id]
 
     async def _begun(self, row: JobRow) -> None:
@@ -306,7 +306,7 @@ class Controller(JobQueries):
         self._totals["trained_tokens"] += int(row.get("tokens", 0))
         running = self._running.get(job)
         if running is not None:
-            running.measured(row)
+            running.publish(row)
         self._beat(job)
 
     # --- sampling and uploads -----------------------------------------------------------------------------------------

@@ -258,6 +258,7 @@ class JobQueries:
     def health(self) -> dict[str, Any]:
         serving = [worker for worker in self._fleet.all() if worker.working]
         beats = [worker.beat for worker in serving if worker.beat is not None]
+        counted = sum((running.counted() for running in self._running.values()), Counter(self._totals))
         return {
             "jobs": {state: count for state, count in sorted(self._states.items()) if count},
             "totals": {
@@ -275,7 +276,7 @@ class JobQueries:
                 "frames_ignored": self._fleet.ignored_frames,
                 "frames_bad": self._fleet.bad_frames,
                 **self.world.billing.totals(),
-                **{name: self._totals[name] + sum(r.seen()[name] for r in self._running.values()) for name in COUNTED},
+                **{name: counted[name] for name in COUNTED},
             },
             "gauges": {
                 "requests_waiting": self._rollouts.waiting(),

@@ -17,7 +17,7 @@ class FailureRateMonitor:
         self._ends.append(error)
 
     @property
-    def verdict(self) -> str | None:
+    def pause_reason(self) -> str | None:
         """Why the job should pause: the most common recent error; None while it should go on. A window that is not half
         full gives no verdict, so that one bad start does not stop a job."""
         errors = [error for error in self._ends if error]

@@ -343,7 +343,7 @@ async def test_a_job_that_nobody_looks_at_remembers_no_more_than_its_window(serv
     job = await run(service)
     await service.ends(job, "running")
     progress = service.controller._running[job].job.progress  # type: ignore[union-attr]
-    progress.sampled(3)
+    progress.add_sampled(3)
     await service.clock.advance(RATE_SECONDS + 1)
     progress.sampled(4)
     assert [count for _, count in progress._sampled] == [4]

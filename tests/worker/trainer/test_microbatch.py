@@ -20,9 +20,8 @@ from tests.worker.trainer.test_trainer import adapter_folder, close, decoder, fi
 from tests.worker.trainer.test_trainer import forward_backward as operation
 
 from rookery import protocol
-from rookery.controller.jobs.batch import CompleteGroup, build
-from rookery.controller.jobs.recipe import adam, forward_backward
-from rookery.controller.jobs.step import StepAccumulator
+from rookery.controller.jobs.batch import CompleteGroup, make_batch
+from rookery.controller.jobs.step import StepAccumulator, adam, forward_backward
 from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory
 from rookery.scheduling.staleness import ReadyGroup, select_batch
 from rookery.spec.job import JobSpec
@@ -69,7 +68,7 @@ def test_a_step_in_portions_is_the_same_step(tmp_path: Path, name: str) -> None:
         at, step = trainer(base, {"p": folder}), StepAccumulator(job, 0)
         for number, portion in enumerate(portions):
             entry = forward_backward(job, portion)
-            step.take(portion)
+            step.groups.extend(portion)
             op = operation(
                 zero_grad=number == 0, loss=entry.loss, kl_weight=entry.kl_weight, temperature=entry.temperature
             )
@@ -81,7 +80,7 @@ def test_a_step_in_portions_is_the_same_step(tmp_path: Path, name: str) -> None:
         metrics = finish(at)["opt"].metrics
         assert metrics["grad_norm"] == pytest.approx(float(gradients[-1].norm()), rel=1e-5)
         steps.append(masters(at))
-        losses.append(step.sums())
+        losses.append(step.trainer_metrics())
     for portioned, stepped, sums in zip(gradients[1:], steps[1:], losses[1:], strict=True):
         close(portioned, gradients[0])
         assert (stepped - steps[0]).abs().max() < 2e-6
@@ -102,7 +101,7 @@ def test_tokens_without_advantage_are_computed_where_something_else_pulls_at_the
     uneven = group(Random(2), 2)
     for outcome, reward in zip(uneven.outcomes, (0.0, 0.5, 1.0), strict=True):
         outcome.reward = reward
-    batch = build(spec(**algorithm), [even, uneven])
+    batch = make_batch(spec(**algorithm), [even, uneven])
     members = [member for unit in batch.groups for member in unit.members]
     trajectories = [t for one in (even, uneven) for outcome in one.outcomes for t in outcome.trajectories]
     assert len(members) == (len(trajectories) if sent else sum(any(m.advantages) for m in members))

@@ -1,4 +1,4 @@
-"""From complete groups to what is differentiated: advantages, weights, one copy of every shared prompt. Pure."""
+"""Complete groups become a training batch: advantages, token weights, one copy of every shared prompt. Pure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rookery import protocol
-from rookery.algorithms.advantages import advantages, step_scale, token_weights
+from rookery.algorithms.advantages import advantages, token_weights
+from rookery.algorithms.advantages import step_scale as algorithm_scale
 from rookery.controller.jobs.trajectory import EpisodeResult
 from rookery.spec.job import JobSpec
 
 ANCHORED = ("dro",)
-"""Losses that pull towards who sampled a token, or away, also where its advantage is 0."""
+"""Losses with a gradient also where the advantage is 0: they are anchored to the sampling policy."""
 
 STAGES = ("queue", "generation", "environment")
-"""Where an episode's time goes (:attr:`~rookery.controller.jobs.trajectory.Outcome.seconds`)."""
+"""The keys of :attr:`~rookery.controller.jobs.trajectory.EpisodeResult.seconds`."""
 
 
 @dataclass(frozen=True)
@@ -28,78 +29,78 @@ class CompleteGroup:
     step: int
     """Optimizer step of the oldest version among its tokens."""
     min_version: int
-    outcomes: list[EpisodeResult]
+    episodes: list[EpisodeResult]
     sampled: Mapping[int, int] = field(default_factory=dict)
     """Tokens by the optimizer step of the version that sampled them."""
 
     @property
     def rewards(self) -> list[float]:
-        return [outcome.reward for outcome in self.outcomes]
+        return [episode.reward for episode in self.episodes]
 
 
-def build(spec: JobSpec, groups: Sequence[CompleteGroup]) -> protocol.TrainingBatch:
-    """The training batch of these groups of a step, weighed up to the step's :func:`scale`. A group whose rewards are
-    all equal has no advantage: it counts in the normalisation, and is differentiated only where a KL penalty or the
+def make_batch(spec: JobSpec, groups: Sequence[CompleteGroup]) -> protocol.TrainingBatch:
+    """The training batch of some groups of a step, weighted up to the step's :func:`step_scale`. A group whose rewards
+    are all equal has no advantage: it counts in the normalisation, and is differentiated only where a KL penalty or the
     loss itself gives it a gradient."""
     algorithm = spec.algorithm
     always = algorithm.kl_weight > 0 or algorithm.loss.name in ANCHORED
-    all_trajectories = [t for group in groups for outcome in group.outcomes for t in outcome.trajectories]
+    all_trajectories = [t for group in groups for episode in group.episodes for t in episode.trajectories]
     longest = spec.sampling.max_tokens * spec.environment.max_turns
     weights = iter(token_weights(algorithm.name, [t.num_action_tokens for t in all_trajectories], longest))
     units = []
     for group in groups:
         scores = advantages(algorithm.name, group.rewards)
         members: dict[tuple[int, ...], list[protocol.GroupMember]] = {}
-        for outcome, score in zip(group.outcomes, scores, strict=True):
-            for trajectory in outcome.trajectories:
+        for episode, score in zip(group.episodes, scores, strict=True):
+            for trajectory in episode.trajectories:
                 weight = next(weights)
                 if algorithm.loss.name == "cross_entropy":
-                    weight *= max(score, 0.0)  # imitation of what was better than its group
+                    weight *= max(score, 0.0)  # imitate only episodes better than their group
                 if trajectory.num_action_tokens and (score != 0.0 or always):
                     members.setdefault(tuple(trajectory.prompt), []).append(
                         protocol.GroupMember(
                             tokens=trajectory.tokens,
                             logprobs=trajectory.logprobs,
                             advantages=[score] * len(trajectory.tokens),
-                            weights=[weight if own else 0.0 for own in trajectory.mask],
+                            weights=[weight if action else 0.0 for action in trajectory.mask],
                         )
                     )
         units += [protocol.SharedPrefixGroup(prompt=list(prompt), members=tails) for prompt, tails in members.items()]
     return protocol.TrainingBatch(groups=units)
 
 
-def scale(spec: JobSpec, groups: Sequence[CompleteGroup]) -> float:
-    """What the summed gradient of a step on ``groups`` is multiplied with."""
-    lengths = [t.num_action_tokens for group in groups for outcome in group.outcomes for t in outcome.trajectories]
-    return step_scale(spec.algorithm.name, lengths)
+def step_scale(spec: JobSpec, groups: Sequence[CompleteGroup]) -> float:
+    """The factor of the summed gradient of a step on ``groups``."""
+    lengths = [t.num_action_tokens for group in groups for episode in group.episodes for t in episode.trajectories]
+    return algorithm_scale(spec.algorithm.name, lengths)
 
 
 def describe(groups: Sequence[CompleteGroup], step: int) -> dict[str, float]:
-    """A step's figures that come from its groups: rewards and their parts, lengths, staleness, which versions sampled,
-    and how long a mean episode was in which stage."""
-    outcomes = [outcome for group in groups for outcome in group.outcomes]
-    rewards = [outcome.reward for outcome in outcomes]
-    lengths = [outcome.num_action_tokens for outcome in outcomes]
+    """A step's metrics that come from its groups: rewards and their components, lengths, staleness, the share of tokens
+    by version lag, and the mean seconds of an episode in each stage."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    rewards = [episode.reward for episode in episodes]
+    lengths = [episode.num_action_tokens for episode in episodes]
     lags: Counter[int] = Counter()
     for group in groups:
         lags.update({step - sampler: count for sampler, count in group.sampled.items()})
     row = {
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
-        "episodes": float(len(outcomes)),
+        "episodes": float(len(episodes)),
         "groups": float(len(groups)),
         "groups_no_variance_share": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
         "length_mean": statistics.fmean(lengths),
         "length_max": float(max(lengths)),
-        "turns_mean": statistics.fmean(len(outcome.replies) for outcome in outcomes),
+        "turns_mean": statistics.fmean(len(episode.replies) for episode in episodes),
         "staleness_mean": statistics.fmean(step - group.step for group in groups),
         "staleness_max": float(max(step - group.step for group in groups)),
-        "versions_mean": statistics.fmean(len(outcome.versions) for outcome in outcomes),
+        "versions_mean": statistics.fmean(len(episode.versions) for episode in episodes),
         **{f"lag_share/{lag}": count / lags.total() for lag, count in sorted(lags.items())},
-        **{f"seconds/{name}": statistics.fmean(o.seconds.get(name, 0.0) for o in outcomes) for name in STAGES},
+        **{f"seconds/{name}": statistics.fmean(o.seconds.get(name, 0.0) for o in episodes) for name in STAGES},
     }
-    names = sorted({name for outcome in outcomes for name in outcome.metrics})
+    names = sorted({name for episode in episodes for name in episode.metrics})
     for name in names:
-        values = [outcome.metrics.get(name, 0.0) for outcome in outcomes]
-        row[f"reward/{name}"] = sum(values) / len(values)  # plainly: these may be infinite, where fmean raises
+        values = [episode.metrics.get(name, 0.0) for episode in episodes]
+        row[f"reward/{name}"] = sum(values) / len(values)  # plainly: these may be infinite, and fmean raises there
     return row

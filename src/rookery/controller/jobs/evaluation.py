@@ -1,7 +1,7 @@
-"""Held-out prompts, answered by one version with the job's own sampling.
+"""Evaluation of one version on held-out prompts, with the job's sampling parameters.
 
-The prompts are fixed by the job's first evaluation and stored with it, so every version answers the same ones; the
-sampling noise depends on the prompt's number alone, so two versions differ by what they learned.
+The job's first evaluation fixes the prompts and stores them, so every version answers the same ones. The sampling noise
+depends on the prompt's number alone, so two versions differ only by their weights.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import msgspec
 
 from rookery import protocol
 from rookery.aio import TaskGroup
-from rookery.controller.jobs.episode import EpisodeFailed
-from rookery.controller.jobs.episode_factory import Episodes
+from rookery.controller.jobs.episode import Episode, EpisodeFailed, get_prompts
+from rookery.controller.jobs.job_context import JobContext
+from rookery.controller.jobs.trajectory import derive
 from rookery.controller.rollout.scheduler import GenerationFailed
 
 
 class EvalResult(msgspec.Struct):
-    """One prompt's result. ``error`` is empty for an episode that ended well."""
+    """The result of one prompt. ``error`` is empty for an episode that succeeded."""
 
     prompt: Any
     reward: float = 0.0
@@ -31,7 +32,7 @@ class EvalResult(msgspec.Struct):
 
 
 def summarise(results: list[EvalResult]) -> tuple[float, float]:
-    """``(mean reward, its standard error)`` of the episodes that ended well; NaN mean where there is none."""
+    """``(mean reward, its standard error)`` of the episodes that succeeded; NaN where there is none."""
     rewards = [result.reward for result in results if not result.error]
     if not rewards:
         return math.nan, math.nan
@@ -39,62 +40,53 @@ def summarise(results: list[EvalResult]) -> tuple[float, float]:
     return statistics.fmean(rewards), spread
 
 
-async def evaluate(job: Episodes, version: int) -> None:
-    """Evaluate ``version`` of the job whose episodes these are, and store the result."""
-    world, spec = job.world, job.spec
+async def evaluate(job: JobContext, version: int) -> None:
+    """Evaluate ``version`` of the job's policy and store the result."""
+    store, evaluation, progress = job.controller.store, job.spec.evaluation, job.progress
     with job.policy.pinned(version) as ref:  # until its score is known: it may be the best
         prompts = await held_out_prompts(job)
-        async with TaskGroup() as episodes:
-            runs = [
-                episodes.create_task(_one(job, version, ref, number, prompt)) for number, prompt in enumerate(prompts)
-            ]
+        async with TaskGroup() as tasks:
+            runs = [tasks.create_task(_run(job, ref, number, prompt)) for number, prompt in enumerate(prompts)]
         results = [run.result() for run in runs]
-        mean, spread = summarise(results)
+        mean, stderr = summarise(results)
         failed = [result.error for result in results if result.error]
-        job.progress.counters["evaluation_failures"] += len(failed)
+        progress.counters["evaluation_failures"] += len(failed)
         if math.isnan(mean):
-            await job.progress.say(
-                "evaluation", f"version {version}: all {len(results)} held-out episodes failed: {failed[0]}"
-            )
+            text = f"version {version}: all {len(results)} held-out episodes failed: {failed[0]}"
+            await progress.add_event("evaluation", text)
             return
         answered = len(results) - len(failed)
-        await world.store.add_evaluation(
+        await store.add_evaluation(
             policy=job.policy.row.id,
             version=version,
             prompts=answered,
             mean=mean,
-            stderr=spread,
-            results={"split": "eval", "seed": spec.evaluation.seed, "held_out": msgspec.to_builtins(results)},
-            created=world.clock.time(),
+            stderr=stderr,
+            results={"split": "eval", "seed": evaluation.seed, "held_out": msgspec.to_builtins(results)},
+            created=job.controller.clock.time(),
         )
         job.policy.evaluated(version, mean)
-        await job.progress.say(
-            "evaluation", f"version {version}: mean reward {mean:.3f} ± {spread:.3f} on {answered} prompts"
-        )
+        text = f"version {version}: mean reward {mean:.3f} ± {stderr:.3f} on {answered} prompts"
+        await progress.add_event("evaluation", text)
 
 
-async def held_out_prompts(job: Episodes) -> list[bytes]:
-    """The same at every call: those of the first evaluation where there was one."""
-    world, evaluation = job.world, job.spec.evaluation
-    earlier = await world.store.evaluations(job.row.tenant, job.row.id)
+async def held_out_prompts(job: JobContext) -> list[bytes]:
+    """The same prompts at every call: those of the job's first evaluation, if there was one."""
+    evaluation = job.spec.evaluation
+    earlier = await job.controller.store.evaluations(job.row.tenant, job.row.id)
     if earlier:
         return [msgspec.json.encode(result["prompt"]) for result in earlier[0].results["held_out"]]
-    return await job.prompts("eval", 0, evaluation.prompts, seed=evaluation.seed, shuffle=False)
+    return await get_prompts(job, "eval", 0, evaluation.prompts, seed=evaluation.seed, shuffle=False)
 
 
-async def _one(job: Episodes, version: int, ref: protocol.AdapterRef, number: int, prompt: bytes) -> EvalResult:
-    episode = job.episode(
-        id=f"{job.row.id}-e{version}-{number}",
-        ref=ref,
-        prompt=prompt,
-        seed=job.seed("evaluation", job.spec.evaluation.seed, number),
-        environment_seed=job.seed("evaluation", job.spec.evaluation.seed, number),
-    )
+async def _run(job: JobContext, ref: protocol.AdapterRef, number: int, prompt: bytes) -> EvalResult:
+    seed = derive(job.spec.seed, "evaluation", job.spec.evaluation.seed, number)
+    episode = Episode(job, f"{job.row.id}-e{ref.version}-{number}", ref, prompt, seed, environment_seed=seed)
     shown = msgspec.json.decode(prompt)
     try:
-        outcome = await episode.run()
+        result = await episode.run()
     except (EpisodeFailed, GenerationFailed) as error:
         return EvalResult(shown, error=str(error))
     finally:
         episode.close()
-    return EvalResult(shown, outcome.reward, "\n".join(outcome.replies), outcome.metrics)
+    return EvalResult(shown, result.reward, "\n".join(result.replies), result.metrics)

@@ -1,6 +1,6 @@
-"""How far a job is and what it shows of that: counters, rewards, metrics rows, tokens per second, what it waits for.
+"""Progress of a job: counters, rewards, metrics rows, tokens per second, the reason for its present wait.
 
-* What a job counts is stored in the same transaction as what it counts.
+* Counters are stored in the same transaction as the events that they count.
 * A metrics row exists for every committed step and for no other, whatever ended the process before.
 """
 
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rookery.controller.context import ControllerContext
-from rookery.controller.jobs.episode import StageCounts
 from rookery.controller.training.policy_versions import EARLIER, steps_of
 from rookery.spec.job import JobSpec
 from rookery.storage.rows import JobRow, VersionRow
@@ -23,10 +23,10 @@ RATE_SECONDS = 30.0
 SHOWN_REWARDS = 64
 """Steps kept for the sparkline."""
 
-OWN_OPERATIONS = 2
-"""Of one step, with its trainer: forward-backward and the optimizer's."""
+OPERATIONS_PER_STEP = 2
+"""Forward-backward and the optimizer's."""
 
-_SHOWN = {
+_METRIC_NAMES = {
     "entropy:sum": "entropy",
     "kl:sum": "kl",
     "ratio:sum": "ratio",
@@ -35,40 +35,48 @@ _SHOWN = {
     "logp_diff:max": "logp_diff_max",
     "loss:sum": "loss",
 }
-"""What the trainer's metrics are called in a row."""
+"""Names of the trainer's metrics in a row."""
+
+
+@dataclass
+class StageCounts:
+    """How many episodes of a job wait for the engine, and how many for their environment."""
+
+    engine: int = 0
+    environment: int = 0
 
 
 class Progress:
-    def __init__(self, world: ControllerContext, row: JobRow, spec: JobSpec, metrics: MetricsLog) -> None:
+    def __init__(self, context: ControllerContext, row: JobRow, spec: JobSpec, metrics: MetricsLog) -> None:
         self.counters: Counter[str] = Counter(row.counters)
-        self.phases = StageCounts()
+        self.stages = StageCounts()
         self.rewards: deque[float] = deque(maxlen=SHOWN_REWARDS)
         self.staleness: float | None = None
         self.training = False
         """Whether a step is being taken."""
-        self._world = world
+        self._context = context
         self._row = row
         self._model = spec.base_model
         self._metrics = metrics
-        self._began = world.clock.monotonic()
-        self._spent = float(row.rng.get("seconds", 0.0))
+        self._began = context.clock.monotonic()
+        self._earlier_seconds = float(row.rng.get("seconds", 0.0))
         self._sampled: deque[tuple[float, int]] = deque()
 
-    # --- counted and told ---------------------------------------------------------------------------------------------
+    # --- writes -------------------------------------------------------------------------------------------------------
 
     async def store(self, write: Callable[..., Awaitable[Any]], *values: Any, **named: Any) -> None:
-        """Write to the database, and in the same transaction what this job has counted, this write's part included."""
+        """Write to the database, with the job's counters in the same transaction."""
         await write(*values, **named, counters=dict(self.counters))
 
-    async def say(self, kind: str, text: str) -> None:
-        """A line in the job's own log."""
-        world = self._world
-        await world.store.add_event(self._row.tenant, self._row.id, world.clock.time(), kind, text)
+    async def add_event(self, kind: str, text: str) -> None:
+        """Add a line to the job's log."""
+        now = self._context.clock.time()
+        await self._context.store.add_event(self._row.tenant, self._row.id, now, kind, text)
 
     async def recover(self, step: int, lineage: Sequence[VersionRow]) -> None:
-        """Bring metrics and rewards to those of the committed steps, and only those: a crash may have come between a
-        commit and its row."""
-        for row in await self._world.store.run(self._recover, step, lineage):
+        """Restore metrics and rewards to those of the committed steps: a crash may have come between a commit and its
+        row."""
+        for row in await self._context.store.run(self._recover, step, lineage):
             self.rewards.append(row["reward"])
 
     def _recover(self, step: int, lineage: Sequence[VersionRow]) -> list[dict[str, Any]]:
@@ -83,56 +91,56 @@ class Progress:
                     self._metrics.append(rows[-1])
         return rows
 
-    async def show(self, row: dict[str, Any]) -> None:
-        """A committed step's metrics become visible."""
-        await self._world.store.run(self._metrics.append, row)
+    async def publish(self, row: dict[str, Any]) -> None:
+        """Make a committed step's metrics visible."""
+        await self._context.store.run(self._metrics.append, row)
         self.rewards.append(row["reward"])
         self.staleness = row["staleness_mean"]
-        self._world.measured(self._row.id, row)
+        self._context.measured(self._row.id, row)
 
-    def sampled(self, count: int) -> None:
+    def add_sampled(self, count: int) -> None:
         """Count sampled tokens."""
         self.counters["tokens"] += count
-        self._sampled.append((self._world.clock.monotonic(), count))
-        self._let_go()
+        self._sampled.append((self._context.clock.monotonic(), count))
+        self._trim_window()
 
-    # --- looked at ----------------------------------------------------------------------------------------------------
+    # --- reads --------------------------------------------------------------------------------------------------------
 
     def seconds(self) -> float:
-        """How long the job has run, over all restarts."""
-        return self._spent + self._world.clock.monotonic() - self._began
+        """Seconds for which the job has run, over all restarts."""
+        return self._earlier_seconds + self._context.clock.monotonic() - self._began
 
     def tokens_per_second(self) -> float:
-        self._let_go()
-        ran = self._world.clock.monotonic() - self._began
-        return sum(count for _, count in self._sampled) / min(RATE_SECONDS, max(1.0, ran))
+        self._trim_window()
+        seconds = self._context.clock.monotonic() - self._began
+        return sum(count for _, count in self._sampled) / min(RATE_SECONDS, max(1.0, seconds))
 
-    def _let_go(self) -> None:
-        """Forget what was sampled before the window."""
-        now = self._world.clock.monotonic()
+    def _trim_window(self) -> None:
+        """Drop samples from before the window."""
+        now = self._context.clock.monotonic()
         while self._sampled and now - self._sampled[0][0] > RATE_SECONDS:
             self._sampled.popleft()
 
     def waits_for(self) -> str:
-        """What keeps the job from being further right now."""
-        fleet, model = self._world.fleet, self._model
+        """The present bottleneck: a worker, the trainer, the engine or the environment; empty if none."""
+        fleet, model = self._context.fleet, self._model
         if not fleet.serving("train", model) or not fleet.serving("rollout", model):
             return "worker: " + fleet.missing("rollout and training", model)
         if self.training:
-            return "trainer" + self._shared()
-        position = self._world.rollouts.position(self._row.tenant, self._row.id)
-        if self.phases.engine:
+            return "trainer" + self._sharing()
+        position = self._context.rollouts.position(self._row.tenant, self._row.id)
+        if self.stages.engine:
             queue = f", {position} ahead in the queue" if position else ""
-            return f"engine ({self.phases.engine} {'reply' if self.phases.engine == 1 else 'replies'}{queue})"
-        if self.phases.environment:
-            return f"environment ({self.phases.environment} episodes)"
+            return f"engine ({self.stages.engine} {'reply' if self.stages.engine == 1 else 'replies'}{queue})"
+        if self.stages.environment:
+            return f"environment ({self.stages.environment} episodes)"
         return ""
 
-    def _shared(self) -> str:
-        """With how many operations the job shares a trainer, where others are under way: they take turns."""
-        trainers = self._world.fleet.serving("train", self._model)
+    def _sharing(self) -> str:
+        """The number of operations that share the trainer, where there are others than this job's."""
+        trainers = self._context.fleet.serving("train", self._model)
         operations = sum(worker.beat.training for worker in trainers if worker.beat is not None)
-        return f" ({operations} operations take turns)" if operations > OWN_OPERATIONS else ""
+        return f" ({operations} operations take turns)" if operations > OPERATIONS_PER_STEP else ""
 
 
 def per_token(metrics: dict[str, float]) -> dict[str, float]:
@@ -140,6 +148,6 @@ def per_token(metrics: dict[str, float]) -> dict[str, float]:
     tokens = max(1.0, metrics.get("tokens", 0.0))
     row = {}
     for name, value in metrics.items():
-        shown = _SHOWN.get(name, name)
+        shown = _METRIC_NAMES.get(name, name)
         row[shown] = value / tokens if name.endswith(":sum") and name != "loss:sum" else value
     return row

@@ -1,4 +1,4 @@
-"""A job's task in this process: the job assembled from its row, run, and how that ended."""
+"""The task of a running job: assemble the job from its row, run it, report how it ended."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentFailed
 from rookery.controller.jobs.groups import JobPaused
 from rookery.controller.jobs.job import Job
+from rookery.controller.jobs.job_context import JobContext
+from rookery.controller.jobs.progress import Progress
+from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.validation import JobValidator
 from rookery.controller.views import JobState
 from rookery.errors import RookeryError, StorageFull, Unavailable, UserError
@@ -28,35 +31,40 @@ COUNTED = (
     "episodes", "episodes_failed", "evaluation_failures", "groups_dropped_stale", "groups_failed",
     "zero_variance_groups", "trajectory_splits", "steps_skipped",
 )  # fmt: skip
-"""Of a job's counters, those that the service sums over all jobs."""
+"""The counters of a job that the service sums over all jobs."""
 
 
 class JobRunner:
     task: asyncio.Task[None]
-    """Set by who makes it."""
+    """Set by the controller."""
 
     def __init__(
-        self, world: ControllerContext, intake: JobValidator, provide: Callable[[str], None], row: JobRow, folder: Path
+        self,
+        context: ControllerContext,
+        validator: JobValidator,
+        provide: Callable[[str], None],
+        row: JobRow,
+        folder: Path,
     ) -> None:
         """``provide(model)`` asks for a worker with that model; ``folder`` is the job's, for its metrics."""
         self.row = row
         self.job: Job | None = None
         """None until its model and its environment's data are there."""
         self.wanted: JobState | None = None
-        """The state that a person asked for while it ran."""
+        """The state that its owner asked for while it ran."""
         self.unstored = ""
-        """Why the job rests, while the database does not take it."""
-        self._world = world
-        self._intake = intake
+        """The reason for its pause, while that could not be stored yet."""
+        self._context = context
+        self._validator = validator
         self._provide = provide
         self._folder = folder
-        self._before = Counter(row.counters)
-        """When it was taken up, so that totals count what this process saw."""
+        self._initial = Counter(row.counters)
+        """Counters at the start of this run: totals count this process only."""
         self._sinks: Sinks | None = None
 
     async def run(self, begun: Callable[[], Awaitable[object]]) -> tuple[JobState, str]:
-        """Run the job, which has ``begun`` when it is assembled; how it ended, and why. Only a cancellation comes out
-        as an exception. What it counted is stored then: who sees that it has ended sees all of it."""
+        """Run the job and return its new state and the reason; ``begun`` is called when it is assembled. Raises nothing
+        but a cancellation. Its counters are stored before the end, so that they are complete when the end is seen."""
         try:
             self.job = await self._assemble()
             await begun()
@@ -75,48 +83,49 @@ class JobRunner:
             await self._store_counters()
 
     async def _assemble(self) -> Job:
-        world, row = self._world, self.row
+        context, row = self._context, self.row
         spec = JobSpec.model_validate(row.spec)
         self._provide(spec.base_model)
-        policies = await world.store.policies(row.tenant, row.id)
-        await world.billing.open(row.tenant, row.id, [policy.id for policy in policies])
-        self._sinks = Sinks(world.settings, self._folder, row.id, row.name)
-        return Job(
-            world,
+        policies = await context.store.policies(row.tenant, row.id)
+        await context.billing.open(row.tenant, row.id, [policy.id for policy in policies])
+        self._sinks = Sinks(context.settings, self._folder, row.id, row.name)
+        new, warm_start = policies[0].head_version is None, self._validator.warm_start
+        job = JobContext(
+            context,
             row,
             spec,
-            policies[0],
             owner=row.tenant if spec.environment.hosted is not None else SERVICE,
-            options=await self._intake.options(row.tenant, spec),
+            options=await self._validator.options(row.tenant, spec),
             chat=await self._chat(spec.base_model),
-            warm_start=await self._intake.warm_start(row.tenant, spec, policies[0])
-            if policies[0].head_version is None
-            else None,
-            metrics=MetricsLog(self._folder),
+            policy=PolicyVersions(context, policies[0], spec.checkpoints),
+            progress=Progress(context, row, spec, MetricsLog(self._folder)),
+            warm_start=await warm_start(row.tenant, spec, policies[0]) if new else None,
         )
+        return Job(job)
 
     async def _chat(self, model: str) -> Chat:
-        """The base model's. A job that has run before had it: what keeps it away now can be mended."""
+        """The base model's chat template and tokenizer. For a job that has run before they existed: an error is
+        temporary."""
         try:
-            return await self._world.chat(model)
+            return await self._context.chat(model)
         except UserError as error:
             if self.row.started is None:
                 raise
             raise Unavailable(str(error)) from None
 
-    def measured(self, row: dict[str, Any]) -> None:
-        """Hand a committed step's metrics to where the operator wants them."""
+    def publish(self, row: dict[str, Any]) -> None:
+        """Send a committed step's metrics to the operator's sinks."""
         if self._sinks is not None:
             self._sinks.write(row)
 
-    def seen(self) -> Counter[str]:
-        """What the job counted since it was taken up."""
-        now = self.job.progress.counters if self.job is not None else self._before
-        return Counter({name: now[name] - self._before[name] for name in COUNTED})
+    def counted(self) -> Counter[str]:
+        """The job's counters since this process took it up."""
+        now = self.job.progress.counters if self.job is not None else self._initial
+        return Counter({name: now[name] - self._initial[name] for name in COUNTED})
 
     async def close(self) -> None:
         """The task ends."""
-        self._world.billing.close(self.row.id)
+        self._context.billing.close(self.row.id)
         if self._sinks is not None and self._sinks.used:
             await asyncio.to_thread(self._sinks.close)
 
@@ -124,8 +133,8 @@ class JobRunner:
         try:
             if self.job is not None:
                 counters = dict(self.job.progress.counters)
-                await asyncio.shield(self._world.store.save_counters(self.row.id, counters, self.job.rng()))
-        except Exception:  # the job goes on without: they are shown, and its wall time is that of its last commit
+                await asyncio.shield(self._context.store.save_counters(self.row.id, counters, self.job.rng()))
+        except Exception:  # tolerable: counters and wall time are then those of the last commit
             extra = {"tenant": self.row.tenant, "job": self.row.id}
             log.exception("counters of job %s are not saved", self.row.id, extra=extra)
 
