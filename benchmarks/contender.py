@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from rookery.cluster.allocator import preloaded
+from rookery.cluster.base import preloaded
 from rookery.settings import Settings
 
 PATIENCE_SECONDS = 900.0

@@ -19,7 +19,7 @@ from harness import HERE, LEFT_OUT, WORK, Result, Row, command, options, ratio
 from model import adapters, attempt, chat_ids, number_type, published, start_peer
 from workload import questions
 
-from rookery.cluster.allocator import PRELOAD
+from rookery.cluster.base import PRELOAD
 
 NEW_TOKENS = 64
 COUNTS = (8, 64)

@@ -1,4 +1,5 @@
-"""Local children: kept alive, left alone when that cannot help, gone when the service is."""
+"""Child processes of the service: restarted when they end, unless that cannot help, and ended with the service; the
+allocator of worker processes."""
 
 from __future__ import annotations
 
@@ -11,13 +12,15 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from ctypes.util import find_library
 from pathlib import Path
 
 import psutil
 import pytest
 from tests.support.processes import runs
 
-from rookery.cluster.local import Child, LocalHost, LocalProcesses, LocalWorkers
+from rookery.cluster.base import PRELOAD, preloaded
+from rookery.cluster.local import Child, LocalProcesses, environment_host, local_workers
 from rookery.errors import EXIT_REFUSED
 from rookery.settings import Settings
 
@@ -39,7 +42,7 @@ STUBBORN = """
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 (what it waits for happens in another process)
+        while not condition():  # noqa: ASYNC110 (the event happens in another process)
             await asyncio.sleep(0.02)
 
 
@@ -49,11 +52,11 @@ def up(folder: Path, name: str, times: int = 1) -> bool:
 
 
 def running(*children: Child) -> bool:
-    """A child may speak before its start is noted; until then it has no number, and 0 is this process and its kin."""
+    """A child may write before its start is recorded; until then its pid is 0, which names this process group."""
     return all(one.state == "running" and one.pid for one in children)
 
 
-async def test_a_killed_child_is_started_again_and_stop_ends_all(tmp_path: Path) -> None:
+async def test_killed_child_is_restarted_and_stop_ends_it(tmp_path: Path) -> None:
     processes = LocalProcesses([child(tmp_path, "faithful", FAITHFUL)], tmp_path / "logs", stop_seconds=30)
     await processes.start()
     one = processes.children[0]
@@ -70,7 +73,7 @@ async def test_a_killed_child_is_started_again_and_stop_ends_all(tmp_path: Path)
     assert not psutil.pid_exists(second)
 
 
-async def test_a_child_whose_log_was_taken_away_is_started_again(tmp_path: Path) -> None:
+async def test_child_whose_log_folder_was_deleted_is_restarted(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     processes = LocalProcesses([child(tmp_path, "faithful", FAITHFUL)], logs, stop_seconds=30)
     await processes.start()
@@ -85,9 +88,7 @@ async def test_a_child_whose_log_was_taken_away_is_started_again(tmp_path: Path)
     assert one.state == "stopped"
 
 
-async def test_a_large_log_makes_room_for_a_new_one_and_one_old_one_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_large_log_is_rotated_and_one_old_log_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rookery.cluster.local.LOG_BYTES", 1000)
     path = tmp_path / "logs" / "faithful.log"
     for life in range(3):
@@ -102,7 +103,7 @@ async def test_a_large_log_makes_room_for_a_new_one_and_one_old_one_stays(
     assert sorted(p.name for p in path.parent.iterdir()) == ["faithful.log", "faithful.log.1"]
 
 
-async def test_stop_kills_what_ignores_it_or_is_stopped(tmp_path: Path) -> None:
+async def test_stop_kills_a_child_that_ignores_sigterm_or_is_stopped(tmp_path: Path) -> None:
     children = [child(tmp_path, "stubborn", STUBBORN), child(tmp_path, "halted", FAITHFUL)]
     processes = LocalProcesses(children, tmp_path / "logs", stop_seconds=0.5)
     await processes.start()
@@ -113,7 +114,7 @@ async def test_stop_kills_what_ignores_it_or_is_stopped(tmp_path: Path) -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
-async def test_stop_right_after_start_leaves_nothing(tmp_path: Path) -> None:
+async def test_stop_right_after_start_leaves_no_process(tmp_path: Path) -> None:
     processes = LocalProcesses([child(tmp_path, "faithful", FAITHFUL)], tmp_path / "logs", stop_seconds=30)
     await processes.start()
     await asyncio.sleep(0)
@@ -122,7 +123,7 @@ async def test_stop_right_after_start_leaves_nothing(tmp_path: Path) -> None:
     assert not psutil.Process().children()
 
 
-async def test_a_child_that_cannot_work_is_left_alone_with_its_last_words(tmp_path: Path) -> None:
+async def test_child_that_refuses_to_start_is_not_restarted_and_its_last_line_is_reported(tmp_path: Path) -> None:
     code = f"import sys; print('no such model'); print(); sys.exit({EXIT_REFUSED})"
     processes = LocalProcesses([child(tmp_path, "hopeless", code)], tmp_path / "logs", stop_seconds=5)
     await processes.start()
@@ -163,24 +164,24 @@ def test_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
-def test_workers_are_what_the_settings_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_workers_follow_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROOKERY_KEY", "tml-secret")
     settings = Settings.load(
         {},
         data=tmp_path,
-        models=f"smollm2-135m-instruct, {tmp_path}/my model",
         workers=2,
         key="tml-secret",
         kv_bytes=1 << 24,
     )
-    workers = LocalWorkers(settings, "http://127.0.0.1:1", "the-token").children
+    models = ["smollm2-135m-instruct", f"{tmp_path}/my model"]
+    workers = local_workers(settings, models, "http://127.0.0.1:1", "the-token")
     assert [one.name for one in workers] == [
         "worker-smollm2-135m-instruct-1",
         "worker-smollm2-135m-instruct-2",
         "worker-my-model-1",
         "worker-my-model-2",
     ]
-    for one in [*workers, *LocalHost(settings, "http://127.0.0.1:1", "the-token").children]:
+    for one in [*workers, environment_host(settings, "http://127.0.0.1:1", "the-token")]:
         assert "the-token" not in " ".join(one.arguments)
         assert one.environment["ROOKERY_TOKEN"] == "the-token"
         assert "ROOKERY_KEY" not in one.environment
@@ -195,8 +196,8 @@ def without(name: str) -> dict[str, str]:
     return {other: value for other, value in os.environ.items() if other != name}
 
 
-def test_how_threads_wait_is_set_before_torch_is_there() -> None:
-    """The OpenMP runtime reads it when torch loads it; what the user set stays."""
+def test_openmp_spin_count_is_set_before_torch_is_loaded() -> None:
+    """The OpenMP runtime reads it when torch loads it; a value set by the user is kept."""
     code = "import os, sys, rookery.worker; print(os.environ['GOMP_SPINCOUNT'], 'torch' in sys.modules)"
     environment = without("GOMP_SPINCOUNT")
     for given, told in ({}, "10000 False\n"), ({"GOMP_SPINCOUNT": "7"}, "7 False\n"):
@@ -204,11 +205,42 @@ def test_how_threads_wait_is_set_before_torch_is_there() -> None:
         assert done.stdout == told
 
 
-def test_products_are_reproducible_on_intels_processors() -> None:
-    """MKL reads it at its first product; what the user set stays."""
+def test_mkl_reproducibility_is_set_on_intel_processors() -> None:
+    """MKL reads it at its first product; a value set by the user is kept."""
     code = "import os, sys, rookery.worker; print(os.environ.get('MKL_CBWR'), 'torch' in sys.modules)"
     intel = "GenuineIntel" in Path("/proc/cpuinfo").read_text()
     for given, told in ({}, "AUTO,STRICT" if intel else None), ({"MKL_CBWR": "AVX2"}, "AVX2"):
         environment = without("MKL_CBWR") | given
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
         assert done.stdout == f"{told} False\n"
+
+
+HERE = find_library(Settings().worker.allocator)
+
+
+@pytest.mark.skipif(HERE is None, reason=f"this machine has no {Settings().worker.allocator}")
+def test_process_runs_with_the_allocator_of_the_settings() -> None:
+    maps = [sys.executable, "-c", "print(open('/proc/self/maps').read())"]
+    environment = preloaded({"PATH": "/usr/bin"}, Settings().worker.allocator)
+    found = subprocess.run(maps, env=environment, capture_output=True, text=True, check=True)
+    assert str(HERE) in found.stdout and not found.stderr
+    assert str(HERE) not in subprocess.run(maps, env={}, capture_output=True, text=True, check=True).stdout
+
+
+def test_library_that_is_already_preloaded_is_kept() -> None:
+    assert preloaded({PRELOAD: "libother.so"}, "c") == {PRELOAD: f"{find_library('c')} libother.so"}
+    chosen = {PRELOAD: "/opt/libjemalloc.so.2", "A": "b"}
+    assert preloaded(chosen, "c") == chosen
+
+
+def test_missing_library_or_empty_name_keeps_the_c_library_allocator() -> None:
+    assert preloaded({"A": "b"}, "no_such_allocator") == {"A": "b"}
+    assert preloaded({"A": "b"}, "") == {"A": "b"}
+
+
+def test_workers_of_a_service_get_the_allocator_and_environments_do_not() -> None:
+    settings = Settings.load()
+    (worker,) = local_workers(settings, ["smollm2-135m-instruct"], "http://127.0.0.1:1", "token")
+    host = environment_host(settings, "http://127.0.0.1:1", "token")
+    assert worker.environment.get(PRELOAD) == preloaded(host.environment, settings.worker.allocator).get(PRELOAD)
+    assert host.environment.get(PRELOAD) == os.environ.get(PRELOAD)

@@ -221,7 +221,9 @@ def test_a_body_that_is_no_job_is_refused(faces: Faces, body: bytes) -> None:
 
 def test_every_error_has_one_shape(faces: Faces) -> None:
     refused(faces.ada.get("/api/v1/nothing"), 404)
-    refused(faces.ada.delete("/api/v1/jobs"), 405)
+    wrong_method = faces.ada.delete("/api/v1/jobs")
+    refused(wrong_method, 405)
+    assert wrong_method.headers["allow"] == "GET, POST"
     refused(faces.ada.get(f"/api/v1/jobs/{faces.done['id']}/metrics?after=x"), 422)
 
 
@@ -292,10 +294,10 @@ def test_a_broken_archive_is_refused_at_once(faces: Faces) -> None:
     endless[148:156] = b"        "
     endless[148:156] = b"%06o\0 " % sum(endless)
     for content, said in (
-        (link.tobuf() + bytes(1024), "adapter_model.safetensors is no plain file"),
+        (link.tobuf() + bytes(1024), "adapter_model.safetensors is not a regular file"),
         (config.tobuf() * 2 + bytes(1024), "adapter_config.json twice"),
         (tarfile.TarInfo("readme").tobuf() * 300 + bytes(1024), "more than 256 files"),
-        (bytes(endless), "no tar archive"),
+        (bytes(endless), "not a tar archive"),
         (config.tobuf(tarfile.GNU_FORMAT) + backwards.tobuf(tarfile.GNU_FORMAT) + bytes(1024), "adapter"),
     ):
         assert said in refused(faces.ada.post("/api/v1/adapters", content=content, timeout=20), 400)
@@ -471,12 +473,12 @@ def test_answers_are_what_the_documentation_says(faces: Faces) -> None:
     assert measured["state"] == "completed"
     for client, address, shape in (
         (faces.ada, f"{path}/metrics", schemas.MetricsRow),
-        (faces.ada, f"{path}/events", schemas.Event),
-        (faces.ada, f"{path}/trajectories", schemas.EpisodeRow),
-        (faces.ada, f"/api/v1/jobs/{measured['id']}/evaluations", schemas.Evaluation),
-        (faces.ada, f"{path}/policies/main/versions", schemas.Version),
-        (faces.ada, "/api/v1/models", schemas.BaseModelRow),
-        (faces.admin, "/api/v1/workers", schemas.WorkerRow),
+        (faces.ada, f"{path}/events", schemas.JobEvent),
+        (faces.ada, f"{path}/trajectories", schemas.EpisodeView),
+        (faces.ada, f"/api/v1/jobs/{measured['id']}/evaluations", schemas.EvaluationView),
+        (faces.ada, f"{path}/policies/main/versions", schemas.VersionView),
+        (faces.ada, "/api/v1/models", schemas.BaseModelView),
+        (faces.admin, "/api/v1/workers", schemas.WorkerView),
     ):
         rows = client.get(address).json()
         assert rows, address
@@ -491,7 +493,7 @@ def test_answers_are_what_the_documentation_says(faces: Faces) -> None:
     assert [row.tenant for row in costs.tenants] == [row["id"] for row in faces.admin.get("/api/v1/tenants").json()]
     for row in costs.tenants:
         keys = faces.admin.get(f"/api/v1/tenants/{row.tenant}/keys").json()
-        assert keys and all(schemas.KeyRow.model_validate(key) for key in keys)
+        assert keys and all(schemas.KeyView.model_validate(key) for key in keys)
     schemas.DryRun.model_validate(faces.ada.post("/api/v1/jobs/dry-run", json=job()).json())
 
 

@@ -333,6 +333,17 @@ def test_another_tenants_job_is_as_unknown_as_one_that_never_was(face: Open) -> 
     assert bodies[:3] == bodies[3:]
 
 
+def test_unknown_hub_model_is_404_which_clients_do_not_retry(face: Open) -> None:
+    with pytest.raises(openai.NotFoundError, match="no base model 'someone/some-model'") as refused:
+        face.client.chat.completions.create(model="someone/some-model", messages=HELLO)
+    assert refused.value.code == "model_not_found"
+
+
+def test_null_content_is_refused_with_the_reason(face: Open) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"content: .*null is not supported: give a text"):
+        face.chat(messages=[{"role": "assistant", "content": None}])
+
+
 @pytest.mark.parametrize("suffix", ["@99", "@-1", "@first"])
 def test_a_version_that_is_not_there_is_refused(face: Open, suffix: str) -> None:
     with pytest.raises(openai.APIStatusError) as refused:
@@ -362,6 +373,7 @@ def test_a_version_that_is_not_there_is_refused(face: Open, suffix: str) -> None
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": "x", "name": "Ada"}]}, "messages.0.name"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0.content"),
         ({"model": ""}, "model"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -503,10 +515,10 @@ async def test_answers_go_first_where_the_setting_says_so_and_end_with_the_servi
         await eventually(lambda: len(worker.generates) == 2)  # a request runs from when it was sent
         assert [generate.interactive for generate in worker.generates] == [interactive_priority] * 2
         stopping = asyncio.create_task(asyncio.to_thread(service.__exit__, None, None, None))
-        with pytest.raises(openai.APIError, match="the service stops"):
+        with pytest.raises(openai.APIError, match="the service is stopping"):
             async for _ in stream:
                 pass
-        with pytest.raises(openai.InternalServerError, match="the service stops"):
+        with pytest.raises(openai.InternalServerError, match="the service is stopping"):
             await whole
         await client.close()
         await stopping

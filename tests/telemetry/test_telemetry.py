@@ -21,7 +21,7 @@ from rookery.errors import UserError
 from rookery.settings import Settings
 from rookery.telemetry import log, sinks
 from rookery.telemetry.metrics import MetricsLog
-from rookery.telemetry.prometheus import Figures, Prometheus
+from rookery.telemetry.prometheus import Prometheus, ServiceMetrics
 from rookery.telemetry.table import job_table, sparkline, worker_table
 
 
@@ -68,11 +68,13 @@ def test_rows_after_the_last_commit_are_dropped(tmp_path: Path) -> None:
 
 def test_each_prometheus_shows_its_own_figures() -> None:
     first, second = Prometheus(), Prometheus()
-    figures = Figures(jobs={"running": 2}, workers={"serving": 1}, totals={"steps": 7}, gauges={"requests_waiting": 3})
+    figures = ServiceMetrics(
+        jobs={"running": 2}, workers={"serving": 1}, totals={"steps": 7}, gauges={"requests_waiting": 3}
+    )
     text = first.render(figures).decode()
     assert 'rookery_jobs{state="running"} 2.0' in text and 'rookery_workers{state="serving"} 1.0' in text
     assert "rookery_steps_total 7.0" in text and "rookery_requests_waiting 3.0" in text
-    empty = second.render(Figures(jobs={}, workers={}, totals={"steps": 0}, gauges={})).decode()
+    empty = second.render(ServiceMetrics(jobs={}, workers={}, totals={"steps": 0}, gauges={})).decode()
     assert "rookery_steps_total 0.0" in empty and "running" not in empty
 
 

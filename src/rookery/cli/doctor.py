@@ -19,7 +19,7 @@ from rich.text import Text
 
 from rookery.cli.common import FAILED, Data, Json, Key, Url, console, print_json, settings_of
 from rookery.client import Client
-from rookery.cluster.allocator import PRELOAD, preloaded
+from rookery.cluster.base import PRELOAD, preloaded
 from rookery.errors import RookeryError, installs
 from rookery.settings import Settings
 from rookery.tokenization.registry import status

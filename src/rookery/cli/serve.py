@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from rookery.cli.common import Data, settings_of
-from rookery.cluster.allocator import preloaded
+from rookery.cluster.base import preloaded
 from rookery.settings import TOKEN_VARIABLE
 
 

@@ -1,12 +1,12 @@
-"""Worker and environment processes on this machine, for as long as the service lives.
+"""Workers and environment hosts as child processes of the service, on the same machine.
 
 Promises:
 
-* A child ends with this process, however that ends: it holds the reading end of a pipe and leaves when that closes.
-* A child that ends by itself is started again, after pauses that grow while it keeps failing. One that says that
-  starting it again cannot help (exit code :data:`~rookery.errors.EXIT_REFUSED`) is left alone, with its last words.
-* ``stop`` asks first (SIGTERM: a worker drains), and kills what has not ended in time, even if it is stopped.
-* Tokens travel in the environment, where other users of the machine cannot read them.
+* A child ends with this process, however this process ends: the child exits when its standard input closes.
+* A child that ends is restarted, with a pause that grows while it keeps failing. A child whose exit code says that a
+  restart cannot help (:data:`~rookery.errors.EXIT_REFUSED`) is not restarted; its last log line is reported.
+* ``stop`` sends SIGTERM first (a worker drains) and kills a child that has not ended in time, even a stopped one.
+* Tokens are passed in the environment, where other users of the machine cannot read them.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from rookery.aio import wait_event
-from rookery.cluster.allocator import preloaded
+from rookery.cluster.base import preloaded
 from rookery.errors import EXIT_REFUSED
 from rookery.settings import TOKEN_VARIABLE, Settings
 
 log = logging.getLogger("rookery.cluster")
 
 FIRST_PAUSE_SECONDS = 0.5
-"""Before a child that ended is started again; doubles up to …"""
+"""Pause before the first restart of a child; each further pause is twice as long."""
 LONGEST_PAUSE_SECONDS = 30.0
-"""… this: a machine that is out of memory must not be kept busy by starting processes."""
+"""Longest pause before a restart: a machine without free memory must not be kept busy by starting processes."""
 HEALTHY_SECONDS = 60.0
-"""A child that lived this long was well: the next pause is the first again."""
+"""After a child has run this long, its next pause is the first again."""
 LOG_BYTES = 16 << 20
-"""A child's log above this size makes room for a new one when the child starts: as much as the service's own."""
+"""A child's log that is larger is rotated when the child starts; the service's own log has the same limit."""
 
 _PRIVATE = {"key", "database"}
-"""Settings that children do not need and that may hold secrets."""
+"""Settings that children do not need and that may contain secrets."""
 
 State = Literal["starting", "running", "waiting", "refused", "stopped"]
 
 
 @dataclass
 class Child:
-    """One process to keep alive. ``arguments`` follow ``python -m``; ``reason`` tells why it is not running."""
+    """One process to keep alive. ``arguments`` follow ``python -m``; ``reason`` says why it is not running."""
 
     name: str
     arguments: list[str]
@@ -64,6 +64,7 @@ class LocalProcesses:
     def __init__(self, children: Iterable[Child], logs: Path, stop_seconds: float) -> None:
         """Each child's output goes to ``logs/<name>.log``."""
         self.children = list(children)
+        self.running = False
         self._logs = logs
         self._stop_seconds = stop_seconds
         self._processes: dict[str, asyncio.subprocess.Process] = {}
@@ -72,17 +73,26 @@ class LocalProcesses:
 
     async def start(self) -> None:
         self._logs.mkdir(parents=True, exist_ok=True)
+        self.running = True
         self._keepers = [asyncio.create_task(self._keep(child)) for child in self.children]
+
+    def add(self, children: Iterable[Child]) -> None:
+        """Further children; they are started at once if the others are."""
+        new = list(children)
+        self.children += new
+        if self.running:
+            self._keepers += [asyncio.create_task(self._keep(child)) for child in new]
 
     async def stop(self) -> None:
         """Every child has ended when this returns."""
+        self.running = False
         self._stopping.set()
         for process in self._processes.values():
             process.terminate()
         if self._keepers:
             await asyncio.wait(self._keepers, timeout=self._stop_seconds)
         for name, process in self._processes.items():
-            log.warning("%s has not ended in %.0f s and is killed", name, self._stop_seconds)
+            log.warning("killing %s: it has not ended within %.0f s", name, self._stop_seconds)
             process.kill()
         await asyncio.gather(*self._keepers)
 
@@ -95,32 +105,32 @@ class LocalProcesses:
             code: int | None = None
             try:
                 code = await self._live(child, path)
-            except OSError as error:  # no memory for it, no room for its log: may pass
+            except OSError as error:  # no memory, or no room for its log: temporary
                 child.reason = f"could not be started: {error}"
             else:
                 ended = f"signal {-code}" if code < 0 else f"code {code}"
-                child.reason = f"ended with {ended}: {last_words(path)}"
+                child.reason = f"ended with {ended}: {last_line(path)}"
             if self._stopping.is_set():
                 break
             if code == EXIT_REFUSED:
                 child.state = "refused"
-                log.error("%s cannot work and is not started again: %s", child.name, last_words(path))
+                log.error("%s refused to start and is not restarted: %s", child.name, last_line(path))
                 return
             if time.monotonic() - began > HEALTHY_SECONDS:
                 pause = FIRST_PAUSE_SECONDS
             child.state = "waiting"
             child.restarts += 1
-            log.warning("%s %s (%s); it is started again in %.1f s", child.name, child.reason, path, pause)
+            log.warning("%s %s (%s); restarting it in %.1f s", child.name, child.reason, path, pause)
             await wait_event(self._stopping, pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         child.state = "stopped"
 
     async def _live(self, child: Child, path: Path) -> int:
-        """One life of a child; how it ended (negative: by this signal)."""
+        """Run a child until it ends. Returns its exit code, negative for a signal."""
         process = await self._spawn(child, path)
         self._processes[child.name] = process
         child.state, child.pid = "running", process.pid
-        if self._stopping.is_set():  # since the spawning began
+        if self._stopping.is_set():  # while it was being started
             process.terminate()
         code = await process.wait()
         del self._processes[child.name]
@@ -134,66 +144,74 @@ class LocalProcesses:
                 sys.executable,
                 "-m",
                 *child.arguments,
-                stdin=asyncio.subprocess.PIPE,  # never written to: its end tells the child that this process is gone
+                stdin=asyncio.subprocess.PIPE,  # never written to: it closes when this process ends
                 stdout=output,
                 stderr=output,
                 env=child.environment,
-                start_new_session=True,  # Ctrl-C is for the service, which then ends its children in order
+                start_new_session=True,  # Ctrl-C reaches the service alone, which then ends its children in order
             )
 
 
-class LocalWorkers(LocalProcesses):
-    """The workers that a service starts by itself: ``settings.server.workers`` for each of
-    ``settings.server.models``."""
+class LocalCluster:
+    """The processes that the service at ``url`` starts: workers for its base models, more when a job names another
+    model, and the host of the built-in environments. They connect to the service by themselves."""
 
     def __init__(self, settings: Settings, url: str, token: str) -> None:
-        models = [model.strip() for model in settings.server.models.split(",") if model.strip()]
-        everybody = len(models) * settings.server.workers
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        threads = settings.worker.threads or max(1, cores // max(1, everybody))
-        environment = _environment(settings.replace(threads=threads), token)
-        environment = preloaded(environment, settings.worker.allocator)
-        super().__init__(
-            (
-                Child(
-                    f"worker-{_plain(model)}-{number}",
-                    [
-                        "rookery.worker.process",
-                        *("--connect", url, "--model", model, "--name", f"local-{_plain(model)}-{number}"),
-                        "--die-with-parent",
-                    ],
-                    environment,
-                )
-                for model in models
-                for number in range(1, settings.server.workers + 1)
-            ),
-            settings.data / "logs",
-            settings.server.stop_seconds,
-        )
+        self._settings = settings
+        self._url = url
+        self._token = token
+        self._models = [model for model in settings.server.models.split(",") if model]
+        self._processes = LocalProcesses([], settings.data / "logs", settings.server.stop_seconds)
+
+    async def start(self) -> None:
+        self._processes.add(local_workers(self._settings, self._models, self._url, self._token))
+        self._processes.add([environment_host(self._settings, self._url, self._token)])
+        await self._processes.start()
+
+    def provide(self, model: str) -> None:
+        """Start workers for ``model`` if there are none, unless the service is configured to start none."""
+        if model in self._models or self._settings.server.workers == 0:
+            return
+        self._models.append(model)
+        if self._processes.running:
+            log.info("starting a worker for base model %s", model)
+            self._processes.add(local_workers(self._settings, [model], self._url, self._token))
+
+    async def stop(self) -> None:
+        """Every child has ended when this returns."""
+        await self._processes.stop()
 
 
-class LocalHost(LocalProcesses):
+def local_workers(settings: Settings, models: Sequence[str], url: str, token: str) -> list[Child]:
+    """``settings.server.workers`` workers for each of ``models``; they share the machine's cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = settings.worker.threads or max(1, cores // max(1, len(models) * settings.server.workers))
+    environment = preloaded(_environment(settings.replace(threads=threads), token), settings.worker.allocator)
+    children = []
+    for model in models:
+        for number in range(1, settings.server.workers + 1):
+            name = f"{_file_name(model)}-{number}"
+            arguments = ["--connect", url, "--model", model, "--name", f"local-{name}", "--die-with-parent"]
+            children.append(Child(f"worker-{name}", ["rookery.worker.process", *arguments], environment))
+    return children
+
+
+def environment_host(settings: Settings, url: str, token: str) -> Child:
     """The process that runs the built-in environments."""
-
-    def __init__(self, settings: Settings, url: str, token: str) -> None:
-        arguments = ["rookery.environments.process", "--connect", url, "--die-with-parent"]
-        super().__init__(
-            [Child("environments", arguments, _environment(settings, token))],
-            settings.data / "logs",
-            settings.server.stop_seconds,
-        )
+    arguments = ["rookery.environments.process", "--connect", url, "--die-with-parent"]
+    return Child("environments", arguments, _environment(settings, token))
 
 
 def _rotate(path: Path) -> None:
-    """A log that has grown large becomes the old one, of which there is one. Only between two lives: a process keeps
-    writing to the file that it was given."""
+    """Rename a log that has grown large; one old log is kept. Called only while the child is not running: a process
+    keeps writing to the file that it was given."""
     with contextlib.suppress(FileNotFoundError):
         if path.stat().st_size > LOG_BYTES:
             path.replace(path.with_name(f"{path.name}.1"))
 
 
-def last_words(path: Path) -> str:
-    """The last line of a log, which may have been taken away."""
+def last_line(path: Path) -> str:
+    """The last line of a log, which may have been deleted."""
     lines: list[str] = []
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
@@ -202,7 +220,7 @@ def last_words(path: Path) -> str:
 
 
 def _environment(settings: Settings, token: str, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The child's environment: this process's settings, however they were given, less what it must not know."""
+    """The child's environment: the settings of this process, except those that it must not have."""
     private = {f"ROOKERY_{name.upper()}" for name in _PRIVATE}
     given = {f"ROOKERY_{name.upper()}": str(value) for name, value in settings.flat().items()}
     return {name: value for name, value in {**inherited, **given}.items() if name not in private} | {
@@ -210,6 +228,6 @@ def _environment(settings: Settings, token: str, inherited: Mapping[str, str] = 
     }
 
 
-def _plain(model: str) -> str:
-    """A model's name as part of a file's name: of a path, the last part."""
+def _file_name(model: str) -> str:
+    """A model's name as part of a file name; of a path, its last part."""
     return re.sub(r"[^\w.-]+", "-", model.rstrip("/").rsplit("/", 1)[-1])

@@ -32,7 +32,7 @@ from rookery.controller.sessions.sessions import Sessions
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.usage import UsageMeter
 from rookery.controller.validation import JobValidator
-from rookery.controller.views import JobState, JobView, Sampled
+from rookery.controller.views import Completion, JobState, JobView
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.pull_failures import PullFailures
 from rookery.controller.weights.tickets import Tickets
@@ -313,7 +313,7 @@ class Controller(JobQueries):
 
     async def sample(
         self, tenant: str, target: str, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]
-    ) -> Sampled:
+    ) -> Completion:
         """One reply of a base model, of ``JOB`` (its newest version) or of ``JOB@VERSION``."""
         found, chat = await self.completions.open(tenant, target)
         question = await asyncio.to_thread(self.completions.prepare, found, chat, messages)
@@ -326,7 +326,7 @@ class Controller(JobQueries):
             stop=sampling["stop"],
         )
         ref = found.adapter
-        return Sampled(
+        return Completion(
             text=chat.decode(reply.tokens),
             tokens=reply.tokens,
             logprobs=reply.logprobs,

@@ -24,7 +24,7 @@ from rookery.spec.job import JobSpec
 from rookery.spec.parsing import SpecError, parse_job
 from rookery.spec.policy import TARGETS, PolicySpec
 from rookery.storage.rows import NewPolicy, PolicyRow, UploadKind
-from rookery.tokenization.registry import resolve, status
+from rookery.tokenization.registry import CATALOGUE, resolve, status
 
 PREVIEWED = 3
 """Prompts that a dry run renders."""
@@ -183,6 +183,11 @@ class JobValidator:
                     f"no job and no base model {target!r}; give a model's name, JOB or JOB@VERSION"
                 ) from None
             if not world.fleet.expects("rollout", model):
+                if model not in CATALOGUE and status(world.settings.cache, model).state != "prepared":
+                    raise NotFound(
+                        f"no base model {target!r} here: no worker has it and it was never prepared; rookery models"
+                        " lists the base models"
+                    ) from None
                 raise Unavailable(f"no worker serves {model} now: rookery worker or rookery serve starts one") from None
             return Target(model, model, None)
         if version and version != "latest" and not NUMBER.fullmatch(version):

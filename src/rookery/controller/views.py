@@ -1,11 +1,15 @@
-"""What the controller tells about its things: plain typed data that every face shows as it is."""
+"""Views of jobs, costs and completions, as every API returns them.
+
+The models are validated when they are built and serialized as they are: the HTTP API uses them as its response models,
+and their field docstrings are its documentation.
+"""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-import msgspec
+from pydantic import BaseModel, ConfigDict
 
 from rookery.storage.rows import JobState as JobState
 
@@ -13,7 +17,11 @@ NUMBER = re.compile(r"[0-9]{1,18}")
 """A version's or a step's number as text: what fits the database and every message."""
 
 
-class PolicyView(msgspec.Struct, kw_only=True):
+class View(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class PolicyView(View):
     name: str
     id: str
     rank: int
@@ -22,40 +30,40 @@ class PolicyView(msgspec.Struct, kw_only=True):
     """The newest durable one."""
 
 
-class CostView(msgspec.Struct, kw_only=True):
-    """What something cost, in the unit of the workers' prices. Idle time of workers is in none of it."""
+class CostView(View):
+    """The cost of a job or a tenant, in the unit of the workers' prices. Idle time of workers is not included."""
 
     cost: float
     reserved: float
-    """Of it, on reserved workers …"""
+    """The part that reserved workers cost."""
     preemptible: float
-    """… and on preemptible ones."""
+    """The part that preemptible workers cost."""
     seconds: float
-    """Of workers' computing."""
+    """Compute time of workers."""
     tokens_per_unit: float | None
     """Sampled tokens per price unit; null where nothing cost anything."""
     reserved_alone: float | None
-    """What the work would have cost on reserved workers alone; null where none has been seen to work."""
+    """Estimated cost of the same work on reserved workers only; null while no reserved worker was observed."""
 
 
-class FleetCost(msgspec.Struct, kw_only=True):
-    """What the workers of one kind with one base model cost. ``used``, ``idle`` and ``waiting`` are all of it."""
+class FleetCost(View):
+    """The cost of the workers of one kind with one base model: the sum of ``used``, ``idle`` and ``waiting``."""
 
     model: str
     kind: str
     hours: float
-    """For which they were connected, together."""
+    """Time that these workers were connected, summed."""
     cost: float
     used: float
-    """By tenants."""
+    """Charged to tenants."""
     idle: float
-    """Nobody's: no work, or work whose result never came."""
+    """Charged to nobody: no work, or work whose result was lost."""
     waiting: float
-    """For work under way, whose owner is known when it ends."""
+    """Work in progress, which is charged when it ends."""
 
 
-class JobView(msgspec.Struct, kw_only=True):
-    """A job as its owner sees it. Times are Unix seconds, 0 where the thing has not happened."""
+class JobView(View):
+    """A job. Times are Unix seconds, 0 where the event has not happened."""
 
     id: str
     name: str
@@ -65,7 +73,7 @@ class JobView(msgspec.Struct, kw_only=True):
     reason: str
     """Why it is paused or failed, or how it ended."""
     waits_for: str
-    """What a running job waits for right now: ``engine``, ``environment``, ``trainer``, ``worker: …``, or nothing."""
+    """The resource that a running job waits for: ``engine``, ``environment``, ``trainer``, ``worker: …``, or empty."""
     base_model: str
     step: int
     steps: int | None
@@ -91,8 +99,8 @@ class JobView(msgspec.Struct, kw_only=True):
     spec: dict[str, Any]
 
 
-class Sampled(msgspec.Struct, kw_only=True):
-    """One completion. ``logprobs`` under the distribution sampled from; ``version`` stamped by the engine."""
+class Completion(View):
+    """One completion. ``logprobs`` are under the distribution sampled from; the engine stamps ``version``."""
 
     text: str
     tokens: list[int]

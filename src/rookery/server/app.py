@@ -1,4 +1,10 @@
-"""The HTTP application: all faces on one FastAPI, each a router over the same parts."""
+"""The HTTP application: one FastAPI with a router per API, and the limit on the size of a request's body.
+
+Promise: no request, with or without a key, makes the service hold more memory than the limit of one body. Reading stops
+at the chunk that exceeds the limit, and the response is 413. Only uploads and training data may reach the service's
+limit; other bodies are JSON, which is parsed on the event loop while all other requests wait, and have a lower one.
+Uploads of workers with a ticket are written to the disk in chunks and limited there.
+"""
 
 from __future__ import annotations
 
@@ -7,74 +13,110 @@ from collections import Counter
 from typing import Any
 
 from fastapi import FastAPI, Response
-from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rookery.server import responses
 from rookery.server.auth import Service, ServiceContext
-from rookery.server.body_limit import BodyLimit
 from rookery.server.routes import admin, gateway, jobs, openai
 from rookery.spec.job import JobSpec
-from rookery.telemetry.prometheus import CONTENT_TYPE, Figures
+from rookery.telemetry.prometheus import CONTENT_TYPE, ServiceMetrics
 
 log = logging.getLogger("rookery.server")
 
 VERSION = "0.1.0"
 
+LARGE_BODIES = frozenset({"/api/v1/datasets", "/api/v1/adapters", "/tinker/api/v1/forward_backward"})
+"""Paths whose bodies may be as large as ``upload_bytes``: files, and training data in protobuf."""
 
-def build(parts: ServiceContext) -> FastAPI:
-    """The application over ``parts``, which stay the caller's to start and stop."""
+JSON_BYTES = 16 << 20
+"""The largest JSON body: parsing it takes a fifth of a second. A prompt of 100,000 token ids is below 1 MB; rows of a
+job can be uploaded instead."""
+
+
+def build(context: ServiceContext) -> FastAPI:
+    """The application over ``context``, whose parts the caller starts and stops."""
     app = FastAPI(
         title="Rookery",
         version=VERSION,
         summary="Many LoRA policies learn by reinforcement at once, on one resident base model.",
-        generate_unique_id_function=_operation,
+        generate_unique_id_function=lambda route: route.name,
     )
-    app.state.parts = parts
+    app.state.context = context
     responses.add_exception_handlers(app)
     app.add_middleware(BodyLimit)
     app.include_router(jobs.routes)
     app.include_router(admin.routes)
     app.include_router(openai.routes)
     app.include_router(gateway.routes)
-    app.add_api_route("/healthz", healthz, tags=["service"], response_model=dict[str, str])
+    app.add_api_route("/healthz", healthz, tags=["service"])
     app.add_api_route("/metrics", prometheus, tags=["service"], response_class=Response, include_in_schema=False)
     _document_jobs(app)
-    _mount_tinker(app, parts)
+    _mount_tinker(app, context)
     return app
 
 
-def _mount_tinker(app: FastAPI, parts: ServiceContext) -> None:
-    """The Tinker-compatible API, where the package that publishes its schema is installed."""
+def _mount_tinker(app: FastAPI, context: ServiceContext) -> None:
+    """Mounts the Tinker-compatible API if the package that publishes its schema is installed."""
     try:
         from rookery.server.tinker.app import build as build_tinker
 
-        app.mount("/tinker", build_tinker(parts))
+        app.mount("/tinker", build_tinker(context))
     except ImportError as error:
         log.info("the Tinker-compatible API is off: %s", error)
 
 
-async def healthz() -> Response:
-    """Whether this is a Rookery service that answers; needs no key and tells nothing else."""
-    return responses.json_response({"status": "ok", "service": "rookery", "version": VERSION})
+class BodyLimit:
+    """ASGI middleware that raises 413 for a body above the limit of its path."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith("/wire/"):
+            await self._app(scope, receive, send)
+            return
+        limit, received = scope["app"].state.context.settings.server.upload_bytes, 0
+        reason = "the limit is the service's setting ROOKERY_UPLOAD_BYTES"
+        if scope["path"] not in LARGE_BODIES and limit > JSON_BYTES:
+            limit, reason = JSON_BYTES, "JSON has this limit: upload a job's rows (POST /api/v1/datasets)"
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > limit:
+                raise HTTPException(413, f"the body has more than {limit} bytes; {reason}")
+            return message
+
+        await self._app(scope, counted, send)
+
+
+async def healthz() -> dict[str, str]:
+    """Identifies a running Rookery service; needs no key."""
+    return {"status": "ok", "service": "rookery", "version": VERSION}
 
 
 async def prometheus(service: Service) -> Response:
-    """Figures for Prometheus: no tenant, job or text is in them, so no key is asked for."""
-    return Response(service.prometheus.render(_figures(service)), media_type=CONTENT_TYPE)
-
-
-def _operation(route: APIRoute) -> str:
-    return route.name
+    """Metrics for Prometheus. They contain no tenant, job or text, so they need no key."""
+    health = service.controller.health()
+    metrics = ServiceMetrics(
+        jobs=health["jobs"],
+        workers=Counter(str(worker["state"]) for worker in service.controller.workers()),
+        totals=health["totals"],
+        gauges=health["gauges"],
+    )
+    return Response(service.prometheus.render(metrics), media_type=CONTENT_TYPE)
 
 
 def _document_jobs(app: FastAPI) -> None:
-    """Puts JobSpec's schema where the documentation of the two routes that take a job shows it. They read the body as
-    it is, so that a wrong job is refused by ``spec`` alone, with its own words."""
-    made = app.openapi
+    """Puts the schema of JobSpec into the documentation of the two routes that take a job. They read the body as a
+    mapping, so that ``spec`` alone refuses a wrong job, with its own messages."""
+    generate = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            document = made()
+            document = generate()
             schema = JobSpec.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas = document["components"]["schemas"]
             schemas.update(schema.pop("$defs", {}))
@@ -86,13 +128,3 @@ def _document_jobs(app: FastAPI) -> None:
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _figures(service: ServiceContext) -> Figures:
-    health = service.controller.health()
-    return Figures(
-        jobs=health["jobs"],
-        workers=Counter(str(worker["state"]) for worker in service.controller.workers()),
-        totals=health["totals"],
-        gauges=health["gauges"],
-    )

@@ -1,5 +1,7 @@
-"""What the routes work with: the service's parts, and whose request it is. Each is a dependency of a route, and a
-coroutine: FastAPI runs a plain function in a thread of its own for every request."""
+"""Authentication, and the context that routes work with, as FastAPI dependencies.
+
+Every dependency is a coroutine: FastAPI would run a plain function in a thread for every request.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +28,8 @@ from rookery.telemetry.prometheus import Prometheus
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceContext:
+    """The parts of a running service that routes use."""
+
     controller: Controller
     database: Database
     artifacts: Artifacts
@@ -34,12 +38,12 @@ class ServiceContext:
     ids: IdGenerator
     prometheus: Prometheus
     closing: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the service begins to stop, so that streams end instead of holding it up."""
+    """Set when the service begins to stop, so that streams end and do not delay it."""
 
 
-async def parts(connection: HTTPConnection) -> ServiceContext:
-    found: ServiceContext = connection.app.state.parts
-    return found
+async def service_context(connection: HTTPConnection) -> ServiceContext:
+    context: ServiceContext = connection.app.state.context
+    return context
 
 
 _bearer = HTTPBearer(auto_error=False, description="An API key, tml-…")
@@ -50,47 +54,49 @@ async def key_hash(
     bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
     header: Annotated[str | None, Depends(_header)],
 ) -> str:
-    """The hash of the request's API key; empty where it has none."""
+    """The hash of the request's API key; empty without one."""
     key = bearer.credentials if bearer is not None else header
     return hash_key(key) if key else ""
 
 
 async def tenant(
-    connection: HTTPConnection, known: Annotated[ServiceContext, Depends(parts)], key: Annotated[str, Depends(key_hash)]
+    connection: HTTPConnection,
+    context: Annotated[ServiceContext, Depends(service_context)],
+    key: Annotated[str, Depends(key_hash)],
 ) -> TenantRow:
-    """The owner of the request's API key, found by the key's hash, once for each request. A missing and a wrong key
-    answer the same: :class:`Unauthorized`."""
+    """The owner of the request's API key, looked up by the key's hash once per request. Raises :class:`Unauthorized`
+    for a missing and for a wrong key, with the same message."""
     owner: TenantRow | None = getattr(connection.state, "owner", None)
     if owner is None and key:
-        owner = connection.state.owner = await asyncio.to_thread(known.database.tenant_of_key, key)
+        owner = connection.state.owner = await asyncio.to_thread(context.database.tenant_of_key, key)
     if owner is None:
         raise Unauthorized("no valid API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'")
     return owner
 
 
 class AuthenticatedRoute(APIRoute):
-    """A route that needs a key, and looks at it before the body is read. By itself FastAPI reads and parses a JSON body
-    before it asks any dependency, so that whoever has no key could make the service do that."""
+    """A route that needs an API key and checks it before it reads the body. FastAPI alone would read and parse a JSON
+    body before any dependency, so a client without a key could make the service do that work."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:
             key = await key_hash(await _bearer(request), await _header(request))
-            await tenant(request, await parts(request), key)
+            await tenant(request, await service_context(request), key)
             return await handle(request)
 
         return handler
 
 
 async def administrator(owner: Annotated[TenantRow, Depends(tenant)]) -> TenantRow:
-    """Raises :class:`Forbidden` for a tenant's key: that these things exist is no secret."""
+    """Raises :class:`Forbidden` for a tenant's key: the existence of these routes is not secret."""
     if not owner.admin:
         raise Forbidden("this needs the administrator's key (admin.key in the service's data folder)")
     return owner
 
 
-Service = Annotated[ServiceContext, Depends(parts)]
+Service = Annotated[ServiceContext, Depends(service_context)]
 Owner = Annotated[TenantRow, Depends(tenant)]
 KeyHash = Annotated[str, Depends(key_hash)]
 Administrator = Annotated[TenantRow, Depends(administrator)]

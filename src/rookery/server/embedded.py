@@ -1,4 +1,4 @@
-"""A service inside another program: in a thread with a loop of its own, for as long as a ``with`` block."""
+"""A service inside another program: in a thread with its own event loop, for the duration of a ``with`` block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger("rookery.server")
 
 
 class EmbeddedService:
-    """``url`` and ``key`` are how to reach it. What keeps it from starting is raised on entering."""
+    """``url`` and ``key`` (the administrator's) are set once it runs. Entering raises the errors of a failed start."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -66,7 +66,7 @@ class EmbeddedService:
         try:
             await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
-                log.error("the service ends: %s", serving.exception())
+                log.error("the service stopped: %s", serving.exception())
         finally:
             for task in (stopping, serving):
                 task.cancel()

@@ -1,9 +1,10 @@
-"""The service as one thing that starts and stops: data folder, database, controller, HTTP, and the local processes.
+"""Starts and stops a service: data folder, database, controller, HTTP server and local processes.
 
-* It starts whole or not at all: whatever had started ends again, and the reason is one line.
-* It stops in the reverse order and leaves nothing running; jobs stay as they are and go on at the next start. However
-  this process ends, the processes that it started end with it.
-* Two services can live in one program: nothing is global but logging, which is given back.
+* A start is complete or has no effect: after a failure, everything already started is stopped, and the error is one
+  line.
+* A stop happens in the reverse order and leaves nothing running; jobs resume at the next start. However this process
+  ends, its child processes end with it.
+* Two services can run in one process: nothing is global except logging, which is restored.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ import uvicorn
 
 from rookery import protocol
 from rookery.aio import RandomIds, SystemClock
+from rookery.cluster.local import LocalCluster
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.environments.builtins import find
 from rookery.errors import Unavailable, UserError
 from rookery.server.app import build
 from rookery.server.auth import ServiceContext
-from rookery.server.local_cluster import LocalCluster
-from rookery.server.models import Models
+from rookery.server.base_models import BaseModels
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFolder, hash_key
@@ -47,15 +48,14 @@ from rookery.tokenization.registry import resolve
 log = logging.getLogger("rookery.server")
 
 KEEP_ALIVE_SECONDS = 75
-"""An idle connection is kept this long: longer than clients keep theirs, so that it is they who close."""
-
+"""Lifetime of an idle connection: longer than clients keep theirs, so that the client closes it."""
 
 CLAIM_SECONDS = 5.0
-"""How often a service makes sure that its database is still its own."""
+"""Interval at which a service renews its claim on the database."""
 
 
 class _Server(uvicorn.Server):
-    """uvicorn as a part of this process: it leaves signals alone and says when it listens."""
+    """uvicorn without signal handlers; ``up`` is set when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -71,21 +71,21 @@ class _Server(uvicorn.Server):
 
 
 class Service:
-    """A Rookery service on ``settings``. ``url`` and ``admin_key`` are known once it has started."""
+    """A Rookery service. ``url`` and ``admin_key`` are set once it has started."""
 
     def __init__(self, settings: Settings, handlers: list[logging.Handler] | None = None) -> None:
-        """``handlers`` get the log's lines too, beside the file in the data folder."""
+        """``handlers`` receive the log lines in addition to the file in the data folder."""
         self.settings = settings
         self.url = ""
         self.admin_key = ""
         self._handlers = handlers or []
         self._stack = AsyncExitStack()
         self._serving: asyncio.Task[None] | None = None
-        self._holding: asyncio.Task[None] | None = None
+        self._claiming: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
 
     async def start(self) -> None:
-        """Raises :class:`UserError` for what a person can mend: the port, the data folder, the settings."""
+        """Raises :class:`UserError` for a problem that a person can fix: the port, the data folder, a setting."""
         try:
             await self._start()
         except BaseException:
@@ -98,9 +98,9 @@ class Service:
         await self._stack.aclose()
 
     async def serving(self) -> None:
-        """Returns only when serving ends by itself, which is an error; raises it. So does losing the database."""
-        assert self._serving is not None and self._holding is not None
-        tasks = (self._serving, self._holding)
+        """Wait until the service fails, because the HTTP server ended or the database was lost, and raise the error."""
+        assert self._serving is not None and self._claiming is not None
+        tasks = (self._serving, self._claiming)
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
@@ -134,27 +134,27 @@ class Service:
         clock, ids, writer = SystemClock(), RandomIds(), StorageWriter()
         opened.callback(writer.close)
         self.admin_key = folder.admin_key()
-        await asyncio.to_thread(_admit, database, self.admin_key, ids.new("tenant"), clock.time())
+        await asyncio.to_thread(_register_admin_key, database, self.admin_key, ids.new("tenant"), clock.time())
         artifacts = Artifacts(folder.artifacts)
-        prepared = Models(settings)
-        opened.push_async_callback(prepared.close)
+        base_models = BaseModels(settings)
+        opened.push_async_callback(base_models.close)
 
-        async def authenticate(given: str) -> str | None:
-            if hmac.compare_digest(given.encode(), token.encode()):
+        async def authenticate(key: str) -> str | None:
+            if hmac.compare_digest(key.encode(), token.encode()):
                 return SERVICE
-            owner = await asyncio.to_thread(database.tenant_of_key, hash_key(given))
+            owner = await asyncio.to_thread(database.tenant_of_key, hash_key(key))
             return None if owner is None else owner.id
 
-        local = LocalCluster(settings, self.url, token)
+        cluster = LocalCluster(settings, self.url, token)
         controller = Controller(
             Store(database, writer),
             artifacts,
             settings,
             clock=clock,
             ids=ids,
-            chat=prepared.chat,
+            chat=base_models.chat,
             check_environment=lambda id, options: find(id).vet(options),
-            provide=local.provide,
+            provide=cluster.provide,
             authenticate=authenticate,
             worker_token=token,
             jobs_folder=folder.jobs,
@@ -162,7 +162,7 @@ class Service:
         opened.push_async_callback(controller.stop)
         await controller.start()
 
-        parts = ServiceContext(
+        context = ServiceContext(
             controller=controller,
             database=database,
             artifacts=artifacts,
@@ -172,19 +172,19 @@ class Service:
             prometheus=Prometheus(),
             closing=self._closing,
         )
-        await self._serve(build(parts), listening)
-        self._holding = asyncio.create_task(self._hold(database), name="claim")
-        opened.push_async_callback(_ended, self._holding)
-        opened.push_async_callback(local.stop)  # first of all, so that workers can send what they have
-        await local.start()
+        await self._serve(build(context), listening)
+        self._claiming = asyncio.create_task(self._claim(database), name="claim")
+        opened.push_async_callback(_cancel, self._claiming)
+        opened.push_async_callback(cluster.stop)  # runs first, so that workers can send their results
+        await cluster.start()
 
     @staticmethod
-    async def _hold(database: Database) -> None:
-        """Make sure, for ever, that the database is this service's alone. Raises :class:`UserError` when another one
-        has taken it while it could not be reached from here."""
+    async def _claim(database: Database) -> None:
+        """Renew the claim on the database. Raises :class:`UserError` when another service has claimed it while it could
+        not be reached from here."""
         while True:
             await asyncio.sleep(CLAIM_SECONDS)
-            with contextlib.suppress(Unavailable):  # whoever needs it says so
+            with contextlib.suppress(Unavailable):  # callers of the database report it
                 await asyncio.to_thread(database.claim)
 
     async def _serve(self, app: Any, listening: socket.socket) -> None:
@@ -215,22 +215,22 @@ class Service:
             raise RuntimeError("the HTTP server did not start")
 
 
-async def _ended(task: asyncio.Task[None]) -> None:
+async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
 async def serve(settings: Settings) -> None:
-    """Run a service until SIGINT or SIGTERM, telling the terminal. Raises what :meth:`Service.start` raises."""
-    own = asyncio.current_task()
-    assert own is not None
+    """Run a service until SIGINT or SIGTERM and log to the terminal. Raises the errors of :meth:`Service.start`."""
+    task = asyncio.current_task()
+    assert task is not None
     loop = asyncio.get_running_loop()
-    told = False
+    interrupted = False
 
     def end() -> None:
-        nonlocal told
-        told = True
-        own.cancel()
+        nonlocal interrupted
+        interrupted = True
+        task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, end)
@@ -240,9 +240,9 @@ async def serve(settings: Settings) -> None:
                 print(line, file=sys.stderr, flush=True)
             await service.serving()
     except asyncio.CancelledError:
-        if not told:
+        if not interrupted:
             raise
-        own.uncancel()
+        task.uncancel()
     finally:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)
@@ -251,19 +251,19 @@ async def serve(settings: Settings) -> None:
 def _greeting(service: Service) -> list[str]:
     data = service.settings.data
     return [
-        f"Rookery serves at {service.url} (API: {service.url}/docs); Ctrl-C ends it, jobs go on at the next start",
+        f"Rookery serves at {service.url} (API: {service.url}/docs); Ctrl-C stops it, jobs resume at the next start",
         f"data: {data}   admin key: {data / ADMIN_KEY_FILE}   logs: {data / 'logs'}",
         f"more workers: rookery worker --connect {service.url} --token $(cat {data / WORKER_TOKEN_FILE})",
     ]
 
 
-def _admit(database: Database, key: str, id: str, now: float) -> None:
-    """Makes the administrator's key of the data folder a key of the administrator, who is made if there is none."""
+def _register_admin_key(database: Database, key: str, id: str, now: float) -> None:
+    """Registers the key in the data folder as a key of the administrator, whose tenant is created if there is none."""
     if database.tenant_of_key(hash_key(key)) is None:
         known = next((row for row in database.list_tenants() if row.admin), None)
         if known is not None and any(row.hash == hash_key(key) for row in database.keys(known.id)):
             raise UserError(
-                f"the key in {ADMIN_KEY_FILE} was revoked; remove the file, and the next start makes another"
+                f"the key in {ADMIN_KEY_FILE} was revoked; delete the file, and the next start creates a new key"
             )
         admin = known if known is not None else database.create_tenant(id, "admin", now, admin=True)
         database.add_key(hash_key(key), admin.id, "admin.key", now)
@@ -273,23 +273,21 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, port), family=family, backlog=2048)
-        # Connections inherit it. Else a reply's body waits for the acknowledgement of its head: 40 ms for every reply.
+        # Inherited by connections. Else the body of a response waits for the acknowledgement of its headers, 40 ms.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
     except socket.gaierror as error:
-        raise UserError(f"address {host} cannot be listened on ({error.strerror}); give another with --host") from None
+        raise UserError(f"cannot listen on address {host} ({error.strerror}); give another one with --host") from None
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UserError(
-                f"port {port} on {host} is taken; stop what listens there, or give another one with --port"
+                f"port {port} on {host} is in use; stop the process that listens there, or give another one with --port"
             ) from None
-        raise UserError(
-            f"{host}:{port} cannot be listened on ({error.strerror}); give another --host or --port"
-        ) from None
+        raise UserError(f"cannot listen on {host}:{port} ({error.strerror}); give another --host or --port") from None
 
 
 def _reachable(host: str) -> str:
-    """An address of this machine under which the one that is listened on can be reached."""
+    """An address of this machine at which a listener on ``host`` can be reached."""
     if host in ("0.0.0.0", ""):
         return "127.0.0.1"
     if host == "::":

@@ -1,6 +1,6 @@
-"""How the OpenAI face writes answers: choices while they grow, as pieces of a stream or as a whole.
+"""Responses of the OpenAI API: choices as they are sampled, written as chunks of a stream or as one message.
 
-A *piece* is what of a choice was not sent yet; the pieces of a stream, joined, are what the whole answer says.
+A delta is the part of a choice that was not sent yet; the deltas of a stream, joined, equal the message.
 """
 
 from __future__ import annotations
@@ -18,51 +18,55 @@ from rookery.tokenization.detokenizer import StreamingText
 
 
 class Choice:
-    """One answer while it grows. ``told`` and ``logged`` are how many of its tokens were sent, as ids and with their
-    text."""
+    """One completion while it is sampled. ``ids_sent`` and ``logprobs_sent`` count the tokens whose ids and whose
+    log-probabilities were sent."""
 
-    def __init__(self, index: int, question: PreparedPrompt, seed: int, stops: Sequence[str]) -> None:
+    def __init__(self, index: int, prompt: PreparedPrompt, seed: int, stops: Sequence[str]) -> None:
         self.index = index
-        self.question = question
+        self.prompt = prompt
         self.seed = seed
-        self.text = StreamingText(question.chat.pieces, stops)
+        self.text = StreamingText(prompt.chat.pieces, stops)
         self.reply = SamplingResult()
-        self.told = 0
-        self.logged = 0
+        self.ids_sent = 0
+        self.logprobs_sent = 0
 
-    def take(self, *, last: bool) -> str:
-        """Takes in what came; the text that can be shown further."""
+    def next_text(self, *, last: bool) -> str:
+        """The further text that can be sent, given the tokens of ``reply``."""
         return self.text.take(self.reply.tokens[len(self.text.starts) :], last=last)
 
 
 class ResponseFormat:
-    """How an endpoint writes its answers."""
+    """The response format of an endpoint: one completion request, whole or streamed."""
 
-    kind = ""
-    stream_kind = ""
-    prefix = ""
+    object_type = ""
+    chunk_type = ""
+    id_prefix = ""
 
-    def __init__(self, service: ServiceContext, asked: CompletionOptions, model: str, *, logprobs: bool) -> None:
-        self.asked = asked
-        self.id = service.ids.new(self.prefix)
+    def __init__(self, service: ServiceContext, options: CompletionOptions, model: str, *, logprobs: bool) -> None:
+        self.options = options
+        self.id = service.ids.new(self.id_prefix)
         self._head = {"id": self.id, "created": int(service.clock.time()), "model": model}
         self._logprobs = logprobs
 
+    @property
+    def include_usage(self) -> bool:
+        """Whether the stream reports token counts."""
+        return self.options.stream_options is not None and self.options.stream_options.include_usage
+
     def body(self, choices: Sequence[Choice], usage: dict[str, int]) -> dict[str, Any]:
-        """The whole answer."""
-        written = [self.message(choice) for choice in choices]
-        return {**self._head, "object": self.kind, "choices": written, "usage": usage}
+        """The body of a response that is not streamed."""
+        messages = [self.message(choice) for choice in choices]
+        return {**self._head, "object": self.object_type, "choices": messages, "usage": usage}
 
     def chunk(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
         """One event of a stream."""
-        data = {**self._head, "object": self.stream_kind, "choices": choices}
-        options = self.asked.stream_options
-        if options is not None and options.include_usage:
+        data = {**self._head, "object": self.chunk_type, "choices": choices}
+        if self.include_usage:
             data["usage"] = usage
         return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
     def first_chunk(self, choice: Choice) -> dict[str, Any] | None:
-        """The first piece of a choice, before anything was sampled."""
+        """The first chunk of a choice, before any token was sampled; None where the format has none."""
         raise NotImplementedError
 
     def delta(self, choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
@@ -72,11 +76,11 @@ class ResponseFormat:
         raise NotImplementedError
 
     def _tokens(self, choice: Choice) -> dict[str, Any]:
-        """The extension's fields for the tokens that were not told yet."""
-        if not self.asked.return_token_ids:
+        """The extension fields for the tokens that were not sent yet."""
+        if not self.options.return_token_ids:
             return {}
-        reply, first = choice.reply, choice.told
-        choice.told = len(reply.tokens)
+        reply, first = choice.reply, choice.ids_sent
+        choice.ids_sent = len(reply.tokens)
         return {
             "token_ids": reply.tokens[first:],
             "token_logprobs": reply.logprobs[first:],
@@ -84,19 +88,19 @@ class ResponseFormat:
         }
 
     def _prompt(self, choice: Choice) -> dict[str, Any]:
-        return {"prompt_token_ids": choice.question.prompt} if self.asked.return_token_ids else {}
+        return {"prompt_token_ids": choice.prompt.prompt} if self.options.return_token_ids else {}
 
     @staticmethod
-    def _shown(choice: Choice) -> range:
-        """The tokens whose text began to show since the last call."""
-        first, choice.logged = choice.logged, choice.text.tokens_shown
-        return range(first, choice.logged)
+    def _next_logprobs(choice: Choice) -> range:
+        """The tokens whose text was reached since the last call."""
+        first, choice.logprobs_sent = choice.logprobs_sent, choice.text.tokens_shown
+        return range(first, choice.logprobs_sent)
 
 
 class ChatFormat(ResponseFormat):
-    kind = "chat.completion"
-    stream_kind = "chat.completion.chunk"
-    prefix = "chatcmpl"
+    object_type = "chat.completion"
+    chunk_type = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
 
     def first_chunk(self, choice: Choice) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
@@ -104,25 +108,25 @@ class ChatFormat(ResponseFormat):
 
     def delta(self, choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
         delta = {"content": text} if text else {}
-        found = {"index": choice.index, "delta": delta, "logprobs": self._log(choice), "finish_reason": finish}
-        return {**found, **self._tokens(choice)}
+        chunk = {"index": choice.index, "delta": delta, "logprobs": self._logprobs_of(choice), "finish_reason": finish}
+        return {**chunk, **self._tokens(choice)}
 
     def message(self, choice: Choice) -> dict[str, Any]:
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text.shown, "refusal": None},
-            "logprobs": self._log(choice),
+            "logprobs": self._logprobs_of(choice),
             "finish_reason": choice.reply.finish,
             **self._prompt(choice),
             **self._tokens(choice),
         }
 
-    def _log(self, choice: Choice) -> dict[str, Any] | None:
+    def _logprobs_of(self, choice: Choice) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         entries = []
-        for number in self._shown(choice):
-            data = choice.question.chat.pieces.written(choice.reply.tokens[number])
+        for number in self._next_logprobs(choice):
+            data = choice.prompt.chat.pieces.written(choice.reply.tokens[number])
             entries.append({
                 "token": _token_text(data), "bytes": list(data), "logprob": choice.reply.logprobs[number],
                 "top_logprobs": [],
@@ -131,26 +135,26 @@ class ChatFormat(ResponseFormat):
 
 
 class TextFormat(ResponseFormat):
-    kind = stream_kind = "text_completion"
-    prefix = "cmpl"
+    object_type = chunk_type = "text_completion"
+    id_prefix = "cmpl"
 
     def first_chunk(self, choice: Choice) -> dict[str, Any] | None:
-        if not self.asked.return_token_ids:
+        if not self.options.return_token_ids:
             return None
         return {"index": choice.index, "text": "", "logprobs": None, "finish_reason": None, **self._prompt(choice)}
 
     def delta(self, choice: Choice, text: str, finish: str | None) -> dict[str, Any]:
-        found = {"index": choice.index, "text": text, "logprobs": self._log(choice), "finish_reason": finish}
-        return {**found, **self._tokens(choice)}
+        chunk = {"index": choice.index, "text": text, "logprobs": self._logprobs_of(choice), "finish_reason": finish}
+        return {**chunk, **self._tokens(choice)}
 
     def message(self, choice: Choice) -> dict[str, Any]:
         return {**self._prompt(choice), **self.delta(choice, choice.text.shown, choice.reply.finish)}
 
-    def _log(self, choice: Choice) -> dict[str, Any] | None:
+    def _logprobs_of(self, choice: Choice) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        shown = self._shown(choice)
-        written = [choice.question.chat.pieces.written(choice.reply.tokens[number]) for number in shown]
+        shown = self._next_logprobs(choice)
+        written = [choice.prompt.chat.pieces.written(choice.reply.tokens[number]) for number in shown]
         return {
             "tokens": [_token_text(data) for data in written],
             "token_logprobs": [choice.reply.logprobs[number] for number in shown],
@@ -160,7 +164,7 @@ class TextFormat(ResponseFormat):
 
 
 def _token_text(data: bytes) -> str:
-    """A token as text; OpenAI's way of writing one that is no whole characters."""
+    """A token as text, in OpenAI's notation if it is not a sequence of whole characters."""
     try:
         return data.decode()
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
-"""What the OpenAI face takes, as its documentation shows it, and what it refuses.
+"""Request models of the OpenAI API, and the refusal of arguments that are not supported.
 
-Nothing that would change an answer is ignored: an argument that is not supported is refused by name, unless its value
-asks for what happens anyway.
+No argument that would change a response is ignored: an unsupported argument is refused by name, unless its value
+requests the default behaviour.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rookery.errors import UserError
 
@@ -42,9 +42,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1,),
 }
-"""Arguments that are not supported, and the values of each that ask for nothing. Null does so for all."""
+"""Unsupported arguments with the values of each that request the default behaviour. Null does so for all."""
 
-UNHEARD = {
+IGNORED = {
     "user",
     "metadata",
     "safety_identifier",
@@ -52,11 +52,11 @@ UNHEARD = {
     "prompt_cache_retention",
     "prompt_cache_options",
 }
-"""Arguments that say nothing about the answer."""
+"""Arguments that do not concern the response."""
 
 
 class UnsupportedField(UserError):
-    """A refusal that names the argument it is about."""
+    """The refusal of an argument, which ``param`` names."""
 
     def __init__(self, message: str, param: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -65,7 +65,7 @@ class UnsupportedField(UserError):
 
 
 class OpenAIModel(BaseModel):
-    """Base of what is read: what it does not name is kept, and looked at by :func:`refuse_unsupported`."""
+    """Base of the request models: unknown fields are kept, and :func:`refuse_unsupported` checks them."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -75,7 +75,7 @@ class StreamOptions(OpenAIModel):
 
 
 class CompletionOptions(OpenAIModel):
-    """What both endpoints take."""
+    """Fields of both endpoints."""
 
     model: str = Field(min_length=1, description="A base model, JOB (or JOB:latest), or JOB@VERSION")
     n: int | None = Field(None, ge=1, le=128)
@@ -89,7 +89,7 @@ class CompletionOptions(OpenAIModel):
 
     @property
     def stops(self) -> list[str]:
-        """Raises :class:`Refused`."""
+        """Raises :class:`UnsupportedField`."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if not all(stops) or len(stops) > 16:
             raise UnsupportedField("stop: up to 16 strings, none of them empty", "stop")
@@ -101,14 +101,21 @@ class TextPart(OpenAIModel):
     text: str
 
 
-class Message(OpenAIModel):
+class ConversationMessage(OpenAIModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart]
 
-    def plain(self, where: str) -> dict[str, str]:
-        """As templates read it. Raises :class:`Refused`."""
+    @field_validator("content", mode="before")
+    @classmethod
+    def _has_content(cls, value: Any) -> Any:
+        if value is None:
+            raise ValueError("null is not supported: give a text; tool calls, which replace it, are not supported")
+        return value
+
+    def for_template(self, where: str) -> dict[str, str]:
+        """The message as chat templates expect it. Raises :class:`UnsupportedField`."""
         for name, value in (self.model_extra or {}).items():
-            if value and name != "tool_call_id":  # an id tells the model nothing
+            if value and name != "tool_call_id":  # an id is not part of the prompt
                 raise UnsupportedField(
                     f"{where}.{name} is not supported: leave it out", f"{where}.{name}", "unknown_parameter"
                 )
@@ -117,14 +124,16 @@ class Message(OpenAIModel):
 
 
 class ChatRequest(CompletionOptions):
-    messages: list[Message] = Field(min_length=1)
+    messages: list[ConversationMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
 
 
 class CompletionRequest(CompletionOptions):
     prompt: str | list[int] | list[str] | list[list[int]] = Field(min_length=1)
-    logprobs: int | None = Field(None, ge=0, description="0 gives the log-probs of the tokens; more is not supported")
+    logprobs: int | None = Field(
+        None, ge=0, description="0 returns the log-probs of the tokens; larger values are not supported"
+    )
     best_of: int | None = None
 
     @property
@@ -136,10 +145,10 @@ class CompletionRequest(CompletionOptions):
         return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
 
 
-def refuse_unsupported(given: Mapping[str, Any] | None) -> None:
-    """Raises :class:`Refused` for the first argument, of those that no field takes, that asks for something."""
-    for name, value in (given or {}).items():
-        if value is None or name in UNHEARD or value in NEUTRAL.get(name, ()):
+def refuse_unsupported(fields: Mapping[str, Any] | None) -> None:
+    """Raises :class:`UnsupportedField` for the first unknown field whose value is not a default."""
+    for name, value in (fields or {}).items():
+        if value is None or name in IGNORED or value in NEUTRAL.get(name, ()):
             continue
         if name not in NEUTRAL:
             raise UnsupportedField(f"{name} is not supported: leave it out", name, "unknown_parameter")

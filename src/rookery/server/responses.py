@@ -1,12 +1,13 @@
-"""What every face answers with: JSON of typed data, and errors in one shape.
+"""Responses of every API: JSON bodies, and errors in one shape.
 
 An error is ``{"error": "<one line>"}`` with the status of its class, and ``"problems"`` where there are several lines.
-What was not foreseen is 500 with a line that says where the traceback is; it never shows one.
+An unexpected exception is status 500 with a line that points to the service's log; the traceback is never returned.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -14,43 +15,56 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from rookery.errors import RookeryError
 
 log = logging.getLogger("rookery.server")
 
 
-class Problem(BaseModel):
-    """Why a request was refused, for a person to read."""
+class ErrorResponse(BaseModel):
+    """The reason why a request failed, for a person to read."""
 
     error: str
     problems: list[str] | None = None
 
 
-PROBLEMS: dict[int | str, dict[str, Any]] = {
-    401: {"model": Problem, "description": "No key, or one that is not known"},
-    404: {"model": Problem, "description": "Nothing by that name belongs to this tenant"},
-    422: {"model": Problem, "description": "The request is refused; problems says every reason"},
-    503: {"model": Problem, "description": "What it needs is not there now; trying again later can help"},
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorResponse, "description": description}
+    for status, description in {
+        400: "The request cannot be carried out as it stands",
+        401: "No API key, or an unknown one",
+        403: "The API key does not permit this",
+        404: "Nothing by that name belongs to this tenant",
+        409: "The state of the object does not permit this now",
+        413: "The body is too large",
+        422: "The request is refused; problems has one line per reason",
+        503: "A resource is not available now; the same request can succeed later",
+        507: "The disk of the service is full",
+    }.items()
 }
-"""For ``responses=`` of a route, so that the API's documentation shows them."""
+"""For ``responses=`` of a router, so that the API's documentation lists them."""
+
+
+METHODS = ("DELETE", "GET", "PATCH", "POST", "PUT")
 
 
 def json_response(content: Any, status: int = 200) -> Response:
-    """``content`` (JSON-like data, structs included) as JSON; numbers that are not finite become null."""
+    """``content`` (JSON-like data, also structs) as a JSON response; numbers that are not finite become null."""
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
-def error_response(status: int, error: str, problems: list[str] | None = None) -> Response:
-    body: dict[str, Any] = {"error": " ".join(error.split())}
-    if problems is not None:
-        body["problems"] = problems
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+def error_response(
+    status: int, error: str, problems: list[str] | None = None, headers: Mapping[str, str] | None = None
+) -> Response:
+    body = ErrorResponse(error=" ".join(error.split()), problems=problems).model_dump_json(exclude_none=True)
+    if status == 401:
+        headers = {**(headers or {}), "WWW-Authenticate": "Bearer"}
+    return Response(body, status, headers, media_type="application/json")
 
 
 def add_exception_handlers(app: FastAPI) -> None:
-    """Makes every error of ``app`` answer in this shape."""
+    """Makes ``app`` return every error in this shape."""
 
     async def known(request: Request, error: Exception) -> Response:
         assert isinstance(error, RookeryError)
@@ -66,16 +80,25 @@ def add_exception_handlers(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
-            return error_response(404, f"nothing at {request.url.path}; /docs lists what there is")
-        return error_response(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+            return error_response(404, f"nothing at {request.url.path}; /docs lists the routes")
+        headers = error.headers
+        if error.status_code == 405:  # Starlette names the methods of the first matching route only
+            headers = {"Allow": ", ".join(method for method in METHODS if _is_allowed(request, method))}
+        line = f"{request.method} {request.url.path}: {error.detail}"
+        return error_response(error.status_code, line, headers=headers)
 
-    async def unforeseen(request: Request, error: Exception) -> Response:
+    async def unexpected(request: Request, error: Exception) -> Response:
         return error_response(500, f"internal error ({type(error).__name__}); the service's log has the traceback")
 
     app.add_exception_handler(RookeryError, known)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, unforeseen)
+    app.add_exception_handler(Exception, unexpected)
+
+
+def _is_allowed(request: Request, method: str) -> bool:
+    scope = {**request.scope, "method": method}
+    return any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
 
 
 def _line(detail: Any) -> str:

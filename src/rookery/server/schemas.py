@@ -1,57 +1,25 @@
-"""The shapes of the HTTP API, as its documentation shows them.
+"""The request and response models of ``/api/v1``, as its documentation shows them.
 
-What the controller tells (jobs, completions, trajectories) is defined once, beside it; :func:`documented` makes the
-documentation's model from it. Answers are sent as the controller gives them, a test holds them against the models here.
-Requests are read with the models here, which refuse unknown fields.
+Views of jobs, costs and completions are defined by the controller (:mod:`rookery.controller.views`) and used here as
+they are; the other responses are rows that the controller returns as dicts, and the models here validate and serialize
+them. Request models refuse unknown fields. A number that is not finite becomes null.
 """
 
 from __future__ import annotations
 
-import types
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
-import msgspec
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field
 
-from rookery.controller.jobs.trajectory import Trajectory
-from rookery.controller.views import CostView, FleetCost, JobView, Sampled
-from rookery.protocol import ChatMessage, Heartbeat
+from rookery.controller.views import CostView, FleetCost
 
-
-def documented(struct: type[msgspec.Struct]) -> type[BaseModel]:
-    """A pydantic model with the fields of ``struct``; structs inside it become models too."""
-    hints = get_type_hints(struct)
-    fields: dict[str, Any] = {name: (_translated(hints[name]), ...) for name in struct.__struct_fields__}
-    model: type[BaseModel] = create_model(struct.__name__, __doc__=struct.__doc__, **fields)
-    return model
-
-
-def _translated(annotation: Any) -> Any:
-    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
-        return documented(annotation)
-    if get_origin(annotation) in (list, dict, types.UnionType):
-        inner = tuple(_translated(argument) for argument in get_args(annotation))
-        if isinstance(annotation, types.UnionType):
-            union: Any = inner[0]
-            for other in inner[1:]:
-                union = union | other
-            return union
-        return get_origin(annotation)[inner]
-    return annotation
-
-
-Job = documented(JobView)
-Jobs = types.GenericAlias(list, (Job,))
-Completion = documented(Sampled)
-
-_Cost, _FleetCost = documented(CostView), documented(FleetCost)
-_Trajectory, _Turn, _Beat = documented(Trajectory), documented(ChatMessage), documented(Heartbeat)
+Role = Literal["system", "user", "assistant", "tool"]
 
 
 class MetricsRow(BaseModel):
-    """One optimizer step. Beside the fields here: ``reward/<name>`` for each of the environment's own metrics,
-    ``lag_share/<n>`` for the share of tokens that were n steps old, and what the loss counts; docs/operations.md says
-    what each means. A number that was not finite is null."""
+    """One optimizer step. Further fields: ``reward/<name>`` for each metric of the environment, ``lag_share/<n>`` for
+    the share of tokens that were n steps old, and the loss's own metrics; docs/operations.md explains each. A number
+    that was not finite is null."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -69,9 +37,9 @@ class MetricsRow(BaseModel):
     staleness_mean: float
     staleness_max: float
     versions_mean: float = Field(description="Versions that a mean episode's tokens came from")
-    tokens: float = Field(description="That carried the loss")
-    tokens_sampled: int = Field(description="By the job so far")
-    cost: float | None = Field(None, description="Of the job so far")
+    tokens: float = Field(description="Tokens that carried the loss")
+    tokens_sampled: int = Field(description="Sampled by the job so far")
+    cost: float | None = Field(None, description="Cost of the job so far")
     lr: float
     loss: float | None = None
     entropy: float | None = None
@@ -82,35 +50,55 @@ class MetricsRow(BaseModel):
     logp_diff_max: float | None = None
     grad_norm: float | None = None
     skipped: float | None = None
-    seconds: float | None = Field(None, description="The optimizer's own")
+    seconds: float | None = Field(None, description="Of the optimizer step")
     queue_seconds: float = Field(alias="seconds/queue")
     generation_seconds: float = Field(alias="seconds/generation")
     environment_seconds: float = Field(alias="seconds/environment")
     waiting_seconds: float = Field(alias="seconds/waiting")
     train_seconds: float = Field(alias="seconds/train")
-    commit_seconds: float | None = Field(None, alias="seconds/commit", description="Absent after a crash between both")
-    seed_seconds: float | None = Field(None, alias="seconds/seed", description="Where remote workers are used")
+    commit_seconds: float | None = Field(
+        None, alias="seconds/commit", description="Absent after a crash before it was measured"
+    )
+    seed_seconds: float | None = Field(None, alias="seconds/seed", description="Present where remote workers are used")
     trainer_wait_seconds: float | None = Field(None, alias="seconds/trainer_wait")
     remote_wait_seconds: float | None = Field(None, alias="seconds/remote_wait")
     remote_workers: float | None = None
 
 
-class Event(BaseModel):
-    """Something that happened to a job."""
+class JobEvent(BaseModel):
+    """An entry of a job's event log."""
 
     time: float
     kind: str
     text: str
 
 
-class EpisodeRow(BaseModel):
-    """An episode that ended. ``messages``, ``trajectories`` and ``finish`` are there while its text is kept."""
+class MessageView(BaseModel):
+    """A chat message."""
+
+    role: str
+    content: str
+
+
+class TrajectoryView(BaseModel):
+    """One sequence. ``prompt`` precedes the first reply; the other lists have one entry per later token. Where ``mask``
+    is false the token comes from the environment or the template: it has no loss, log-probability 0 and version -1."""
+
+    prompt: list[int]
+    tokens: list[int]
+    mask: list[bool]
+    logprobs: list[float]
+    versions: list[int]
+
+
+class EpisodeView(BaseModel):
+    """An episode that ended. ``messages``, ``trajectories`` and ``finish`` are present while its text is kept."""
 
     episode: str
     group: str
     ordinal: int = Field(description="The group's number in the job")
     group_state: str
-    consumed_by: int | None = Field(description="The version that was trained on it")
+    consumed_by: int | None = Field(description="The version that trained on it")
     prompt: Any
     state: str
     version: int | None
@@ -118,13 +106,15 @@ class EpisodeRow(BaseModel):
     metrics: dict[str, float | None]
     error: str
     finished: float | None
-    messages: list[_Turn] | None = None  # type: ignore[valid-type]
-    trajectories: list[_Trajectory] | None = None  # type: ignore[valid-type]
+    messages: list[MessageView] | None = None
+    trajectories: list[TrajectoryView] | None = None
     finish: Literal["done", "max_turns", "context"] | None = None
-    seconds: dict[str, float] | None = Field(None, description="In the queue, in generation, in the environment")
+    seconds: dict[str, float] | None = Field(
+        None, description="Time in the queue, in generation and in the environment"
+    )
 
 
-class HeldOutRow(BaseModel):
+class HeldOutView(BaseModel):
     prompt: Any
     reward: float | None
     answer: str
@@ -132,8 +122,8 @@ class HeldOutRow(BaseModel):
     error: str
 
 
-class Evaluation(BaseModel):
-    """A version's held-out figures. ``prompts`` counts the episodes that ended well."""
+class EvaluationView(BaseModel):
+    """The evaluation of a version on held-out prompts. ``prompts`` counts the episodes that completed."""
 
     version: int
     prompts: int
@@ -141,11 +131,11 @@ class Evaluation(BaseModel):
     stderr: float | None
     split: str
     seed: int
-    held_out: list[HeldOutRow]
+    held_out: list[HeldOutView]
 
 
-class Version(BaseModel):
-    """``kept``: whether its bytes are still there; ``lost``: why it was stepped back from, empty otherwise."""
+class VersionView(BaseModel):
+    """``kept``: whether its artifact still exists; ``lost``: why the policy was rolled back from it, else empty."""
 
     version: int
     parent: int | None
@@ -158,7 +148,7 @@ class Version(BaseModel):
     evaluation: float | None
 
 
-class BaseModelRow(BaseModel):
+class BaseModelView(BaseModel):
     name: str
     state: Literal["loaded", "prepared", "known", "refused"]
     reason: str = Field(description="Why it is refused")
@@ -166,34 +156,53 @@ class BaseModelRow(BaseModel):
     workers: int
 
 
-class WorkerRow(BaseModel):
+class HeartbeatView(BaseModel):
+    """A worker's last heartbeat. ``progress`` counts finished compute slices; token counts and bytes are totals since
+    the process began."""
+
+    epoch: int
+    progress: int
+    active: int
+    waiting: int
+    training: int
+    adapters: int
+    generated: int = Field(description="Tokens sampled")
+    trained: int = Field(description="Tokens trained on, with or without loss; prompts count once in each pass")
+    decode_seconds: float
+    train_seconds: float
+    memory_bytes: int
+    pulled_from_peers: int = Field(description="Bytes of artifacts pulled from other workers")
+    pulled_from_service: int = Field(description="Bytes of artifacts pulled from the service")
+
+
+class WorkerView(BaseModel):
     name: str
     state: Literal["joining", "catching up", "serving", "suspect", "draining", "gone"]
     seconds: float = Field(description="In this state")
     model: str
     roles: list[str]
     kind: Literal["reserved", "preemptible"]
-    price: float = Field(description="Of an hour, in its owner's unit")
-    address: str = Field(description="Where other workers may pull adapters from it; empty where they may not")
+    price: float = Field(description="Per hour, in the operator's unit")
+    address: str = Field(description="Where other workers pull adapters from it; empty where they cannot")
     device: str
     host: str
     pid: int
-    adapters: int = Field(description="That it said it has")
-    requests: int = Field(description="That it was given and has not ended")
-    tokens_per_second: float = Field(description="Sampled, over its last beats")
-    note: str = Field(description="What an operator should know, such as why it is given nothing")
-    max_flush_tokens: int = Field(description="The most tokens that one of its flushes brought")
-    beat: _Beat | None  # type: ignore[valid-type]
+    adapters: int = Field(description="Adapters that it reported as cached")
+    requests: int = Field(description="Requests in flight")
+    tokens_per_second: float = Field(description="Sampled, over its last heartbeats")
+    note: str = Field(description="A message for the operator, such as why it gets no work")
+    max_flush_tokens: int = Field(description="The most tokens in one of its flushes")
+    beat: HeartbeatView | None
 
 
 class RequestModel(BaseModel):
-    """Base of what is asked for: an unknown field is a mistake."""
+    """Base of the request models: an unknown field is refused."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class SampleMessage(RequestModel):
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Role
     content: str
 
 
@@ -203,17 +212,17 @@ class SampleRequest(RequestModel):
     target: str = Field(min_length=1)
     messages: list[SampleMessage] = Field(min_length=1)
     max_tokens: int = Field(256, ge=1, le=131072)
-    temperature: float = Field(1.0, ge=0, le=10, description="0 takes the likeliest token each time")
+    temperature: float = Field(1.0, ge=0, le=10, description="0 always takes the likeliest token")
     seed: int | None = Field(None, ge=0, lt=2**63, description="The same seed gives the same text; drawn when absent")
     stop: list[str] = Field(default_factory=list, max_length=16)
 
 
-class DatasetAnswer(BaseModel):
+class UploadedDataset(BaseModel):
     dataset: str = Field(description="SHA-256 of the bytes; jobs name it as environment.dataset")
     rows: int
 
 
-class AdapterAnswer(BaseModel):
+class UploadedAdapter(BaseModel):
     adapter: str = Field(description="Hash of the upload; jobs name it as policies.<name>.warm_start.upload")
 
 
@@ -221,7 +230,7 @@ class NewTenant(RequestModel):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
 
 
-class TenantAnswer(BaseModel):
+class TenantView(BaseModel):
     id: str
     name: str
     created: float
@@ -231,49 +240,50 @@ class NewKey(RequestModel):
     label: str = Field("", max_length=100)
 
 
-class KeyAnswer(BaseModel):
-    key: str = Field(description="Shown once; the service keeps only its hash")
+class CreatedKey(BaseModel):
+    key: str = Field(description="Returned once; the service stores only its hash")
     tenant: str
     label: str
 
 
-class KeyRow(BaseModel):
-    """A key; its text is nowhere."""
+class KeyView(BaseModel):
+    """An API key without its text."""
 
-    id: str = Field(description="Names the key where it is revoked")
+    id: str = Field(description="Identifies the key, for example to revoke it")
     label: str
     created: float
-    revoked: float | None = Field(description="Since when it is nobody's")
+    revoked: float | None = Field(description="When it was revoked, Unix seconds")
 
 
 class TenantCost(BaseModel):
-    """Everything that a tenant used. ``reserved_alone`` is told by job, for jobs may be of several base models."""
+    """The cost of all jobs of a tenant. ``reserved_alone`` is null: it is known per job, because jobs may use several
+    base models."""
 
     tenant: str
     name: str
-    cost: _Cost  # type: ignore[valid-type]
+    cost: CostView
 
 
 class Costs(BaseModel):
     tenants: list[TenantCost]
-    workers: list[_FleetCost]  # type: ignore[valid-type]
+    workers: list[FleetCost]
 
 
-class PromptRow(BaseModel):
+class PromptView(BaseModel):
     messages: list[dict[str, str]]
-    text: str = Field(description="As the chat template renders it")
+    text: str = Field(description="The prompt as the chat template renders it")
     tokens: int
 
 
 class DryRun(BaseModel):
-    """What a job would be: every default filled in, and three of its prompts as the policy would read them."""
+    """A job with every default filled in, and three of its prompts as the policy would read them."""
 
     spec: dict[str, Any]
-    prompts: list[PromptRow]
+    prompts: list[PromptView]
 
 
 class Health(BaseModel):
-    """The figures of ``/metrics``: jobs by state, totals since the service started, and how things are now."""
+    """The values of ``/metrics``: jobs by state, totals since the service started, and current gauges."""
 
     jobs: dict[str, int]
     totals: dict[str, int | float]

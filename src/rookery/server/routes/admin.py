@@ -1,79 +1,86 @@
-"""What only the administrator does: tenants, their keys, what they cost, the workers. A key's text leaves once, in the
-answer that makes it; from then on it is named by the beginning of its hash, which gives nobody anything."""
+"""Administration: tenants, their keys, costs and workers. Needs the administrator's key.
+
+The text of a key is returned once, by the request that creates it. After that a key is identified by the beginning of
+its hash, which authorizes nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter
 
 from rookery.errors import Conflict, NotFound
 from rookery.server.auth import Administrator, AuthenticatedRoute, KeyHash, Service
-from rookery.server.responses import PROBLEMS, json_response
-from rookery.server.schemas import Costs, KeyAnswer, KeyRow, NewKey, NewTenant, TenantAnswer, WorkerRow
+from rookery.server.responses import ERRORS
+from rookery.server.schemas import Costs, CreatedKey, KeyView, NewKey, NewTenant, TenantView, WorkerView
 from rookery.storage.data_dir import hash_key, new_key
+from rookery.storage.rows import KeyRow, TenantRow
 
 KEY_ID = 16
-"""Letters of a key's hash that name it: no two keys will ever share them."""
+"""Hex digits of a key's hash in its id: enough that no two keys share them."""
 
-routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=PROBLEMS, tags=["administration"])
-
-
-@routes.get("/workers", response_model=list[WorkerRow])
-async def workers(service: Service, owner: Administrator) -> Response:
-    return json_response(service.controller.workers())
+routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=ERRORS, tags=["administration"])
 
 
-@routes.get("/tenants", response_model=list[TenantAnswer])
-async def tenants(service: Service, owner: Administrator) -> Response:
-    found = await asyncio.to_thread(service.database.list_tenants)
-    return json_response([{"id": row.id, "name": row.name, "created": row.created} for row in found])
+def _tenant_view(row: TenantRow) -> TenantView:
+    return TenantView(id=row.id, name=row.name, created=row.created)
 
 
-@routes.post("/tenants", response_model=TenantAnswer, status_code=201)
-async def new_tenant(service: Service, owner: Administrator, asked: NewTenant) -> Response:
-    row = await asyncio.to_thread(
-        service.database.create_tenant, service.ids.new("tenant"), asked.name, service.clock.time()
-    )
-    return json_response({"id": row.id, "name": row.name, "created": row.created}, 201)
+def _key_view(row: KeyRow, revoked: float | None) -> KeyView:
+    return KeyView(id=row.hash[:KEY_ID], label=row.label, created=row.created, revoked=revoked)
 
 
-@routes.post("/tenants/{tenant}/keys", response_model=KeyAnswer, status_code=201)
-async def new_tenant_key(service: Service, owner: Administrator, tenant: str, asked: NewKey) -> Response:
-    """A new API key of a tenant. Keep it: it is never shown again."""
+@routes.get("/workers", response_model=list[WorkerView])
+async def workers(service: Service, owner: Administrator) -> Any:
+    return service.controller.workers()
+
+
+@routes.get("/tenants")
+async def tenants(service: Service, owner: Administrator) -> list[TenantView]:
+    return [_tenant_view(row) for row in await asyncio.to_thread(service.database.list_tenants)]
+
+
+@routes.post("/tenants", status_code=201)
+async def new_tenant(service: Service, owner: Administrator, request: NewTenant) -> TenantView:
+    id, now = service.ids.new("tenant"), service.clock.time()
+    return _tenant_view(await asyncio.to_thread(service.database.create_tenant, id, request.name, now))
+
+
+@routes.post("/tenants/{tenant}/keys", status_code=201)
+async def new_tenant_key(service: Service, owner: Administrator, tenant: str, request: NewKey) -> CreatedKey:
+    """Create an API key of a tenant. Keep it: it is never shown again."""
     row = await asyncio.to_thread(service.database.get_tenant, tenant)
     key = new_key()
-    await asyncio.to_thread(service.database.add_key, hash_key(key), row.id, asked.label, service.clock.time())
-    return json_response({"key": key, "tenant": row.id, "label": asked.label}, 201)
+    await asyncio.to_thread(service.database.add_key, hash_key(key), row.id, request.label, service.clock.time())
+    return CreatedKey(key=key, tenant=row.id, label=request.label)
 
 
-@routes.get("/tenants/{tenant}/keys", response_model=list[KeyRow])
-async def keys(service: Service, owner: Administrator, tenant: str) -> Response:
-    """A tenant's keys, oldest first, those that were revoked too."""
+@routes.get("/tenants/{tenant}/keys")
+async def keys(service: Service, owner: Administrator, tenant: str) -> list[KeyView]:
+    """A tenant's keys, oldest first, revoked ones included."""
     row = await asyncio.to_thread(service.database.get_tenant, tenant)
-    found = await asyncio.to_thread(service.database.keys, row.id)
-    return json_response(
-        [{"id": k.hash[:KEY_ID], "label": k.label, "created": k.created, "revoked": k.revoked} for k in found]
-    )
+    return [_key_view(key, key.revoked) for key in await asyncio.to_thread(service.database.keys, row.id)]
 
 
-@routes.delete("/tenants/{tenant}/keys/{key}", response_model=KeyRow)
-async def revoke_key(service: Service, owner: Administrator, used: KeyHash, tenant: str, key: str) -> Response:
-    """The key opens nothing any more; what its tenant has stays. The key that asks for this cannot be the one."""
+@routes.delete("/tenants/{tenant}/keys/{key}")
+async def revoke_key(service: Service, owner: Administrator, used: KeyHash, tenant: str, key: str) -> KeyView:
+    """Revoke a key; its tenant's data stays. The key of this request cannot revoke itself."""
     row = await asyncio.to_thread(service.database.get_tenant, tenant)
     found = next((k for k in await asyncio.to_thread(service.database.keys, row.id) if k.hash[:KEY_ID] == key), None)
     if found is None:
         raise NotFound(f"tenant {row.id} has no key {key}")
     if found.hash == used:
-        raise Conflict("this request was made with that key; revoke it with another one of the administrator's")
+        raise Conflict("this request was made with that key; revoke it with another key of the administrator")
     if found.revoked is not None:
-        raise Conflict(f"key {key} is revoked already")
+        raise Conflict(f"key {key} is already revoked")
     now = service.clock.time()
     await asyncio.to_thread(service.database.revoke_key, row.id, found.hash, now)
-    return json_response({"id": key, "label": found.label, "created": found.created, "revoked": now})
+    return _key_view(found, now)
 
 
 @routes.get("/costs", response_model=Costs)
-async def costs(service: Service, owner: Administrator) -> Response:
-    """What every tenant used, and what the workers cost."""
-    return json_response(await service.controller.costs())
+async def costs(service: Service, owner: Administrator) -> Any:
+    """The costs of every tenant, and of the workers."""
+    return await service.controller.costs()

@@ -1,11 +1,11 @@
-"""``/wire``: where workers and environment hosts dial in, and where big things are read and written with tickets.
+"""``/wire``: connections of workers and environment hosts, and transfers of artifacts and training data with tickets.
 
-* A WebSocket is a :class:`~rookery.protocol.connection.Link` and nothing more: who may speak is decided by the
-  controller
-  from the first frame.
-* Bytes need a ticket; neither a hash nor a name opens anything. What a ticket does not open is 404, as if it were not
-  there.
-* Uploads go from the socket to the disk in pieces, in a thread: nothing is held whole, and no other request waits.
+* A WebSocket is only a :class:`~rookery.protocol.connection.Connection`: the controller authenticates the peer from its
+  first frame.
+* Transfers need a ticket; a hash is a name, not a permission. Without a valid ticket the response is 404, as if the
+  artifact did not exist.
+* An upload is written from the socket to the disk in chunks, in a thread: it is never held whole, and no other request
+  waits.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rookery.server.auth import Service
 from rookery.server.responses import json_response
 
 HOP_BYTES = 1 << 20
-"""Handed to another thread at once: a hop costs more than writing what a socket gives at a time."""
+"""Bytes passed to another thread at once: a thread switch costs more than writing one read of a socket."""
 
 _NORMAL, _GOING_AWAY = 1000, 1001
 
 
-class WebSocketLink:
-    """A connected WebSocket as the controller sees it."""
+class WebSocketConnection:
+    """A connected WebSocket as a :class:`~rookery.protocol.connection.Connection`."""
 
     def __init__(self, socket: WebSocket) -> None:
         self._socket = socket
@@ -40,8 +40,8 @@ class WebSocketLink:
     async def send(self, frame: bytes) -> None:
         try:
             await self._socket.send_bytes(frame)
-        except (WebSocketDisconnect, RuntimeError) as error:  # RuntimeError: a send after the close went out
-            raise ConnectionClosed(str(error) or "the other end is gone") from None
+        except (WebSocketDisconnect, RuntimeError) as error:  # RuntimeError: a send after the close
+            raise ConnectionClosed(str(error) or "the peer has disconnected") from None
 
     async def receive(self) -> bytes:
         try:
@@ -54,18 +54,17 @@ class WebSocketLink:
         return content if content is not None else str(message.get("text", "")).encode()
 
     async def close(self, reason: str) -> None:
-        """The reason travels in the close frame, cut to the 123 bytes that there is room for."""
+        """The reason is sent in the close frame, cut to 123 bytes, which is its limit."""
         try:
             await self._socket.close(_GOING_AWAY, reason.encode()[:123].decode(errors="ignore"))
         except (WebSocketDisconnect, RuntimeError):
-            return  # it was closed already, which is what was asked for
+            return  # it is already closed
 
 
-class Served(FileResponse):
-    """A file, or the range of it that was asked for, in pieces large enough that the thread hops between them do not
-    matter."""
+class ArtifactFile(FileResponse):
+    """A file or the requested range of it, in chunks large enough that thread switches between them do not matter."""
 
-    chunk_size = 1 << 20
+    chunk_size = HOP_BYTES
 
 
 routes = APIRouter(prefix="/wire", include_in_schema=False)
@@ -76,35 +75,35 @@ Ticket = Annotated[str, Header(alias="X-Rookery-Ticket")]
 @routes.websocket("/worker")
 async def worker(socket: WebSocket, service: Service) -> None:
     await socket.accept()
-    await service.controller.serve_worker(WebSocketLink(socket))
+    await service.controller.serve_worker(WebSocketConnection(socket))
 
 
 @routes.websocket("/host")
 async def host(socket: WebSocket, service: Service) -> None:
     await socket.accept()
-    await service.controller.serve_host(WebSocketLink(socket))
+    await service.controller.serve_host(WebSocketConnection(socket))
 
 
 @routes.get("/artifacts/{digest}")
 async def manifest(service: Service, digest: str, ticket: Ticket = "") -> Response:
     if not service.controller.tickets.reads(ticket, digest):
-        raise NotFound("no such artifact, or the ticket is over")
+        raise NotFound("no such artifact, or the ticket has expired")
     return json_response(await asyncio.to_thread(service.artifacts.open, digest))
 
 
 @routes.get("/artifacts/{digest}/{name}")
 async def shard(service: Service, digest: str, name: str, ticket: Ticket = "") -> Response:
     if not service.controller.tickets.reads(ticket, digest):
-        raise NotFound("no such artifact, or the ticket is over")
+        raise NotFound("no such artifact, or the ticket has expired")
     path = await asyncio.to_thread(service.artifacts.path, digest, name)
-    return Served(path, media_type="application/octet-stream")
+    return ArtifactFile(path, media_type="application/octet-stream")
 
 
 @routes.get("/offers/{ticket}")
-async def offer(service: Service, ticket: str) -> Response:
+async def batch(service: Service, ticket: str) -> Response:
     content = service.controller.tickets.open_batch(ticket)
     if content is None:
-        raise NotFound("no such offer, or it was withdrawn")
+        raise NotFound("no such batch, or it was retracted")
     return Response(content, media_type="application/octet-stream")
 
 
@@ -112,36 +111,36 @@ async def offer(service: Service, ticket: str) -> Response:
 async def upload(service: Service, ticket: str, name: str, request: Request) -> Response:
     staging = service.controller.tickets.staging(ticket)
     if staging is None:
-        raise NotFound("no such upload, or it is over")
+        raise NotFound("no such upload, or it has ended")
     try:
-        written: protocol.Shard = await asyncio.to_thread(staging.write, name, pieces(request))
+        written: protocol.Shard = await asyncio.to_thread(staging.write, name, chunks(request))
     except ClientDisconnect:
-        raise BrokenUpload(f"upload of {name} broke off; nothing of it is kept") from None
+        raise UploadInterrupted(f"the upload of {name} was interrupted; nothing of it is stored") from None
     return json_response(written, 201)
 
 
-class BrokenUpload(RookeryError):
-    """The sender went away in the middle."""
+class UploadInterrupted(RookeryError):
+    """The sender disconnected during an upload."""
 
     status = 400
 
 
-def pieces(request: Request) -> Iterator[bytes]:
-    """The request's body for a consumer in another thread, in pieces as the socket gives them. Call it on the event
-    loop; raises :class:`ClientDisconnect` there where the sender goes away."""
+def chunks(request: Request) -> Iterator[bytes]:
+    """The request's body for a consumer in another thread. Call it on the event loop; the iterator raises
+    :class:`ClientDisconnect` when the sender disconnects."""
     loop = asyncio.get_running_loop()
     stream = request.stream()
 
-    async def following() -> list[bytes]:
-        """None are left when it is empty."""
+    async def next_chunks() -> list[bytes]:
+        """Empty at the end of the body."""
         found: list[bytes] = []
-        while sum(map(len, found)) < HOP_BYTES and (piece := await anext(stream, None)) is not None:
-            if piece:
-                found.append(piece)
+        while sum(map(len, found)) < HOP_BYTES and (chunk := await anext(stream, None)) is not None:
+            if chunk:
+                found.append(chunk)
         return found
 
     def consumed() -> Iterator[bytes]:
-        while found := asyncio.run_coroutine_threadsafe(following(), loop).result():
+        while found := asyncio.run_coroutine_threadsafe(next_chunks(), loop).result():
             yield from found
 
     return consumed()

@@ -1,40 +1,45 @@
-"""``/api/v1``: jobs, what they leave, models and samples. Every route is scoped by the key's tenant."""
+"""``/api/v1``: jobs, their results, models and samples. Every route is scoped by the key's tenant.
+
+The metrics stream is a series of server-sent events: ``metrics`` (one row, its id is the step), ``job`` (the job, when
+its state or reason changed) and ``end`` (the job, when it has ended; nothing follows). At least one event or comment is
+sent per heartbeat, so a reader can tell a quiet job from a dead connection. A reader resumes with ``Last-Event-ID`` or
+``after``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Body, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from rookery.controller.views import NUMBER
+from rookery.controller.views import NUMBER, Completion, JobView
 from rookery.environments.jsonl import read_jsonl
 from rookery.errors import NotFound
-from rookery.server.auth import AuthenticatedRoute, Owner, Service
+from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
 from rookery.server.peft_archive import pack, unpack
-from rookery.server.responses import PROBLEMS, json_response
+from rookery.server.responses import ERRORS
 from rookery.server.schemas import (
-    AdapterAnswer,
-    BaseModelRow,
-    Completion,
-    DatasetAnswer,
+    BaseModelView,
     DryRun,
-    EpisodeRow,
-    Evaluation,
-    Event,
+    EpisodeView,
+    EvaluationView,
     Health,
-    Job,
-    Jobs,
+    JobEvent,
     MetricsRow,
     SampleRequest,
-    Version,
+    UploadedAdapter,
+    UploadedDataset,
+    VersionView,
 )
-from rookery.server.streams import follow_job
 from rookery.spec.parsing import SpecError
+from rookery.storage.rows import FINAL_JOB_STATES
 
-routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=PROBLEMS)
+routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=ERRORS)
 
 JobData = Annotated[dict[str, Any], Body(description="A job: the fields of JobSpec")]
 IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key", max_length=200)]
@@ -43,42 +48,45 @@ OfVersion = Annotated[int | None, Query(ge=0, lt=2**63)]
 After = Annotated[int, Query(ge=-1, description="Only rows of later steps")]
 
 
-@routes.post("/jobs", response_model=Job, status_code=201, tags=["jobs"])
-async def submit(service: Service, owner: Owner, data: JobData, key: IdempotencyKey = None) -> Response:
-    """Submit a job. The same ``Idempotency-Key`` again answers 200 with the job that it made the first time."""
+@routes.post("/jobs", status_code=201, tags=["jobs"])
+async def submit(
+    service: Service, owner: Owner, data: JobData, response: Response, key: IdempotencyKey = None
+) -> JobView:
+    """Submit a job. A second request with the same ``Idempotency-Key`` returns the existing job with status 200."""
     _refuse_paths(data)
     view, created = await service.controller.submit(owner.id, data, key)
-    return json_response(view, 201 if created else 200)
+    response.status_code = 201 if created else 200
+    return view
 
 
 @routes.post("/jobs/dry-run", response_model=DryRun, tags=["jobs"])
-async def dry_run(service: Service, owner: Owner, data: JobData) -> Response:
+async def dry_run(service: Service, owner: Owner, data: JobData) -> Any:
     """Validate a job, fill in its defaults and render three of its prompts. Nothing is created."""
     _refuse_paths(data)
-    return json_response(await service.controller.dry_run(owner.id, data))
+    return await service.controller.dry_run(owner.id, data)
 
 
-@routes.get("/jobs", response_model=Jobs, tags=["jobs"])
-async def list_jobs(service: Service, owner: Owner) -> Response:
-    return json_response(await service.controller.list(owner.id))
+@routes.get("/jobs", response_model=list[JobView], tags=["jobs"])
+async def list_jobs(service: Service, owner: Owner) -> Any:
+    return await service.controller.list(owner.id)
 
 
-@routes.get("/jobs/{job}", response_model=Job, tags=["jobs"])
-async def show(service: Service, owner: Owner, job: str) -> Response:
-    return json_response(await service.controller.show(owner.id, job))
+@routes.get("/jobs/{job}", tags=["jobs"])
+async def show(service: Service, owner: Owner, job: str) -> JobView:
+    return await service.controller.show(owner.id, job)
 
 
-@routes.post("/jobs/{job}/{action}", response_model=Job, tags=["jobs"])
-async def act(service: Service, owner: Owner, job: str, action: Literal["pause", "resume", "cancel"]) -> Response:
-    """Pause a job (nothing is lost), let it go on, or end it for good. Answers the job as it is then."""
+@routes.post("/jobs/{job}/{action}", tags=["jobs"])
+async def act(service: Service, owner: Owner, job: str, action: Literal["pause", "resume", "cancel"]) -> JobView:
+    """Pause a job (nothing is lost), resume it, or end it for good. Returns the job."""
     await getattr(service.controller, action)(owner.id, job)
-    return json_response(await service.controller.show(owner.id, job))
+    return await service.controller.show(owner.id, job)
 
 
-@routes.get("/jobs/{job}/metrics", response_model=list[MetricsRow], tags=["results"])
-async def metrics(service: Service, owner: Owner, job: str, after: After = -1) -> Response:
-    """One row per optimizer step, as in the job's metrics.jsonl."""
-    return json_response(await service.controller.metrics(owner.id, job, after))
+@routes.get("/jobs/{job}/metrics", response_model=list[MetricsRow], response_model_exclude_unset=True, tags=["results"])
+async def metrics(service: Service, owner: Owner, job: str, after: After = -1) -> Any:
+    """One row per optimizer step."""
+    return await service.controller.metrics(owner.id, job, after)
 
 
 @routes.get("/jobs/{job}/metrics/stream", response_class=StreamingResponse, tags=["results"])
@@ -93,107 +101,139 @@ async def metrics_stream(
     await service.controller.show(owner.id, job)
     if last is not None and NUMBER.fullmatch(last):
         after = int(last)
-    events = follow_job(service, owner.id, job, after)
+    events = _follow_job(service, owner.id, job, after)
     return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
 
-@routes.get("/jobs/{job}/events", response_model=list[Event], tags=["results"])
-async def events(service: Service, owner: Owner, job: str, limit: Limit = 100) -> Response:
-    """What happened to the job, newest last."""
-    return json_response(await service.controller.events(owner.id, job, limit))
+@routes.get("/jobs/{job}/events", response_model=list[JobEvent], tags=["results"])
+async def events(service: Service, owner: Owner, job: str, limit: Limit = 100) -> Any:
+    """The job's event log, newest last."""
+    return await service.controller.events(owner.id, job, limit)
 
 
-@routes.get("/jobs/{job}/trajectories", response_model=list[EpisodeRow], tags=["results"])
-async def trajectories(
-    service: Service, owner: Owner, job: str, limit: Limit = 20, version: OfVersion = None
-) -> Response:
+@routes.get(
+    "/jobs/{job}/trajectories", response_model=list[EpisodeView], response_model_exclude_unset=True, tags=["results"]
+)
+async def trajectories(service: Service, owner: Owner, job: str, limit: Limit = 20, version: OfVersion = None) -> Any:
     """Recent episodes: text, tokens, log-probabilities, versions, rewards."""
-    return json_response(await service.controller.trajectories(owner.id, job, limit, version))
+    return await service.controller.trajectories(owner.id, job, limit, version)
 
 
-@routes.get("/jobs/{job}/evaluations", response_model=list[Evaluation], tags=["results"])
-async def evaluations(service: Service, owner: Owner, job: str) -> Response:
-    """Held-out figures of the versions that were evaluated."""
-    return json_response(await service.controller.evaluations(owner.id, job))
+@routes.get("/jobs/{job}/evaluations", response_model=list[EvaluationView], tags=["results"])
+async def evaluations(service: Service, owner: Owner, job: str) -> Any:
+    """Evaluations on held-out prompts, by version."""
+    return await service.controller.evaluations(owner.id, job)
 
 
-@routes.get("/jobs/{job}/policies/{policy}/versions", response_model=list[Version], tags=["results"])
-async def versions(service: Service, owner: Owner, job: str, policy: str) -> Response:
-    return json_response(await service.controller.versions(owner.id, job, policy))
+@routes.get("/jobs/{job}/policies/{policy}/versions", response_model=list[VersionView], tags=["results"])
+async def versions(service: Service, owner: Owner, job: str, policy: str) -> Any:
+    return await service.controller.versions(owner.id, job, policy)
 
 
 @routes.get(
     "/jobs/{job}/policies/{policy}/versions/{version}/adapter",
     response_class=Response,
-    responses={200: {"content": {"application/x-tar": {}}, "description": "The PEFT folder's files"}},
+    responses={200: {"content": {"application/x-tar": {}}, "description": "The files of the PEFT folder"}},
     tags=["results"],
 )
 async def adapter(service: Service, owner: Owner, job: str, policy: str, version: str) -> Response:
-    """The PEFT folder of a version (a number, or ``latest``) as a tar; the trainer's state is not in it."""
+    """The PEFT folder of a version (a number, or ``latest``) as a tar, without the trainer's state."""
     if version != "latest" and not NUMBER.fullmatch(version):
         raise NotFound(f"no version {version!r}; give a number or latest")
     number = None if version == "latest" else int(version)
     manifest = await service.controller.adapter(owner.id, job, policy, number)
-    size, pieces = await asyncio.to_thread(pack, service.artifacts, manifest, service.clock.time())
+    size, chunks = await asyncio.to_thread(pack, service.artifacts, manifest, service.clock.time())
     name = f"{job}-{policy}-{version}.tar"
     headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}"'}
-    return StreamingResponse(pieces, media_type="application/x-tar", headers=headers)
+    return StreamingResponse(chunks, media_type="application/x-tar", headers=headers)
 
 
-@routes.post("/sample", response_model=Completion, tags=["models"])
-async def sample(service: Service, owner: Owner, asked: SampleRequest) -> Response:
-    """One completion from a base model or a job's policy, by the engine that the rollouts use."""
-    messages = [message.model_dump() for message in asked.messages]
-    sampling = asked.model_dump(include={"max_tokens", "temperature", "seed", "stop"})
-    return json_response(await service.controller.sample(owner.id, asked.target, messages, sampling))
+@routes.post("/sample", tags=["models"])
+async def sample(service: Service, owner: Owner, request: SampleRequest) -> Completion:
+    """One completion from a base model or a job's policy, by the same engines as rollouts."""
+    messages = [message.model_dump() for message in request.messages]
+    sampling = request.model_dump(include={"max_tokens", "temperature", "seed", "stop"})
+    return await service.controller.sample(owner.id, request.target, messages, sampling)
 
 
-@routes.post(
-    "/datasets",
-    response_model=DatasetAnswer,
-    status_code=201,
-    openapi_extra={"requestBody": {"content": {"application/jsonl": {"schema": {"type": "string"}}}, "required": True}},
-    tags=["uploads"],
-)
-async def add_dataset(service: Service, owner: Owner, request: Request) -> Response:
+def _upload(media_type: str, **schema: str) -> dict[str, Any]:
+    """The documentation of a route that reads its body itself."""
+    content = {media_type: {"schema": {"type": "string", **schema}}}
+    return {"requestBody": {"content": content, "required": True}}
+
+
+@routes.post("/datasets", status_code=201, openapi_extra=_upload("application/jsonl"), tags=["uploads"])
+async def add_dataset(service: Service, owner: Owner, request: Request) -> UploadedDataset:
     """Upload the rows of a ``jsonl`` environment: one JSON object per line."""
     content = await request.body()
     rows = await asyncio.to_thread(read_jsonl, content)
-    digest = await service.controller.add_dataset(owner.id, content)
-    return json_response({"dataset": digest, "rows": len(rows)}, 201)
+    return UploadedDataset(dataset=await service.controller.add_dataset(owner.id, content), rows=len(rows))
 
 
 @routes.post(
-    "/adapters",
-    response_model=AdapterAnswer,
-    status_code=201,
-    openapi_extra={
-        "requestBody": {
-            "content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}},
-            "required": True,
-        }
-    },
-    tags=["uploads"],
+    "/adapters", status_code=201, openapi_extra=_upload("application/x-tar", format="binary"), tags=["uploads"]
 )
-async def add_adapter(service: Service, owner: Owner, request: Request) -> Response:
+async def add_adapter(service: Service, owner: Owner, request: Request) -> UploadedAdapter:
     """Upload a PEFT folder to start from: a tar with adapter_config.json and adapter_model.safetensors."""
     files = await asyncio.to_thread(unpack, await request.body())
-    return json_response({"adapter": await service.controller.add_adapter(owner.id, files)}, 201)
+    return UploadedAdapter(adapter=await service.controller.add_adapter(owner.id, files))
 
 
-@routes.get("/models", response_model=list[BaseModelRow], tags=["models"])
-async def models(service: Service, owner: Owner) -> Response:
-    """Base models: loaded (a worker has it), known (can be prepared), refused and why."""
-    return json_response(service.controller.models())
+@routes.get("/models", response_model=list[BaseModelView], tags=["models"])
+async def models(service: Service, owner: Owner) -> Any:
+    """Base models: loaded (a worker has it), known (can be prepared), or refused with the reason."""
+    return service.controller.models()
 
 
 @routes.get("/health", response_model=Health, tags=["service"])
-async def health(service: Service, owner: Owner) -> Response:
-    return json_response(service.controller.health())
+async def health(service: Service, owner: Owner) -> Any:
+    return service.controller.health()
+
+
+def _event(kind: str, data: bytes, id: int | None = None) -> bytes:
+    """One server-sent event; ``data`` is JSON on one line."""
+    number = b"" if id is None else f"id: {id}\n".encode()
+    return number + f"event: {kind}\n".encode() + b"data: " + data + b"\n\n"
+
+
+async def _follow_job(service: ServiceContext, tenant: str, job: str, after: int) -> AsyncIterator[bytes]:
+    """The events of ``job``, with the rows of steps later than ``after``, until it ends or the service stops."""
+
+    async def next_row() -> dict[str, Any] | None:
+        return await anext(rows, None)
+
+    rows = service.controller.follow(tenant, job, after)
+    closing = asyncio.ensure_future(service.closing.wait())
+    upcoming = asyncio.ensure_future(next_row())
+    shown: tuple[str, str] | None = None
+    try:
+        while not closing.done():
+            view = await service.controller.show(tenant, job)
+            if (view.state, view.reason) != shown:
+                shown = (view.state, view.reason)
+                yield _event("job", view.model_dump_json().encode())
+            else:
+                yield b": heartbeat\n\n"
+            interval = service.settings.worker.heartbeat_seconds
+            await asyncio.wait({upcoming, closing}, timeout=interval, return_when=asyncio.FIRST_COMPLETED)
+            while upcoming.done():
+                row = upcoming.result()
+                if row is None:
+                    view = await service.controller.show(tenant, job)
+                    if view.state in FINAL_JOB_STATES:
+                        yield _event("end", view.model_dump_json().encode())
+                    return
+                yield _event("metrics", msgspec.json.encode(row), row["step"])
+                upcoming = asyncio.ensure_future(next_row())
+                await asyncio.sleep(0)
+    finally:
+        for task in (upcoming, closing):
+            task.cancel()
+        await asyncio.gather(upcoming, closing, return_exceptions=True)
 
 
 def _refuse_paths(data: dict[str, Any]) -> None:
-    """A path means something on the machine of whoever wrote it, never here. Raises :class:`SpecError`."""
+    """A path names a file on the client's machine, which the service cannot read. Raises :class:`SpecError`."""
     problems = []
     environment = data.get("environment")
     for given, instead in (("path", "dataset"), ("eval_path", "eval_dataset")):

@@ -36,11 +36,11 @@ UNSUPPORTED = {
 """By part of a path that a client may request: why it is not served, and what to do instead."""
 
 
-def build(parts: ServiceContext) -> FastAPI:
+def build(context: ServiceContext) -> FastAPI:
     """Raises :class:`~rookery.server.tinker.protobuf.Missing` where the ``tinker`` package is not installed."""
     load()
     app = FastAPI(title="Rookery: Tinker-compatible API", version=SUPPORTED, docs_url=None, redoc_url=None)
-    app.state.parts = parts
+    app.state.context = context
     for routes in (sessions.routes, training.routes, samplers.routes, runs.routes):
         app.include_router(routes, prefix="/api/v1")
     app.include_router(openai.routes, prefix="/oai/api")

@@ -1,5 +1,5 @@
-"""Base models as the service needs them: prepared once, by a child process, since preparing takes torch; then only the
-chat template and the tokenizer are read here."""
+"""The base models of a service: each is prepared once in a child process, because preparing needs torch; the service
+itself reads only the chat template and the tokenizer."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from rookery.tokenization.registry import PREPARED, model_folder
 log = logging.getLogger("rookery.server")
 
 
-class Models:
-    """Chats by base model; each is loaded once, however many ask at the same time."""
+class BaseModels:
+    """Chat templates with tokenizers by base model; concurrent calls load each once."""
 
     def __init__(self, settings: Settings) -> None:
         self._cache = settings.cache
         self._loading: dict[str, asyncio.Task[Chat]] = {}
 
     async def chat(self, model: str) -> Chat:
-        """Prepares ``model`` if it was not. Raises :class:`UserError` where it cannot be, :class:`Unavailable` where it
-        can perhaps another time; a later call tries again."""
+        """The chat template of ``model``, prepared if necessary. Raises :class:`UserError` if it cannot be prepared,
+        :class:`Unavailable` for a failure that may be temporary; a later call tries again."""
         loading = self._loading.get(model)
         if loading is None or (loading.done() and (loading.cancelled() or loading.exception() is not None)):
             loading = self._loading[model] = asyncio.create_task(self._load(model), name=f"model {model}")
         return await asyncio.shield(loading)
 
     async def close(self) -> None:
-        """Ends what is still being prepared."""
+        """Stop preparing models."""
         for loading in self._loading.values():
             loading.cancel()
         await asyncio.gather(*self._loading.values(), return_exceptions=True)
@@ -48,14 +48,14 @@ class Models:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "rookery.worker.model.convert", model, "--cache", str(self._cache)),
             "--die-with-parent",
-            stdin=asyncio.subprocess.PIPE,  # never written to: its end tells the child that this process is gone
+            stdin=asyncio.subprocess.PIPE,  # never written to: it closes when this process ends
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
         try:
             assert process.stderr is not None
-            said = await process.stderr.read()
+            output = await process.stderr.read()
             await process.wait()
         except asyncio.CancelledError:
             with contextlib.suppress(ProcessLookupError):
@@ -63,7 +63,7 @@ class Models:
             await process.wait()
             raise
         if process.returncode != 0:
-            lines = said.decode(errors="replace").strip().splitlines()
+            lines = output.decode(errors="replace").strip().splitlines()
             problem = lines[-1] if lines else f"base_model: preparing {model} ended with {process.returncode}"
             raise UserError(problem) if process.returncode == EXIT_REFUSED else Unavailable(problem)
         log.info("base model %s is prepared", model)

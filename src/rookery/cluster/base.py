@@ -1,0 +1,41 @@
+"""What every way of starting workers shares: the interface of a cluster, and the memory allocator of a worker process.
+
+A training or decode step allocates hundreds of tensors and frees them. The C library's allocator reuses the blocks of a
+heap in turn, so a worker that has run for a while computes in memory that no cache holds; tcmalloc reuses the most
+recently freed block. Measured with two cores on the 135M model: a decode step of 64 rows takes 67 to 72 ms with the C
+library's allocator and 60 to 63 ms with tcmalloc; a job on a worker that had served 32 tenants before takes 18.5 and
+15.1 s of compute, on a fresh worker 16.5 s with either. The allocator is chosen by the process environment; no Python
+package provides one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ctypes.util import find_library
+from typing import Protocol
+
+PRELOAD = "LD_PRELOAD"
+
+
+class Cluster(Protocol):
+    """Starts the workers of a service, which then connect to it by themselves."""
+
+    async def start(self) -> None:
+        """Start the workers of the service's base models, and the host of the built-in environments."""
+
+    def provide(self, model: str) -> None:
+        """Make sure that there are workers for ``model``; called when a job names it."""
+
+    async def stop(self) -> None:
+        """End every process that was started."""
+
+
+def preloaded(environment: Mapping[str, str], name: str) -> dict[str, str]:
+    """``environment`` for a process that loads the allocator library ``name`` (as a linker names it) if this machine
+    has it. It is unchanged when the name is empty, or when an allocator (tcmalloc, jemalloc, mimalloc) is already
+    chosen."""
+    before = environment.get(PRELOAD, "")
+    if not name or "malloc" in before:
+        return dict(environment)
+    found = find_library(name)
+    return {**environment, PRELOAD: f"{found} {before}".strip()} if found else dict(environment)
