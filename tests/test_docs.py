@@ -21,7 +21,7 @@ from rookery.cli.app import app
 from rookery.client import Client
 from rookery.environments.builtins import BUILTINS, find
 from rookery.environments.reasoning_gym import REPLIES_ARE_CODE
-from rookery.environments.verifiers.verifiers import VERIFIERS, Expectation, Options
+from rookery.environments.verifiers.verifiers import VERIFIERS, Expectation, VerifierOptions
 from rookery.settings import SECTION_OF, Settings
 from rookery.spec import job as spec
 from rookery.spec import policy
@@ -45,7 +45,7 @@ JOB_PARTS: dict[str, type[BaseModel]] = {
     "checkpoints": spec.CheckpointSpec,
     "stop": spec.StopSpec,
     **{id: builtin.options for id, builtin in BUILTINS.items()},
-    "Common options": Options,
+    "Common options": VerifierOptions,
     **{name: verifier for name, verifier in VERIFIERS.items() if name != "math"},  # it has the common ones only
     "json fields": Expectation,
 }
@@ -82,7 +82,8 @@ def blocks(page: Path, language: str) -> Iterator[str]:
 
 def fields() -> Iterator[Any]:
     for section, model in JOB_PARTS.items():
-        inherited = Options.model_fields if issubclass(model, Options) and model is not Options else {}
+        common = issubclass(model, VerifierOptions) and model is not VerifierOptions
+        inherited = VerifierOptions.model_fields if common else {}
         for name, field in model.model_fields.items():
             tag = issubclass(model, tuple(VERIFIERS.values())) and name == "name"
             if name not in inherited and not tag:
@@ -144,7 +145,7 @@ def test_every_loss_and_every_verifier_is_documented() -> None:
         line = next(line for line in documented["loss"].splitlines() if line.startswith(f"| `{name}` |"))
         assert all(f"`{key}: {value}`" in line for key, value in parameters.items()), name
     assert set(VERIFIERS) <= set(documented)
-    assert set(VERIFIERS["math"].model_fields) == {*Options.model_fields, "name"}
+    assert set(VERIFIERS["math"].model_fields) == {*VerifierOptions.model_fields, "name"}
 
 
 def test_every_task_that_is_refused_is_documented() -> None:

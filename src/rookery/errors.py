@@ -1,4 +1,4 @@
-"""Errors that a person or a client will read. Each message is one line: what, where, what to do instead."""
+"""Errors for users and clients. Each message is one line: what, where, what to do instead."""
 
 from __future__ import annotations
 
@@ -8,54 +8,54 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 EXIT_REFUSED = 2
-"""Exit code of a child (worker, environment host, preparing a model) that cannot work as it was started: starting it
-again does not help."""
+"""Exit code of a child process (worker, environment host, model conversion) that cannot work as it was started: a
+restart does not help."""
 
 
 class RookeryError(Exception):
-    """Base. ``status`` is what an HTTP face answers."""
+    """Base class; ``status`` is the HTTP status of the answer."""
 
     status = 500
 
 
 class UserError(RookeryError):
-    """The request cannot be carried out as it stands; asking again unchanged will not help."""
+    """The request is wrong; repeating it unchanged does not help."""
 
     status = 400
 
 
 class Unauthorized(RookeryError):
-    """No key, or one that is not known."""
+    """No key, or an unknown one."""
 
     status = 401
 
 
 class Forbidden(RookeryError):
-    """A valid key, but not one that may do this."""
+    """A valid key without the right to do this."""
 
     status = 403
 
 
 class NotFound(RookeryError):
-    """Nothing by that name belongs to this tenant. Another tenant's things answer the same."""
+    """This tenant has nothing by that name. Another tenant's things answer the same."""
 
     status = 404
 
 
 class Conflict(RookeryError):
-    """The thing exists but its state does not allow this now."""
+    """The object exists, but its state does not allow this now."""
 
     status = 409
 
 
 class Unavailable(RookeryError):
-    """Nothing is wrong with the request; what it needs is not there now. Trying again later can help."""
+    """The request is right, but something that it needs is not available now. Retrying later can help."""
 
     status = 503
 
 
 class StorageFull(RookeryError):
-    """The data folder's disk took no more bytes. Nothing half-written is visible."""
+    """The data folder's disk is full. Nothing half-written is visible."""
 
     status = 507
 
@@ -65,23 +65,22 @@ class CorruptArtifact(RookeryError):
 
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-"""The system's numbers for a disk that takes no more."""
+"""Error numbers of a full disk."""
 
 
 def installs(extra: str) -> str:
-    """The command that installs ``extra`` for this interpreter. A ``pip`` of another one would take the package of this
-    name that an index has, which is not this one."""
+    """The command that installs ``extra`` for this interpreter."""
     return f"{sys.executable} -m pip install 'rookery[{extra}]'"
 
 
 def short(text: str) -> str:
-    """``text`` as it fits into a line beside what is wrong with it."""
+    """``text`` cut to 80 characters for an error line."""
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 @contextmanager
 def disk_errors(disk: str) -> Iterator[None]:
-    """Within, a disk that has no room is :class:`StorageFull`; ``disk`` says in words which one it is."""
+    """Turns a full disk into :class:`StorageFull`; ``disk`` names it for the message."""
     try:
         yield
     except OSError as error:

@@ -252,7 +252,7 @@ def test_what_scores_replies_has_no_secrets_and_opens_no_file(gym: None, monkeyp
 def test_a_task_that_runs_replies_as_code_is_refused(task: str) -> None:
     """When the job is submitted: the service makes no such environment, its host would."""
     says = rf'environment\.task: given "{task}", allowed: a task that only reads replies; .* Python code, by .*; host'
-    for refuse in (find("reasoning-gym"), find("reasoning-gym").vet):
+    for refuse in (find("reasoning-gym"), find("reasoning-gym").validate_options):
         with pytest.raises(UserError, match=says) as caught:
             refuse({"task": task})
         assert "\n" not in str(caught.value)

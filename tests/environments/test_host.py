@@ -177,7 +177,7 @@ async def test_what_goes_wrong_in_an_environment_is_its_calls_error(environment:
         assert re.match(says, answer.error), answer.error
         assert "\n" not in answer.error
         after = await controller.ask(step("e1", turn=1))
-        assert "after the episode's end" in after.error or "not alive" in after.error or "stands at" in after.error
+        assert "after the episode's end" in after.error or "not alive" in after.error or "is at turn" in after.error
         # Others notice nothing.
         await controller.ask(reset("e2", "good"))
         assert (await controller.ask(step("e2"))).reward == 1
@@ -219,7 +219,7 @@ async def test_wrong_calls_and_prompts_are_answered_with_an_error() -> None:
         assert "environment.verifier: missing" in (await controller.ask(prompts("jsonl", rows=[]))).error
         assert "not alive" in (await controller.ask(step("never"))).error
         await controller.ask(reset("e2"))
-        assert "stands at turn 0" in (await controller.ask(step("e2", turn=1))).error
+        assert "is at turn 0" in (await controller.ask(step("e2", turn=1))).error
         await controller.ask(step("e2"))
         assert "after the episode's end" in (await controller.ask(step("e2", turn=1))).error
 
@@ -269,7 +269,7 @@ async def test_no_episode_is_closed_for_the_sake_of_others() -> None:
     names = [f"e{number}" for number in range(10_001)]
     turns = [episodes.reset(reset(name)) for name in names]
     await asyncio.sleep(0)
-    assert set(episodes.names()) == set(names)
+    assert set(episodes.ids()) == set(names)
     assert episodes.reset(reset("e0")) is turns[0]
     for turn in turns:
         turn.cancel()

@@ -21,14 +21,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.processes import runs
 
-from rookery.environments.verifiers import pool as judging
-from rookery.environments.verifiers.math_verify import MathJudge
+from rookery.environments.verifiers import pool
+from rookery.environments.verifiers.math_verify import MathComparer
 from rookery.environments.verifiers.verifiers import VERIFIERS, Exact, Json, Number, Regex
 from rookery.errors import UserError
 
 
 def reward(name: str, text: str, row: dict[str, Any], **options: Any) -> float:
-    return VERIFIERS[name].model_validate(options).judge(text, row)[0]
+    return VERIFIERS[name].model_validate(options).score(text, row)[0]
 
 
 def test_exact() -> None:
@@ -108,7 +108,7 @@ def test_regex() -> None:
 
 def test_a_pattern_that_runs_away_is_stopped() -> None:
     verifier = Regex.model_validate({"pattern": r"(.*a){20}b"})
-    verdict, metrics = verifier.judge("a" * 300, {})
+    verdict, metrics = verifier.score("a" * 300, {})
     assert (verdict, metrics["unjudged"]) == (0, 1)
 
 
@@ -124,11 +124,11 @@ def test_json() -> None:
     assert reward("json", '{"answer": 5, "x": 1}', row, only=True) == 0
     fields = {"n": {"from": "answer", "weight": 3, "tolerance": 1}, "city": "city", "ok": {"equals": True}}
     verifier = Json.model_validate({"fields": fields, "valid": 0.5})
-    verdict, metrics = verifier.judge('{"n": 6, "city": "Oslo", "ok": 1}', row)
+    verdict, metrics = verifier.score('{"n": 6, "city": "Oslo", "ok": 1}', row)
     assert verdict == pytest.approx(0.5 + 0.5 * 3 / 5)
     assert metrics == {"valid": 1, "right/n": 1, "right/city": 0, "right/ok": 0}  # 1 is not true
     nested = Json.model_validate({"fields": {"a": {"equals": {"b": [1, None]}}}, "valid": 0})
-    assert nested.judge('{"a": {"b": [1, null]}}', {})[0] == 1
+    assert nested.score('{"a": {"b": [1, null]}}', {})[0] == 1
 
 
 needs_math = pytest.mark.skipif(
@@ -139,12 +139,12 @@ needs_math = pytest.mark.skipif(
 @needs_math
 def test_math() -> None:
     verifier = VERIFIERS["math"].model_validate({})
-    assert verifier.judge("I think it is 0.5", {"answer": r"\frac{1}{2}"})[0] == 1
-    assert verifier.judge(r"so \boxed{2\sqrt{2}}", {"answer": r"$\sqrt{8}$"})[0] == 1
-    assert verifier.judge("a line of words", {"answer": 3})[0] == 0
+    assert verifier.score("I think it is 0.5", {"answer": r"\frac{1}{2}"})[0] == 1
+    assert verifier.score(r"so \boxed{2\sqrt{2}}", {"answer": r"$\sqrt{8}$"})[0] == 1
+    assert verifier.score("a line of words", {"answer": 3})[0] == 0
     # Its exact value is out of reach for any machine; the judge gives up and the next reply is judged again.
-    assert verifier.judge("$9^{9^{9^9}}$", {"answer": 2}) == (0, {"right": 0, "unjudged": 1})
-    assert verifier.judge("2", {"answer": 2})[0] == 1
+    assert verifier.score("$9^{9^{9^9}}$", {"answer": 2}) == (0, {"right": 0, "unjudged": 1})
+    assert verifier.score("2", {"answer": 2})[0] == 1
 
 
 RUNS_AWAY = "$9^{9^{9^9}}$"
@@ -168,7 +168,7 @@ def ours() -> Callable[[], set[int]]:
 
 @needs_math
 def test_replies_that_run_away_delay_no_other_and_cost_no_import(ours: Callable[[], set[int]]) -> None:
-    judge = MathJudge()
+    judge = MathComparer()
     with ThreadPoolExecutor() as threads:
         late = threads.submit(judge.same, RUNS_AWAY, "2")
         while not ours():
@@ -179,7 +179,7 @@ def test_replies_that_run_away_delay_no_other_and_cost_no_import(ours: Callable[
         assert late.result() is None
         many = threads.map(judge.same, ["1", "2", "3", "4"], ["1", "1", "3", "3"])
         assert list(many) == [True, False, True, False]
-        assert before <= ours() and len(ours()) <= judging.SIDE_BY_SIDE
+        assert before <= ours() and len(ours()) <= pool.MAX_CHILDREN
 
 
 @needs_math
@@ -187,8 +187,8 @@ def test_a_judge_that_nobody_asks_keeps_no_process(
     ours: Callable[[], set[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And is asked again without a reply being lost, whenever that is."""
-    monkeypatch.setattr(judging, "IDLE_SECONDS", 0.05)
-    judge = MathJudge()
+    monkeypatch.setattr(pool, "IDLE_SECONDS", 0.05)
+    judge = MathComparer()
     for wait in (0.0, 0.05):
         assert judge.same("2", "2") is True
         time.sleep(wait)
@@ -204,10 +204,10 @@ def test_no_process_outlives_the_one_that_asked(end: str) -> None:
     """Not even with a judgement under way."""
     program = f"""
 import os, signal, sys, threading, time
-from rookery.environments.verifiers.math_verify import MathJudge
-judge = MathJudge()
-judge.same("2", "2")
-threading.Thread(target=judge.same, args=({RUNS_AWAY!r}, "2"), daemon=True).start()
+from rookery.environments.verifiers.math_verify import MathComparer
+comparer = MathComparer()
+comparer.same("2", "2")
+threading.Thread(target=comparer.same, args=({RUNS_AWAY!r}, "2"), daemon=True).start()
 print(os.getpid(), flush=True)
 sys.stdin.readline()
 {end}
@@ -232,7 +232,7 @@ def test_math_without_the_extra_says_what_to_install(monkeypatch: pytest.MonkeyP
 def test_no_reply_breaks_a_verifier(text: str) -> None:
     row = {"answer": 5}
     for verifier in (Exact(), Number(), Number(where="any", found=0.1), Json(), Regex(pattern=r"(\d+)")):
-        verdict, metrics = verifier.judge(text, row)
+        verdict, metrics = verifier.score(text, row)
         assert math.isfinite(verdict) and all(0 <= value <= 1 for value in metrics.values())
 
 
@@ -247,7 +247,7 @@ json_values = st.recursive(
 @given(value=json_values)
 def test_json_values_written_down_are_right(value: Any) -> None:
     row = {"answer": value}
-    assert Json(valid=0.25).judge(json.dumps({"answer": value}), row) == (1, {"valid": 1, "right/answer": 1})
+    assert Json(valid=0.25).score(json.dumps({"answer": value}), row) == (1, {"valid": 1, "right/answer": 1})
 
 
 def test_rows_that_cannot_be_judged_by_are_told() -> None:

@@ -1,11 +1,11 @@
-"""What a user writes to say a task: a class with ``prompts``, ``reset`` and ``step``.
+"""The base class of environments: a task is a class with ``prompts``, ``reset`` and ``step``.
 
 Promises to such a class:
 
 * One object serves one episode: the host makes it with :meth:`Environment.for_episode`, sets ``prompt`` and ``seed``,
   calls ``reset`` once, then ``step`` once per reply until a step is done, then ``close``. Calls never overlap.
-* ``reset`` and ``step`` may be plain or ``async``. Plain ones run in a thread of their own, so they may block.
-* It runs in an environment host, never in the service. What it raises ends that episode and nothing else.
+* ``reset`` and ``step`` may be plain or ``async``. Plain ones run in a separate thread, so they may block.
+* It runs in an environment host, never in the service. An exception ends that episode and nothing else.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Split = Literal["train", "eval"]
 
 @dataclass(frozen=True)
 class Reply:
-    """What the policy said in one turn."""
+    """One reply of the policy."""
 
     text: str
     """Without special tokens."""
     tokens: list[int]
-    """As sampled, the token that ended the reply included."""
+    """Token ids as sampled, including the one that ended the reply."""
     messages: list[Message]
     """The whole conversation so far, this reply last."""
     turn: int
@@ -37,15 +37,15 @@ class Reply:
 
 @dataclass
 class Step:
-    """What follows from a reply."""
+    """The environment's answer to a reply."""
 
     messages: Sequence[Message] = ()
-    """What the policy reads next; ignored when ``done``."""
+    """Messages that the policy reads next; ignored when ``done``."""
     reward: float = 0.0
     """Added to the episode's reward, which is the sum over its steps."""
     done: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
-    """Figures to average over episodes and show; the last step's win where names repeat."""
+    """Figures to average over episodes and show; the last step wins where names repeat."""
 
 
 class Environment:
@@ -53,7 +53,7 @@ class Environment:
 
     deterministic: bool = False
     """True promises that the same prompt, seed and replies always give the same messages and rewards. Episodes whose
-    host was lost are then replayed in another; otherwise they fail and are replaced."""
+    host was lost are then replayed in another host; otherwise they fail and are replaced."""
 
     prompt: Any = None
     """This episode's prompt, as JSON gives it back (a tuple has become a list)."""
@@ -65,7 +65,7 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} does not define prompts(split)")
 
     def reset(self, prompt: Any, seed: int) -> Sequence[Message] | Awaitable[Sequence[Message]]:
-        """Begins the episode: the first messages. May be ``async``."""
+        """Starts the episode and returns its first messages. May be ``async``."""
         raise NotImplementedError(f"{type(self).__name__} does not define reset(prompt, seed)")
 
     def step(self, reply: Reply) -> Step | Awaitable[Step]:
@@ -73,11 +73,11 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} does not define step(reply)")
 
     def close(self) -> Awaitable[None] | None:
-        """Called once when the episode is over, however it ended, if it began. May be ``async``."""
+        """Called once when an episode that started is over. May be ``async``."""
 
     def for_episode(self) -> Environment:
-        """A fresh object for one episode, called on the object that was handed over. A deep copy, so that episodes
-        share nothing by accident; override it where the object holds what cannot or need not be copied."""
+        """A new object for one episode: a deep copy, so that episodes share nothing by accident. Override it where the
+        object holds something that cannot or need not be copied."""
         try:
             return copy.deepcopy(self)
         except (TypeError, copy.Error) as error:

@@ -1,6 +1,6 @@
-"""Environments that come with the service, by the ``id`` that a job gives; hosts offer them as ``builtin:<id>``.
+"""Built-in environments by their ``id``; hosts offer them as ``builtin:<id>``.
 
-Options are checked before anything is built: every mistake is named by its path, with what was given and what is
+Options are validated before anything is built: each mistake is one line with its path, the given value and what is
 allowed.
 """
 
@@ -31,27 +31,27 @@ class Builtin:
     environment: type[Environment]
     options: type[BaseModel]
     require: Callable[[], None] | None = None
-    """For one whose constructor runs another library, which may take minutes and gigabytes: raises :class:`UserError`
-    where that is not installed. Such an environment is made in a host alone."""
+    """Set for an environment whose constructor runs another library, which may take minutes and gigabytes: raises
+    :class:`UserError` if the library is not installed. Such an environment is built in a host only."""
 
     def check(self, options: Mapping[str, Any]) -> BaseModel:
-        """The options, validated and with defaults. Raises :class:`UserError` naming every mistake."""
+        """Validated options with defaults. Raises :class:`UserError` naming every mistake."""
         try:
             return self.options.model_validate(dict(options))
         except ValidationError as error:
             raise UserError("; ".join(_problem(detail, self.options) for detail in error.errors())) from None
 
-    def vet(self, options: Mapping[str, Any]) -> None:
-        """All that can be said of the options in the service's own process, where no library's environment is made:
-        what only making one would tell, the host tells. Raises :class:`UserError`; reads files that options name."""
+    def validate_options(self, options: Mapping[str, Any]) -> None:
+        """Validates the options in the service's process, without building another library's environment: the host
+        reports what only building it shows. Raises :class:`UserError`; reads files that options name."""
         if self.require is None:
-            self(options)  # checks rows, and runs nothing
+            self(options)  # checks rows and runs nothing
         else:
             self.check(options)
             self.require()
 
     def __call__(self, options: Mapping[str, Any]) -> Environment:
-        """The environment from which episodes are made. Raises :class:`UserError`; reads files that options name."""
+        """The environment that episodes are copied from. Raises :class:`UserError`; reads files that options name."""
         build: Any = self.environment
         return build(self.check(options))
 
@@ -64,7 +64,7 @@ BUILTINS: dict[str, Builtin] = {
 
 
 def find(id: str) -> Builtin:
-    """Raises :class:`UserError` for an id that there is not."""
+    """The built-in with this id. Raises :class:`UserError` for an unknown id."""
     if id in BUILTINS:
         return BUILTINS[id]
     near = difflib.get_close_matches(id, BUILTINS, 1)

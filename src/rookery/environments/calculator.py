@@ -1,7 +1,7 @@
-"""A task of several turns with a tool: sums that a small model cannot do in its head, and a calculator that can.
+"""The built-in ``calculator``: a two-turn task with a tool.
 
-The policy has to write ``CALC(expression)``, is told the result, and has to answer with it. A right answer earns its
-reward only after the calculator gave it: guessing does not pay. Train and eval sums are disjoint.
+The policy writes ``CALC(expression)``, reads the result, and answers with it. The answer is rewarded only after the
+calculator gave it, so guessing earns nothing. Train and eval sums are disjoint.
 """
 
 from __future__ import annotations
@@ -30,31 +30,38 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 class CalculatorOptions(BaseModel):
-    """Options of ``{id: calculator}``. The three rewards add up to an episode's reward."""
+    """Options of ``{id: calculator}``: two turns with a tool. The policy writes `CALC(expression)`, reads the result,
+    and answers with it; a guessed answer earns nothing. Train and eval sums are disjoint. The three rewards add up."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     operations: tuple[Literal["+", "-", "*"], ...] = Field(("+", "*"), min_length=1)
+    """Operations that sums are drawn from."""
     low: int = Field(11, ge=0, le=10**9)
+    """Smallest operand."""
     high: int = Field(99, ge=1, le=10**9)
-    """Operands are drawn from low … high, both included."""
+    """Largest operand, at least `low`."""
     prompts: int = Field(512, ge=1, le=100_000)
+    """Number of training sums."""
     eval_prompts: int = Field(64, ge=0, le=100_000)
+    """Number of held-out sums."""
     seed: int = 0
     """Draws the sums."""
     instruction: str = (
         "You have a calculator. To use it, reply with CALC and the expression in brackets, and nothing else.\n"
         "What is {expression}?"
     )
+    """First message; contains `{expression}`."""
     result: str = "The calculator says {result}. Reply with that number only."
+    """Message after the call; contains `{result}`."""
     tool_role: Literal["user", "tool"] = "user"
-    """The role under which results are told; many chat templates know no ``tool``."""
+    """Role of that message; many chat templates have no `tool`."""
     called: float = 0.2
-    """For a first call that the calculator understands …"""
+    """Reward of a first call that the calculator understands."""
     asked: float = 0.3
-    """… and that computes what was asked …"""
+    """Further reward if the call computes the asked sum."""
     answered: float = 0.5
-    """… and for then giving its result as the answer."""
+    """Further reward for answering with its result."""
 
     @field_validator("instruction", "result")
     @classmethod
@@ -110,17 +117,17 @@ class Calculator(Environment):
         if result is None:
             return Step(done=True, metrics={"called": 0.0, "asked": 0.0, "right": 0.0})
         asked = result == self.prompt["answer"]
-        told = self._options.result.replace("{result}", str(result))
+        content = self._options.result.replace("{result}", str(result))
         return Step(
-            messages=[{"role": self._options.tool_role, "content": told}],
+            messages=[{"role": self._options.tool_role, "content": content}],
             reward=self._options.called + self._options.asked * asked,
-            # A call that computed something else cannot lead to the answer.
+            # a call that computes something else cannot lead to the answer
             done=not asked,
             metrics={"called": 1.0, "asked": float(asked), "right": 0.0},
         )
 
     def _judge_answer(self, text: str) -> Step:
-        _, metrics = _ANSWER.judge(text, self.prompt)
+        _, metrics = _ANSWER.score(text, self.prompt)
         return Step(reward=self._options.answered * metrics["right"], done=True, metrics={"right": metrics["right"]})
 
     def for_episode(self) -> Environment:

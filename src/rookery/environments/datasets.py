@@ -1,7 +1,7 @@
-"""The order in which a job meets its prompts: a function of (seed, index) alone wherever the split is finite.
+"""The order of a job's prompts: a function of (seed, index) for finite splits.
 
 * Index i of a shuffled split is entry ``i mod size`` of that epoch's permutation, drawn from ``seed:epoch``.
-* A split that has no length and does not end within :data:`STREAM_AFTER` prompts is streamed in its own order.
+* A split without a length that does not end within :data:`STREAM_AFTER` prompts is streamed in its own order.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 from rookery.environments.base import Environment, Split
 
 STREAM_AFTER = 10_000
-"""Iterables without a length are read so far to find out whether they end: fractions of a second for a generator that
-computes nothing much, tens of seconds for one that takes milliseconds per prompt."""
+"""Prompts read from an iterable without a length to find out whether it ends: a fraction of a second for a cheap
+generator, tens of seconds for one that takes milliseconds per prompt."""
 
 
 class PromptDataset:
@@ -34,9 +34,9 @@ class PromptDataset:
         self._length = -1
 
     def take(self, start: int, count: int, seed: int, shuffle: bool, *, wrap: bool) -> tuple[list[bytes], int]:
-        """Prompts ``start`` … ``start + count - 1`` as JSON, and the split's size (-1: not known, endless as yet).
+        """Prompts ``start`` … ``start + count - 1`` as JSON, and the split's size (-1 while unknown).
 
-        ``wrap`` starts over at the end; without it fewer may come. Raises ValueError for a split without prompts.
+        ``wrap`` starts over at the end; without it fewer may be returned. Raises ValueError for an empty split.
         """
         with self._lock:
             if self._finite is None and self._stream is None:
@@ -74,7 +74,7 @@ class PromptDataset:
                 self._stream, self._position = _encoded(self._environment.prompts(self._split)), 0
             entry = next(itertools.islice(self._stream, index - self._position, None), None)
             if entry is None:
-                # It ended after all: count it once, so that later indices can wrap.
+                # the stream ended: count it once, so that later indices can wrap
                 self._length = sum(1 for _ in self._environment.prompts(self._split))
                 self._stream = None
                 continue
@@ -91,6 +91,6 @@ def _encoded(prompts: Iterable[Any]) -> Iterator[bytes]:
             raise ValueError(f"prompt {number} is not JSON: {error}") from None
 
 
-@lru_cache(maxsize=16)  # one per job and epoch in use; anything dropped is drawn again, the same
+@lru_cache(maxsize=16)  # one per job and epoch in use; a dropped one is drawn again identically
 def _permutation(size: int, seed: int, epoch: int) -> list[int]:
     return Random(f"{seed}:{epoch}").sample(range(size), size)

@@ -1,10 +1,10 @@
 """The live episodes of one environment host.
 
-* Calls on one environment never overlap, and each turn happens once: what it gave is kept, and a call for a turn that
-  has happened (or is happening) is answered with that.
-* What an environment raises, or returns wrongly, is the answer of that call, in one line.
-* An episode lives until the controller closes it, which it does with each that nobody comes back for: those that a host
-  brings along when its link is back included. None is closed for the sake of others, which may be other tenants'.
+* Calls on one environment never overlap, and each turn happens once: its result is kept, and a repeated call for that
+  turn is answered with it.
+* An exception or an invalid result of an environment is the answer of that call, in one line.
+* An episode lives until the controller closes it, including episodes that a host still has after a reconnection. No
+  episode is closed to make room for others, which may be other tenants'.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from rookery.errors import UserError
 log = logging.getLogger("rookery.environments")
 
 CLOSE_SECONDS = 5.0
-"""How long a host that ends waits for environments to close."""
+"""Time that an ending host waits for environments to close."""
 
 _PACKAGE = str(Path(__file__).parent.parent)
 
 
 @dataclass
 class _Episode:
-    """``turns[0]`` is the reset, ``turns[k + 1]`` the step on reply k; each a task that keeps its answer."""
+    """``turns[0]`` is the reset, ``turns[k + 1]`` the step on reply k; each task keeps its result."""
 
     job: str
     threads: asyncio.Semaphore
@@ -42,7 +42,7 @@ class _Episode:
     turns: list[asyncio.Task[protocol.Observation]] = field(default_factory=list)
     replies: list[list[int]] = field(default_factory=list)
     cancellable: bool = False
-    """The method that runs, if any, can be cancelled."""
+    """The running method can be cancelled."""
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -50,36 +50,36 @@ class Episodes:
     def __init__(
         self, calls: UserCodeExecutor, prototype: Callable[[str, dict[str, Any]], Awaitable[Environment]]
     ) -> None:
-        """``prototype(name, options)`` answers the environment from which episodes are made."""
+        """``prototype(name, options)`` returns the environment that episodes are copied from."""
         self._calls = calls
         self._prototype = prototype
         self._live: dict[str, _Episode] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    def names(self) -> list[str]:
+    def ids(self) -> list[str]:
         return list(self._live)
 
     def reset(self, message: protocol.Reset) -> asyncio.Task[protocol.Observation]:
-        """What the episode's reset gives, or gave: its ``call`` is for the caller to fill in."""
+        """The task of the episode's reset, started or running; the caller fills in ``call``."""
         episode = self._live.get(message.episode)
         if episode is None:
-            episode = self._live[message.episode] = _Episode(message.job, self._calls.threads(message.job))
+            episode = self._live[message.episode] = _Episode(message.job, self._calls.thread_limit(message.job))
             self._play(episode, message.episode, self._begin(episode, message))
         return episode.turns[0]
 
     def step(self, message: protocol.StepEpisode) -> asyncio.Task[protocol.Observation]:
-        """What the step gives, or gave for the same reply. Raises :class:`UserError` for a turn that cannot be."""
+        """The task of the step on this reply. Raises :class:`UserError` for a turn that cannot follow."""
         episode = self._live.get(message.episode)
         if episode is None:
             raise UserError("the episode is not alive in this environment host")
-        stands = len(episode.replies)
-        if message.turn < stands:
+        turn = len(episode.replies)
+        if message.turn < turn:
             if episode.replies[message.turn] != message.tokens:
                 raise UserError(f"turn {message.turn} was answered for another reply; an environment cannot go back")
             return episode.turns[message.turn + 1]
         last = episode.turns[-1]
-        if message.turn > stands or not last.done():
-            raise UserError(f"turn {message.turn} came while the episode stands at turn {stands}")
+        if message.turn > turn or not last.done():
+            raise UserError(f"turn {message.turn} came while the episode is at turn {turn}")
         if last.cancelled() or last.result().error or last.result().done:
             raise UserError(f"turn {message.turn} came after the episode's end")
         episode.replies.append(message.tokens)
@@ -87,21 +87,21 @@ class Episodes:
         return episode.turns[-1]
 
     def close(self, name: str) -> None:
-        """Forget the episode; its environment is closed once what runs in it has ended."""
+        """Removes the episode; its environment is closed when its running method has ended."""
         episode = self._live.pop(name, None)
         if episode is not None:
             self._keep(asyncio.create_task(self._finish(episode, name)))
 
-    async def end(self) -> None:
-        """Close all, waiting :data:`CLOSE_SECONDS` at most."""
-        for name in self.names():
+    async def close_all(self) -> None:
+        """Closes all episodes, waiting at most :data:`CLOSE_SECONDS`."""
+        for name in self.ids():
             self.close(name)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
-        left = list(self._tasks)
-        for task in left:
+        unfinished = list(self._tasks)
+        for task in unfinished:
             task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await asyncio.gather(*unfinished, return_exceptions=True)
 
     def _keep(self, task: asyncio.Task[Any]) -> None:
         self._tasks.add(task)
@@ -118,12 +118,12 @@ class Episodes:
             try:
                 step = await turn
                 observed.messages = [
-                    protocol.ChatMessage(role=said["role"], content=said["content"]) for said in step.messages
+                    protocol.ChatMessage(role=message["role"], content=message["content"]) for message in step.messages
                 ]
                 observed.reward, observed.done, observed.metrics = step.reward, step.done, step.metrics
-            except Exception as error:  # a user's code ran: its error is this call's answer
+            except Exception as error:  # user code raised: the error is this call's answer
                 log.warning("episode %s failed", name, exc_info=error, extra={"job": episode.job})
-                observed.error = describe(error)
+                observed.error = describe_error(error)
             finally:
                 episode.cancellable = False
         return observed
@@ -140,8 +140,8 @@ class Episodes:
     async def _advance(self, episode: _Episode, message: protocol.StepEpisode) -> Step:
         environment = episode.environment
         assert environment is not None  # the reset was answered without an error
-        said = [{"role": turn.role, "content": turn.content} for turn in message.messages]
-        reply = Reply(text=message.text, tokens=message.tokens, messages=said, turn=message.turn)
+        conversation = [{"role": turn.role, "content": turn.content} for turn in message.messages]
+        reply = Reply(text=message.text, tokens=message.tokens, messages=conversation, turn=message.turn)
         step = await self._run(episode, environment.step, reply)
         if not isinstance(step, Step):
             raise TypeError(f"step returned {type(step).__name__}, not a rookery.Step")
@@ -156,24 +156,24 @@ class Episodes:
     async def _finish(self, episode: _Episode, name: str) -> None:
         if episode.cancellable:
             episode.turns[-1].cancel()
-        async with episode.busy:  # a plain method that runs is let finish: calls never overlap
+        async with episode.busy:  # a running plain method finishes first: calls never overlap
             if episode.environment is not None:
                 try:
                     await self._calls(episode.threads, episode.environment.close)
-                except Exception as error:  # a user's code ran; the episode is over either way
+                except Exception as error:  # user code raised; the episode is over
                     log.warning("closing episode %s failed", name, exc_info=error, extra={"job": episode.job})
 
 
-def describe(error: BaseException) -> str:
-    """One line: the exception's type and text and, where it came from a user's code, the place."""
+def describe_error(error: BaseException) -> str:
+    """One line: the exception's type and text and, for an error in user code, its place."""
     if isinstance(error, UserError):
         return one_line(error)
     text = f"{type(error).__name__}: {one_line(error)}" if str(error) else type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     entry = max((place + 1 for place, frame in enumerate(frames) if frame.filename == user_code.__file__), default=0)
-    theirs = [frame for frame in frames[entry:] if not frame.filename.startswith(_PACKAGE)]
-    if theirs:
-        place = [frame for frame in theirs if frame.filename == theirs[0].filename][-1]
+    user_frames = [frame for frame in frames[entry:] if not frame.filename.startswith(_PACKAGE)]
+    if user_frames:
+        place = [frame for frame in user_frames if frame.filename == user_frames[0].filename][-1]
         text += f" ({place.filename}:{place.lineno} in {place.name})"
     return text
 
@@ -193,7 +193,7 @@ def _checked(messages: Any, method: str) -> list[Message]:
         if not fine:
             raise TypeError(f"message {number} that {method} gave is {message!r:.80}, expected {expected}")
         checked.append({key: message[key] for key in ("role", "content")})
-        "".join(checked[-1].values()).encode()  # text that is no Unicode fails here, as this call's error
+        "".join(checked[-1].values()).encode()  # invalid Unicode fails here, as this call's error
     if method == "reset" and not checked:
         raise TypeError(f"reset gave no messages, expected {expected}")
     return checked

@@ -25,7 +25,7 @@ from rookery import protocol
 from rookery.environments.base import Environment
 from rookery.environments.builtins import Builtin
 from rookery.environments.datasets import PromptDataset
-from rookery.environments.episodes import Episodes, describe
+from rookery.environments.episodes import Episodes, describe_error
 from rookery.environments.user_code import UserCodeExecutor
 from rookery.errors import UserError
 from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationRefused, stay_connected
@@ -97,7 +97,7 @@ class Host:
             token=self._token,
             instance=self._instance,
             environments=offers,
-            episodes=self._episodes.names(),
+            episodes=self._episodes.ids(),
         )
 
     async def _converse(self, channel: Channel[protocol.ToHost]) -> None:
@@ -105,7 +105,7 @@ class Host:
         self.connected.set()
         try:
             await channel.run(
-                self._handle, lambda: protocol.HostHeartbeat(epoch=channel.epoch, active=len(self._episodes.names()))
+                self._handle, lambda: protocol.HostHeartbeat(epoch=channel.epoch, active=len(self._episodes.ids()))
             )
         finally:
             self._channel = None
@@ -145,14 +145,14 @@ class Host:
         try:
             prototype = await self._prototype(message.environment, message.options)
             answer.prompts, answer.size = await self._calls(
-                self._calls.threads(message.job),
+                self._calls.thread_limit(message.job),
                 lambda: prototype.splits[message.split].take(
                     message.start, message.count, message.seed, message.shuffle, wrap=message.split == "train"
                 ),
             )
         except Exception as error:  # a user's code ran
             log.warning("prompts of %s failed", message.environment, exc_info=error, extra={"job": message.job})
-            answer.error = describe(error)
+            answer.error = describe_error(error)
         await self._send(answer)
 
     async def _prototype(self, name: str, options: dict[str, Any]) -> _Prototype:
@@ -180,7 +180,7 @@ class Host:
             build: Callable[[], Environment] = (
                 (lambda: offer(options)) if isinstance(offer, Builtin) else (lambda: offer(**options))
             )
-            environment = await self._calls(self._calls.threads(f"build {name}"), build)
+            environment = await self._calls(self._calls.thread_limit(f"build {name}"), build)
         return _Prototype(environment, {split: PromptDataset(environment, split) for split in ("train", "eval")})
 
     def _observe(
@@ -202,7 +202,7 @@ class Host:
             await self._send(msgspec.structs.replace(turn.result(), call=call))
 
     async def _end(self) -> None:
-        await self._episodes.end()
+        await self._episodes.close_all()
         left = [*self._tasks, *self._prototypes.values()]
         for task in left:
             task.cancel()

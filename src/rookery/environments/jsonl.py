@@ -1,9 +1,9 @@
-"""Single-turn tasks from a JSONL file and a named verifier: no Python needed.
+"""The built-in ``jsonl``: single-turn tasks from a JSONL file and a named verifier, without Python.
 
-A row is ``{"prompt": "…"}`` or ``{"messages": [{"role": …, "content": …}, …]}``, with whatever the verifier compares
-with beside it (``"answer": …`` unless its options say otherwise). Rows are checked whole, verifier's needs included,
-before the first episode; what is wrong with one is said with its number. A row is its own prompt, so an episode that
-goes on after a crash needs no file.
+A row is ``{"prompt": "…"}`` or ``{"messages": [{"role": …, "content": …}, …]}`` plus the fields that the verifier
+compares with (``answer`` by default). All rows are checked, including what the verifier needs, before the first
+episode; an error names the row's number. A row is its own prompt, so an episode that resumes after a crash needs no
+file.
 """
 
 from __future__ import annotations
@@ -26,23 +26,29 @@ def _named(value: Any) -> Any:
 
 
 class JsonlOptions(BaseModel):
-    """Options of ``{id: jsonl}``. Rows arrive by exactly one of ``rows``, ``path`` and ``dataset``."""
+    """Options of ``{id: jsonl}``: one row, one reply, one verdict. A row has a `prompt` (a text) or `messages` (a
+    chat), and the fields that the verifier compares with. Give exactly one of `rows`, `path` and `dataset`, and at most
+    one of the `eval_` fields. All rows are checked when the job is submitted."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     verifier: Annotated[Verifier, Discriminator("name"), BeforeValidator(_named)]
-    """A verifier's name (exact, number, regex, json, math), or ``{name: …}`` with its options."""
+    """Judges the reply: a name, or a mapping with `name` and the options of that [verifier](#verifiers)."""
     rows: list[dict[str, Any]] | None = None
+    """Rows in the job itself."""
     path: str | None = None
-    """A file on the machine that runs the environment host."""
+    """A JSONL file on your machine. The Python client and `rookery run` upload it and put `dataset` in its place.
+    Relative paths start at the job file's folder."""
     dataset: str | None = None
-    """An uploaded file by its hash; the service puts the path of its copy in its place."""
+    """Hash of an uploaded file, as `POST /api/v1/datasets` answered it."""
     eval_rows: list[dict[str, Any]] | None = None
-    """Held-out prompts, given like the others …"""
+    """Held-out rows in the job itself."""
     eval_path: str | None = None
+    """A JSONL file with held-out rows, uploaded like `path`."""
     eval_dataset: str | None = None
+    """Hash of an uploaded file with held-out rows."""
     eval_last: int = Field(0, ge=0)
-    """… or so many rows at the end of the file, kept from training."""
+    """Number of rows at the end that are held out from training."""
 
     @model_validator(mode="after")
     def _one_source(self) -> JsonlOptions:
@@ -55,7 +61,7 @@ class JsonlOptions(BaseModel):
 
 
 class Jsonl(Environment):
-    """One row, one reply, one verdict."""
+    """An environment over checked rows: one row, one reply, one verdict."""
 
     deterministic = True
 
@@ -85,15 +91,15 @@ class Jsonl(Environment):
         return messages_of(prompt)
 
     def step(self, reply: Reply) -> Step:
-        reward, metrics = self._verifier.judge(reply.text, self.prompt)
+        reward, metrics = self._verifier.score(reply.text, self.prompt)
         return Step(reward=reward, done=True, metrics=metrics)
 
     def for_episode(self) -> Environment:
-        return copy.copy(self)  # rows and verifier are never written to
+        return copy.copy(self)  # rows and verifier are immutable
 
 
 def messages_of(row: Mapping[str, Any]) -> list[Message]:
-    """The messages with which a row's episode begins."""
+    """First messages of a row's episode."""
     if "prompt" in row:
         return [{"role": "user", "content": row["prompt"]}]
     return [{"role": message["role"], "content": message["content"]} for message in row["messages"]]
@@ -102,7 +108,7 @@ def messages_of(row: Mapping[str, Any]) -> list[Message]:
 def read_jsonl(content: str | bytes, where: str = "dataset") -> list[dict[str, Any]]:
     """The rows in a JSONL file's content; blank lines are skipped.
 
-    Raises :class:`UserError`, one line that names ``where``, the line's number, what is wrong and what to do.
+    Raises :class:`UserError` with one line: ``where``, the line's number, the mistake, and what to do.
     """
     text = content if isinstance(content, str) else _decoded(content, where)
     rows = []
@@ -131,7 +137,7 @@ def _decoded(content: bytes, where: str) -> str:
 
 
 def check_row(row: Any, where: str) -> None:
-    """Raises :class:`UserError` unless ``row`` has the shape that this module's first lines say."""
+    """Raises :class:`UserError` unless ``row`` is a row as the module docstring defines it."""
     if not isinstance(row, dict):
         raise UserError(f'{where} is {type(row).__name__}, not an object; write {{"prompt": …, "answer": …}}')
     if "prompt" in row and "messages" in row:

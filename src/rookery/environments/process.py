@@ -1,7 +1,7 @@
-"""The process that hosts the built-in environments: ``python -m rookery.environments.process --connect URL --token T``.
+"""The process that hosts built-in environments: ``python -m rookery.environments.process --connect URL --token T``.
 
-With ``--die-with-parent`` it ends when its standard input does, which is when the process that spawned it is gone,
-however that ended. SIGTERM and Ctrl-C end it too. Exit 0 in each case, 1 when the service refuses it.
+With ``--die-with-parent`` it ends when its standard input ends, which is when the parent process is gone. SIGTERM and
+Ctrl-C end it too. It exits with 0 in these cases and with 1 when the service refuses it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from rookery.parent import die_with_parent
 from rookery.settings import TOKEN_VARIABLE, token_of
 
 
-async def serve(url: str, token: str, *, orphans_end: bool) -> None:
-    """Host the built-ins until told to end. Raises :class:`UserError` when the service refuses."""
+async def serve(url: str, token: str, *, end_with_parent: bool) -> None:
+    """Hosts the built-ins until a signal ends it. Raises :class:`UserError` when the service refuses."""
     host = Host(url, token, {f"builtin:{id}": builtin for id, builtin in BUILTINS.items()})
     running = asyncio.create_task(host.run())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        with contextlib.suppress(NotImplementedError):  # not on Windows, where Ctrl-C cancels anyway
+        with contextlib.suppress(NotImplementedError):  # Windows lacks it; Ctrl-C cancels there
             loop.add_signal_handler(number, running.cancel)
-    if orphans_end:
+    if end_with_parent:
         die_with_parent(partial(_end, loop, running))
     with contextlib.suppress(asyncio.CancelledError):
         await running
 
 
 def _end(loop: asyncio.AbstractEventLoop, running: asyncio.Task[None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has closed: it is ending already
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
         loop.call_soon_threadsafe(running.cancel)
 
 
@@ -48,7 +48,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        asyncio.run(serve(arguments.connect, token_of(arguments.token), orphans_end=arguments.die_with_parent))
+        asyncio.run(serve(arguments.connect, token_of(arguments.token), end_with_parent=arguments.die_with_parent))
     except UserError as error:
         sys.exit(str(error))
 

@@ -1,8 +1,8 @@
-"""Tasks of the reasoning-gym library, by name. Needs the ``reasoning-gym`` extra.
+"""The built-in ``reasoning-gym``: tasks of the reasoning-gym library, by name. Needs the ``reasoning-gym`` extra.
 
-An entry is stored whole as the episode's prompt and scored from there: some tasks give different entries in different
-processes for one seed, so nothing is ever made again from its number. Replies are scored in processes of their own
-(:mod:`rookery.environments.verifiers.reasoning_gym_scores`), and no task is offered whose scorer runs them as code.
+An entry is stored whole as the episode's prompt and scored from there, because some tasks give different entries in
+different processes for one seed. Replies are scored in separate processes
+(:mod:`rookery.environments.verifiers.reasoning_gym_scores`). Tasks whose scorer runs replies as code are refused.
 """
 
 from __future__ import annotations
@@ -36,27 +36,31 @@ REPLIES_ARE_CODE = {
     "string_insertion": "eval",
     "composite": "other tasks",
 }
-"""Tasks of reasoning-gym 0.1.25 whose scorers hand the reply to what runs it as Python code: ``eval``, ``parse_expr``,
-which is one, or (``composite``) the scorers of any others. They are refused: a process of its own and its limits are no
-wall around code, which has the rights of the service's user."""
+"""Tasks of reasoning-gym 0.1.25 whose scorers run the reply as Python code (``composite`` passes replies to other
+tasks). They are refused: a separate process with limits does not contain code that has the rights of the service's
+user."""
 
 
 class ReasoningGymOptions(BaseModel):
-    """Options of ``{id: reasoning-gym}``."""
+    """Options of ``{id: reasoning-gym}``: one question, one reply, the library's own score in [0, 1]. Metrics: `right`,
+    the share of replies with a full score; `unjudged`, the share that could not be scored and earn 0."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     task: str
-    """A dataset's name in reasoning-gym."""
+    """A dataset's name in reasoning-gym, such as `spell_backward`."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Passed on to the task."""
+    """Options of the task."""
     size: int = Field(512, ge=1, le=100_000)
+    """Number of training questions."""
     eval_size: int = Field(64, ge=0, le=100_000)
+    """Number of held-out questions: those after the training questions."""
     seed: int = Field(0, ge=0)
+    """Draws the questions."""
     suffix: str = "\nReply with the answer only."
-    """Put after every question."""
+    """Text after every question."""
     tag: str | None = Field(None, pattern=r"^\w+$")
-    """Only the text inside the reply's last ``<tag>…</tag>`` is the answer; the whole reply when absent."""
+    """Only the text inside the reply's last `<tag>…</tag>` is the answer; the whole reply when absent."""
 
     @field_validator("task")
     @classmethod
@@ -79,12 +83,12 @@ def require_library() -> None:
 
 
 class ReasoningGym(Environment):
-    """One question, one reply, the library's own score in [0, 1]."""
+    """An environment over one task's entries."""
 
     deterministic = True
 
     def __init__(self, options: ReasoningGymOptions, limit: float = LIMIT_SECONDS) -> None:
-        """``limit``: seconds of processor time for one score."""
+        """``limit`` is the processor time of one score in seconds."""
         self._options = options
         arguments: dict[str, Any] = {
             "task": options.task,
@@ -98,12 +102,12 @@ class ReasoningGym(Environment):
             raise UserError(NOT_INSTALLED) from None
         except (ValueError, TypeError, AssertionError) as error:
             raise UserError(f"environment.task: {options.task}: {' '.join(str(error).split())}") from None
-        self._judges = VerifierPool(reasoning_gym_scores.__name__, json.dumps(arguments), limit=limit)
+        self._pool = VerifierPool(reasoning_gym_scores.__name__, json.dumps(arguments), limit=limit)
 
     def prompts(self, split: Split) -> Iterable[Any]:
         size, whole = self._options.size, self._options.size + self._options.eval_size
-        # Entry i is drawn from seed + i, so the next seed would give the same entries over again: the eval entries are
-        # those after the training entries.
+        # Entry i is drawn from seed + i, so another seed would repeat entries: eval entries follow the training
+        # entries.
         numbers = range(size) if split == "train" else range(size, whole)
         return (reasoning_gym_scores.stored(self._dataset[number]) for number in numbers)
 
@@ -117,7 +121,7 @@ class ReasoningGym(Environment):
             answer = found[-1].strip() if found else None
         score, unjudged = 0.0, False
         try:
-            score = self._judges.ask({"answer": answer, "prompt": self.prompt})
+            score = self._pool.score({"answer": answer, "prompt": self.prompt})
         except (VerifierTimeout, VerifierError) as error:
             log.warning("reasoning-gym's %s: %s; the reply scores 0", self._options.task, error)
             unjudged = True

@@ -1,7 +1,7 @@
-"""Runs users' methods so that none can hold up another, or the connection.
+"""Runs users' methods so that none delays another or the connection.
 
-Plain methods run in daemon threads (a stuck one never keeps the process alive), a bounded number per job; ``async``
-ones on an event loop of their own, so one that blocks by mistake delays other ``async`` ones and nothing else.
+Plain methods run in daemon threads, a bounded number per job; a stuck one does not keep the process alive. ``async``
+methods run on a separate event loop, where a blocking one delays other ``async`` methods and nothing else.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from contextlib import suppress
 from typing import Any
 
 THREADS_PER_JOB = 64
-"""Plain methods of one job that run at the same time. They mostly wait; beyond it they queue. A method that never
-returns holds its thread for good, so this also bounds what a broken environment can take."""
+"""Plain methods of one job that run at the same time; more queue. A method that never returns keeps its thread, so this
+also bounds the threads of a broken environment."""
 
 JOIN_SECONDS = 1.0
-"""How long closing waits for the loop of the ``async`` methods; one blocked by user code is left behind."""
+"""Time that closing waits for the event loop; a loop blocked by user code is abandoned."""
 
 
 class UserCodeExecutor:
@@ -29,16 +29,16 @@ class UserCodeExecutor:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runner: threading.Thread | None = None
 
-    def threads(self, job: str) -> asyncio.Semaphore:
-        """What limits the threads of ``job``; kept as long as somebody holds it."""
+    def thread_limit(self, job: str) -> asyncio.Semaphore:
+        """The semaphore that limits the threads of ``job``; it lives as long as it is referenced."""
         semaphore = self._threads.get(job)
         if semaphore is None:
             semaphore = self._threads[job] = asyncio.Semaphore(self._limit)
         return semaphore
 
     async def __call__(self, threads: asyncio.Semaphore, method: Callable[..., Any], *arguments: Any) -> Any:
-        """The method's result, or what it raises. Cancelling ends an ``async`` method; a plain one runs on, unheard,
-        so callers that must not overlap it do not cancel (see :func:`cancellable`)."""
+        """The method's result, or its exception. Cancelling ends an ``async`` method; a plain one runs to its end, so
+        callers that must not overlap it do not cancel (see :func:`cancellable`)."""
         if cancellable(method):
             return await self._on_loop(method(*arguments))
         async with threads:
@@ -49,7 +49,7 @@ class UserCodeExecutor:
         async def wait() -> Any:
             try:
                 return await awaitable
-            except (SystemExit, KeyboardInterrupt) as error:  # these would end the loop, and all else that runs on it
+            except (SystemExit, KeyboardInterrupt) as error:  # these would end the loop for all methods
                 raise _carried(error) from error
 
         if self._loop is None:
@@ -76,7 +76,7 @@ async def _in_thread(method: Callable[..., Any], *arguments: Any) -> Any:
     future: asyncio.Future[Any] = loop.create_future()
 
     def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():  # cancelled meanwhile: nobody listens
+        if future.done():  # cancelled meanwhile
             return
         if error is None:
             future.set_result(result)
@@ -87,7 +87,7 @@ async def _in_thread(method: Callable[..., Any], *arguments: Any) -> Any:
         result, error = None, None
         try:
             result = method(*arguments)
-        except BaseException as raised:  # whatever it is, it belongs to the caller, not to this thread
+        except BaseException as raised:  # re-raised in the caller
             error = raised
         with suppress(RuntimeError):  # the loop closed while the method ran
             loop.call_soon_threadsafe(settle, result, error)
@@ -97,7 +97,7 @@ async def _in_thread(method: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _carried(error: BaseException) -> Exception:
-    """``error`` as a future can carry it and a caller catch it: a user's ``exit()`` ends its own call, no process."""
+    """``error`` as an exception that a future can carry: a user's ``exit()`` ends its call and not the process."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")

@@ -153,7 +153,7 @@ class Service:
             clock=clock,
             ids=ids,
             chat=base_models.chat,
-            check_environment=lambda id, options: find(id).vet(options),
+            check_environment=lambda id, options: find(id).validate_options(options),
             provide=cluster.provide,
             authenticate=authenticate,
             worker_token=token,

@@ -1,6 +1,5 @@
-"""math-verify in processes of its own, with a time limit: see :mod:`rookery.environments.verifiers.pool`.
-
-A policy can write ``9^{9^{9^9}}``, whose exact value no machine finishes.
+"""math-verify in separate processes with a time limit (:mod:`rookery.environments.verifiers.pool`): the exact value of
+a reply such as ``9^{9^{9^9}}`` cannot be computed.
 """
 
 from __future__ import annotations
@@ -13,26 +12,28 @@ from rookery.environments.verifiers.pool import VerifierPool, VerifierTimeout, s
 log = logging.getLogger("rookery.environments")
 
 
-class MathJudge:
-    """Whether two texts say the same mathematics. Thread-safe."""
+class MathComparer:
+    """Compares two mathematical texts. Thread-safe."""
 
     def __init__(self) -> None:
-        self._judges = VerifierPool(__name__)
+        self._pool = VerifierPool(__name__)
 
     def same(self, reply: str, expected: str) -> bool | None:
-        """None: it took longer than the limit. Raises ValueError for an ``expected`` that is no maths."""
+        """Whether both are equal; None if the limit was exceeded. Raises ValueError if ``expected`` has no
+        expression."""
         try:
-            verdict = self._judges.ask({"reply": reply, "expected": expected})
-        except VerifierTimeout as late:
-            log.warning("math-verify: %s; the reply counts as wrong", late)
+            verdict = self._pool.score({"reply": reply, "expected": expected})
+        except VerifierTimeout as error:
+            log.warning("math-verify: %s; the reply counts as wrong", error)
             return None
         if verdict is None:
-            raise ValueError(f"math-verify reads no expression in the answer {expected!r}")
+            raise ValueError(f"math-verify finds no expression in the answer {expected!r}")
         return bool(verdict)
 
 
-def judge(reply: str, expected: str) -> bool | None:
-    """None where ``expected`` holds no expression. math-verify's own limits are off: ours also stops big integers."""
+def compare(reply: str, expected: str) -> bool | None:
+    """None if ``expected`` has no expression. math-verify's own limits are off: the pool's limit also stops big
+    integers."""
     from math_verify import parse, verify
 
     gold = parse(expected if "$" in expected or "\\boxed" in expected else f"${expected}$", parsing_timeout=None)
@@ -42,9 +43,9 @@ def judge(reply: str, expected: str) -> bool | None:
 
 
 def prepare() -> Callable[[str, str], bool | None]:
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits are off
-    judge("1", "1")
-    return judge
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
+    compare("1", "1")
+    return compare
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Judgements in processes of their own, with a time limit.
+"""Scores replies in separate processes with a limit of processor time per reply.
 
-A reply can ask for what no machine finishes, and computing it may hold Python's lock: in the host's own process that
-would stop every tenant's environments. Here it ends one process, which costs a fork.
+A reply can ask for a computation that no machine finishes, and that may hold Python's lock: in the environment host's
+own process it would stop every tenant's environments. Here it costs one forked process.
 
-A child runs a module that imports its library once and forks the one that judges (:func:`serve`): one line of JSON at a
-time, each with its limit. When a judgement outlasts it, the child answers for it and forks another; what a judgement
-raises is its answer. A few children work side by side, so that honest replies pass the others; one that nobody needs is
-ended. All end when their parent is gone. None has the service's variables, and none writes a file while it judges.
-Needs POSIX.
+A child imports its library once and forks the process that scores (:func:`serve`): one line of JSON per question. When
+a score exceeds the limit, the fork is killed by SIGPROF, the child answers for it and forks again. A scorer's exception
+is its answer. Up to :data:`MAX_CHILDREN` children run in parallel; an idle one is ended. All end with their parent.
+They have none of the service's ``ROOKERY_`` variables and write no file while they score. Needs POSIX.
+
+``concurrent.futures`` and pebble start all their workers with the library loaded and measure wall time; a child here
+costs a fork, is started when needed, and is measured by processor time, so a busy machine makes no reply wrong.
 """
 
 from __future__ import annotations
@@ -27,51 +29,51 @@ from typing import Any
 from rookery.errors import short
 
 LIMIT_SECONDS = 5.0
-"""Of processor time, so that a busy machine makes no reply wrong, for one judgement: honest ones take milliseconds, an
-integral that has a closed form one to five seconds on a slow machine."""
+"""Processor time for one score: honest ones take milliseconds, an integral with a closed form up to five seconds on a
+slow machine."""
 
-SIDE_BY_SIDE = 4
-"""Children of one job at most, each a Python with its library. On as many processors, of a job's 64 calls under way 44
-may run away before an honest reply behind them is later than the usual ``step_timeout`` of a minute."""
+MAX_CHILDREN = 4
+"""Children per job, each a Python with its library. With this many, 44 of a job's 64 calls in progress may run away
+before an honest reply behind them exceeds the default ``step_timeout`` of a minute."""
 
 IDLE_SECONDS = 60.0
-"""A child that was asked nothing for so long is ended: its job is over, or it was one of many for a moment."""
+"""A child without a question for this long is ended."""
 
 
 class VerifierTimeout(Exception):
-    """A judgement outlasted its limit."""
+    """A score exceeded its limit."""
 
 
 class VerifierError(RuntimeError):
-    """What a judgement raised, in one line."""
+    """The scorer raised; the message is one line."""
 
 
 class VerifierPool:
-    """Children that run ``module``, which calls :func:`serve`. Thread-safe; :data:`SIDE_BY_SIDE` judgements at a time.
+    """Children that run ``module``, which calls :func:`serve`. Thread-safe; :data:`MAX_CHILDREN` scores at a time.
 
-    ``limit`` is of processor time for one. The module finds its ``arguments`` in ``sys.argv[2:]``.
+    ``limit`` is the processor time of one score in seconds. The module finds its ``arguments`` in ``sys.argv[2:]``.
     """
 
     def __init__(self, module: str, *arguments: str, limit: float = LIMIT_SECONDS) -> None:
         self._command = ["-m", module, str(limit), *arguments]
-        self._places = threading.BoundedSemaphore(SIDE_BY_SIDE)
+        self._slots = threading.BoundedSemaphore(MAX_CHILDREN)
         self._lock = threading.Lock()
         self._idle: list[_Child] = []
-        """The one used last comes last, and is used next: those beyond what is needed fall idle."""
-        self._watched = False
-        """A timer will look at who is idle."""
+        """Most recently used last, and used first, so that surplus children become idle."""
+        self._timer_set = False
 
-    def ask(self, question: Mapping[str, Any]) -> Any:
-        """What the judge answers. Raises :class:`Late`, :class:`Raised`, and RuntimeError where the child has ended."""
-        with self._places:
+    def score(self, question: Mapping[str, Any]) -> Any:
+        """The scorer's answer. Raises :class:`VerifierTimeout`, :class:`VerifierError`, and RuntimeError if the child
+        ended."""
+        with self._slots:
             child = self._take()
             answer = child.ask(question)
-            self._put(child)  # one that raised is not used again, and ended with its last reference
-        if "late" in answer:
-            raise VerifierTimeout(f"not done within {answer['late']:g} s of processor time")
-        if "raised" in answer:
-            raise VerifierError(answer["raised"])
-        return answer["judged"]
+            self._put(child)  # a child whose ask raised is not reused and ends with its last reference
+        if "timeout" in answer:
+            raise VerifierTimeout(f"not done within {answer['timeout']:g} s of processor time")
+        if "error" in answer:
+            raise VerifierError(answer["error"])
+        return answer["score"]
 
     def _take(self) -> _Child:
         with self._lock:
@@ -84,29 +86,29 @@ class VerifierPool:
     def _put(self, child: _Child) -> None:
         with self._lock:
             self._idle.append(child)
-            if not self._watched:
-                self._watch()
+            if not self._timer_set:
+                self._set_timer()
 
-    def _watch(self) -> None:
+    def _set_timer(self) -> None:
         timer = threading.Timer(IDLE_SECONDS, self._end_idle)
         timer.daemon = True
         timer.start()
-        self._watched = True
+        self._timer_set = True
 
     def _end_idle(self) -> None:
         oldest = time.monotonic() - IDLE_SECONDS
         with self._lock:
-            over = [child for child in self._idle if child.used <= oldest]
+            expired = [child for child in self._idle if child.used <= oldest]
             self._idle = [child for child in self._idle if child.used > oldest]
-            self._watched = False
+            self._timer_set = False
             if self._idle:
-                self._watch()
-        for child in over:  # nobody else has them any more
+                self._set_timer()
+        for child in expired:
             child.end()
 
 
 class _Child:
-    """A process that imported its library and the one that it forked, a group of their own."""
+    """A process with its library loaded and the process that it forked, in a process group."""
 
     def __init__(self, command: list[str]) -> None:
         self._module = command[1]
@@ -135,66 +137,66 @@ class _Child:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            ended = self._process.wait()
-            raise RuntimeError(f"the process of {self._module} ended with {ended}; its standard error says why")
+            code = self._process.wait()
+            raise RuntimeError(f"the process of {self._module} ended with {code}; see its standard error")
         self.used = time.monotonic()
-        said: dict[str, Any] = json.loads(answer)
-        return said
+        decoded: dict[str, Any] = json.loads(answer)
+        return decoded
 
     def end(self) -> None:
-        """While it is idle: both see that there is nothing more to read, the forked one first."""
+        """Ends an idle child: both processes read the end of their input."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
         self._kill()
 
 
-def _kill(child: subprocess.Popen[str]) -> None:
-    if child.poll() is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # they ended just now
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-    for pipe in (child.stdin, child.stdout):
+def _kill(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it ended just now
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):  # a line that was never read is still in the buffer
+            with contextlib.suppress(BrokenPipeError):  # an unread line is still in the buffer
                 pipe.close()
 
 
 def serve(prepare: Callable[[], Callable[..., Any]], *, opens_nothing: bool = False) -> None:
-    """The child's side: reads each question from standard input and answers what the judge says of its fields.
+    """The child's side: reads questions from standard input and answers with what the scorer returns for their fields.
 
-    ``prepare`` gives the judge; what it has imported, built and used is there in every fork. ``opens_nothing``: judging
-    then imports nothing and needs no file and no thread, so that the fork may be denied them.
+    ``prepare`` returns the scorer; what it imports and builds is shared by every fork. ``opens_nothing`` states that
+    scoring imports nothing and needs no file and no thread, so that the fork is denied them.
     """
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whose parent is gone has nobody to tell
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end silently when the parent is gone
     limit = float(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)  # what a library prints is no answer
-    judge = prepare()
+        os.dup2(nowhere.fileno(), 1)  # a library's output is no answer
+    scorer = prepare()
     while forked := os.fork():
         _, status = os.waitpid(forked, 0)
-        ended = os.waitstatus_to_exitcode(status)
-        if ended != -signal.SIGPROF:
-            sys.exit(f"the process that judges ended with {ended}" if ended else 0)
-        print(json.dumps({"late": limit}), file=answers, flush=True)
+        code = os.waitstatus_to_exitcode(status)
+        if code != -signal.SIGPROF:
+            sys.exit(f"the scoring process ended with {code}" if code else 0)
+        print(json.dumps({"timeout": limit}), file=answers, flush=True)
     _confine(opens_nothing)
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, limit)  # nobody handles its signal: it ends this process at once
+        signal.setitimer(signal.ITIMER_PROF, limit)  # no handler: the signal ends this process at once
         try:
-            answer = {"judged": judge(**json.loads(line))}
-        except BaseException as error:  # a library's exit() too
-            answer = {"raised": short(" ".join(f"{type(error).__name__}: {error}".split()))}
+            answer = {"score": scorer(**json.loads(line))}
+        except BaseException as error:  # includes a library's exit()
+            answer = {"error": short(" ".join(f"{type(error).__name__}: {error}".split()))}
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(answer), file=answers, flush=True)
 
 
 def _confine(opens_nothing: bool) -> None:
-    """What is open stays so. For good; a superuser's processes may be forked all the same."""
-    import resource  # POSIX has it
+    """Denies new files (and descriptors and processes) for good; a superuser may still fork."""
+    import resource  # POSIX only
 
     denied = [resource.RLIMIT_FSIZE]
     if opens_nothing:
         denied += [resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC]
-    for what in denied:
-        resource.setrlimit(what, (0, 0))
+    for limit in denied:
+        resource.setrlimit(limit, (0, 0))

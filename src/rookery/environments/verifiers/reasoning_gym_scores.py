@@ -1,8 +1,8 @@
-"""Scores of reasoning-gym in processes of their own, with a time limit: see :mod:`rookery.environments.verifiers.pool`.
+"""Scores of reasoning-gym in separate processes with a time limit (:mod:`rookery.environments.verifiers.pool`).
 
-A policy can reply ``1e9999999999`` to a task that reads fractions, whose exact value no machine writes out, and some
-scorers raise on what they did not expect. A reply is scored by the entry as the library made it: JSON, in which prompts
-are stored, knows no tuples, and some scorers compare with them.
+A reply such as ``1e9999999999`` can take for ever to evaluate exactly, and some scorers raise on unexpected input. A
+reply is scored with the entry as the library made it: prompts are stored as JSON, which has no tuples, and some scorers
+compare with them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 from rookery.environments.verifiers.pool import serve
 
 LITERAL = "literal"
-"""The field of a prompt, beside the entry's own, that holds the entry as Python writes it."""
+"""Field of a stored prompt that holds the entry as a Python literal."""
 
 
 def stored(entry: dict[str, Any]) -> dict[str, Any]:
-    """The entry as a prompt, with :data:`LITERAL` where JSON alone would lose something that Python can write."""
-    # default=str keeps readable what JSON cannot say (dates and the like).
+    """The entry as a JSON prompt, with :data:`LITERAL` where JSON alone would lose something."""
+    # default=str keeps dates and the like readable
     readable: dict[str, Any] = json.loads(json.dumps(entry, default=str))
-    with suppress(Exception):  # it holds what is no literal, or cannot be compared
+    with suppress(Exception):  # not a literal, or not comparable
         written = repr(entry)
         if readable != entry and ast.literal_eval(written) == entry:
             readable[LITERAL] = written
@@ -32,13 +32,13 @@ def stored(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def restored(prompt: dict[str, Any]) -> dict[str, Any]:
-    """The entry that was :func:`stored`; for want of :data:`LITERAL`, as JSON gave it back."""
+    """The entry of a prompt made by :func:`stored`."""
     entry: dict[str, Any] = ast.literal_eval(prompt[LITERAL]) if LITERAL in prompt else prompt
     return entry
 
 
 def create(task: str, size: int, seed: int, config: dict[str, Any]) -> Any:
-    """The library's dataset. Raises ImportError where it is not installed, and whatever it makes of its arguments."""
+    """The library's dataset. Raises ImportError where the library is missing, and its own errors for bad arguments."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(task, size=size, seed=seed, **config)
@@ -47,15 +47,15 @@ def create(task: str, size: int, seed: int, config: dict[str, Any]) -> Any:
 def prepare() -> Callable[[str | None, dict[str, Any]], float]:
     dataset = create(**json.loads(sys.argv[2]))
 
-    def judge(answer: str | None, prompt: dict[str, Any]) -> float:
+    def score(answer: str | None, prompt: dict[str, Any]) -> float:
         return float(dataset.score_answer(answer=answer, entry=restored(prompt)))
 
-    with suppress(Exception):  # whatever it is, it says so again when it is asked
+    with suppress(Exception):  # the same error is reported when a reply is scored
         first = stored(dataset[0])
         for answer in (first["answer"], "1"):
-            judge(answer, first)
-    return judge
+            score(answer, first)
+    return score
 
 
 if __name__ == "__main__":
-    serve(prepare, opens_nothing=True)  # no scorer of 0.1.25 imports, opens a file or starts a thread
+    serve(prepare, opens_nothing=True)  # scorers of 0.1.25 import nothing, open no file and start no thread

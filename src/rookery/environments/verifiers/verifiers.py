@@ -1,8 +1,8 @@
-"""Named verifiers: what a reply is worth, given what the data says is right.
+"""Named verifiers: the reward of a reply, given the row's answer.
 
-Each is a pure function of (the reply's text, the row, its options) to (reward, metrics); the same arguments give the
-same result in every process. Metrics are shares in [0, 1] unless said otherwise. No reply makes a verifier raise: what
-cannot be read scores ``wrong``. A row that lacks what a verifier needs is a mistake in the data and raises ValueError.
+Each is a pure function (reply text, row, options) → (reward, metrics) with the same result in every process. Metrics
+are shares in [0, 1]. No reply makes a verifier raise: an unreadable one scores ``wrong``. A row that lacks a field that
+the verifier needs raises ValueError.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any, Literal, NoReturn
 import regex
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
-from rookery.environments.verifiers.math_verify import MathJudge
+from rookery.environments.verifiers.math_verify import MathComparer
 from rookery.errors import UserError, installs
 
 Row = Mapping[str, Any]
-Verdict = tuple[float, dict[str, float]]
-Judge = Callable[[str, Row], Verdict]
+Score = tuple[float, dict[str, float]]
+ScoreFunction = Callable[[str, Row], Score]
 
 REGEX_SECONDS = 1.0
 """Longest search for a pattern in one reply; an honest one takes microseconds."""
 
 MINUS = "\N{MINUS SIGN}"
-"""What typeset text has for the hyphen of a negative number."""
+"""Typographic minus sign of negative numbers."""
 
 _NUMBER = re.compile(
     rf"(?:(?<![\w)])[-+{MINUS}])?"
@@ -38,20 +38,20 @@ _NUMBER = re.compile(
 )
 
 _EXACT = decimal.Context(prec=50, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX, traps=[])
-"""Differences of numbers of any size: rounded ones, but never to zero."""
+"""Differences of numbers of any size, rounded but never to zero."""
 
 
-class Options(BaseModel):
-    """Options of every verifier."""
+class VerifierOptions(BaseModel):
+    """Options of all verifiers except ``json``. Their metric is `right`, the share of right replies."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     answer: str = "answer"
-    """The row's field that holds what is right."""
+    """The row's field that holds the answer."""
     right: float = 1.0
     """Reward of a right reply."""
     wrong: float = 0.0
-    """Reward of any other."""
+    """Reward of any other reply."""
 
     def expected(self, row: Row) -> Any:
         if self.answer not in row:
@@ -59,44 +59,44 @@ class Options(BaseModel):
         return row[self.answer]
 
     def check(self, row: Row) -> None:
-        """Raises ValueError where ``row`` cannot be judged by."""
+        """Raises ValueError if ``row`` lacks what the verifier needs."""
         self.expected(row)
 
-    def verdict(self, right: bool) -> Verdict:
+    def score_of(self, right: bool) -> Score:
         return (self.right if right else self.wrong), {"right": float(right)}
 
 
-class Exact(Options):
-    """Right when the reply is the answer, white space around both apart."""
+class Exact(VerifierOptions):
+    """Right when the reply equals the answer, ignoring surrounding white space."""
 
     name: Literal["exact"] = "exact"
     ignore_case: bool = False
+    """Compare without regard to case."""
 
-    def judge(self, text: str, row: Row) -> Verdict:
-        said, expected = text.strip(), _as_text(self.expected(row)).strip()
+    def score(self, text: str, row: Row) -> Score:
+        given, expected = text.strip(), _as_text(self.expected(row)).strip()
         if self.ignore_case:
-            said, expected = said.casefold(), expected.casefold()
-        return self.verdict(said == expected)
+            given, expected = given.casefold(), expected.casefold()
+        return self.score_of(given == expected)
 
 
-class Number(Options):
-    """Right when the number in the reply is the answer's.
-
-    ``where`` says which number of the reply counts: the ``last`` or ``first`` in it, ``any`` of them (a reply that
-    lists many numbers then scores by luck), or the ``only`` text that there is. Thousands may be set apart by commas.
-    """
+class Number(VerifierOptions):
+    """Right when the number in the reply equals the answer. Thousands may be separated by commas. Further metric:
+    `number`, the share of replies with a number."""
 
     name: Literal["number"] = "number"
     where: Literal["last", "first", "any", "only"] = "last"
+    """Which number of the reply counts. With `any`, a reply that lists many numbers scores by luck; with `only`, the
+    reply is the number and nothing else."""
     tolerance: float = Field(0.0, ge=0)
-    """Largest absolute difference that is still right."""
+    """Largest absolute difference that counts as right."""
     found: float | None = None
-    """Reward, in place of ``wrong``, of a reply that holds a number, though not the right one."""
+    """Reward, instead of `wrong`, of a reply with a wrong number."""
 
     def check(self, row: Row) -> None:
         _number_of(self.expected(row))
 
-    def judge(self, text: str, row: Row) -> Verdict:
+    def score(self, text: str, row: Row) -> Score:
         expected = _number_of(self.expected(row))
         if self.where == "only":
             numbers = [text.strip()] if _NUMBER.fullmatch(text.strip()) else []
@@ -104,30 +104,29 @@ class Number(Options):
             numbers = _NUMBER.findall(text)
         chosen = {"last": numbers[-1:], "first": numbers[:1]}.get(self.where, numbers)
         right = any(self._close(_decimal(number), expected) for number in chosen)
-        reward, metrics = self.verdict(right)
+        reward, metrics = self.score_of(right)
         if numbers and not right and self.found is not None:
             reward = self.found
         return reward, {**metrics, "number": float(bool(numbers))}
 
-    def _close(self, said: Decimal, expected: Decimal) -> bool:
-        return _EXACT.abs(_EXACT.subtract(said, expected)) <= Decimal(repr(self.tolerance))
+    def _close(self, given: Decimal, expected: Decimal) -> bool:
+        return _EXACT.abs(_EXACT.subtract(given, expected)) <= Decimal(repr(self.tolerance))
 
 
-class Regex(Options):
-    """Right when ``pattern`` is found in the reply and, if it has a group (or ``group``), what it caught is the answer.
-
-    Python's ``re`` syntax. Without a group the answer plays no part: the pattern alone decides. A search that runs
-    away is stopped: the reply is wrong, and counted as ``unjudged``.
-    """
+class Regex(VerifierOptions):
+    """Right when the pattern is found in the reply and, if it has a group, the group's text equals the answer. Without
+    a group the pattern alone decides. Further metrics: `matched`, and `unjudged` for a search that was stopped after a
+    second."""
 
     name: Literal["regex"] = "regex"
     pattern: str
+    """A regular expression in Python's syntax."""
     group: int | str | None = None
-    """Which group is compared with the answer; the first where the pattern has one."""
+    """Number or name of the group that is compared with the answer; the first group when absent."""
     whole: bool = False
-    """The pattern has to match the whole reply, white space around it apart."""
+    """The pattern must match the whole reply, ignoring surrounding white space."""
     found: float | None = None
-    """Reward, in place of ``wrong``, of a reply that matches but caught the wrong thing."""
+    """Reward, instead of `wrong`, of a reply that matches with the wrong text in the group."""
 
     @model_validator(mode="after")
     def _compiles(self) -> Regex:
@@ -148,12 +147,12 @@ class Regex(Options):
         if self._compared is not None:
             self.expected(row)
 
-    def judge(self, text: str, row: Row) -> Verdict:
+    def score(self, text: str, row: Row) -> Score:
         pattern = regex.compile(self.pattern)
         search = pattern.fullmatch if self.whole else pattern.search
         unjudged, match = False, None
         try:
-            # concurrent: other threads of the host go on meanwhile.
+            # concurrent: releases the lock for other threads of the host
             match = search(text.strip() if self.whole else text, timeout=REGEX_SECONDS, concurrent=True)
         except TimeoutError:
             unjudged = True
@@ -163,23 +162,26 @@ class Regex(Options):
             right = True
         else:
             right = (match[self._compared] or "").strip() == _as_text(self.expected(row)).strip()
-        reward, metrics = self.verdict(right)
+        reward, metrics = self.score_of(right)
         if match is not None and not right and self.found is not None:
             reward = self.found
         return reward, {**metrics, "matched": float(match is not None), "unjudged": float(unjudged)}
 
 
 class Expectation(BaseModel):
-    """What one field of a JSON reply has to be: the row's ``from`` field, or ``equals`` as it stands."""
+    """The expected value of one field of a JSON reply. Give exactly one of `from` and `equals`. Values are compared as
+    JSON: 5 and 5.0 are equal, 5 and "5" are not."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     from_: str | None = Field(None, alias="from")
+    """The row's field that holds the value."""
     equals: Any = None
+    """The value itself."""
     weight: float = Field(1.0, gt=0)
-    """Its share of the reward for fields, relative to the other fields' weights."""
+    """Share of the reward, relative to the other fields' weights."""
     tolerance: float = Field(0.0, ge=0)
-    """Largest difference between numbers that is still right."""
+    """Largest difference between numbers that counts as right."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Expectation:
@@ -196,24 +198,22 @@ class Expectation(BaseModel):
 
 
 class Json(BaseModel):
-    """A reply that is a JSON object earns ``valid``; each right field its share of ``1 - valid``.
+    """A reply that is a JSON object earns `valid`; each right field earns its share of 1 − `valid`. Metrics: `valid`,
+    and `right/<field>` for each field."""
 
-    ``fields`` maps a field of the reply to the name of the row's field that holds its value, or to ``{from, equals,
-    weight, tolerance}``; absent, the reply's ``answer`` has to be the row's ``answer``.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     name: Literal["json"] = "json"
     fields: dict[str, Expectation] = Field(
         default_factory=lambda: {"answer": Expectation.model_validate({"from": "answer"})}, min_length=1
     )
+    """Expected value of each field of the reply: the name of a row's field, or [an expectation](#json-fields)."""
     valid: float = Field(0.3, ge=0, le=1)
+    """Reward of any valid reply. An invalid one earns 0."""
     strict: bool = False
-    """The reply is the object and nothing else. Otherwise the first object in the reply counts, so that fences and
-    explanations around it do no harm."""
+    """The reply is the object and nothing else. Otherwise the first object in the reply counts."""
     only: bool = False
-    """Fields that are not in ``fields`` make the reply invalid."""
+    """A field that is not in `fields` makes the reply invalid."""
 
     @field_validator("fields", mode="before")
     @classmethod
@@ -226,40 +226,39 @@ class Json(BaseModel):
         for name, field in self.fields.items():
             field.expected(name, row)
 
-    def judge(self, text: str, row: Row) -> Verdict:
-        said = _first_object(text, self.strict)
-        if said is not None and self.only and set(said) - set(self.fields):
-            said = None
-        metrics = {"valid": float(said is not None)}
+    def score(self, text: str, row: Row) -> Score:
+        given = _first_object(text, self.strict)
+        if given is not None and self.only and set(given) - set(self.fields):
+            given = None
+        metrics = {"valid": float(given is not None)}
         earned = 0.0
         for name, field in self.fields.items():
             expected = field.expected(name, row)
-            right = said is not None and name in said and _same(said[name], expected, field.tolerance)
+            right = given is not None and name in given and _same(given[name], expected, field.tolerance)
             metrics[f"right/{name}"] = float(right)
             earned += field.weight * right
-        if said is None:
+        if given is None:
             return 0.0, metrics
         total = math_module.fsum(field.weight for field in self.fields.values())
         return self.valid + (1 - self.valid) * earned / total, metrics
 
 
-class Math(Options):
-    """Right when math-verify finds the reply's last expression equal to the answer (LaTeX or plain).
-
-    Needs the ``math`` extra. A reply that takes too long to judge is wrong, and counted as ``unjudged``.
-    """
+class Math(VerifierOptions):
+    """Right when math-verify finds the reply's last expression equal to the answer, in LaTeX or plain text. Needs the
+    `math` extra. A comparison that takes more than 5 seconds of processor time is wrong and counted as `unjudged`. It
+    has the common options only."""
 
     name: Literal["math"] = "math"
-    _judge: MathJudge = PrivateAttr(default_factory=MathJudge)
+    _comparer: MathComparer = PrivateAttr(default_factory=MathComparer)
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
         if importlib.util.find_spec("math_verify") is None:
             raise UserError(f"verifier math: needs the math extra; run: {installs('math')}")
 
-    def judge(self, text: str, row: Row) -> Verdict:
-        same = self._judge.same(text, _as_text(self.expected(row)))
-        reward, metrics = self.verdict(same is True)
+    def score(self, text: str, row: Row) -> Score:
+        same = self._comparer.same(text, _as_text(self.expected(row)))
+        reward, metrics = self.score_of(same is True)
         return reward, {**metrics, "unjudged": float(same is None)}
 
 
@@ -270,13 +269,13 @@ VERIFIERS: dict[str, type[Exact] | type[Number] | type[Regex] | type[Json] | typ
     "json": Json,
     "math": Math,
 }
-"""Verifiers by name; a job names one, or gives its options beside ``name``."""
+"""Verifiers by name; a job gives a name, or a mapping with ``name`` and options."""
 
 Verifier = Exact | Number | Regex | Json | Math
 
 
 def _as_text(value: Any) -> str:
-    """The answer as one would write it: strings as they are, everything else as JSON."""
+    """The answer as text: strings unchanged, everything else as JSON."""
     return value if isinstance(value, str) else json_module.dumps(value, ensure_ascii=False)
 
 
@@ -288,29 +287,29 @@ def _number_of(value: Any) -> Decimal:
     elif isinstance(value, int) and not isinstance(value, bool):
         return Decimal(value)
     elif isinstance(value, float) and math_module.isfinite(value):
-        return Decimal(repr(value))  # the number as it is written, not the nearest that a float can hold
+        return Decimal(repr(value))  # the number as written, not the nearest float
     raise ValueError(f"the answer is {value!r}, not a number")
 
 
 def _decimal(number: str) -> Decimal:
-    """What ``_NUMBER`` has matched, every digit of it."""
+    """The exact value of a match of ``_NUMBER``."""
     return Decimal(number.replace(",", "").replace(MINUS, "-"))
 
 
-def _same(said: Any, expected: Any, tolerance: float) -> bool:
+def _same(given: Any, expected: Any, tolerance: float) -> bool:
     """Equal as JSON: 5 and 5.0 are, 1 and true are not, nor are 5 and "5"."""
-    if isinstance(said, bool) or isinstance(expected, bool):
-        return said is expected
-    if isinstance(said, int | float) and isinstance(expected, int | float):
+    if isinstance(given, bool) or isinstance(expected, bool):
+        return given is expected
+    if isinstance(given, int | float) and isinstance(expected, int | float):
         try:
-            return said == expected or abs(said - expected) <= tolerance
-        except OverflowError:  # an integer too big for a float, which no tolerance reaches
+            return given == expected or abs(given - expected) <= tolerance
+        except OverflowError:  # an integer too big for a float
             return False
-    if isinstance(said, list) and isinstance(expected, list):
-        return len(said) == len(expected) and all(map(lambda a, b: _same(a, b, tolerance), said, expected))
-    if isinstance(said, dict) and isinstance(expected, dict):
-        return said.keys() == expected.keys() and all(_same(said[key], expected[key], tolerance) for key in said)
-    return type(said) is type(expected) and said == expected
+    if isinstance(given, list) and isinstance(expected, list):
+        return len(given) == len(expected) and all(map(lambda a, b: _same(a, b, tolerance), given, expected))
+    if isinstance(given, dict) and isinstance(expected, dict):
+        return given.keys() == expected.keys() and all(_same(given[key], expected[key], tolerance) for key in given)
+    return type(given) is type(expected) and given == expected
 
 
 def _first_object(text: str, strict: bool) -> dict[str, Any] | None:
@@ -328,5 +327,5 @@ def _first_object(text: str, strict: bool) -> dict[str, Any] | None:
 
 
 def no_constant(name: str) -> NoReturn:
-    """For ``parse_constant``: Python reads NaN and Infinity, which JSON does not have. Raises ValueError."""
+    """``parse_constant`` hook that refuses NaN and Infinity, which JSON does not have. Raises ValueError."""
     raise ValueError(f"{name} is not JSON")
