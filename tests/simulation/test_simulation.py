@@ -25,7 +25,7 @@ from rookery.controller.offload.seeding import Seeding
 from rookery.errors import UserError
 from rookery.scheduling.offload import Cycle
 from rookery.simulation.clock import Deadlock, run
-from rookery.simulation.fakes.engine import FakeEngine
+from rookery.simulation.fakes.engine import FakeEngine, Row
 from rookery.simulation.fakes.service import MEMORY, MODEL, SimulatedService
 from rookery.simulation.fakes.text import LongTailed, chat, logprobs_of, tokens_of
 from rookery.simulation.profiles import Machine, Profile, load_profile, packaged
@@ -267,9 +267,9 @@ def test_what_a_lost_instance_had_sent_goes_on_elsewhere_or_starts_over(
     given_: list[int] = []
     submit = FakeEngine.submit
 
-    def spy(engine: FakeEngine, order: protocol.Generate) -> None:
-        given_.append(len(order.prefix_tokens))
-        submit(engine, order)
+    def spy(engine: FakeEngine, request: protocol.Generate) -> Row:
+        given_.append(len(request.prefix_tokens))
+        return submit(engine, request)
 
     monkeypatch.setattr(FakeEngine, "submit", spy)
     mode = replace(MODES["disaggregated"], parts=MODES[name].parts)

@@ -1,25 +1,34 @@
-"""A modelled compute thread: an engine and a trainer that share one machine's time, which passes virtually.
+"""The fake compute thread of a worker: an engine and a trainer that share one machine's time.
 
-* It computes one thing at a time: slices of decoding and of training take turns by what each has had; one that was idle
-  is owed nothing for it.
-* Decode steps between which nothing comes, ends or is to be sent cost one event, however many.
+* It computes one thing at a time: slices of decoding and of training alternate by the time that each has had. One that
+  was idle is not compensated.
+* Decode steps between which no request comes, ends or has to be flushed cost one event.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from rookery import protocol
 from rookery.simulation.fakes.engine import FakeEngine
 from rookery.simulation.fakes.text import Length
-from rookery.simulation.fakes.trainer import Answer, FakeTrainer
+from rookery.simulation.fakes.trainer import FakeTrainer, Operation, OperationResult, batch_size
 from rookery.simulation.profiles import Machine
 
-SAME = 1e-6
-"""Parts of a slice: news at the very end of one are no news within the next."""
+TOLERANCE = 1e-6
+"""Share of a slice: a wake-up that close to its end does not begin the next one."""
+
+
+@dataclass(eq=False)
+class QueuedOperation:
+    op: Operation
+    run: Callable[[], OperationResult]
+    seconds: float
+    """Of computing, still to be done."""
 
 
 class FakeCompute:
@@ -27,86 +36,136 @@ class FakeCompute:
         self,
         machine: Machine,
         length: Length,
+        trainer: FakeTrainer,
         *,
         flush: Callable[[], Awaitable[None]],
-        answer: Callable[[Answer], object],
+        answer: Callable[[OperationResult], object],
     ) -> None:
-        """``flush`` sends what the engine has said: it is called at once when a request has ended, else when
-        ``flush_seconds`` have passed since it last was. ``answer`` takes what the trainer has done."""
+        """``flush`` sends the engine's tokens: it is called at once when a request has ended, else ``flush_seconds``
+        after its last call. ``answer`` takes the results of operations."""
         self.engine = FakeEngine(machine, length, machine.rows)
-        self.trainer = FakeTrainer(machine)
+        self.trainer = trainer
         self.decoded, self.trained = 0.0, 0.0
-        """Seconds that went into decoding and prefill, and into training."""
+        """Seconds spent on decoding and prefill, and on training."""
         self.by_policy: defaultdict[str, float] = defaultdict(float)
-        """Seconds of both that went into each policy; a slice of decoding is shared out over its requests."""
+        """Seconds of both per policy; a decoding slice is divided among its requests."""
         self.slices = 0
         """Finished ones."""
         self.flush_seconds = 0.0
+        self._machine = machine
         self._flush = flush
         self._answer = answer
         self._flushed = 0.0
         self._loop = asyncio.get_running_loop()
-        self._poked: asyncio.Future[None] = self._loop.create_future()
+        self._woken: asyncio.Future[None] = self._loop.create_future()
         self._switches: list[protocol.SwitchAdapter] = []
-        self._turns = {"decode": 0.0, "train": 0.0}
+        self._queues: OrderedDict[str, deque[QueuedOperation]] = OrderedDict()
+        """Operations by tenant; the tenants alternate."""
+        self._spent = {"decode": 0.0, "train": 0.0}
         self._was_idle = {"decode": True, "train": True}
         self._stopping = False
 
-    def poke(self) -> None:
-        """There is news: something came, or is not wanted any more."""
-        if not self._poked.done():
-            self._poked.set_result(None)
+    def wake(self) -> None:
+        """Something was added or removed."""
+        if not self._woken.done():
+            self._woken.set_result(None)
 
     def switch(self, message: protocol.SwitchAdapter) -> None:
-        """Between two slices a request goes on with another adapter, which is here."""
+        """Between two slices the request continues with another adapter, which is here."""
         self._switches.append(message)
-        self.poke()
+        self.wake()
 
     def stop(self) -> None:
-        """End after the slice at work."""
+        """End after the current slice."""
         self._stopping = True
-        self.poke()
+        self.wake()
+
+    # --- training operations ------------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        """Queued operations."""
+        return sum(map(len, self._queues.values()))
+
+    def steps_ahead(self, policy: str) -> int:
+        """Queued optimizer steps of a policy."""
+        return sum(
+            isinstance(queued.op, protocol.OptimStep) and queued.op.adam is not None and queued.op.policy == policy
+            for queue in self._queues.values()
+            for queued in queue
+        )
+
+    def queue(
+        self, op: Operation, run: Callable[[], OperationResult], batch: protocol.TrainingBatch | None = None
+    ) -> None:
+        """Queue an operation whose state is here: ``run`` is called when its time has passed."""
+        seconds = self._machine.optimizer if batch is None else self._machine.train_token * batch_size(batch)[0]
+        self._queues.setdefault(getattr(op, "tenant", ""), deque()).append(QueuedOperation(op, run, seconds))
+        self.wake()
+
+    def cancel(self, op: str) -> bool:
+        """Delete an operation, which is not answered. Returns whether it was queued."""
+        for tenant, queue in list(self._queues.items()):
+            for queued in [queued for queued in queue if queued.op.op == op]:
+                self._remove(tenant, queued)
+                self.trainer.break_gradient(queued.op.policy)
+                return True
+        return False
+
+    def clear(self) -> None:
+        """Delete every queued operation."""
+        for queue in self._queues.values():
+            for queued in queue:
+                self.trainer.break_gradient(queued.op.policy)
+        self._queues.clear()
+
+    def _remove(self, tenant: str, queued: QueuedOperation) -> None:
+        self._queues[tenant].remove(queued)
+        if not self._queues[tenant]:
+            del self._queues[tenant]
+
+    # --- slices -------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until it is stopped."""
+        """Compute until stopped."""
         while not self._stopping:
-            turn = self._next()
-            if turn is None:
-                self._poked = self._loop.create_future()
-                await self._poked
+            kind = self._next()
+            if kind is None:
+                self._woken = self._loop.create_future()
+                await self._woken
                 continue
             began = self._loop.time()
-            await (self._decode() if turn == "decode" else self._train())
-            self._turns[turn] += self._loop.time() - began
+            await (self._decode() if kind == "decode" else self._train())
+            self._spent[kind] += self._loop.time() - began
             self.slices += 1
             for switch in self._switches:
                 self.engine.switch(switch.request, switch.adapter, recompute=switch.recompute)
             self._switches.clear()
-            if self.engine.ended or self._loop.time() - self._flushed >= self.flush_seconds:
+            if self.engine.finished or self._loop.time() - self._flushed >= self.flush_seconds:
                 self._flushed = self._loop.time()
                 await self._flush()
 
     def _next(self) -> str | None:
-        """What has work and had least time; one that comes back from idleness starts level."""
-        busy = {"decode": self.engine.busy, "train": self.trainer.pending > 0}
-        at_work = [name for name in busy if busy[name]]
-        level = min((self._turns[name] for name in at_work if not self._was_idle[name]), default=0.0)
-        for name in busy:
-            if busy[name] and self._was_idle[name]:
-                self._turns[name] = level
-            self._was_idle[name] = not busy[name]
-        return min(at_work, key=lambda name: self._turns[name], default=None)
+        """The kind of work that is pending and had least time; one that was idle starts level with the other."""
+        busy = {"decode": self.engine.busy, "train": self.pending > 0}
+        pending = [kind for kind in busy if busy[kind]]
+        level = min((self._spent[kind] for kind in pending if not self._was_idle[kind]), default=0.0)
+        for kind in busy:
+            if busy[kind] and self._was_idle[kind]:
+                self._spent[kind] = level
+            self._was_idle[kind] = not busy[kind]
+        return min(pending, key=lambda kind: self._spent[kind], default=None)
 
     async def _decode(self) -> None:
-        """One slice, or as many like it as follow each other until there is news, or tokens to send."""
+        """One slice, or as many like it as follow each other until a wake-up or a flush."""
         seconds, slices = self.engine.begin()
         if slices > 1:
             due = self._flushed + self.flush_seconds - self._loop.time()
-            slices = 1 if self.trainer.pending or seconds <= 0 else max(1, min(slices, math.ceil(due / seconds)))
+            slices = 1 if self.pending or seconds <= 0 else max(1, min(slices, math.ceil(due / seconds)))
         began = self._loop.time()
         try:
             slices = await self._spend(seconds, slices)
-        except asyncio.CancelledError:  # killed: what was sampled since is lost
+        except asyncio.CancelledError:  # killed: the tokens sampled since are lost
             self.engine.end(min(slices, int((self._loop.time() - began) / seconds)) if seconds else 0)
             raise
         self.decoded += slices * seconds
@@ -117,25 +176,32 @@ class FakeCompute:
         self.engine.end(slices)
 
     async def _spend(self, seconds: float, slices: int) -> int:
-        """Let the time of so many slices pass, or of those begun when there is news; their number."""
+        """Wait for as many slices, or at a wake-up for those begun. Returns their number."""
         if slices == 1:
             await asyncio.sleep(seconds)
             return 1
-        began, poked = self._loop.time(), self._loop.create_future()
-        self._poked = poked
-        timer = self._loop.call_later(seconds * slices, self.poke)
-        await poked
+        began, woken = self._loop.time(), self._loop.create_future()
+        self._woken = woken
+        timer = self._loop.call_later(seconds * slices, self.wake)
+        await woken
         timer.cancel()
         spent = self._loop.time() - began
-        slices = min(slices, max(1, math.ceil(spent / seconds - SAME)))
+        slices = min(slices, max(1, math.ceil(spent / seconds - TOLERANCE)))
         await asyncio.sleep(max(0.0, slices * seconds - spent))
         return slices
 
     async def _train(self) -> None:
-        work, seconds = self.trainer.begin()
+        """A slice of the next tenant's oldest operation."""
+        tenant, queue = next(iter(self._queues.items()))
+        queued = queue[0]
+        slice_ = max(self._machine.train_slice * self._machine.train_token, self._machine.optimizer)
+        seconds = min(queued.seconds, slice_)
         await asyncio.sleep(seconds)
         self.trained += seconds
-        self.by_policy[work.policy] += seconds
-        answer = self.trainer.end(work, seconds)
-        if answer is not None:
-            self._answer(answer)
+        self.by_policy[queued.op.policy] += seconds
+        queued.seconds -= seconds
+        if tenant in self._queues:
+            self._queues.move_to_end(tenant)
+            if queued in self._queues[tenant] and queued.seconds <= 1e-12:
+                self._remove(tenant, queued)
+                self._answer(queued.run())

@@ -1,4 +1,4 @@
-"""Connections in memory: two ends, whole frames in order, over at once when either end is cut."""
+"""Connections in memory: two ends, whole frames in order. When either end is cut, both end at once."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from rookery.protocol.connection import ConnectionClosed
 
 
 class MemoryConnection:
-    """One end of a connection in memory; a :class:`rookery.protocol.connection.Link`."""
+    """One end of a connection in memory; a :class:`rookery.protocol.connection.Connection`."""
 
     def __init__(self, inbox: asyncio.Queue[bytes | None], outbox: asyncio.Queue[bytes | None]) -> None:
         self._inbox, self._outbox = inbox, outbox
-        self.closed = False
+        self._ended = asyncio.Event()
         self.other: MemoryConnection
+
+    @property
+    def closed(self) -> bool:
+        return self._ended.is_set()
 
     async def send(self, frame: bytes) -> None:
         if self.closed:
@@ -23,18 +27,22 @@ class MemoryConnection:
     async def receive(self) -> bytes:
         frame = None if self.closed else await self._inbox.get()
         if frame is None:
-            self.closed = True
+            self._ended.set()
             raise ConnectionClosed("closed")
         return frame
 
     async def close(self, reason: str) -> None:
         self.cut()
 
+    async def wait_closed(self) -> None:
+        """Return when this end is closed."""
+        await self._ended.wait()
+
     def cut(self) -> None:
-        """Both ends are over at once: who waits for a frame hears of it after what was sent before."""
+        """Both ends end at once: a pending ``receive`` returns the frames sent before, then raises."""
         for end in (self, self.other):
-            end.closed, was = True, end.closed
-            if not was:
+            if not end.closed:
+                end._ended.set()
                 end._inbox.put_nowait(None)
 
 

@@ -1,42 +1,62 @@
-"""A modelled engine: continuous batching as :mod:`rookery.worker.engine` does it, where a slice takes its stated time
-and yields the texts of :mod:`rookery.simulation.fakes.text`.
+"""A fake engine: continuous batching as the native engine does it, where a slice takes its stated time and yields the
+texts of :mod:`rookery.simulation.fakes.text`.
 
-* At most ``rows`` requests run; others wait, first come first served, ``first`` ones before them.
-* One slice is prompt tokens of new requests (a group's prompt once, what was kept of an episode not again), or one
-  token for every running request. The two take turns.
-* Decode steps between which no request begins or ends can be taken together: they cost one event, however many.
+* At most ``rows`` requests run; others wait in the order in which they came, ``interactive`` ones first.
+* One slice is prompt tokens of new requests (a group's prompt once, an episode's cached turns not again), or one token
+  for every running request. The two kinds alternate.
+* Consecutive decode steps between which no request begins or ends can be taken together: they cost one event.
+* A request whose connection ended is held with its tokens until it is claimed by a ``Generate`` or expires.
 
-What it leaves out: memory for attention caches is never short, and a step's time does not grow with the texts' lengths.
+Not modelled: the KV cache never runs out, and a step's time does not grow with the length of the texts.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from rookery import protocol
 from rookery.simulation.fakes.text import Length, logprobs_of, tokens_of
 from rookery.simulation.profiles import Machine
 
+Finish = Literal["", "stop", "length", "error", "abort"]
+
 
 @dataclass(eq=False)
 class Row:
     """One request."""
 
-    order: protocol.Generate
-    adapter: protocol.AdapterRef | None
+    request: protocol.Generate
     length: int
-    """Of its whole reply."""
-    said: int
-    """Tokens of the reply that are there, those of earlier workers included, when ``since`` was …"""
+    """Of the whole reply."""
+    start: int
+    """Its first token that is sampled here."""
+    position: int
+    """Tokens of the reply when ``since`` was set, those of earlier workers included."""
     sent: int
+    spans: list[tuple[int, protocol.AdapterRef | None]]
+    """(token, adapter that samples from it on), ascending."""
     prefill: int = 0
     """Prompt tokens still to be computed."""
+    cached: bool = False
+    """Prompt and text are in the KV cache."""
     since: int | None = None
-    """… this number of the engine's decode steps; None while it does not decode."""
-    finish: Literal["", "stop", "length"] = ""
+    """Number of the engine's decode step from which on it decodes; None while it does not."""
+    finish: Finish = ""
+    error: str = ""
+    """The engine fails the request with this error after its next token."""
+    claimed: bool = True
+    reported: bool = False
+    """Its last chunk was sent."""
+    idle_since: float = 0.0
+    """Seconds since which it is unclaimed or reported."""
+
+    @property
+    def adapter(self) -> protocol.AdapterRef | None:
+        return self.spans[-1][1]
 
     @property
     def policy(self) -> str:
@@ -51,23 +71,23 @@ class FakeEngine:
         """Tokens sampled."""
         self.prefilled = 0
         """Prompt tokens computed."""
+        self.policies: Counter[str] = Counter()
+        """Running requests per policy."""
         self._length = length
         self._requests: dict[str, Row] = {}
         self._waiting: deque[Row] = deque()
         self._prefilling: deque[Row] = deque()
         self._decoding: dict[str, Row] = {}
         self._ends: defaultdict[int, list[Row]] = defaultdict(list)
-        """By decode step, the requests whose last token it yields."""
+        """By decode step, the requests that get their last token in it."""
+        self._finished: list[Row] = []
+        """Not reported yet."""
         self._steps = 0
         self._cached: dict[str, dict[object, int]] = defaultdict(dict)
-        """Adapter → what is kept → its tokens: shared prompts, episodes so far."""
+        """Adapter → cached text (a shared prompt, an episode) → its tokens."""
         self._slice: Literal["", "prefill", "decode"] = ""
         self._prefilled_last = False
         self._batch: list[tuple[Row, int]] = []
-        self._over: list[protocol.TokenChunk] = []
-        """Last tokens of what ended, or went on with another adapter; not handed out yet."""
-        self.policies: Counter[str] = Counter()
-        """Running requests per policy."""
 
     @property
     def active(self) -> int:
@@ -81,56 +101,86 @@ class FakeEngine:
     def busy(self) -> bool:
         return bool(self._waiting or self._prefilling or self._decoding)
 
-    def running(self) -> list[str]:
-        return list(self._requests)
+    @property
+    def finished(self) -> bool:
+        """Whether a request has ended and its last chunk was not drained."""
+        return bool(self._finished)
 
-    def submit(self, order: protocol.Generate) -> None:
-        """Queue a request, its adapter being there. One that is here already begins anew from what is given."""
-        self.abort(order.request)
-        length = self._length(order.seed, order.max_tokens)
-        given = len(order.prefix_tokens)
-        row = Row(order, order.adapter, length, given, given)
-        self._requests[order.request] = row
-        (self._waiting.appendleft if order.interactive else self._waiting.append)(row)
+    def held(self) -> list[Row]:
+        """Every request that is here, reported ones included."""
+        return list(self._requests.values())
+
+    def running(self) -> list[str]:
+        """Requests that have not ended."""
+        return [name for name, row in self._requests.items() if not row.finish]
+
+    def submit(self, request: protocol.Generate) -> Row:
+        """Queue a request whose adapter is here. One that is held resumes where the claim stands, if it can."""
+        row = self._requests.get(request.request)
+        if row is not None and _continues(row, request, self._position(row)):
+            row.sent, row.reported = len(request.prefix_tokens), False
+            if row.finish and row not in self._finished:
+                self._finished.append(row)
+            elif not row.claimed and not row.finish:
+                self._queue(row)
+            row.claimed = True
+            return row
+        self.abort(request.request)
+        length = self._length(request.seed, request.max_tokens)
+        given = len(request.prefix_tokens)
+        row = Row(request, length, given, given, given, [(given, request.adapter)])
+        self._requests[request.request] = row
+        self._queue(row)
+        return row
 
     def abort(self, request: str) -> None:
         row = self._requests.pop(request, None)
-        if row is None:
-            return
-        if row in self._waiting:
-            self._waiting.remove(row)
-            return
-        self.policies[row.policy] -= 1
-        if row in self._prefilling:
-            self._prefilling.remove(row)
-        elif row.since is not None:
-            del self._decoding[request]
-            self._leave_ends(row)
+        if row is not None:
+            self._stop(row)
+            if row in self._finished:
+                self._finished.remove(row)
+
+    def suspend(self, now: float) -> None:
+        """The connection ended: every request stops and is held for a later claim."""
+        for row in self._requests.values():
+            if row.claimed:
+                self._stop(row)
+                row.claimed = False
+                row.idle_since = row.idle_since if row.reported else now
+        self._finished.clear()
+
+    def expire(self, before: float) -> None:
+        """Delete requests that are unclaimed or reported since ``before``."""
+        for name, row in list(self._requests.items()):
+            if (row.reported or not row.claimed) and row.idle_since < before:
+                del self._requests[name]
 
     def switch(self, request: str, ref: protocol.AdapterRef, *, recompute: bool) -> None:
-        """The request goes on with ``ref`` from its next token."""
+        """The request continues with ``ref`` from its next token."""
         row = self._requests.get(request)
-        if row is None or row.adapter is None or row.adapter.hash == ref.hash:
+        if row is None or row.finish or row.adapter is None or row.adapter.hash == ref.hash:
             return
-        if (chunk := self._chunk(row)) is not None:
-            self._over.append(chunk)
-        row.adapter = ref
+        running = row.since is not None or row in self._prefilling
+        self.policies[row.policy] -= running
+        position = self._position(row)
+        if row.spans[-1][0] == position:
+            row.spans.pop()
+        row.spans.append((position, ref))
+        self.policies[row.policy] += running
         if recompute and row.since is not None:
-            self._leave_ends(row)
-            del self._decoding[request]
-            row.said = self._said(row)
-            row.since, row.prefill = None, len(row.order.prompt) + row.said
+            self._leave_batch(row)
+            row.prefill = len(row.request.prompt) + row.position
             self._prefilling.append(row)
 
-    def forget(self, digest: str) -> None:
-        """What was computed with this adapter is of no more use."""
+    def evict(self, digest: str) -> None:
+        """Drop the texts that were computed with this adapter."""
         self._cached.pop(digest, None)
 
     # --- slices -------------------------------------------------------------------------------------------------------
 
     def begin(self) -> tuple[float, int]:
-        """Begin a slice; the seconds that it takes, and how many such slices follow each other before a request ends,
-        if none comes or goes. Call :meth:`end` then."""
+        """Begin a slice. Returns its seconds, and how many such slices follow each other before a request ends, if no
+        other comes or goes. Call :meth:`end` after it."""
         self._admit()
         if self._prefilling and not (self._prefilled_last and self._decoding):
             self._slice, self._prefilled_last = "prefill", True
@@ -149,16 +199,16 @@ class FakeEngine:
         return self.machine.decode_step(len(self._decoding)), steps
 
     def end(self, slices: int = 1) -> None:
-        """So many slices are over, no more than :meth:`begin` said: what they computed is there."""
+        """``slices`` slices are over, at most as many as :meth:`begin` returned: their results are there."""
         if self._slice == "prefill" and slices:
             for row, count in self._batch:
-                if self._requests.get(row.order.request) is not row or row.since is not None:
+                if row not in self._prefilling:
                     continue  # aborted meanwhile
                 row.prefill -= count
                 self.prefilled += count
                 if row.prefill <= 0:
                     self._prefilling.remove(row)
-                    self._enter(row)
+                    self._decode(row)
         elif self._slice == "decode":
             self._steps += slices
             self.generated += slices * len(self._decoding)
@@ -166,93 +216,121 @@ class FakeEngine:
                 self._finish(row)
         self._slice = ""
 
+    def _queue(self, row: Row) -> None:
+        (self._waiting.appendleft if row.request.interactive else self._waiting.append)(row)
+
+    def _stop(self, row: Row) -> None:
+        """Take the row out of the queue or the batch."""
+        if row in self._waiting:
+            self._waiting.remove(row)
+        elif row in self._prefilling:
+            self._prefilling.remove(row)
+            self.policies[row.policy] -= 1
+        elif row.since is not None:
+            self._leave_batch(row)
+            self.policies[row.policy] -= 1
+
     def _admit(self) -> None:
         while self._waiting and self.active < self.rows:
             row = self._waiting.popleft()
             self.policies[row.policy] += 1
-            row.prefill = self._uncached(row)
+            row.prefill = 0 if row.cached else self._uncached(row)
+            row.cached = True
             if row.prefill:
                 self._prefilling.append(row)
             else:
-                self._enter(row)
+                self._decode(row)
 
     def _uncached(self, row: Row) -> int:
-        """Tokens of prompt and given text that are to be computed; what the row brings is kept from now on."""
-        order, total = row.order, len(row.order.prompt) + row.said
-        kept = self._cached[row.adapter.hash if row.adapter is not None else ""]
-        shared = hash(tuple(order.prompt[: order.shared_prefix])) if order.shared_prefix else None
-        known = max(kept.get(order.episode, 0) if order.episode else 0, kept.get(shared, 0) if shared else 0)
+        """Tokens of prompt and text that are not in the cache; they are from now on."""
+        request, total = row.request, len(row.request.prompt) + row.position
+        cached = self._cached[row.adapter.hash if row.adapter is not None else ""]
+        shared = hash(tuple(request.prompt[: request.shared_prefix])) if request.shared_prefix else None
+        episode = cached.get(request.episode, 0) if request.episode else 0
+        known = max(episode, cached.get(shared, 0) if shared else 0)
         if shared is not None:
-            kept[shared] = order.shared_prefix
-        if order.episode:
-            kept[order.episode] = total
+            cached[shared] = request.shared_prefix
+        if request.episode:
+            cached[request.episode] = total
         return max(0, total - min(known, total))
 
-    def _enter(self, row: Row) -> None:
-        """It decodes from the next step on."""
-        if row.said >= row.length:  # everything was given
+    def _decode(self, row: Row) -> None:
+        """The row decodes from the next step on."""
+        if row.position >= row.length:  # the prefix was the whole reply
             self._finish(row)
             return
         row.since = self._steps
-        self._decoding[row.order.request] = row
-        self._ends[self._end_of(row)].append(row)
+        self._decoding[row.request.request] = row
+        self._ends[self._steps + row.length - row.position].append(row)
 
-    def _end_of(self, row: Row) -> int:
+    def _leave_batch(self, row: Row) -> None:
         assert row.since is not None
-        return row.since + row.length - row.said
-
-    def _leave_ends(self, row: Row) -> None:
-        step = self._end_of(row)
+        step = row.since + row.length - row.position
         self._ends[step].remove(row)
         if not self._ends[step]:
             del self._ends[step]
+        del self._decoding[row.request.request]
+        row.position, row.since = self._position(row), None
 
-    def _said(self, row: Row) -> int:
-        return row.said if row.since is None else row.said + self._steps - row.since
+    def _position(self, row: Row) -> int:
+        return row.position if row.since is None else row.position + self._steps - row.since
 
     def _finish(self, row: Row) -> None:
-        row.said, row.since = row.length, None
-        row.finish = "stop" if row.length < row.order.max_tokens else "length"
-        name = row.order.request
-        self._decoding.pop(name, None)
-        del self._requests[name]
+        row.position, row.since = row.length, None
+        row.finish = "stop" if row.length < row.request.max_tokens else "length"
+        self._decoding.pop(row.request.request, None)
         self.policies[row.policy] -= 1
-        if row.order.episode:
+        if row.request.episode:
             digest = row.adapter.hash if row.adapter is not None else ""
-            self._cached[digest][row.order.episode] = len(row.order.prompt) + row.length
-        chunk = self._chunk(row)
-        assert chunk is not None
-        self._over.append(chunk)
+            self._cached[digest][row.request.episode] = len(row.request.prompt) + row.length
+        self._finished.append(row)
 
-    # --- what it said -------------------------------------------------------------------------------------------------
+    # --- chunks -------------------------------------------------------------------------------------------------------
 
-    @property
-    def ended(self) -> bool:
-        """Whether something has ended that was not handed out."""
-        return any(chunk.finish for chunk in self._over)
-
-    def drain(self) -> list[protocol.TokenChunk]:
-        """What was sampled and not handed out, one chunk per request (two where it went on with another adapter)."""
-        chunks, self._over = self._over, []
-        chunks += self._running_chunks()
+    def drain(self, now: float = 0.0, resend: Callable[[Row], int] = lambda row: row.sent) -> list[protocol.TokenChunk]:
+        """Sampled tokens that were not sent, one chunk per request and adapter. ``resend`` returns the first token of
+        a request's chunks: ``sent``, or less to send some again."""
+        chunks: list[protocol.TokenChunk] = []
+        rows, self._finished = [*self._finished, *self._prefilling, *self._decoding.values()], []
+        for row in rows:
+            position = self._position(row)
+            if row.error and position > row.start:
+                self._stop(row)
+                row.finish = "error"
+                chunks.append(self.chunk(row, row.sent, row.sent, "error"))
+            elif row.finish or position > row.sent:
+                chunks += self._chunks(row, resend(row), position)
+                row.sent = position
+            if row.finish:
+                row.reported, row.idle_since = True, now
         return chunks
 
-    def _running_chunks(self) -> Iterator[protocol.TokenChunk]:
-        for row in self._decoding.values():
-            if (chunk := self._chunk(row)) is not None:
-                yield chunk
+    def _chunks(self, row: Row, begin: int, end: int) -> Iterator[protocol.TokenChunk]:
+        edges = sorted({begin, end, *(at for at, _ in row.spans if begin < at < end)})
+        if len(edges) == 1:
+            edges.append(end)
+        for first, last in pairwise(edges):
+            yield self.chunk(row, first, last, row.finish if last == end else "")
 
-    def _chunk(self, row: Row) -> protocol.TokenChunk | None:
-        said, order = self._said(row), row.order
-        if said == row.sent and not row.finish:
-            return None
-        start, row.sent = row.sent, said
+    def chunk(self, row: Row, first: int, last: int, finish: Finish) -> protocol.TokenChunk:
+        """Tokens ``first`` … ``last - 1`` of a request; one adapter must have sampled them."""
+        ref = next((ref for at, ref in reversed(row.spans) if at <= first), row.spans[0][1])
+        request = row.request
         return protocol.TokenChunk(
-            request=order.request,
-            offset=start,
-            tokens=tokens_of(order.seed, start, said, row.length, order.max_tokens),
-            logprobs=logprobs_of(order.seed, start, said),
-            version=row.adapter.version if row.adapter is not None else 0,
-            policy=row.policy,
-            finish=row.finish,
-        )
+            request=request.request, offset=first, logprobs=logprobs_of(request.seed, first, last),
+            tokens=tokens_of(request.seed, first, last, row.length, request.max_tokens),
+            version=ref.version if ref is not None else 0, policy=ref.policy if ref is not None else "",
+            finish=finish, error=row.error if finish == "error" else "",
+        )  # fmt: skip
+
+
+def _continues(row: Row, claim: protocol.Generate, position: int) -> bool:
+    """Whether a claim asks for the text that ``row`` holds, from a token that is known here."""
+    held, wanted = row.adapter, claim.adapter
+    same = (held.hash if held is not None else None) == (wanted.hash if wanted is not None else None)
+    return (
+        not row.error
+        and same
+        and row.request.seed == claim.seed
+        and (row.start <= len(claim.prefix_tokens) <= position)
+    )

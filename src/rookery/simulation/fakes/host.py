@@ -1,82 +1,115 @@
-"""A modelled environment host: every environment answers after a time of its own, side by side with the others, and
-runs no code. Rewards are a function of the episode and its turn.
-"""
+"""A fake environment host: runs no code. A reply is a function of its call and takes a stated time; a repeated call
+gets the same reply."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
 from rookery import protocol
-from rookery.protocol.connection import Connection, ConnectionClosed
-from rookery.simulation.fakes.connection import MemoryConnection, connection_pair
+from rookery.protocol.connection import ConnectionClosed
+from rookery.simulation.fakes.connection import MemoryConnection
 from rookery.simulation.fakes.text import draw
 
-Reward = Callable[[str, int], float]
-"""(episode, turn) → the turn's reward."""
+EpisodeCall = protocol.Reset | protocol.StepEpisode
+Observe = Callable[[EpisodeCall], dict[str, Any] | None]
+"""A call → the fields of its ``Observation``, or None for no reply at all."""
+
+WELCOME_SECONDS = 30.0
+"""A connection without a welcome is closed after this long."""
 
 
-def uniform(episode: str, turn: int) -> float:
+def uniform_reward(episode: str, turn: int) -> float:
     """A reward in [0, 1): no two episodes of a group agree, so no group is without variance."""
     return draw("reward", episode, turn) / 2**64
+
+
+def fixed_turns(turns: int, text: str, reward: Callable[[str, int], float] = uniform_reward) -> Observe:
+    """Episodes of so many turns, each of which asks with ``text``; ``reward`` maps (episode, turn)."""
+
+    def observe(call: EpisodeCall) -> dict[str, Any]:
+        if isinstance(call, protocol.Reset):
+            return {"messages": [user_message(f"{call.prompt.decode()} {text}")]}
+        done = call.turn + 1 >= turns
+        messages = [] if done else [user_message(text)]
+        return {"messages": messages, "reward": reward(call.episode, call.turn), "done": done}
+
+    return observe
+
+
+def user_message(content: str) -> protocol.ChatMessage:
+    return protocol.ChatMessage(role="user", content=content)
 
 
 class FakeHost:
     def __init__(
         self,
-        serve: Callable[[Connection], Awaitable[None]],
+        dial: Callable[[], MemoryConnection],
         *,
         token: str,
-        seconds: Mapping[str, float],
-        prompt_tokens: int,
-        turns: int = 1,
-        reward: Reward = uniform,
+        environments: Mapping[str, bool],
+        observe: Observe,
         instance: str = "host",
-        link: Callable[[], tuple[MemoryConnection, Connection]] = connection_pair,
+        seconds: Callable[[str], float] = lambda environment: 0.0,
+        keeps_episodes: bool = True,
     ) -> None:
-        """``seconds`` maps each environment that it offers, by its whole name, to what its ``reset`` or ``step``
-        takes; what it says has about ``prompt_tokens`` tokens of one byte; an episode has ``turns`` turns."""
+        """``environments`` maps full names to whether they are deterministic; ``seconds`` is the time of one reply of
+        an environment (of prompts: of ``""``). Unless it ``keeps_episodes``, it steps episodes that it never reset."""
+        self.instance = instance
+        self.environments = dict(environments)
         self.episodes: dict[str, dict[int, protocol.Observation]] = {}
-        """By episode the answers so far: -1 the reset's, else the turn's."""
-        self._serve = serve
+        """By episode the replies so far: -1 the reset's, else the turn's."""
+        self.connection: MemoryConnection | None = None
+        self.dial = dial
+        self.epoch = -1
         self._token = token
-        self._seconds = dict(seconds)
-        self._text = "x" * prompt_tokens
-        self._turns = turns
-        self._reward = reward
-        self._instance = instance
-        self._make_link = link
+        self._observe = observe
+        self._seconds = seconds
+        self._keeps_episodes = keeps_episodes
         self._names: dict[str, str] = {}
-        self._epoch = -1
         self._tasks: dict[asyncio.Task[None], None] = {}
-        self._link: MemoryConnection | None = None
 
-    async def join(self) -> None:
-        """Dial in; returns when the host is welcome."""
-        self._link, theirs = self._make_link()
-        self._spawn(self._serve(theirs))
+    async def join(self) -> FakeHost:
+        """Dial in; returns when the host is welcome. Raises ``PermissionError`` when it is rejected."""
+        self.connection = connection = self.dial()
         hello = protocol.HostHello(
-            protocol=protocol.PROTOCOL,
-            token=self._token,
-            instance=self._instance,
-            environments=[protocol.HostedEnvironment(name=name, deterministic=True) for name in self._seconds],
-        )
-        await self._link.send(protocol.encode(hello))
-        welcome = protocol.decode(protocol.to_host, await self._link.receive())
+            protocol=protocol.PROTOCOL, token=self._token, instance=self.instance,
+            episodes=list(self.episodes) if self._keeps_episodes else [],
+            environments=[protocol.HostedEnvironment(name=n, deterministic=d) for n, d in self.environments.items()],
+        )  # fmt: skip
+        await connection.send(protocol.encode(hello))
+        try:
+            async with asyncio.timeout(WELCOME_SECONDS):
+                welcome = protocol.decode(protocol.to_host, await connection.receive())
+        except TimeoutError:
+            connection.cut()
+            raise ConnectionClosed("no welcome") from None
         if not isinstance(welcome, protocol.HostWelcome):
-            raise PermissionError(f"the host was not welcomed: {welcome}")
-        self._epoch = welcome.epoch
-        self._spawn(self._beat(self._link, welcome.heartbeat_seconds))
-        self._spawn(self._read(self._link))
+            raise PermissionError(welcome.reason)
+        self.epoch = welcome.epoch
+        self._spawn(self._heartbeat(connection, welcome.heartbeat_seconds))
+        self._spawn(self._read(connection))
+        return self
+
+    async def run(self, redial_seconds: Callable[[], float]) -> None:
+        """Join, and join again after each end of the connection, until cancelled."""
+        while True:
+            with suppress(ConnectionClosed):
+                await self.join()
+                assert self.connection is not None
+                await self.connection.wait_closed()
+            await asyncio.sleep(redial_seconds())
 
     async def leave(self) -> None:
-        """The connection is over."""
-        if self._link is not None:
-            self._link.cut()
+        """The connection ends; the process and its episodes stay."""
+        if self.connection is not None:
+            self.connection.cut()
         tasks = list(self._tasks)
-        for task in tasks[1:]:
+        for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -85,57 +118,63 @@ class FakeHost:
         self._tasks[task] = None
         task.add_done_callback(lambda done: self._tasks.pop(done, None))
 
-    async def _beat(self, link: MemoryConnection, seconds: float) -> None:
+    async def _heartbeat(self, connection: MemoryConnection, seconds: float) -> None:
         with suppress(ConnectionClosed):
             while True:
-                await link.send(protocol.encode(protocol.HostHeartbeat(epoch=self._epoch, active=len(self.episodes))))
+                heartbeat = protocol.HostHeartbeat(epoch=self.epoch, active=len(self.episodes))
+                await connection.send(protocol.encode(heartbeat))
                 await asyncio.sleep(seconds)
 
-    async def _read(self, link: MemoryConnection) -> None:
+    async def _read(self, connection: MemoryConnection) -> None:
         with suppress(ConnectionClosed):
             while True:
-                message = protocol.decode(protocol.to_host, await link.receive())
-                match message:
-                    case protocol.CloseEpisode():
-                        self.episodes.pop(message.episode, None)
-                        self._names.pop(message.episode, None)
-                    case protocol.GetPrompts():
-                        numbers = range(message.start, message.start + message.count)
-                        prompts = [b'{"%s": %d}' % (message.split.encode(), number) for number in numbers]
-                        await link.send(
-                            protocol.encode(protocol.Prompts(epoch=self._epoch, call=message.call, prompts=prompts))
-                        )
-                    case protocol.Reset() | protocol.StepEpisode():
-                        self._begin(link, message)
+                await self.handle(connection, protocol.decode(protocol.to_host, await connection.receive()))
 
-    def _begin(self, link: MemoryConnection, message: protocol.Reset | protocol.StepEpisode) -> None:
-        if isinstance(message, protocol.Reset):
-            self._names[message.episode] = message.environment
-        asyncio.get_running_loop().call_later(
-            self._seconds[self._names[message.episode]], lambda: self._spawn(self._answer(link, message))
-        )
-
-    async def _answer(self, link: MemoryConnection, message: protocol.Reset | protocol.StepEpisode) -> None:
-        with suppress(ConnectionClosed):
-            await link.send(protocol.encode(self._observe(message)))
-
-    def _observe(self, message: protocol.Reset | protocol.StepEpisode) -> protocol.Observation:
-        """The answer; a repeated call gets the first one's."""
-        turn = message.turn if isinstance(message, protocol.StepEpisode) else -1
-        answers = self.episodes.setdefault(message.episode, {})
-        if turn not in answers:
-            answers[turn] = self._usual(message)
-        answer = answers[turn]
-        answer.call = message.call
-        return answer
-
-    def _usual(self, message: protocol.Reset | protocol.StepEpisode) -> protocol.Observation:
-        answer = protocol.Observation(epoch=self._epoch, call="", episode=message.episode)
-        said = [protocol.ChatMessage(role="user", content=self._text)]
-        if isinstance(message, protocol.Reset):
-            answer.messages = [protocol.ChatMessage(role="user", content=f"{message.prompt.decode()} {self._text}")]
+    async def handle(self, connection: MemoryConnection, message: Any) -> None:
+        """Act on a message of the service."""
+        environment = ""
+        match message:
+            case protocol.CloseEpisode():
+                self.episodes.pop(message.episode, None)
+                self._names.pop(message.episode, None)
+                return
+            case protocol.Reset():
+                environment = self._names[message.episode] = message.environment
+            case protocol.StepEpisode():
+                environment = self._names.get(message.episode, "")
+            case protocol.GetPrompts():
+                pass
+            case _:
+                return
+        seconds = self._seconds(environment)
+        if seconds > 0:
+            asyncio.get_running_loop().call_later(seconds, lambda: self._spawn(self._reply(connection, message)))
         else:
-            answer.done = message.turn + 1 >= self._turns
-            answer.messages = [] if answer.done else said
-            answer.reward = self._reward(message.episode, message.turn)
-        return answer
+            await self._reply(connection, message)
+
+    async def _reply(self, connection: MemoryConnection, message: Any) -> None:
+        reply = self._prompts(message) if isinstance(message, protocol.GetPrompts) else self.observe(message)
+        if reply is not None:
+            with suppress(ConnectionClosed):
+                await connection.send(
+                    protocol.encode(msgspec.structs.replace(reply, epoch=self.epoch, call=message.call))
+                )
+
+    def _prompts(self, message: protocol.GetPrompts) -> protocol.Prompts:
+        numbers = range(message.start, message.start + message.count)
+        prompts = [b'{"%s": %d}' % (message.split.encode(), number) for number in numbers]
+        return protocol.Prompts(epoch=0, call="", prompts=prompts)
+
+    def observe(self, call: EpisodeCall) -> protocol.Observation | None:
+        """The reply to a call: the first one's, where it was made before."""
+        turn = call.turn if isinstance(call, protocol.StepEpisode) else -1
+        replies = self.episodes.setdefault(call.episode, {})
+        if turn not in replies:
+            blank = protocol.Observation(epoch=0, call="", episode=call.episode)
+            if self._keeps_episodes and turn >= 0 and turn - 1 not in replies:
+                return msgspec.structs.replace(blank, error="the episode is not alive here")
+            fields = self._observe(call)
+            if fields is None:
+                return None
+            replies[turn] = msgspec.structs.replace(blank, **fields)
+        return replies[turn]

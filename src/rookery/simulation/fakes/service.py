@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from rookery.protocol.connection import Connection
 from rookery.settings import Settings
 from rookery.simulation.clock import InlineWriter, VirtualClock
 from rookery.simulation.fakes.connection import MemoryConnection, connection_pair
-from rookery.simulation.fakes.host import FakeHost
+from rookery.simulation.fakes.host import FakeHost, fixed_turns, uniform_reward
 from rookery.simulation.fakes.text import Length, chat
 from rookery.simulation.fakes.worker import FakeWorker, Identity
 from rookery.simulation.profiles import Machine
@@ -59,6 +59,7 @@ class SimulatedService:
         sequence in tokens."""
         self.length = length
         self.log = EventLog()
+        self._serving: dict[asyncio.Future[None], None] = {}
         self.settings = Settings(data=folder, cache=folder / "cache", **(settings or {}))
         self.database = Database("sqlite://")
         self.database.create()
@@ -100,66 +101,79 @@ class SimulatedService:
     ) -> FakeWorker:
         """A worker that is not started yet; its name is its process's too."""
         identity = Identity(name, f"{name}-process", MODEL, WORKER_TOKEN, tuple(roles), kind, price)
-        return FakeWorker(
-            self.controller.serve_worker,
-            self.controller.tickets,
-            identity,
-            machine,
-            self.length,
-            link=self.log.links(name),
+        dial = self.dial(name, self.controller.serve_worker)
+        return FakeWorker(dial, self.controller.tickets, identity, machine, self.length)
+
+    def host(
+        self, seconds: Mapping[str, float], *, prompt_tokens: int, turns: int = 1,
+        reward: Callable[[str, int], float] = uniform_reward,
+    ) -> FakeHost:  # fmt: skip
+        """An environment host that is not joined yet. ``seconds`` maps each environment's full name to the time of its
+        ``reset`` and ``step``; a message has about ``prompt_tokens`` tokens of one byte."""
+        return FakeHost(
+            self.dial("host", self.controller.serve_host),
+            token=HOST_TOKEN,
+            environments=dict.fromkeys(seconds, True),
+            observe=fixed_turns(turns, "x" * prompt_tokens, reward),
+            seconds=lambda environment: seconds.get(environment, 0.0),
         )
 
-    def host(self, seconds: dict[str, float], **more: Any) -> FakeHost:
-        """An environment host that is not joined yet; see :class:`ModelledHost`."""
-        return FakeHost(
-            self.controller.serve_host, token=HOST_TOKEN, seconds=seconds, link=self.log.links("host"), **more
-        )
+    def dial(self, name: str, serve: Callable[[Connection], Awaitable[None]]) -> Callable[[], MemoryConnection]:
+        """Opens connections to the controller, whose frames are logged under ``name``."""
+
+        def dial() -> MemoryConnection:
+            ours, theirs = connection_pair()
+            task = asyncio.ensure_future(serve(_LoggedConnection(theirs, self.log, name)))
+            self._serving[task] = None
+            task.add_done_callback(lambda done: self._serving.pop(done, None))
+            return ours
+
+        return dial
 
     async def close(self) -> None:
         await self.controller.stop()
+        serving = list(self._serving)
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
         self.database.close()
 
 
 class EventLog:
+    """Every frame that crosses the controller's connections, both ways, with its virtual time. Two runs are the same if
+    their digests are."""
+
     def __init__(self) -> None:
         self.frames = 0
         self._hash = hashlib.sha256()
 
-    def note(self, link: str, direction: str, frame: bytes) -> None:
-        """``frame`` crossed ``link`` towards (``>``) or from (``<``) the peer, now."""
+    def add(self, connection: str, direction: str, frame: bytes) -> None:
+        """``frame`` crosses ``connection`` now, towards (``>``) or from (``<``) the peer."""
         self.frames += 1
         now = asyncio.get_running_loop().time()
-        self._hash.update(struct.pack("<d", now) + f"{direction}{link}\0".encode() + struct.pack("<I", len(frame)))
+        header = f"{direction}{connection}\0".encode()
+        self._hash.update(struct.pack("<d", now) + header + struct.pack("<I", len(frame)))
         self._hash.update(frame)
 
     def digest(self) -> str:
-        """SHA-256 over all so far, in hex."""
+        """SHA-256 over every frame so far, in hex."""
         return self._hash.hexdigest()
 
-    def links(self, name: str) -> Callable[[], tuple[MemoryConnection, Connection]]:
-        """Makes connections of which the controller's end is noted under ``name``."""
 
-        def make() -> tuple[MemoryConnection, Connection]:
-            ours, theirs = connection_pair()
-            return ours, _Noted(theirs, self, name)
-
-        return make
-
-
-class _Noted:
+class _LoggedConnection:
     """The controller's end of a connection."""
 
-    def __init__(self, link: MemoryConnection, log: EventLog, name: str) -> None:
-        self._link, self._log, self._name = link, log, name
+    def __init__(self, connection: MemoryConnection, log: EventLog, name: str) -> None:
+        self._connection, self._log, self._name = connection, log, name
 
     async def send(self, frame: bytes) -> None:
-        self._log.note(self._name, ">", frame)
-        await self._link.send(frame)
+        self._log.add(self._name, ">", frame)
+        await self._connection.send(frame)
 
     async def receive(self) -> bytes:
-        frame = await self._link.receive()
-        self._log.note(self._name, "<", frame)
+        frame = await self._connection.receive()
+        self._log.add(self._name, "<", frame)
         return frame
 
     async def close(self, reason: str) -> None:
-        await self._link.close(reason)
+        await self._connection.close(reason)

@@ -1,208 +1,194 @@
-"""A modelled trainer: the operations of :mod:`rookery.worker.training_ops`, each taking its stated time.
+"""A fake trainer: applies training operations to policy states that record their own history.
 
-* A policy's operations run in order, each only on the state that it names: (policy, lease, parent, steps); anything
-  else is answered ``stale``, as is a step on a gradient of which a part never arrived.
-* A state is a chain of hashes over what was differentiated and applied, so equal histories, and no others, give equal
-  artifacts.
+* Each operation names the state that it runs on: (policy, lease, parent, steps). Any other state is answered ``stale``,
+  as is a step on a gradient of which a part never arrived.
+* An adapter file holds an :class:`AdapterState`: a hash chain over the groups in each gradient and over each optimizer
+  step. Equal histories, and no others, give equal artifacts; the order of a gradient's groups does not matter.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from rookery import protocol
-from rookery.simulation.profiles import Machine
-from rookery.storage.artifacts import Staging
+from rookery.spec.policy import TARGETS
 
 ADAPTER = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 
 Operation = protocol.ForwardBackward | protocol.OptimStep | protocol.InitAdapter
+Example = protocol.SharedPrefixGroup | protocol.Datum
+
+MINUS_ONE = b"\0\0\x80\xbf"
+"""The log-probability of every token in the reply to an operation on data, as a float32."""
 
 
-@dataclass(eq=False)
-class Work:
-    """An operation in the trainer's queue."""
+class TrainedStep(msgspec.Struct):
+    """One optimizer step."""
 
-    op: Operation
-    batch: bytes = b""
-    left: float = 0.0
-    """Seconds of computing."""
-    tokens: int = 0
-    """Of the batch, prompts once."""
-    loss_tokens: int = 0
+    examples: list[str]
+    """Digests of the groups and data in its gradient, sorted."""
+    optimizer: str
+    """Its scale and learning rate."""
 
-    @property
-    def policy(self) -> str:
-        return self.op.policy
+
+class AdapterState(msgspec.Struct):
+    """The content of an adapter file."""
+
+    chain: str
+    """Hash over the whole history."""
+    parent: str
+    """``chain`` of the parent version; of a new adapter, its seed."""
+    steps: list[TrainedStep] = []
+    """Since the parent."""
 
 
 @dataclass
-class Answer:
-    """``upload`` is what a commit writes under its ``ticket``; it is answered when that is at the service."""
+class OperationResult:
+    """``upload`` holds the files that a commit writes under ``ticket`` before the reply is sent."""
 
-    done: protocol.OperationDone
+    reply: protocol.OperationDone
     upload: dict[str, bytes] | None = None
     ticket: str = ""
 
 
 @dataclass
-class _State:
+class _PolicyState:
     lease: int
     parent: str
-    steps: int
-    content: str
-    """Names the weights and the optimizer's state."""
+    """Hash of the parent's artifact."""
+    parent_chain: str
     config: bytes
-    """The adapter's configuration, as its folder has it."""
+    steps: list[TrainedStep] = field(default_factory=list)
+    """Since the parent."""
     gradient: list[str] = field(default_factory=list)
-    whole: bool = True
-    exported: tuple[int, str] | None = None
-    """Steps and content of the last commit."""
+    complete: bool = True
+    """Whether every part of the gradient arrived."""
+    exported: int = 0
+    """Steps in the last commit."""
 
 
 class FakeTrainer:
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._states: dict[str, _State] = {}
-        self._queues: OrderedDict[str, deque[Work]] = OrderedDict()
+    def __init__(self, on_example: Callable[[str, Example], None] = lambda digest, example: None) -> None:
+        """``on_example`` is called with each group or datum of a batch and its digest."""
         self.trained = 0
         """Tokens trained on, prompts counted once."""
+        self._states: dict[str, _PolicyState] = {}
+        self._on_example = on_example
 
-    @property
-    def pending(self) -> int:
-        return sum(map(len, self._queues.values()))
-
-    def holds(self, op: protocol.ForwardBackward | protocol.OptimStep) -> bool:
-        """Whether ``op`` can be queued now; steps that are queued count as taken."""
+    def holds(self, op: protocol.ForwardBackward | protocol.OptimStep, ahead: int = 0) -> bool:
+        """Whether the state that ``op`` names is here, once ``ahead`` queued steps have run."""
         state = self._states.get(op.policy)
-        ahead = sum(
-            isinstance(work.op, protocol.OptimStep) and work.op.adam is not None and work.policy == op.policy
-            for queue in self._queues.values()
-            for work in queue
-        )
-        return state is not None and (state.lease, state.parent, state.steps + ahead) == (
+        return state is not None and (state.lease, state.parent, len(state.steps) + ahead) == (
             op.lease, op.parent.hash, op.steps,
         )  # fmt: skip
 
-    def load(self, policy: str, lease: int, parent: protocol.AdapterRef, files: dict[str, bytes]) -> None:
-        """Take up ``policy`` from a version's files, without gradient."""
-        self._states[policy] = _State(lease, parent.hash, 0, files[ADAPTER].decode(), files[CONFIG])
+    def may_load(self, op: protocol.ForwardBackward | protocol.OptimStep) -> bool:
+        """Whether ``op`` is the first of its step, so that its parent may be loaded for it."""
+        return isinstance(op, protocol.ForwardBackward) and not op.steps and (op.zero_grad or op.forward_only)
+
+    def load(self, policy: str, lease: int, parent: str, files: dict[str, bytes]) -> None:
+        """Load ``policy`` from the files of version ``parent``, without a gradient."""
+        state = msgspec.json.decode(files[ADAPTER], type=AdapterState)
+        self._states[policy] = _PolicyState(lease, parent, state.chain, files[CONFIG])
 
     def committed(self, message: protocol.VersionCommitted) -> None:
-        """The last export is a version now, and what the next operations name."""
+        """The last export is a version now: the next operations name it as their parent."""
         state = self._states.get(message.policy)
-        if state is not None and state.lease == message.lease and state.exported is not None:
-            state.steps -= state.exported[0]
-            state.parent = message.ref.hash
+        if state is not None and state.lease == message.lease and state.parent != message.ref.hash:
+            taken, state.steps = state.steps[: state.exported], state.steps[state.exported :]
+            state.parent, state.parent_chain = message.ref.hash, chain_of(state.parent_chain, taken)
 
-    def forget(self, policy: str) -> None:
+    def evict(self, policy: str) -> None:
         self._states.pop(policy, None)
 
     def break_gradient(self, policy: str) -> None:
-        """A part of it never arrived."""
+        """A part of the policy's gradient never arrived."""
         if policy in self._states:
-            self._states[policy].whole = False
+            self._states[policy].complete = False
 
-    def submit(self, op: Operation, batch: bytes = b"") -> Work:
-        """Queue an operation whose state is here. ``batch`` is what a :class:`wire.ForwardBackward` names."""
-        work = Work(op, batch, self._machine.optimizer)
-        if isinstance(op, protocol.ForwardBackward):
-            work.tokens, work.loss_tokens = _size(batch)
-            work.left = self._machine.train_token * work.tokens
-        self._queues.setdefault(getattr(op, "tenant", ""), deque()).append(work)
-        return work
+    def init_adapter(self, op: protocol.InitAdapter, source: bytes | None) -> OperationResult:
+        """A new adapter from the operation's seed, or from the ``source`` adapter file."""
+        start = f"seed {op.seed} rank {op.rank}"
+        if source is not None:
+            start = msgspec.json.decode(source, type=AdapterState).chain
+        files = {
+            ADAPTER: msgspec.json.encode(AdapterState(start, start)),
+            CONFIG: peft_config(op.rank, op.alpha, op.targets),
+        }
+        reply = protocol.OperationDone(epoch=0, op=op.op, metrics={"grad_norm": 1.0})
+        return OperationResult(reply, files, op.commit)
 
-    def cancel(self, op: str) -> bool:
-        """Forget an operation, which is not answered; whether it was queued."""
-        for tenant, queue in list(self._queues.items()):
-            for work in [work for work in queue if work.op.op == op]:
-                queue.remove(work)
-                self.break_gradient(work.policy)
-                if not queue:
-                    del self._queues[tenant]
-                return True
-        return False
-
-    def clear(self) -> None:
-        """Forget all that is queued."""
-        for queue in self._queues.values():
-            for work in queue:
-                self.break_gradient(work.policy)
-        self._queues.clear()
-
-    # --- slices -------------------------------------------------------------------------------------------------------
-
-    def begin(self) -> tuple[Work, float]:
-        """The next tenant's oldest operation, and the seconds of it that are computed now; call :meth:`end` then."""
-        queue = next(iter(self._queues.values()))
-        work = queue[0]
-        return work, min(work.left, max(self._machine.train_slice * self._machine.train_token, self._machine.optimizer))
-
-    def end(self, work: Work, seconds: float) -> Answer | None:
-        """So much of it is computed; its answer where that was the last of it."""
-        work.left -= seconds
-        tenant = getattr(work.op, "tenant", "")
-        queue = self._queues.get(tenant)
-        if queue is not None:
-            self._queues.move_to_end(tenant)
-        if queue is None or work not in queue or work.left > 1e-12:
-            return None
-        queue.remove(work)
-        if not queue:
-            del self._queues[tenant]
-        return self._carry_out(work)
-
-    def _carry_out(self, work: Work) -> Answer:
-        op = work.op
-        done = protocol.OperationDone(epoch=0, op=op.op)
-        if isinstance(op, protocol.InitAdapter):
-            begin = op.source.hash if op.source is not None else f"seed {op.seed} rank {op.rank}"
-            modules = [f"{target}_proj" for target in op.targets]
-            config = {"r": op.rank, "lora_alpha": op.alpha, "target_modules": modules}
-            return Answer(done, {ADAPTER: begin.encode(), CONFIG: json.dumps(config).encode()}, op.commit)
+    def apply(
+        self, op: protocol.ForwardBackward | protocol.OptimStep, batch: protocol.TrainingBatch | None = None
+    ) -> OperationResult:
+        """Run ``op`` on the state that it names."""
         state = self._states.get(op.policy)
-        if state is None or (state.lease, state.parent, state.steps) != (op.lease, op.parent.hash, op.steps):
-            return Answer(stale(op, f"policy {op.policy} is not held here at that state"))
+        if state is None or not self.holds(op):
+            return OperationResult(stale(op, f"policy {op.policy} is not held in that state"))
         if isinstance(op, protocol.ForwardBackward):
-            self.trained += work.tokens
-            if not op.forward_only:
-                if op.zero_grad:
-                    state.gradient, state.whole = [], True
-                state.gradient.append(hashlib.sha256(work.batch).hexdigest())
-            own = float(work.loss_tokens)
-            done.metrics = {"loss:sum": 0.0, "tokens": own, "entropy:sum": own, "kl:sum": 0.0}
-            return Answer(done)
+            assert batch is not None
+            return OperationResult(self._forward_backward(op, state, batch))
+        reply = protocol.OperationDone(epoch=0, op=op.op)
         if op.adam is not None:
-            if not state.whole:
-                return Answer(stale(op, "a part of the gradient never arrived"))
-            seen = f"{state.content} {' '.join(state.gradient)} {op.scale} {op.adam.lr}"
-            state.content = hashlib.sha256(seen.encode()).hexdigest()
-            state.gradient, state.steps = [], state.steps + 1
-            done.metrics = {"grad_norm": 1.0}
+            if not state.complete:
+                return OperationResult(stale(op, "a part of the gradient never arrived"))
+            state.steps.append(TrainedStep(sorted(state.gradient), f"{op.scale} {op.adam.lr}"))
+            state.gradient = []
+            reply.metrics = {"grad_norm": 1.0}
         if not op.commit:
-            return Answer(done)
-        state.exported = (state.steps, state.content)
-        return Answer(done, {ADAPTER: state.content.encode(), CONFIG: state.config}, op.commit)
+            return OperationResult(reply)
+        state.exported = len(state.steps)
+        made = AdapterState(chain_of(state.parent_chain, state.steps), state.parent_chain, state.steps)
+        return OperationResult(reply, {ADAPTER: msgspec.json.encode(made), CONFIG: state.config}, op.commit)
+
+    def _forward_backward(
+        self, op: protocol.ForwardBackward, state: _PolicyState, batch: protocol.TrainingBatch
+    ) -> protocol.OperationDone:
+        total, loss_tokens = batch_size(batch)
+        self.trained += total
+        examples: list[Example] = [*batch.groups, *batch.data]
+        digests = [hashlib.blake2b(msgspec.msgpack.encode(example), digest_size=12).hexdigest() for example in examples]
+        for digest, example in zip(digests, examples, strict=True):
+            self._on_example(digest, example)
+        if not op.forward_only:
+            if op.zero_grad:
+                state.gradient, state.complete = [], True
+            state.gradient += digests
+        rows = sum(len(datum.targets) for datum in batch.data)
+        if batch.data:
+            metrics = {"loss:sum": float(rows), "tokens": float(rows)}
+        else:
+            metrics = {"loss:sum": 1.0, "tokens": float(loss_tokens), "entropy:sum": 2.0}
+        return protocol.OperationDone(epoch=0, op=op.op, metrics=metrics, logprobs=MINUS_ONE * rows)
 
 
-def stale(op: protocol.ForwardBackward | protocol.OptimStep, why: str) -> protocol.OperationDone:
-    """The answer to an operation whose state is not here."""
-    return protocol.OperationDone(epoch=0, op=op.op, error=why, category="stale")
+def chain_of(parent: str, steps: Sequence[TrainedStep]) -> str:
+    """The chain of a state that took ``steps`` from one whose chain is ``parent``."""
+    for step in steps:
+        parent = hashlib.blake2b(f"{parent} {step.examples} {step.optimizer}".encode(), digest_size=16).hexdigest()
+    return parent
 
 
-def write(staging: Staging, files: dict[str, bytes]) -> protocol.Manifest:
-    """Put a commit's files where its ticket says."""
-    return protocol.manifest_of([staging.write(name, [content]) for name, content in files.items()])
+def peft_config(rank: int = 16, alpha: float = 32.0, targets: Sequence[str] = TARGETS) -> bytes:
+    """An adapter's configuration file."""
+    modules = [f"{target}_proj" for target in targets]
+    return json.dumps({"r": rank, "lora_alpha": alpha, "target_modules": modules}).encode()
 
 
-def _size(batch: bytes) -> tuple[int, int]:
-    """Tokens of an encoded :class:`wire.Batch`, prompts counted once, and those of them that carry a loss."""
-    decoded = protocol.decode(protocol.batches, batch)
-    tokens = sum(len(unit.prompt) + sum(len(member.tokens) for member in unit.members) for unit in decoded.groups)
-    tokens += sum(len(datum.tokens) for datum in decoded.data)
-    parts = [member for unit in decoded.groups for member in unit.members] + decoded.data
+def stale(op: protocol.ForwardBackward | protocol.OptimStep, reason: str) -> protocol.OperationDone:
+    """The reply to an operation whose state is not here."""
+    return protocol.OperationDone(epoch=0, op=op.op, error=reason, category="stale")
+
+
+def batch_size(batch: protocol.TrainingBatch) -> tuple[int, int]:
+    """Tokens of a batch, prompts counted once, and those of them that carry a loss."""
+    tokens = sum(len(group.prompt) + sum(len(member.tokens) for member in group.members) for group in batch.groups)
+    tokens += sum(len(datum.tokens) for datum in batch.data)
+    parts = [member for group in batch.groups for member in group.members] + batch.data
     return tokens, sum(sum(map(bool, part.weights)) for part in parts)
