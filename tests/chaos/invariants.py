@@ -81,7 +81,7 @@ class Requests:
         self._before: tuple[Connection, tuple[Any, ...]] | None = None
         """Whose late frame came, and how things stood."""
         self._over = False
-        world = controller.world
+        world = controller.context
         self._fleet, self._rollouts = world.fleet, world.rollouts
         self._sample = world.rollouts.sample
         world.fleet.on_joined(self._joined)

@@ -254,7 +254,7 @@ class Run:
         if controller is None:
             return
         self.events.note("controller", "is dead")
-        self._tokens += controller.world.rollouts.sampled_tokens
+        self._tokens += controller.context.rollouts.sampled_tokens
         if not self._writer.dead:
             self._writer.die(late=late)
         self.requests.end()
@@ -398,7 +398,7 @@ class Run:
         controller = self._controller
         if controller is None:
             return
-        world = controller.world
+        world = controller.context
         left = self.requests.left()
         holding = [worker.name for worker in world.fleet.all() if world.rollouts.outstanding(worker)]
         if left or holding or world.rollouts.waiting():
@@ -407,9 +407,9 @@ class Run:
             self.events.fail("durable", f"artifacts {dict(world.training.pinned)} were never named")
 
     def _outcome(self) -> ChaosResult:
-        counts = dict(sorted(self.events.counts.items()))
+        counts, live = dict(sorted(self.events.counts.items())), self._controller
         faults = {kind: count for kind, count in counts.items() if kind.startswith("fault") or kind == "dies"}
-        tokens = self._tokens + (self._controller.world.rollouts.sampled_tokens if self._controller is not None else 0)
+        tokens = self._tokens + (live.context.rollouts.sampled_tokens if live is not None else 0)
         return ChaosResult(
             digest=self.events.digest(),
             events=self.events.total,

@@ -79,7 +79,7 @@ async def test_a_list_reads_the_end_of_each_jobs_history(service: Service, monke
     taken = []
     for number, steps in enumerate((100, 10_000)):
         ended_job(service, f"job-{number}", steps)
-        view = await service.controller.show("alice", f"job-{number}")
+        view = await service.controller.queries.show("alice", f"job-{number}")
         assert view.rewards == [float(step) for step in range(steps - 63, steps + 1)] and view.reward == steps
         taken.append(read.taken())
     assert taken[0] == taken[1] <= 2 * BLOCK
@@ -90,8 +90,8 @@ async def test_a_list_reads_the_end_of_each_jobs_history(service: Service, monke
         calls[call.__name__] += 1
         return await writer(call, *arguments, **named)
 
-    service.controller._store._writer = counted
-    assert len(await service.controller.list("alice")) == 2
+    service.controller.context.store._writer = counted
+    assert len(await service.controller.queries.list("alice")) == 2
     assert read.taken() == sum(taken)
     assert set(calls.values()) == {1}, "no query for each job"
 
@@ -99,10 +99,10 @@ async def test_a_list_reads_the_end_of_each_jobs_history(service: Service, monke
 async def test_rows_later_than_a_step_are_read_from_the_end(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     read = Read(monkeypatch)
     ended_job(service, "job", 10_000)
-    rows = await service.controller.metrics("alice", "job", after=9_998)
+    rows = await service.controller.queries.metrics("alice", "job", after=9_998)
     assert [row["step"] for row in rows] == [9_999, 10_000]
     assert read.taken() <= BLOCK
-    assert len(await service.controller.metrics("alice", "job")) == 10_000
+    assert len(await service.controller.queries.metrics("alice", "job")) == 10_000
 
 
 def test_lines_of_any_length_come_back_from_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ async def test_a_follower_is_woken_by_its_own_job_alone(service: Service, monkey
         view, _ = await service.controller.submit("alice", job_of(name=name, environment={"hosted": "nobody"}))
         jobs.append(view.id)
     looks = Counter[str]()
-    show = service.controller.show
+    show = service.controller.queries.show
 
     async def counted(tenant: str, job: str) -> Any:
         looks[job] += 1
@@ -135,7 +135,7 @@ async def test_a_follower_is_woken_by_its_own_job_alone(service: Service, monkey
     states = [await show("alice", job) for job in jobs]
     while any(view.state != "running" for view in states):
         states = [await show("alice", job) for job in jobs]
-    waiting = [asyncio.ensure_future(service.controller.wait("alice", job)) for job in jobs]
+    waiting = [asyncio.ensure_future(service.controller.queries.wait("alice", job)) for job in jobs]
     await eventually(lambda: looks == Counter(dict.fromkeys(jobs, 1)))
     for _ in range(3):
         await service.controller.pause("alice", jobs[1])
@@ -146,4 +146,4 @@ async def test_a_follower_is_woken_by_its_own_job_alone(service: Service, monkey
     for job, task in zip(jobs, waiting, strict=True):
         await service.controller.cancel("alice", job)
         assert (await task).state == "cancelled"
-    assert not service.controller._pulses, "nobody follows them any more"
+    assert not service.controller.jobs._signals, "nobody follows them any more"

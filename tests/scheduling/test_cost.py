@@ -221,7 +221,7 @@ class Busy:
         """After so many seconds more of each."""
         self.decode += decode
         self.train += train
-        known = self.service.controller.world.fleet.named(self.worker.name)
+        known = self.service.controller.context.fleet.named(self.worker.name)
         assert known is not None
         before = known.beat
         await self.worker.say(
@@ -260,18 +260,18 @@ async def test_a_job_pays_for_what_it_used_and_idle_time_is_the_fleets(service: 
     operations = sum(isinstance(op, protocol.ForwardBackward | protocol.OptimStep) for op in busy.worker.operations)
     service.clock.now += 100.0
     await busy.beat(decode=10.0, train=float(operations))
-    seen = (await service.controller.show("alice", view.id)).cost
+    seen = (await service.controller.queries.show("alice", view.id)).cost
     assert (seen.seconds, seen.cost) == (10.0 + operations, 2 * (10.0 + operations))
     assert (seen.reserved, seen.preemptible, seen.reserved_alone) == (seen.cost, 0.0, seen.cost)
     assert seen.tokens_per_unit == pytest.approx(view.tokens / seen.cost)
-    assert (await service.controller.list("alice"))[0].cost == seen
-    told = await service.controller.costs()
+    assert (await service.controller.queries.list("alice"))[0].cost == seen
+    told = await service.controller.queries.costs()
     assert {row["name"]: row["cost"].cost for row in told["tenants"]} == {"Alice": seen.cost, "Bob": 0.0}
     (fleet,) = told["workers"]
     assert fleet.cost == 200.0 and fleet.used == seen.cost and fleet.idle == 200.0 - seen.cost
-    totals = service.controller.health()["totals"]
+    totals = service.controller.queries.health()["totals"]
     assert (totals["cost_used"], totals["cost_idle"]) == (seen.cost, fleet.idle)
-    assert service.controller.health()["gauges"]["price_per_hour"] == 7200.0
+    assert service.controller.queries.health()["gauges"]["price_per_hour"] == 7200.0
 
 
 async def test_a_spot_workers_job_shows_what_reserved_ones_would_have_cost(service: Service) -> None:
@@ -281,14 +281,14 @@ async def test_a_spot_workers_job_shows_what_reserved_ones_would_have_cost(servi
     service.clock.now += 50.0
     await reserved.beat(train=1.0)
     await spot.beat(decode=20.0)
-    seen = (await service.controller.show("alice", view.id)).cost
+    seen = (await service.controller.queries.show("alice", view.id)).cost
     assert (seen.reserved, seen.preemptible) == (4.0, 20.0)
     assert seen.reserved_alone == 4.0 + 20.0 * 4.0, "no reserved worker decoded: as fast as the spot one"
 
 
 async def test_questions_and_clients_models_are_their_tenants(service: Service) -> None:
     busy = await Busy(service, "worker", 1.0).join()
-    rollouts, training = service.controller.world.rollouts, service.controller.world.training
+    rollouts, training = service.controller.context.rollouts, service.controller.context.training
     reply = await rollouts.sample(question())
     assert reply.tokens
     trainee = PolicyTrainer(training, tenant="bob", policy="policy-of-a-client", model=MODEL, next_lease=lease)
@@ -306,7 +306,7 @@ async def test_questions_and_clients_models_are_their_tenants(service: Service) 
     )
     service.clock.now += 10.0
     await busy.beat(decode=2.0, train=3.0)
-    billing = service.controller.world.billing
+    billing = service.controller.context.billing
     assert billing.whole("bob").cost == 5.0 and billing.whole("alice").cost == 0.0
     assert list(await billing.bills("bob")) == [""]
 
@@ -324,27 +324,27 @@ async def test_bills_outlive_the_service_and_a_crash_loses_only_what_was_not_sto
     await busy.beat(decode=4.0)
     await service.close()
     controller = await service.start()
-    assert (await controller.show("alice", view.id)).cost.cost == 4.0
-    assert controller.world.billing.whole("alice").cost == 4.0
-    (fleet,) = (await controller.costs())["workers"]
+    assert (await controller.queries.show("alice", view.id)).cost.cost == 4.0
+    assert controller.context.billing.whole("alice").cost == 4.0
+    (fleet,) = (await controller.queries.costs())["workers"]
     assert (fleet.cost, fleet.used, fleet.idle, fleet.waiting) == (10.0, 4.0, 6.0, 0.0)
-    assert controller.health()["totals"]["cost_used"] == 0, "of this process"
+    assert controller.queries.health()["totals"]["cost_used"] == 0, "of this process"
 
     busy = await Busy(service, "worker", 1.0).join()
-    await controller.world.rollouts.sample(question("alice", "sample-2"))
+    await controller.context.rollouts.sample(question("alice", "sample-2"))
     service.clock.now += 10.0
     await busy.beat(decode=3.0)
     stored = lambda: service.database.all_whole_bills()["alice"]["reserved"]["decode"]["money"]  # noqa: E731
     await service.clock.advance(2.0)
     await eventually(lambda: stored() == 7 * UNIT)
-    await controller.world.rollouts.sample(question("alice", "sample-3"))
+    await controller.context.rollouts.sample(question("alice", "sample-3"))
     service.clock.now += 10.0
     await busy.beat(decode=5.0)
-    assert controller.world.billing.whole("alice").cost == 12.0
+    assert controller.context.billing.whole("alice").cost == 12.0
     await service.crash()
     controller = await service.start()
-    assert controller.world.billing.whole("alice").cost == 7.0
-    (fleet,) = (await controller.costs())["workers"]
+    assert controller.context.billing.whole("alice").cost == 7.0
+    (fleet,) = (await controller.queries.costs())["workers"]
     assert fleet.waiting == 0.0 and fleet.cost == fleet.used + fleet.idle
     await service.close()
     service.database.close()
@@ -354,22 +354,22 @@ async def test_a_draining_worker_is_paid_for_until_it_is_gone(service: Service) 
     busy = await Busy(service, "worker", 1.0).join()
     service.clock.now += 10.0
     await busy.worker.say(protocol.Draining(epoch=0))
-    worker = service.controller.world.fleet.named("worker")
+    worker = service.controller.context.fleet.named("worker")
     assert worker is not None
     await eventually(lambda: worker.state == "draining")
     service.clock.now += 5.0
     await busy.worker.die()
     await eventually(lambda: worker.state == "gone")
-    assert service.controller.world.billing.fleet()[0].cost == 15.0
+    assert service.controller.context.billing.fleet()[0].cost == 15.0
     service.clock.now += 5.0
-    assert service.controller.world.billing.price() == 0.0
+    assert service.controller.context.billing.price() == 0.0
 
 
 async def test_a_database_that_is_away_delays_the_account_alone(
     service: Service, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy = await Busy(service, "worker", 1.0).join()
-    await service.controller.world.rollouts.sample(question())
+    await service.controller.context.rollouts.sample(question())
     service.clock.now += 10.0
     await busy.beat(decode=4.0)
     save = service.database.save_bills
@@ -381,7 +381,7 @@ async def test_a_database_that_is_away_delays_the_account_alone(
     await service.clock.advance(40.0)
     await eventually(lambda: "the account of costs is not stored yet" in caplog.text)
     monkeypatch.setattr(service.database, "save_bills", save)
-    await service.controller.world.billing.save()
+    await service.controller.context.billing.save()
     assert service.database.bill("bob", "")["reserved"]["decode"]["money"] == 4 * UNIT
 
 

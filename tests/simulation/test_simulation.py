@@ -272,7 +272,7 @@ def test_what_a_lost_instance_had_sent_goes_on_elsewhere_or_starts_over(
         return submit(engine, request)
 
     monkeypatch.setattr(FakeEngine, "submit", spy)
-    mode = replace(MODES["disaggregated"], parts=MODES[name].parts)
+    mode = replace(MODES["disaggregated"], scheduler=MODES[name].scheduler, seeding=MODES[name].seeding)
     trace = Trace("mine", ((0.0, 1), (15.0, 0), (20.0, 1)), 40.0)
     outcome = replay(replace(SCENARIO, trace=trace), mode)
     assert outcome.requeued["lost"] > 0
@@ -308,7 +308,7 @@ def test_costs_and_the_break_even_discount_add_up(outcomes: dict[str, ReplayResu
 
 @pytest.mark.parametrize(("name", "seconds", "remembers"), [("no-seeding", 0.0, True), ("no-memory", None, False)])
 def test_an_ablation_leaves_out_one_thing(name: str, seconds: float | None, remembers: bool) -> None:
-    part = MODES[name].parts.seeding
+    part = MODES[name].seeding
     assert isinstance(part, type) and issubclass(part, Seeding)
     learner = part.algorithm(initial=10.0, eta=3.0, reserved=1)
     cycle = Cycle(seeded=10.0, trainer_wait=9.0, remote_wait=3.0, train=20.0, remote=10.0, instances=2.0)
@@ -363,7 +363,7 @@ def test_a_worker_that_waits_with_an_old_ticket_asks_for_another() -> None:
         job = {"name": "j", "base_model": MODEL, "environment": {"id": "e"}, "stop": {"steps": 2},
                "algorithm": {"group_size": 2, "groups_per_step": 1}, "sampling": {"max_tokens": 30}}  # fmt: skip
         view, _ = await site.controller.submit("t", job)
-        ended = await site.controller.wait("t", view.id)
+        ended = await site.controller.queries.wait("t", view.id)
         await worker.kill()
         await host.leave()
         await site.close()

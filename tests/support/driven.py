@@ -72,11 +72,11 @@ class Client:
 
     @property
     def store(self) -> Any:
-        return self.service.controller.world.store
+        return self.service.controller.context.store
 
     async def find(self, path: str) -> tuple[CheckpointRow, ModelRow, PolicyRow]:
         """The checkpoint, its training run and policy."""
-        return await find_checkpoint(self.service.controller.world, self.tenant, path)
+        return await find_checkpoint(self.service.controller.context, self.tenant, path)
 
     async def poll(self, sampler: str, clone: int, cursor: int, seconds: float | None) -> Any:
         """The sampler's completed requests after ``cursor``, and the next cursor."""

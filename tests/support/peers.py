@@ -610,7 +610,7 @@ class Service:
         """The job once it is in ``state``; fails as soon as it ended otherwise."""
         async with asyncio.timeout(PATIENCE):
             while True:
-                view = await self.controller.show(tenant, job)
+                view = await self.controller.queries.show(tenant, job)
                 if view.state == state:
                     return view
                 assert view.state not in ("completed", "failed", "cancelled", "paused"), (view.state, view.reason)

@@ -101,12 +101,12 @@ def play(
         await asyncio.sleep(seconds)
         commits, computed, episodes, metrics = {}, {}, {}, {}
         for tenant, view in views:
-            metrics[view.name] = steps = list(await controller.metrics(tenant, view.id))
+            metrics[view.name] = steps = list(await controller.queries.metrics(tenant, view.id))
             commits[view.name] = [row["time"] - EPOCH - began for row in steps]
-            now = await controller.show(tenant, view.id)
+            now = await controller.queries.show(tenant, view.id)
             assert now.state == "running", (view.name, now.state, now.reason)
             computed[view.name] = worker.compute.by_policy[now.policies[0].id]
-            ended = await controller.trajectories(tenant, view.id, 1000)
+            ended = await controller.queries.trajectories(tenant, view.id, 1000)
             episodes[view.name] = [[row["reward"], row["trajectories"]] for row in ended if row["state"] == "done"]
         await worker.kill()
         await host.leave()

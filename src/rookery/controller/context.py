@@ -38,5 +38,5 @@ class ControllerContext:
     """The chat template and tokenizer of a base model, prepared if they were not."""
     check_environment: Callable[[str, dict[str, Any]], object]
     """Raises :class:`~rookery.errors.UserError` for a built-in environment that cannot be made with such options."""
-    measured: Callable[[str, dict[str, Any]], None]
-    """Takes a job's id and the metrics row of a committed step, for sinks and counters."""
+    on_metrics: Callable[[str, dict[str, Any]], None]
+    """Called with a job's id and the metrics row of each committed step."""

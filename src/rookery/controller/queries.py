@@ -1,9 +1,8 @@
-"""Looking at jobs, policies, workers and the service itself: the half of the controller that changes nothing.
+"""The read side of the controller: jobs, policies, workers and the service itself.
 
-* Everything about a job is asked with its tenant; another tenant's job answers as if it were not there.
-* What is shown of a job that runs comes from its task, of any other from what is stored.
-* Looking at a job costs the same however long its history is, and a list as much for each of its jobs. Who follows a
-  job is woken by that job alone.
+* Every query about a job is scoped by its tenant; another tenant's job answers "not found".
+* The view of a running job comes from its task, that of any other job from the database.
+* The cost of a view does not grow with the job's history. A follower is woken by its own job only.
 """
 
 from __future__ import annotations
@@ -13,16 +12,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 
 import msgspec
 
 from rookery import protocol
-from rookery.aio import Signal
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import BUILTIN, SERVICE
 from rookery.controller.jobs.progress import SHOWN_REWARDS
-from rookery.controller.jobs.runner import COUNTED, JobRunner
+from rookery.controller.jobs.runner import COUNTED, JobRegistry
 from rookery.controller.jobs.trajectory import outcome_decoder
 from rookery.controller.views import JobView, PolicyView
 from rookery.errors import NotFound
@@ -32,29 +29,15 @@ from rookery.telemetry.metrics import MetricsLog
 from rookery.tokenization.registry import CATALOGUE, status
 
 EVENTS_SHOWN = 1000
-"""Events that one question answers at most."""
+"""Largest number of events in one reply."""
 
 
 class JobQueries:
-    def __init__(self, world: ControllerContext, jobs_folder: Path) -> None:
-        self.world = world
-        self._settings = world.settings
-        self._clock = world.clock
-        self._store = world.store
-        self._artifacts = world.artifacts
-        self._fleet = world.fleet
-        self._rollouts = world.rollouts
-        self._training = world.training
-        self._hosts = world.hosts
+    def __init__(self, context: ControllerContext, jobs: JobRegistry, jobs_folder: Path) -> None:
+        self._context = context
+        self._store = context.store
+        self._jobs = jobs
         self._jobs_folder = jobs_folder
-        self._running: dict[str, JobRunner] = {}
-        """By the job's id, where it has a task."""
-        self._totals: Counter[str] = Counter()
-        """Of the jobs whose tasks are over, and of all steps."""
-        self._states: Counter[str] = Counter()
-        """How many jobs are in which state."""
-        self._pulses: WeakValueDictionary[str, Signal] = WeakValueDictionary()
-        """By job, for those who follow it: beats when its state or metrics changed."""
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -63,12 +46,15 @@ class JobQueries:
             self._store.list_jobs(tenant),
             self._store.get_tenant(tenant),
             self._store.all_policies(tenant),
-            self.world.billing.bills(tenant),
+            self._context.billing.bills(tenant),
         )
         return [await self._view(row, owner, policies.get(row.id, []), bills.get(row.id, {})) for row in rows]
 
     async def show(self, tenant: str, job: str) -> JobView:
-        return await self._shown(await self._store.get_job(tenant, job))
+        row = await self._store.get_job(tenant, job)
+        policies = await self._store.policies(tenant, job)
+        owner = await self._store.get_tenant(tenant)
+        return await self._view(row, owner, policies, await self._context.billing.bill(tenant, job))
 
     async def metrics(self, tenant: str, job: str, after: int = -1) -> Sequence[dict[str, Any]]:
         """One row per committed step later than ``after``."""
@@ -76,10 +62,10 @@ class JobQueries:
         return await asyncio.to_thread(MetricsLog(self._jobs_folder / job).read, after)
 
     async def follow(self, tenant: str, job: str, after: int = -1) -> AsyncIterator[dict[str, Any]]:
-        """Metrics rows as they come, until the job has ended."""
-        pulse = self._pulse(job)
+        """Metrics rows of later steps than ``after`` as they are committed, until the job has ended."""
+        signal = self._jobs.signal(job)
         while True:
-            change = pulse.next
+            change = signal.next
             view = await self.show(tenant, job)
             for row in await self.metrics(tenant, job, after):
                 after = row["step"]
@@ -90,9 +76,9 @@ class JobQueries:
 
     async def wait(self, tenant: str, job: str) -> JobView:
         """The job when it has ended."""
-        pulse = self._pulse(job)
+        signal = self._jobs.signal(job)
         while True:
-            change = pulse.next
+            change = signal.next
             view = await self.show(tenant, job)
             if view.state in FINAL_JOB_STATES:
                 return view
@@ -159,28 +145,10 @@ class JobQueries:
             raise NotFound(
                 f"version {number} of job {job} is not kept any more; checkpoints.keep_last says how many are"
             )
-        return await asyncio.to_thread(self._artifacts.verify, found.hash)
-
-    def _pulse(self, job: str) -> Signal:
-        """Kept as long as somebody holds it."""
-        pulse = self._pulses.get(job)
-        if pulse is None:
-            pulse = self._pulses[job] = Signal()
-        return pulse
-
-    def _beat(self, job: str) -> None:
-        """Something about the job changed."""
-        pulse = self._pulses.get(job)
-        if pulse is not None:
-            pulse.notify()
-
-    async def _shown(self, row: JobRow) -> JobView:
-        policies = await self._store.policies(row.tenant, row.id)
-        tenant = await self._store.get_tenant(row.tenant)
-        return await self._view(row, tenant, policies, await self.world.billing.bill(row.tenant, row.id))
+        return await asyncio.to_thread(self._context.artifacts.verify, found.hash)
 
     async def _view(self, row: JobRow, tenant: TenantRow, policies: Sequence[PolicyRow], bill: Bill) -> JobView:
-        running = self._running.get(row.id)
+        running = self._jobs.runners.get(row.id)
         job = running.job if running is not None and row.state not in FINAL_JOB_STATES else None
         if job is not None:
             rewards, step, counters = list(job.progress.rewards), job.step, dict(job.progress.counters)
@@ -210,7 +178,7 @@ class JobQueries:
             groups_ready=len(job.groups.ready) if job is not None else 0,
             tokens=counters.get("tokens", 0),
             counters=counters,
-            cost=self.world.billing.view(bill, row.spec["base_model"]),
+            cost=self._context.billing.view(bill, row.spec["base_model"]),
             policies=[_policy_view(policy) for policy in policies],
             created=row.created,
             started=row.started or 0.0,
@@ -222,25 +190,25 @@ class JobQueries:
 
     def models(self) -> Sequence[dict[str, Any]]:
         """Base models: loaded, known (can be prepared), or refused and why."""
-        loaded = Counter(w.hello.model for w in self._fleet.all() if w.working)
+        loaded = Counter(w.hello.model for w in self._context.fleet.all() if w.working)
         rows = []
         for name in sorted({*CATALOGUE, *loaded}):
-            state = status(self._settings.cache, name)
+            state = status(self._context.settings.cache, name)
             shown = "loaded" if loaded[name] else state.state
             rows.append({"name": name, "state": shown, "reason": state.reason, "note": state.note,
                          "workers": loaded[name]})  # fmt: skip
         return rows
 
     def workers(self) -> Sequence[dict[str, Any]]:
-        now = self._clock.monotonic()
-        rows = []
-        for worker in self._fleet.all():
-            beat = worker.beat
+        """Every connected worker, with its last heartbeat."""
+        context, now, rows = self._context, self._context.clock.monotonic(), []
+        for worker in context.fleet.all():
+            hello, beat = worker.hello, worker.beat
             rows.append({
-                "name": worker.name, "state": worker.state, "seconds": now - worker.since, "model": worker.hello.model,
-                "roles": worker.hello.roles, "kind": worker.hello.kind, "price": worker.hello.price,
-                "address": worker.hello.address, "device": worker.hello.device, "host": worker.hello.host,
-                "pid": worker.hello.pid, "adapters": len(worker.cached), "requests": self._rollouts.outstanding(worker),
+                "name": worker.name, "state": worker.state, "seconds": now - worker.since, "model": hello.model,
+                "roles": hello.roles, "kind": hello.kind, "price": hello.price, "address": hello.address,
+                "device": hello.device, "host": hello.host, "pid": hello.pid, "adapters": len(worker.cached),
+                "requests": context.rollouts.outstanding(worker),
                 "tokens_per_second": worker.tokens_per_second() if worker.working else 0.0,
                 "note": worker.status_message,
                 "max_flush_tokens": worker.max_flush_tokens,
@@ -249,54 +217,56 @@ class JobQueries:
         return rows
 
     async def costs(self) -> dict[str, Any]:
-        """What each tenant used, and what the workers cost."""
+        """The cost of each tenant, and of the workers."""
         tenants = await self._store.list_tenants()
-        billing = self.world.billing
+        billing = self._context.billing
         bills = [{"tenant": row.id, "name": row.name, "cost": billing.whole(row.id)} for row in tenants]
         return {"tenants": bills, "workers": billing.fleet()}
 
     def health(self) -> dict[str, Any]:
-        serving = [worker for worker in self._fleet.all() if worker.working]
+        """Counts of jobs, totals and gauges of the service."""
+        context, fleet, rollouts = self._context, self._context.fleet, self._context.rollouts
+        serving = [worker for worker in fleet.all() if worker.working]
         beats = [worker.beat for worker in serving if worker.beat is not None]
-        counted = sum((running.counted() for running in self._running.values()), Counter(self._totals))
+        counted = sum((running.counted() for running in self._jobs.runners.values()), Counter(self._jobs.totals))
         return {
-            "jobs": {state: count for state, count in sorted(self._states.items()) if count},
+            "jobs": {state: count for state, count in sorted(self._jobs.states.items()) if count},
             "totals": {
-                "steps": self._totals["steps"],
-                "trained_tokens": self._totals["trained_tokens"],
-                "sampled_tokens": self._rollouts.sampled_tokens,
-                "requests_migrated": self._rollouts.migrated,
-                **{f"requests_requeued_{reason}": count for reason, count in self._rollouts.requeues.items()},
-                "late_chunks": self._rollouts.late_chunks,
-                "training_retries": self._training.retries,
-                "worker_losses": self._fleet.losses,
-                "trainer_wait_seconds": self.world.seeding.waits["trainer"],
-                "remote_wait_seconds": self.world.seeding.waits["remote"],
-                "failed_pulls": self._fleet.failed_pulls,
-                "frames_ignored": self._fleet.ignored_frames,
-                "frames_bad": self._fleet.bad_frames,
-                **self.world.billing.totals(),
+                "steps": self._jobs.totals["steps"],
+                "trained_tokens": self._jobs.totals["trained_tokens"],
+                "sampled_tokens": rollouts.sampled_tokens,
+                "requests_migrated": rollouts.migrated,
+                **{f"requests_requeued_{reason}": count for reason, count in rollouts.requeues.items()},
+                "late_chunks": rollouts.late_chunks,
+                "training_retries": context.training.retries,
+                "worker_losses": fleet.losses,
+                "trainer_wait_seconds": context.seeding.waits["trainer"],
+                "remote_wait_seconds": context.seeding.waits["remote"],
+                "failed_pulls": fleet.failed_pulls,
+                "frames_ignored": fleet.ignored_frames,
+                "frames_bad": fleet.bad_frames,
+                **context.billing.totals(),
                 **{name: counted[name] for name in COUNTED},
             },
             "gauges": {
-                "requests_waiting": self._rollouts.waiting(),
-                "requests_running": sum(self._rollouts.outstanding(worker) for worker in self._fleet.all()),
-                "environment_hosts": self._hosts.count(),
+                "requests_waiting": rollouts.waiting(),
+                "requests_running": sum(rollouts.outstanding(worker) for worker in fleet.all()),
+                "environment_hosts": context.hosts.count(),
                 "decoding_rows": sum(beat.active for beat in beats),
                 "training_operations": sum(beat.training for beat in beats),
                 "worker_memory_bytes": sum(beat.memory_bytes for beat in beats),
                 "pulled_from_peers_bytes": sum(beat.pulled_from_peers for beat in beats),
                 "pulled_from_service_bytes": sum(beat.pulled_from_service for beat in beats),
-                "flush_seconds": self._settings.worker.flush_seconds,
-                "price_per_hour": self.world.billing.price(),
+                "flush_seconds": context.settings.worker.flush_seconds,
+                "price_per_hour": context.billing.price(),
                 "unsent_tokens_most": max((worker.max_flush_tokens for worker in serving), default=0),
-                **self.world.seeding.gauges(),
+                **context.seeding.gauges(),
             },
         }
 
     def offers(self, environment: str) -> bool:
         """Whether the service's own hosts offer a built-in now."""
-        return self._hosts.offers(SERVICE, BUILTIN + environment)
+        return self._context.hosts.offers(SERVICE, BUILTIN + environment)
 
 
 def _policy_view(row: PolicyRow) -> PolicyView:

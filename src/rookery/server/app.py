@@ -99,10 +99,10 @@ async def healthz() -> dict[str, str]:
 
 async def prometheus(service: Service) -> Response:
     """Metrics for Prometheus. They contain no tenant, job or text, so they need no key."""
-    health = service.controller.health()
+    health = service.controller.queries.health()
     metrics = ServiceMetrics(
         jobs=health["jobs"],
-        workers=Counter(str(worker["state"]) for worker in service.controller.workers()),
+        workers=Counter(str(worker["state"]) for worker in service.controller.queries.workers()),
         totals=health["totals"],
         gauges=health["gauges"],
     )

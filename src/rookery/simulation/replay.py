@@ -12,7 +12,6 @@ from random import Random
 from typing import Any, Literal
 
 from rookery.controller.offload.seeding import Seeding
-from rookery.controller.parts import SHIPPED, Overrides
 from rookery.controller.rollout.request import InflightRequest
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.errors import UserError
@@ -175,7 +174,8 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
         context=profile.reserved.context,
         seed=scenario.seed,
         tenants=tenants,
-        parts=mode.parts,
+        scheduler=mode.scheduler,
+        seeding=mode.seeding,
         settings={
             "flush_seconds": scenario.flush,
             "worker_wait_seconds": scenario.trace.seconds,  # a trace without instances pauses no job
@@ -198,7 +198,7 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
     most = mode.most(profile, load.group_size * load.groups_per_step * scenario.jobs, scenario.reserved)
 
     def worth() -> int | None:
-        return most if most is not None else controller.world.seeding.worthwhile(MODEL)
+        return most if most is not None else controller.context.seeding.worthwhile(MODEL)
 
     market = SpotMarket(scenario.trace, make, Random(f"market {scenario.seed}"), notice=scenario.notice, worth=worth)
     renting = asyncio.create_task(market.run())
@@ -210,14 +210,14 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
     seconds = asyncio.get_running_loop().time()
     steps = []
     for job, tenant in jobs.items():
-        view = await controller.show(tenant, job)
+        view = await controller.queries.show(tenant, job)
         if view.state in ("failed", "paused"):
             raise RuntimeError(f"mode {mode.name}: job {view.name} is {view.state}: {view.reason}")
-        steps += [_step(job, row) for row in await controller.metrics(tenant, job)]
+        steps += [_step(job, row) for row in await controller.queries.metrics(tenant, job)]
     renting.cancel()
     await asyncio.gather(renting, return_exceptions=True)
     digest, events = site.log.digest(), site.log.frames
-    rollouts = controller.world.rollouts
+    rollouts = controller.context.rollouts
     outcome = ReplayResult(
         mode=mode.name,
         seconds=seconds,
@@ -245,7 +245,7 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
 
 async def _until_over(site: SimulatedService, jobs: dict[str, str], renting: asyncio.Task[None]) -> None:
     """Until the trace is, or every job has ended."""
-    everybody = asyncio.gather(*(site.controller.wait(tenant, job) for job, tenant in jobs.items()))
+    everybody = asyncio.gather(*(site.controller.queries.wait(tenant, job) for job, tenant in jobs.items()))
     either: list[asyncio.Future[Any]] = [renting, everybody]
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
     everybody.cancel()
@@ -355,7 +355,8 @@ class Mode:
     most: Callable[[Profile, int, int], int | None] = lambda profile, episodes, reserved: None
     """(profile, a step's episodes, reserved workers) → the most preemptible instances that it rents; None is as many as
     the controller finds worth it."""
-    parts: Overrides = SHIPPED
+    scheduler: type[RolloutScheduler] = RolloutScheduler
+    seeding: type[Seeding] = Seeding
 
 
 def balanced(profile: Profile, episodes: int, reserved: int) -> int:
@@ -380,15 +381,13 @@ MODES = {
         Mode(
             "no-seeding",
             "reserved machines generate only while there is nobody else",
-            parts=Overrides(seeding=NeverSeeding),
+            seeding=NeverSeeding,
         ),
-        Mode(
-            "no-migration", "a rollout whose instance left starts over", parts=Overrides(rollouts=RestartingScheduler)
-        ),
+        Mode("no-migration", "a rollout whose instance left starts over", scheduler=RestartingScheduler),
         Mode(
             "no-memory",
             "the time of seeding is learned anew at each change",
-            parts=Overrides(seeding=SeedingWithoutMemory),
+            seeding=SeedingWithoutMemory,
         ),
     )
 }

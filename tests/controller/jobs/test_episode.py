@@ -259,7 +259,7 @@ async def test_an_environment_without_prompts(service: Service) -> None:
 
 async def test_a_call_too_large_for_a_frame_fails_and_leaves_its_host_alone(service: Service) -> None:
     peer = await service.host().join()
-    hosts = service.controller._hosts
+    hosts = service.controller.context.hosts
     host = await hosts.host_for("alice", "task", 1.0)
     large = protocol.Reset(
         call="", episode="large", job="job", environment="task", options={}, prompt=bytes(protocol.MAX_FRAME), seed=0
@@ -293,8 +293,8 @@ async def test_answers_of_an_old_connection_are_ignored(service: Service) -> Non
     host = await service.host().join()
     host.answering.clear()
     job = await run(service, stop__steps=1)
-    await eventually(lambda: any(h.calls for h in service.controller._hosts._hosts.values()))
-    (ours,) = service.controller._hosts._hosts.values()
+    await eventually(lambda: any(h.calls for h in service.controller.context.hosts._hosts.values()))
+    (ours,) = service.controller.context.hosts._hosts.values()
     call = next(iter(ours.calls))
     assert host.link is not None
     stale = protocol.Prompts(epoch=host.epoch - 1, call=call, error="from the past")
@@ -308,11 +308,11 @@ async def test_a_host_that_sends_garbage_or_nothing_is_cut_off(service: Service)
     host = await service.host().join()
     assert host.link is not None
     await host.link.send(b"\xc1garbage")
-    await eventually(lambda: service.controller.health()["gauges"]["environment_hosts"] == 0)
+    await eventually(lambda: service.controller.queries.health()["gauges"]["environment_hosts"] == 0)
     await host.leave()
     await host.join()
     await service.clock.advance(13)
-    await eventually(lambda: service.controller.health()["gauges"]["environment_hosts"] == 0)
+    await eventually(lambda: service.controller.queries.health()["gauges"]["environment_hosts"] == 0)
     await host.leave()
     await host.join()
     await service.worker().join()
@@ -558,7 +558,7 @@ async def test_the_shipped_host_plays_with_the_shipped_controller(service: Servi
         view = await service.ends(job)
         assert view.counters.get("episodes_failed", 0) == 0
         service.check_history(job)
-        evaluations = await service.controller.evaluations("alice", job)
+        evaluations = await service.controller.queries.evaluations("alice", job)
         assert [e["version"] for e in evaluations] == [0, 3]
         assert [r["prompt"]["a"] for r in evaluations[1]["held_out"]] == [0, 1, 2, 3]
         host.cancel()

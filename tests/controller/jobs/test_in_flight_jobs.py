@@ -87,9 +87,9 @@ async def submit(service: Service, in_flight: str, **changes: Any) -> str:
 
 async def end(service: Service, job: str) -> list[tuple[dict[str, Any], list[int]]]:
     """Wait for the job to be complete: its finished episodes with the versions of their own tokens, in order."""
-    view = await service.controller.wait("alice", job)
+    view = await service.controller.queries.wait("alice", job)
     assert view.state == "completed", view.reason
-    rows = await service.controller.trajectories("alice", job, 10_000)
+    rows = await service.controller.queries.trajectories("alice", job, 10_000)
     return [
         (row, [v for trajectory in row["trajectories"] for v in trajectory["versions"] if v >= 0])
         for row in rows
@@ -133,8 +133,8 @@ def test_strictly_on_policy_every_token_of_a_step_is_its_parents(
             assert set(sampled) == {versions[row["consumed_by"]].parent} == {row["version"]}
         assert Counter(row["consumed_by"] for row, _ in episodes) == dict.fromkeys((1, 2, 3, 4), 6)
         assert stable.switches == [], "nothing to train on ran when a version was published"
-        assert service.controller.health()["totals"]["worker_losses"] == 3
-        for row in await service.controller.metrics("alice", job):
+        assert service.controller.queries.health()["totals"]["worker_losses"] == 3
+        for row in await service.controller.queries.metrics("alice", job):
             assert (row["versions_mean"], row["lag_share/0"], row["staleness_max"]) == (1.0, 1.0, 0.0)
 
     play(tmp_path, scene)
@@ -160,7 +160,7 @@ def test_episodes_go_on_with_the_newest_version_and_groups_are_as_old_as_their_o
             if row["state"] == "consumed":
                 assert row["min_version"] == min(by_group[row["id"]])
                 assert row["consumed_by"] - 1 - row["min_version"] <= 2
-        metrics = await service.controller.metrics("alice", job)
+        metrics = await service.controller.queries.metrics("alice", job)
         for row in metrics:
             shares = {int(name.rpartition("/")[2]): share for name, share in row.items() if "lag_share/" in name}
             assert sum(shares.values()) == pytest.approx(1.0)

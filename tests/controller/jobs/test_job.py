@@ -66,11 +66,11 @@ async def test_staleness_zero_is_strictly_on_policy(service: Service) -> None:
     for row, began_on in zip(rows, versions_of(service, job), strict=True):
         assert row["state"] == "consumed"
         assert began_on == {row["consumed_by"] - 1} == {row["min_version"]}
-    episodes = await service.controller.trajectories("alice", job, 100)
+    episodes = await service.controller.queries.trajectories("alice", job, 100)
     for episode in episodes:
         for trajectory in episode["trajectories"]:
             assert set(trajectory["versions"]) <= {episode["version"], -1}
-    metrics = await service.controller.metrics("alice", job)
+    metrics = await service.controller.queries.metrics("alice", job)
     assert [row["step"] for row in metrics] == [1, 2, 3, 4]
     assert all(row["staleness_max"] == 0 and row["version"] == row["step"] for row in metrics)
 
@@ -86,7 +86,7 @@ async def test_staleness_two_collects_while_it_trains_and_keeps_the_bound(servic
     worker.training.clear()
 
     async def full() -> bool:
-        view = await service.controller.show("alice", job)
+        view = await service.controller.queries.show("alice", job)
         return view.groups_in_flight == 0 and view.groups_ready >= 2
 
     await eventually(full)
@@ -97,7 +97,7 @@ async def test_staleness_two_collects_while_it_trains_and_keeps_the_bound(servic
     for row in rows:
         if row["state"] == "consumed":
             assert row["consumed_by"] - 1 - row["min_version"] <= 2
-    metrics = await service.controller.metrics("alice", job)
+    metrics = await service.controller.queries.metrics("alice", job)
     assert max(row["staleness_max"] for row in metrics) >= 1
     assert all(row["staleness_max"] <= 2 for row in metrics)
 
@@ -110,7 +110,7 @@ async def test_steps_between_commits(service: Service) -> None:
     versions = service.check_history(job)
     assert [version.step for version in versions] == [0, 2, 4, 5]
     assert [row["consumed_by"] for row in service.groups(job)] == [1] * 4 + [2] * 4 + [3] * 2
-    metrics = await service.controller.metrics("alice", job)
+    metrics = await service.controller.queries.metrics("alice", job)
     assert [(row["step"], row["version"]) for row in metrics] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 3)]
     assert [op.steps for op in worker.operations if isinstance(op, protocol.OptimStep)] == [0, 1, 0, 1, 0]
 
@@ -124,10 +124,10 @@ async def test_many_jobs_of_many_tenants_at_once(service: Service) -> None:
     for tenant, job in jobs:
         await service.ends(job, tenant=tenant)
         service.check_history(job, tenant)
-    totals = service.controller.health()["totals"]
+    totals = service.controller.queries.health()["totals"]
     assert totals["steps"] == 12
     assert totals["episodes"] == 48
-    assert service.controller.health()["jobs"] == {"completed": 6}
+    assert service.controller.queries.health()["jobs"] == {"completed": 6}
 
 
 async def test_equal_adapters_of_two_jobs_do_not_take_each_others_bytes(service: Service) -> None:
@@ -153,7 +153,7 @@ async def test_rewards_all_equal_are_counted_and_not_differentiated(service: Ser
     view = await service.ends(job)
     assert view.counters["zero_variance_groups"] == 4
     assert all(not batch.groups for batch in worker.batches.values())
-    metrics = await service.controller.metrics("alice", job)
+    metrics = await service.controller.queries.metrics("alice", job)
     assert all(row["groups_no_variance_share"] == 1 for row in metrics)
 
 
@@ -171,7 +171,7 @@ async def test_a_skipped_step_is_counted(service: Service) -> None:
     await service.host().join()
     view = await service.ends(await run(service))
     assert view.counters["steps_skipped"] == 1
-    assert service.controller.health()["totals"]["steps_skipped"] == 1
+    assert service.controller.queries.health()["totals"]["steps_skipped"] == 1
 
 
 # --- stopping ---------------------------------------------------------------------------------------------------------
@@ -207,11 +207,11 @@ async def test_stop_by_wall_time(service: Service, waiting: bool) -> None:
     await eventually(lambda: bool(service.database.policies("alice", job)[0].head_version is not None))
     if not waiting:
         await eventually(lambda: service.database.get_job("alice", job).step > 0)
-    await eventually(lambda: service.controller._running[job].job is not None)
+    await eventually(lambda: service.controller.jobs.runners[job].job is not None)
     service.clock.now += 101
     await service.clock.advance(1, steps=1)
     await service.ends(job)
-    view = await service.controller.show("alice", job)
+    view = await service.controller.queries.show("alice", job)
     assert view.state == "completed"
     assert "reached 100 s" in view.reason
     service.check_history(job)
@@ -234,8 +234,8 @@ async def test_wall_time_counts_what_was_not_committed(service: Service, restart
         await service.controller.pause("alice", job)
         service.clock.now += 1000
         await service.controller.resume("alice", job)
-    await eventually(lambda: service.controller._running[job].job is not None)
-    assert service.controller._running[job].job.progress.seconds() == 60  # type: ignore[union-attr]
+    await eventually(lambda: service.controller.jobs.runners[job].job is not None)
+    assert service.controller.jobs.runners[job].job.progress.seconds() == 60  # type: ignore[union-attr]
     service.clock.now += 41
     await service.clock.advance(1, steps=1)
     assert "reached 100 s" in (await service.ends(job)).reason
@@ -247,7 +247,7 @@ async def test_what_a_job_did_not_use_is_closed_with_it(service: Service) -> Non
     job = await run(service, stop__steps=50, algorithm__max_staleness=3)
     await eventually(lambda: len(host.executed) > 20)
     await service.controller.cancel("alice", job)
-    view = await service.controller.show("alice", job)
+    view = await service.controller.queries.show("alice", job)
     assert (view.state, view.reason) == ("cancelled", "cancelled by its owner")
     assert {row["state"] for row in service.groups(job)} <= {"consumed", "dropped"}
     await eventually(lambda: not worker.active and not host.episodes)
@@ -282,11 +282,11 @@ async def test_who_sees_the_end_of_a_job_sees_all_of_it(service: Service, monkey
     monkeypatch.setattr(service.database, "set_job_state", call)
     job = await run(service, stop__steps=6, algorithm__max_staleness=3)
     await service.ends(job)
-    await eventually(lambda: job not in service.controller._running)
+    await eventually(lambda: job not in service.controller.jobs.runners)
     assert seen == [stored_now(job)]
     row, events, _, *left = seen[0]
     assert events[-1].text == "completed: 6 steps" and left == [[], []]
-    assert row.counters["episodes"] == (await service.controller.show("alice", job)).counters["episodes"] > 0
+    assert row.counters["episodes"] == (await service.controller.queries.show("alice", job)).counters["episodes"] > 0
 
 
 # --- pause and resume -------------------------------------------------------------------------------------------------
@@ -300,14 +300,14 @@ async def test_pause_keeps_tokens_and_resume_takes_them_up(service: Service) -> 
         before = sum(worker.sampled.values())
         await eventually(lambda before=before: sum(worker.sampled.values()) >= before + 11)  # type: ignore[misc]
         await service.controller.pause("alice", job)
-        view = await service.controller.show("alice", job)
+        view = await service.controller.queries.show("alice", job)
         assert (view.state, view.reason) == ("paused", "paused by its owner")
-        assert service.controller.health()["gauges"]["requests_running"] == 0
+        assert service.controller.queries.health()["gauges"]["requests_running"] == 0
         await eventually(lambda: not worker.active)
         await service.controller.resume("alice", job)
         if moment == 0:
             await asyncio.gather(*(service.controller.resume("alice", job) for _ in range(4)))
-            assert len(service.controller._running) == 1
+            assert len(service.controller.jobs.runners) == 1
     view = await service.ends(job)
     service.check_history(job)
     resent = [position for (request, position), count in worker.sampled.items() if count > 1]
@@ -332,20 +332,20 @@ async def test_a_pause_while_it_is_stored_that_a_job_runs_leaves_the_counts_righ
     await eventually(reached.is_set)
     pausing = asyncio.create_task(service.controller.pause("alice", job))
     await settle()
-    service.controller._running[job].task.cancel()  # as the pause will, which waits for the same writer
+    service.controller.jobs.runners[job].task.cancel()  # as the pause will, which waits for the same writer
     await settle()
     go_on.set()
     await pausing
-    assert service.controller.health()["jobs"] == {"paused": 1}
+    assert service.controller.queries.health()["jobs"] == {"paused": 1}
 
 
 async def test_a_job_that_nobody_looks_at_remembers_no_more_than_its_window(service: Service) -> None:
     job = await run(service)
     await service.ends(job, "running")
-    progress = service.controller._running[job].job.progress  # type: ignore[union-attr]
+    progress = service.controller.jobs.runners[job].job.progress  # type: ignore[union-attr]
     progress.add_sampled(3)
     await service.clock.advance(RATE_SECONDS + 1)
-    progress.sampled(4)
+    progress.add_sampled(4)
     assert [count for _, count in progress._sampled] == [4]
 
 
@@ -357,9 +357,9 @@ async def test_a_paused_job_stays_paused_over_a_restart(service: Service) -> Non
     await service.controller.pause("alice", job)
     await service.crash()
     await service.start()
-    assert (await service.controller.show("alice", job)).state == "paused"
+    assert (await service.controller.queries.show("alice", job)).state == "paused"
     await service.controller.cancel("alice", job)
-    assert (await service.controller.show("alice", job)).state == "cancelled"
+    assert (await service.controller.queries.show("alice", job)).state == "cancelled"
 
 
 # --- restarts ---------------------------------------------------------------------------------------------------------
@@ -424,17 +424,17 @@ async def test_workers_dying_in_the_middle_of_sentences_change_nothing(
         worker = service.worker(f"w{number}", shortest=2, chunk=1 + number % 3)
         worker.chunks_left = 3 + number
         await worker.join()
-        view = await service.controller.show("alice", job)
-        while view.state != "completed" and service.controller._fleet.serving("rollout", MODEL):
-            view = await service.controller.show("alice", job)
+        view = await service.controller.queries.show("alice", job)
+        while view.state != "completed" and service.controller.context.fleet.serving("rollout", MODEL):
+            view = await service.controller.queries.show("alice", job)
         sampled += worker.sampled
     await service.worker("last", shortest=2).join()
     view = await service.ends(job)
     sampled += service.peers[-1].sampled
     assert content(service, job) == undisturbed[turns]
     assert set(sampled.values()) == {1}
-    assert len(sampled) == view.tokens == service.controller.health()["totals"]["sampled_tokens"]
-    assert service.controller.health()["totals"]["worker_losses"] >= 4
+    assert len(sampled) == view.tokens == service.controller.queries.health()["totals"]["sampled_tokens"]
+    assert service.controller.queries.health()["totals"]["worker_losses"] >= 4
     await service.close()
 
 
@@ -456,7 +456,7 @@ async def test_a_crash_at_any_moment_loses_and_repeats_nothing(
         rows = service.groups(job)
         assert Counter(row["consumed_by"] for row in rows if row["state"] == "consumed") == {1: 2, 2: 2}
         assert all(row["min_version"] == row["consumed_by"] - 1 for row in rows if row["state"] == "consumed")
-        metrics = await service.controller.metrics("alice", job)
+        metrics = await service.controller.queries.metrics("alice", job)
         assert [row["step"] for row in metrics] == [1, 2]
         assert content(service, job) == undisturbed[1 + moment % 2], "the same tokens, trained on in the same order"
         await service.close()
@@ -539,7 +539,7 @@ async def test_a_corrupt_head_is_stepped_back_from(tmp_path: Path) -> None:
     after = versions[head.version + 1]
     assert (after.parent, after.step) == (head.version - 1, head.step)
     assert versions[-1].step == head.step + 2
-    events = await service.controller.events("alice", job)
+    events = await service.controller.queries.events("alice", job)
     said = [event["text"] for event in events if event["kind"] == "corrupt"]
     assert len(said) == 1
     assert f"version {head.version} of main is corrupt" in said[0]
@@ -547,7 +547,7 @@ async def test_a_corrupt_head_is_stepped_back_from(tmp_path: Path) -> None:
     assert {op.parent.version for op in worker.operations} & {head.version} == set(), "nobody is given the corrupt one"
     trained = [row for row in service.groups(job) if row["consumed_by"] == after.version]
     assert {row["min_version"] for row in trained} == {head.version - 1}, "nor what it sampled"
-    steps = [row["step"] for row in await service.controller.metrics("alice", job)]
+    steps = [row["step"] for row in await service.controller.queries.metrics("alice", job)]
     assert steps == list(range(1, head.step + 3))
     await service.close()
 
@@ -583,7 +583,7 @@ async def test_what_was_stepped_back_over_is_no_part_of_the_history(tmp_path: Pa
     again = await service.worker().join()
     await service.host(instance="host-2").join()
     await service.ends(job)
-    rows = await service.controller.metrics("alice", job)
+    rows = await service.controller.queries.metrics("alice", job)
     assert [row["step"] for row in rows] == list(range(1, head.step + 2))
     anew = range(head.version + 1, head.version + 1 + len(rows) - best)
     assert [row["version"] for row in rows] == [*range(1, best + 1), *anew]
@@ -615,7 +615,7 @@ async def test_first_last_and_every_k_answer_the_same_prompts(service: Service) 
     host = await service.host().join()
     job = await run(service, stop__steps=5, evaluation={"every": 2, "prompts": 6, "seed": 3})
     await service.ends(job)
-    evaluations = await service.controller.evaluations("alice", job)
+    evaluations = await service.controller.queries.evaluations("alice", job)
     assert [evaluation["version"] for evaluation in evaluations] == [0, 2, 4, 5]
     asked = [[result["prompt"] for result in evaluation["held_out"]] for evaluation in evaluations]
     assert asked == [[{"eval": number} for number in range(6)]] * 4
@@ -626,7 +626,7 @@ async def test_first_last_and_every_k_answer_the_same_prompts(service: Service) 
     assert [message.shuffle for message in host.asked if message.split == "eval"] == [False] * len(
         [message for message in host.asked if message.split == "eval"]
     )
-    versions = await service.controller.versions("alice", job, "main")
+    versions = await service.controller.queries.versions("alice", job, "main")
     assert [version["evaluation"] is not None for version in versions] == [True, False, True, False, True, True]
 
 
@@ -647,7 +647,7 @@ async def test_the_first_evaluation_survives_a_restart(tmp_path: Path) -> None:
     worker = await service.worker().join()
     await service.host(instance="host-2").join()
     await service.ends(job)
-    evaluations = await service.controller.evaluations("alice", job)
+    evaluations = await service.controller.queries.evaluations("alice", job)
     assert [evaluation["version"] for evaluation in evaluations] == [0, 4]
     assert worker.generates
     await service.close()
@@ -663,7 +663,7 @@ async def test_failed_held_out_episodes_are_told_apart(service: Service) -> None
 
     await service.host(script=script).join()
     view = await service.ends(await run(service, evaluation={"prompts": 3}))
-    evaluations = await service.controller.evaluations("alice", view.id)
+    evaluations = await service.controller.queries.evaluations("alice", view.id)
     assert [evaluation["prompts"] for evaluation in evaluations] == [1, 1]
     assert [result["error"] for result in evaluations[0]["held_out"]] == ["boom", "boom", ""]
     assert view.counters["evaluation_failures"] == 4
@@ -687,10 +687,10 @@ async def test_retention_keeps_the_last_and_the_best(service: Service) -> None:
     assert here == {version.hash for version in versions if version.kept}
     forgotten = {h for message in worker.other if isinstance(message, protocol.EvictArtifacts) for h in message.hashes}
     assert forgotten == {version.hash for version in versions if not version.kept}
-    assert (await service.controller.adapter("alice", job, "main", 2)).hash == versions[2].hash
-    assert (await service.controller.adapter("alice", job, "main", None)).hash == versions[7].hash
+    assert (await service.controller.queries.adapter("alice", job, "main", 2)).hash == versions[2].hash
+    assert (await service.controller.queries.adapter("alice", job, "main", None)).hash == versions[7].hash
     with pytest.raises(NotFound, match=r"version 3 .* is not kept any more"):
-        await service.controller.adapter("alice", job, "main", 3)
+        await service.controller.queries.adapter("alice", job, "main", 3)
 
 
 async def test_without_evaluations_the_version_that_earned_the_best_reward_is_kept(service: Service) -> None:
@@ -726,7 +726,7 @@ async def test_a_version_is_judged_by_the_best_of_the_steps_that_were_taken_from
     job = await run(service, stop__steps=12, algorithm__max_staleness=1, checkpoints=checkpoints)
     await service.ends(job)
     versions = service.check_history(job)
-    rows = await service.controller.metrics("alice", job)
+    rows = await service.controller.queries.metrics("alice", job)
     best = max(rows, key=lambda row: float(row["reward"]))
     taken_from = versions[int(best["version"])].parent
     assert versions[int(best["version"])].step > best["step"], "not its version's last step"
@@ -754,7 +754,7 @@ async def test_a_version_stays_until_its_evaluation_is_known(service: Service, m
 def uploads(service: Service) -> tuple[set[str], int, int]:
     """What lies in the artifact store, how much of it is half-written, how much is about to be named."""
     staged = len(list((service.folder / "artifacts" / ".staging").iterdir()))
-    return service.artifacts.hashes(), staged, sum(service.controller.world.training.pinned.values())
+    return service.artifacts.hashes(), staged, sum(service.controller.context.training.pinned.values())
 
 
 @pytest.mark.parametrize("step", [0, 2])
@@ -786,7 +786,7 @@ async def test_a_commit_that_fails_leaves_no_artifact_behind(
     await service.ends(job, "paused")
     assert uploads(service) == ({version.hash for version in service.check_history(job)}, 0, 0)
     assert len(service.check_history(job)) == step + (where == "after")
-    await eventually(lambda: job not in service.controller._running)
+    await eventually(lambda: job not in service.controller.jobs.runners)
     await service.controller.resume("alice", job)
     await service.ends(job)
     versions = service.check_history(job)
@@ -832,7 +832,7 @@ async def test_a_job_cancelled_around_its_commit_leaves_no_artifact_behind(
     monkeypatch.setattr(owner, name, slow)
     job = await run(service)
     await eventually(reached.is_set)
-    ending = service.controller._running[job].task
+    ending = service.controller.jobs.runners[job].task
     ending.cancel()
     await settle()
     go_on.set()
@@ -855,7 +855,7 @@ async def test_the_same_key_is_the_same_job(service: Service) -> None:
     assert other.id != first.id
     with pytest.raises(Conflict, match="the key 'key' was used for another job"):
         await service.controller.submit("alice", job_of(stop__steps=9), "key")
-    assert len(await service.controller.list("alice")) == 1
+    assert len(await service.controller.queries.list("alice")) == 1
 
 
 async def test_a_job_whose_change_was_stored_and_not_answered_goes_on(
@@ -883,14 +883,14 @@ async def test_a_job_whose_change_was_stored_and_not_answered_goes_on(
         await service.controller.submit("alice", job_of(), "key")
     view, created = await service.controller.submit("alice", job_of(), "key")
     assert not created
-    await eventually(lambda: view.id in service.controller._running)
+    await eventually(lambda: view.id in service.controller.jobs.runners)
     await service.controller.pause("alice", view.id)
     with pytest.raises(Unavailable):
         await service.controller.resume("alice", view.id)
     await service.controller.resume("alice", view.id)
     await service.worker().join()
     await eventually(lambda: not left)
-    while view.id in service.controller._running:  # what is tried again in a while is
+    while view.id in service.controller.jobs.runners:  # what is tried again in a while is
         await service.clock.advance(2.0)
         await asyncio.sleep(0.01)
     assert service.database.get_job("alice", view.id).state == "completed"
@@ -918,8 +918,8 @@ async def test_a_refused_job_leaves_nothing(service: Service, changes: dict[str,
         with pytest.raises(SpecError) as refused:
             await attempt("alice", job)
         assert any(problem in line for line in refused.value.problems), refused.value.problems
-    assert await service.controller.list("alice") == []
-    assert not service.controller._running
+    assert await service.controller.queries.list("alice") == []
+    assert not service.controller.jobs.runners
 
 
 async def test_a_dry_run_renders_prompts_and_makes_nothing(service: Service) -> None:
@@ -929,7 +929,7 @@ async def test_a_dry_run_renders_prompts_and_makes_nothing(service: Service) -> 
     assert len(shown["prompts"]) == 3
     assert shown["prompts"][0]["text"].startswith('<|im_start|>user\n{"train": 0}')
     assert shown["prompts"][0]["text"].endswith("<|im_start|>assistant\n")
-    assert await service.controller.list("alice") == []
+    assert await service.controller.queries.list("alice") == []
     await eventually(lambda: not host.episodes)
 
 
@@ -990,7 +990,7 @@ async def test_the_source_of_a_warm_start_stays_until_it_is_read(service: Servic
     before = len(worker.operations)
     job = await run(service, policies={"main": {"warm_start": {"job": source, "version": 1}}}, stop__steps=1)
     await eventually(lambda: len(worker.operations) > before)
-    world = service.controller.world
+    world = service.controller.context
     await world.collector.delete_unnamed(service.database.retire_version, policy.id, 1)
     assert found.hash in service.artifacts.hashes()
     worker.training.set()
@@ -1007,19 +1007,19 @@ async def test_others_answer_as_if_nothing_were_there(service: Service) -> None:
     await service.ends(job)
     controller = service.controller
     attempts = [
-        lambda t, j: controller.show(t, j),
+        lambda t, j: controller.queries.show(t, j),
         lambda t, j: controller.pause(t, j),
         lambda t, j: controller.resume(t, j),
         lambda t, j: controller.cancel(t, j),
-        lambda t, j: controller.wait(t, j),
-        lambda t, j: controller.metrics(t, j),
-        lambda t, j: controller.follow(t, j).__anext__(),
-        lambda t, j: controller.events(t, j),
-        lambda t, j: controller.trajectories(t, j, 10),
-        lambda t, j: controller.versions(t, j, "main"),
-        lambda t, j: controller.evaluations(t, j),
-        lambda t, j: controller.adapter(t, j, "main", None),
-        lambda t, j: controller.adapter(t, j, "main", 1),
+        lambda t, j: controller.queries.wait(t, j),
+        lambda t, j: controller.queries.metrics(t, j),
+        lambda t, j: controller.queries.follow(t, j).__anext__(),
+        lambda t, j: controller.queries.events(t, j),
+        lambda t, j: controller.queries.trajectories(t, j, 10),
+        lambda t, j: controller.queries.versions(t, j, "main"),
+        lambda t, j: controller.queries.evaluations(t, j),
+        lambda t, j: controller.queries.adapter(t, j, "main", None),
+        lambda t, j: controller.queries.adapter(t, j, "main", 1),
         lambda t, j: controller.sample(t, j, [{"role": "user", "content": "?"}], SAMPLING),
         lambda t, j: controller.sample(t, f"{j}@1", [{"role": "user", "content": "?"}], SAMPLING),
     ]
@@ -1029,8 +1029,8 @@ async def test_others_answer_as_if_nothing_were_there(service: Service) -> None:
         with pytest.raises(NotFound) as nobodys:
             await attempt("bob", "job-of-nobody")
         assert str(theirs.value).replace(job, "X") == str(nobodys.value).replace("job-of-nobody", "X")
-    assert await controller.list("bob") == []
-    assert (await controller.show("alice", job)).state == "completed"
+    assert await controller.queries.list("bob") == []
+    assert (await controller.queries.show("alice", job)).state == "completed"
 
 
 async def test_a_host_serves_its_owner_only(service: Service) -> None:
@@ -1047,7 +1047,7 @@ async def test_a_host_serves_its_owner_only(service: Service) -> None:
     with pytest.raises(PermissionError, match="this instance name is taken"):
         await service.host(instance="bobs").join()
     await service.host(key="service-key", environments={"builtin:jsonl": True}, instance="real").join()
-    assert service.controller.offers("jsonl")
+    assert service.controller.queries.offers("jsonl")
     del service.peers[1:-1]
 
 
@@ -1082,25 +1082,25 @@ async def test_following_metrics_until_the_end(service: Service) -> None:
     rows: list[int] = []
 
     async def follow() -> None:
-        async for row in service.controller.follow("alice", job):
+        async for row in service.controller.queries.follow("alice", job):
             rows.append(row["step"])
 
     following = asyncio.create_task(follow())
     await settle()
     assert not following.done()
-    view = await service.controller.show("alice", job)
+    view = await service.controller.queries.show("alice", job)
     assert view.waits_for in ("trainer", "") or view.waits_for.startswith(("engine", "environment", "base model"))
     await service.host().join()
     await following
     assert rows == [1, 2, 3]
-    assert (await service.controller.wait("alice", job)).state == "completed"
+    assert (await service.controller.queries.wait("alice", job)).state == "completed"
 
 
 async def test_who_waits_for_whom_is_said(service: Service) -> None:
     job = await run(service)
 
     async def says(text: str) -> bool:
-        return (await service.controller.show("alice", job)).waits_for.startswith(text)
+        return (await service.controller.queries.show("alice", job)).waits_for.startswith(text)
 
     await eventually(lambda: says("worker: no worker serves smollm2-135m-instruct for rollout and training"))
     worker = service.worker()
@@ -1125,8 +1125,8 @@ async def test_who_waits_for_whom_is_said(service: Service) -> None:
     await eventually(lambda: says("trainer (6 operations take turns)"))
     worker.training.set()
     await service.ends(job)
-    assert service.controller.workers()[0]["state"] == "serving"
-    assert {row["name"]: row["state"] for row in service.controller.models()}[MODEL] == "loaded"
+    assert service.controller.queries.workers()[0]["state"] == "serving"
+    assert {row["name"]: row["state"] for row in service.controller.queries.models()}[MODEL] == "loaded"
 
 
 async def test_no_worker_in_time_pauses_the_job_with_its_reason(tmp_path: Path) -> None:
@@ -1156,5 +1156,5 @@ async def test_old_trajectories_are_let_go(tmp_path: Path) -> None:
     await service.host().join()
     job = await run(service, stop__steps=10)
     await service.ends(job)
-    assert 8 <= len(await service.controller.trajectories("alice", job, 1000)) <= 16
+    assert 8 <= len(await service.controller.queries.trajectories("alice", job, 1000)) <= 16
     await service.close()

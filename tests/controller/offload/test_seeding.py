@@ -18,7 +18,6 @@ from rookery import protocol
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.offload.pool import RemotePool
 from rookery.controller.offload.seeding import Seeding
-from rookery.controller.parts import SHIPPED, Overrides
 from rookery.scheduling.offload import Cycle
 from rookery.scheduling.offload import Seeding as Algorithm
 from rookery.simulation.clock import run
@@ -255,19 +254,19 @@ class World:
             self.started += 1
 
     async def rows(self) -> list[dict[str, Any]]:
-        return list(await self.site.controller.metrics("alice", self.job))
+        return list(await self.site.controller.queries.metrics("alice", self.job))
 
     async def reach(self, step: int, job: str = "") -> list[dict[str, Any]]:
         """The rows as soon as so many steps are taken."""
         rows = []
-        async for row in self.site.controller.follow("alice", job or self.job):
+        async for row in self.site.controller.queries.follow("alice", job or self.job):
             rows.append(row)
             if len(rows) == step:
                 break
         return rows
 
     def learned(self) -> Algorithm:
-        return self.site.controller.world.seeding._learned["reserved"]
+        return self.site.controller.context.seeding._learned["reserved"]
 
 
 def step_seconds(rows: list[dict[str, Any]], since: int = 3) -> float:
@@ -279,7 +278,7 @@ def gap(row: dict[str, Any]) -> float:
 
 
 def play(
-    act: Callable[[World], Coroutine[Any, Any, Any]], *, preemptible: int, parts: Overrides = SHIPPED,
+    act: Callable[[World], Coroutine[Any, Any, Any]], *, preemptible: int, seeding: type[Seeding] = Seeding,
     train_token: float = 0.0006, initial: float = 2.0, spec: dict[str, Any] | None = None, **more: Any,
 ) -> Any:  # fmt: skip
     """What ``act`` answers, of a job that runs from the start."""
@@ -287,7 +286,7 @@ def play(
     async def main(folder: str) -> Any:
         chosen = {"flush_seconds": FLUSH, "seed_initial_seconds": initial, **more}
         site = SimulatedService(
-            Path(folder), length, context=CONTEXT, seed=1, tenants=["alice"], parts=parts, settings=chosen
+            Path(folder), length, context=CONTEXT, seed=1, tenants=["alice"], seeding=seeding, settings=chosen
         )
         world = World(site, machine(8).model_copy(update={"train_token": train_token}))
         await site.controller.start()
@@ -314,16 +313,16 @@ def test_preemptible_workers_shorten_the_step_and_no_token_is_lost() -> None:
     """Groups complete; what was handed off goes on where it was: every token was received once."""
 
     async def steps(world: World) -> tuple[float, list[dict[str, Any]], dict[str, float]]:
-        view = await world.site.controller.wait("alice", world.job)
+        view = await world.site.controller.queries.wait("alice", world.job)
         assert (view.state, view.step) == ("completed", 7), view.reason
-        ended = await world.site.controller.trajectories("alice", world.job, 1000)
+        ended = await world.site.controller.queries.trajectories("alice", world.job, 1000)
         assert {row["state"] for row in ended} == {"done"}
         texts = [trajectory for row in ended for trajectory in row["trajectories"]]
         assert len(texts) == 7 * 32
         assert sum(len(text["tokens"]) for text in texts) == view.tokens
         assert all(set(text["versions"]) == {row["version"]} for row in ended for text in row["trajectories"]), "strict"
         rows = await world.rows()
-        return step_seconds(rows), rows, dict(world.site.controller.health()["totals"])
+        return step_seconds(rows), rows, dict(world.site.controller.queries.health()["totals"])
 
     spec = {**job(), "stop": {"steps": 7}}
     (alone, plain, _), (one, _, moved), (three, rows, _) = (
@@ -381,18 +380,18 @@ def test_workers_that_would_not_pay_off_are_not_used_and_it_is_said() -> None:
 
     async def act(world: World) -> None:
         await world.reach(4)
-        seeding = world.site.controller.world.seeding
+        seeding = world.site.controller.context.seeding
         most = world.learned().most
         assert most == 2
-        gauges = world.site.controller.health()["gauges"]
+        gauges = world.site.controller.queries.health()["gauges"]
         assert (gauges["remote_workers_used"], gauges["remote_workers_unused"]) == (2, 3)
-        notes = {row["name"]: row["note"] for row in world.site.controller.workers()}
+        notes = {row["name"]: row["note"] for row in world.site.controller.queries.workers()}
         for number in range(5):
             left = "not used: beside 2 others it would not pay off at present" if number >= most else ""
             assert notes[f"spot-{number}"] == left
         generated = [worker.engine.generated for worker in world.preemptible]
         await asyncio.sleep(0.3)
-        assert world.site.controller.world.rollouts.waiting() > 0, "there would be something to do for one more"
+        assert world.site.controller.context.rollouts.waiting() > 0, "there would be something to do for one more"
         await world.rent(6)
         await world.reach(6)
         assert [worker.engine.generated for worker in world.preemptible[2:]] == [*generated[2:], 0]
@@ -400,7 +399,7 @@ def test_workers_that_would_not_pay_off_are_not_used_and_it_is_said() -> None:
         await world.reach(8)
         assert world.preemptible[1].engine.generated > generated[2], "the next one takes its place"
         await world.site.controller.cancel("alice", world.job)
-        assert not any(row["note"] for row in world.site.controller.workers())
+        assert not any(row["note"] for row in world.site.controller.queries.workers())
         assert not seeding._gated
 
     play(act, preemptible=5, train_token=0.0016, dispatch_ahead=0)
@@ -414,8 +413,7 @@ def test_without_remote_workers_nothing_is_different(spec: dict[str, Any]) -> No
         await world.reach(4)
         return world.site.log.digest()
 
-    plain = Overrides(seeding=Idle)
-    assert play(act, preemptible=0, spec=spec) == play(act, preemptible=0, spec=spec, parts=plain)
+    assert play(act, preemptible=0, spec=spec) == play(act, preemptible=0, spec=spec, seeding=Idle)
 
 
 def test_a_step_that_trains_only_when_all_is_generated_is_not_seeded() -> None:
@@ -426,16 +424,15 @@ def test_a_step_that_trains_only_when_all_is_generated_is_not_seeded() -> None:
         assert "seconds/seed" not in rows[-1]
         return world.site.log.digest()
 
-    plain = Overrides(seeding=Idle)
     assert play(act, preemptible=2, spec=job(micro_batch=0)) == play(
-        act, preemptible=2, spec=job(micro_batch=0), parts=plain
+        act, preemptible=2, spec=job(micro_batch=0), seeding=Idle
     )
 
 
 def test_when_all_remote_workers_vanish_the_training_worker_generates_again() -> None:
     async def act(world: World) -> None:
         rows = await world.reach(3)
-        seeding = world.site.controller.world.seeding
+        seeding = world.site.controller.context.seeding
         for _ in range(200):  # into a train phase
             if seeding._gated:
                 break
@@ -477,7 +474,7 @@ def test_the_reserved_worker_trains() -> None:
         await host.join()
         await asyncio.sleep(0.5)
         view, _ = await site.controller.submit("alice", {**job(), "stop": {"steps": 2}})
-        await site.controller.wait("alice", view.id)
+        await site.controller.queries.wait("alice", view.id)
         assert [worker.compute.trained > 0 for worker in workers] == [False, True]
         for worker in workers:
             await worker.kill()

@@ -336,10 +336,10 @@ def test_a_receiver_ten_times_slower_delays_no_commit() -> None:
         await host.join()
         view, _ = await site.controller.submit("alice", job)
         await asyncio.sleep(60)
-        rows = await site.controller.metrics("alice", view.id)
+        rows = await site.controller.queries.metrics("alice", view.id)
         if slow:
             assert workers[-1].pulled_bytes > 0
-            assert {row["state"] for row in site.controller.workers()} == {"serving"}
+            assert {row["state"] for row in site.controller.queries.workers()} == {"serving"}
         for worker in workers:
             await worker.kill()
         await site.close()
@@ -512,14 +512,14 @@ async def test_a_worker_that_joins_in_the_middle_of_a_step_helps_with_it(tmp_pat
     await first.join()
     await service.host().join()
     view, _ = await service.controller.submit("alice", job_of(stop={"steps": 3}, sampling={"max_tokens": 30}))
-    await eventually(lambda: len(first.active) == 4 and service.controller._rollouts.sampled_tokens >= 4)
+    await eventually(lambda: len(first.active) == 4 and service.controller.context.rollouts.sampled_tokens >= 4)
     first.generating.clear()
     second = service.worker("second", loading=True)
     second.pulling.clear()
     await second.join()
     await second.say(ready())
     await eventually(lambda: bool(held(second)))
-    rows = {row["name"]: row for row in service.controller.workers()}
+    rows = {row["name"]: row for row in service.controller.queries.workers()}
     assert rows["second"]["state"] == "catching up"
     assert second.generates == []
     await first.die()  # all it had is at stake
@@ -541,7 +541,7 @@ async def test_what_is_in_use_is_what_jobs_sample_from(tmp_path: Path) -> None:
     view, _ = await service.controller.submit("alice", job_of(stop={"steps": 50}, sampling={"max_tokens": 20}))
 
     async def committed() -> bool:
-        return (await service.controller.show("alice", view.id)).step >= 2
+        return (await service.controller.queries.show("alice", view.id)).step >= 2
 
     await eventually(committed)
     worker.generating.clear()
@@ -565,7 +565,7 @@ async def test_however_a_worker_leaves_its_requests_go_on_from_their_last_token(
     view, _ = await service.controller.submit(
         "alice", job_of(stop={"steps": 1}, sampling={"max_tokens": 40}, algorithm=algorithm)
     )
-    rollouts = service.controller._rollouts
+    rollouts = service.controller.context.rollouts
     await eventually(lambda: len(first.active) == 4 and rollouts.sampled_tokens >= 12)
     first.generating.clear()
     await settle()
@@ -574,7 +574,7 @@ async def test_however_a_worker_leaves_its_requests_go_on_from_their_last_token(
     assert sum(map(len, had.values())) == rollouts.sampled_tokens
     late = [first.next_chunk(name) for name in list(first.active)]
     second = await service.worker("second", chunk=3, shortest=1 << 20).join()
-    await eventually(lambda: service.controller._fleet.serving("train", MODEL) != [])
+    await eventually(lambda: service.controller.context.fleet.serving("train", MODEL) != [])
     assert first.link is not None
     if how == "killed":
         first.link.cut()
@@ -592,13 +592,13 @@ async def test_however_a_worker_leaves_its_requests_go_on_from_their_last_token(
     for generate in second.generates[:4]:
         assert generate.prefix_tokens[: len(had[generate.request])] == had[generate.request]
     if how == "frozen":  # it wakes, and sends what it had on the connection that was given up
-        ignored = service.controller._fleet.ignored_frames
+        ignored = service.controller.context.fleet.ignored_frames
         for chunk in late:
             with contextlib.suppress(ConnectionClosed):
                 await first.say(protocol.Output(epoch=0, chunks=[chunk]))
-        assert service.controller._fleet.ignored_frames >= ignored
+        assert service.controller.context.fleet.ignored_frames >= ignored
     await service.ends(view.id)
-    for row in await service.controller.trajectories("alice", view.id, 100):
+    for row in await service.controller.queries.trajectories("alice", view.id, 100):
         (trajectory,) = row["trajectories"]
         (request,) = [name for name in had if name.startswith(row["episode"])]
         generate = next(g for g in second.generates if g.request == request)
@@ -622,7 +622,7 @@ async def test_running_requests_are_taken_up_by_a_restarted_controller(tmp_path:
     host = await service.host().join()
     view, _ = await service.controller.submit("alice", job_of(stop={"steps": 2}, sampling={"max_tokens": 12}))
     await eventually(lambda: sum(len(worker.active) for worker in workers) >= 4)
-    await eventually(lambda: service.controller._rollouts.sampled_tokens >= 6)
+    await eventually(lambda: service.controller.context.rollouts.sampled_tokens >= 6)
     running = {worker.name: dict(worker.active) for worker in workers}
     service.peers.clear()
     await service.crash()

@@ -176,11 +176,11 @@ async def test_a_checkpoint_that_is_being_loaded_stays_until_it_is_the_models(
         monkeypatch.setattr(PolicyTrainer, name, late(getattr(PolicyTrainer, name)))
     loaded = await visitor.do(operations.LoadState(path=path, optimizer=optimizer))
     assert isinstance(loaded, operations.StateLoaded), loaded
-    await eventually(lambda: not service.controller.world.collector.readers)
+    await eventually(lambda: not service.controller.context.collector.readers)
     await wait(service, 1)  # what nothing names is removed in the writer thread
     checkpoints = {row.hash for row in await visitor.store.list_checkpoints("alice")}
     assert service.artifacts.hashes() == await heads(visitor) | checkpoints
-    assert not service.controller.world.collector.deferred
+    assert not service.controller.context.collector.deferred
     await visitor.gradient()
     assert isinstance(await visitor.step(), operations.OptimStepResult)
 
@@ -431,7 +431,7 @@ async def test_a_sample_waits_for_the_worker_that_has_it(tmp_path: Path) -> None
     await service.crash()
     await service.start()
     empty = await join(service, "empty")
-    await eventually(lambda: service.controller.world.rollouts.waiting() == 1)
+    await eventually(lambda: service.controller.context.rollouts.waiting() == 1)
     again = await join(service, running=[generate.request for generate in holder.generates])
     assert isinstance(await visitor.outcome(request), operations.SampleResult)
     assert not empty.generates and len(again.generates) == 1

@@ -96,10 +96,10 @@ def test_tokens_without_advantage_are_computed_where_something_else_pulls_at_the
     algorithm: dict[str, Any], sent: bool
 ) -> None:
     even = group(Random(1), 1)
-    for outcome in even.outcomes:
+    for outcome in even.episodes:
         outcome.reward = 1.0
     uneven = group(Random(2), 2)
-    for outcome, reward in zip(uneven.outcomes, (0.0, 0.5, 1.0), strict=True):
+    for outcome, reward in zip(uneven.episodes, (0.0, 0.5, 1.0), strict=True):
         outcome.reward = reward
     batch = make_batch(spec(**algorithm), [even, uneven])
     members = [member for unit in batch.groups for member in unit.members]
@@ -198,7 +198,7 @@ async def test_training_begins_while_rollouts_run_and_in_any_order(service: Serv
 
     await eventually(lambda: sum(len(batch.groups) for batch in worker.batches.values()) == 2)
     before = trained()
-    shown = await service.controller.show("alice", view.id)
+    shown = await service.controller.queries.show("alice", view.id)
     assert (shown.groups_in_flight, shown.groups_ready, shown.step) == (2, 0, 0)
     assert not any(isinstance(op, protocol.OptimStep) for op in worker.operations)
     await let_go(host, slow)
@@ -210,7 +210,7 @@ async def test_training_begins_while_rollouts_run_and_in_any_order(service: Serv
     ]
     (step,) = [op for op in worker.operations if isinstance(op, protocol.OptimStep)]
     assert step.scale == pytest.approx(1 / 8)
-    (row,) = await service.controller.metrics("alice", view.id)
+    (row,) = await service.controller.queries.metrics("alice", view.id)
     assert (row["groups"], row["episodes"]) == (4, 8)
     assert row["loss"] == pytest.approx(trained() / 8), "the sum of the portions' losses, scaled as the step was"
 
@@ -329,7 +329,9 @@ async def test_groups_without_variance_and_failed_members(service: Service) -> N
     assert shown.counters["episodes_failed"] == 8
     assert all(not batch.groups for batch in worker.batches.values())
     assert {op.scale for op in worker.operations if isinstance(op, protocol.OptimStep)} == {1 / 8}
-    assert all(row["groups_no_variance_share"] == 1 for row in await service.controller.metrics("alice", view.id))
+    assert all(
+        row["groups_no_variance_share"] == 1 for row in await service.controller.queries.metrics("alice", view.id)
+    )
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ class Progress:
         await self._context.store.run(self._metrics.append, row)
         self.rewards.append(row["reward"])
         self.staleness = row["staleness_mean"]
-        self._context.measured(self._row.id, row)
+        self._context.on_metrics(self._row.id, row)
 
     def add_sampled(self, count: int) -> None:
         """Count sampled tokens."""

@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
+from rookery.aio import Signal
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentFailed
 from rookery.controller.jobs.groups import JobPaused
@@ -137,6 +139,35 @@ class JobRunner:
         except Exception:  # tolerable: counters and wall time are then those of the last commit
             extra = {"tenant": self.row.tenant, "job": self.row.id}
             log.exception("counters of job %s are not saved", self.row.id, extra=extra)
+
+
+class JobRegistry:
+    """The jobs of this process: their tasks, counts, and the signals that wake their followers."""
+
+    def __init__(self) -> None:
+        self.runners: dict[str, JobRunner] = {}
+        """By the job's id, while it has a task."""
+        self.totals: Counter[str] = Counter()
+        """Counters of the jobs whose tasks have ended, and of all steps."""
+        self.states: Counter[str] = Counter()
+        """How many jobs are in which state."""
+        self._signals: WeakValueDictionary[str, Signal] = WeakValueDictionary()
+
+    def running(self) -> list[Job]:
+        """The jobs that are assembled and run."""
+        return [runner.job for runner in self.runners.values() if runner.job is not None]
+
+    def signal(self, job: str) -> Signal:
+        """Notified when the job's state or metrics changed. Kept while somebody holds it."""
+        signal = self._signals.get(job)
+        if signal is None:
+            signal = self._signals[job] = Signal()
+        return signal
+
+    def notify(self, job: str) -> None:
+        signal = self._signals.get(job)
+        if signal is not None:
+            signal.notify()
 
 
 def _first(error: BaseException) -> BaseException:

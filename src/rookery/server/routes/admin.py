@@ -34,7 +34,7 @@ def _key_view(row: KeyRow, revoked: float | None) -> KeyView:
 
 @routes.get("/workers", response_model=list[WorkerView])
 async def workers(service: Service, owner: Administrator) -> Any:
-    return service.controller.workers()
+    return service.controller.queries.workers()
 
 
 @routes.get("/tenants")
@@ -83,4 +83,4 @@ async def revoke_key(service: Service, owner: Administrator, used: KeyHash, tena
 @routes.get("/costs", response_model=Costs)
 async def costs(service: Service, owner: Administrator) -> Any:
     """The costs of every tenant, and of the workers."""
-    return await service.controller.costs()
+    return await service.controller.queries.costs()

@@ -68,25 +68,25 @@ async def dry_run(service: Service, owner: Owner, data: JobData) -> Any:
 
 @routes.get("/jobs", response_model=list[JobView], tags=["jobs"])
 async def list_jobs(service: Service, owner: Owner) -> Any:
-    return await service.controller.list(owner.id)
+    return await service.controller.queries.list(owner.id)
 
 
 @routes.get("/jobs/{job}", tags=["jobs"])
 async def show(service: Service, owner: Owner, job: str) -> JobView:
-    return await service.controller.show(owner.id, job)
+    return await service.controller.queries.show(owner.id, job)
 
 
 @routes.post("/jobs/{job}/{action}", tags=["jobs"])
 async def act(service: Service, owner: Owner, job: str, action: Literal["pause", "resume", "cancel"]) -> JobView:
     """Pause a job (nothing is lost), resume it, or end it for good. Returns the job."""
     await getattr(service.controller, action)(owner.id, job)
-    return await service.controller.show(owner.id, job)
+    return await service.controller.queries.show(owner.id, job)
 
 
 @routes.get("/jobs/{job}/metrics", response_model=list[MetricsRow], response_model_exclude_unset=True, tags=["results"])
 async def metrics(service: Service, owner: Owner, job: str, after: After = -1) -> Any:
     """One row per optimizer step."""
-    return await service.controller.metrics(owner.id, job, after)
+    return await service.controller.queries.metrics(owner.id, job, after)
 
 
 @routes.get("/jobs/{job}/metrics/stream", response_class=StreamingResponse, tags=["results"])
@@ -98,7 +98,7 @@ async def metrics_stream(
     last: Annotated[str | None, Header(alias="Last-Event-ID")] = None,
 ) -> Response:
     """Server-sent events while the job runs: ``metrics`` (a row), ``job`` (its state changed), ``end``."""
-    await service.controller.show(owner.id, job)
+    await service.controller.queries.show(owner.id, job)
     if last is not None and NUMBER.fullmatch(last):
         after = int(last)
     events = _follow_job(service, owner.id, job, after)
@@ -108,7 +108,7 @@ async def metrics_stream(
 @routes.get("/jobs/{job}/events", response_model=list[JobEvent], tags=["results"])
 async def events(service: Service, owner: Owner, job: str, limit: Limit = 100) -> Any:
     """The job's event log, newest last."""
-    return await service.controller.events(owner.id, job, limit)
+    return await service.controller.queries.events(owner.id, job, limit)
 
 
 @routes.get(
@@ -116,18 +116,18 @@ async def events(service: Service, owner: Owner, job: str, limit: Limit = 100) -
 )
 async def trajectories(service: Service, owner: Owner, job: str, limit: Limit = 20, version: OfVersion = None) -> Any:
     """Recent episodes: text, tokens, log-probabilities, versions, rewards."""
-    return await service.controller.trajectories(owner.id, job, limit, version)
+    return await service.controller.queries.trajectories(owner.id, job, limit, version)
 
 
 @routes.get("/jobs/{job}/evaluations", response_model=list[EvaluationView], tags=["results"])
 async def evaluations(service: Service, owner: Owner, job: str) -> Any:
     """Evaluations on held-out prompts, by version."""
-    return await service.controller.evaluations(owner.id, job)
+    return await service.controller.queries.evaluations(owner.id, job)
 
 
 @routes.get("/jobs/{job}/policies/{policy}/versions", response_model=list[VersionView], tags=["results"])
 async def versions(service: Service, owner: Owner, job: str, policy: str) -> Any:
-    return await service.controller.versions(owner.id, job, policy)
+    return await service.controller.queries.versions(owner.id, job, policy)
 
 
 @routes.get(
@@ -141,7 +141,7 @@ async def adapter(service: Service, owner: Owner, job: str, policy: str, version
     if version != "latest" and not NUMBER.fullmatch(version):
         raise NotFound(f"no version {version!r}; give a number or latest")
     number = None if version == "latest" else int(version)
-    manifest = await service.controller.adapter(owner.id, job, policy, number)
+    manifest = await service.controller.queries.adapter(owner.id, job, policy, number)
     size, chunks = await asyncio.to_thread(pack, service.artifacts, manifest, service.clock.time())
     name = f"{job}-{policy}-{version}.tar"
     headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}"'}
@@ -182,12 +182,12 @@ async def add_adapter(service: Service, owner: Owner, request: Request) -> Uploa
 @routes.get("/models", response_model=list[BaseModelView], tags=["models"])
 async def models(service: Service, owner: Owner) -> Any:
     """Base models: loaded (a worker has it), known (can be prepared), or refused with the reason."""
-    return service.controller.models()
+    return service.controller.queries.models()
 
 
 @routes.get("/health", response_model=Health, tags=["service"])
 async def health(service: Service, owner: Owner) -> Any:
-    return service.controller.health()
+    return service.controller.queries.health()
 
 
 def _event(kind: str, data: bytes, id: int | None = None) -> bytes:
@@ -202,13 +202,13 @@ async def _follow_job(service: ServiceContext, tenant: str, job: str, after: int
     async def next_row() -> dict[str, Any] | None:
         return await anext(rows, None)
 
-    rows = service.controller.follow(tenant, job, after)
+    rows = service.controller.queries.follow(tenant, job, after)
     closing = asyncio.ensure_future(service.closing.wait())
     upcoming = asyncio.ensure_future(next_row())
     shown: tuple[str, str] | None = None
     try:
         while not closing.done():
-            view = await service.controller.show(tenant, job)
+            view = await service.controller.queries.show(tenant, job)
             if (view.state, view.reason) != shown:
                 shown = (view.state, view.reason)
                 yield _event("job", view.model_dump_json().encode())
@@ -219,7 +219,7 @@ async def _follow_job(service: ServiceContext, tenant: str, job: str, after: int
             while upcoming.done():
                 row = upcoming.result()
                 if row is None:
-                    view = await service.controller.show(tenant, job)
+                    view = await service.controller.queries.show(tenant, job)
                     if view.state in FINAL_JOB_STATES:
                         yield _event("end", view.model_dump_json().encode())
                     return

@@ -29,13 +29,13 @@ KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights"
 
 @routes.get("/sessions")
 async def sessions(service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> Response:
-    rows = await service.controller.world.store.list_sessions(owner.id)
+    rows = await service.controller.context.store.list_sessions(owner.id)
     return json_response({"sessions": [row.id for row in rows[offset : offset + limit]]})
 
 
 @routes.get("/sessions/{session}")
 async def session(service: Service, owner: Owner, session: str) -> Response:
-    row, store = await service.controller.sessions.get(owner.id, session), service.controller.world.store
+    row, store = await service.controller.sessions.get(owner.id, session), service.controller.context.store
     return json_response({
         "training_run_ids": [run.id for run in await store.list_models(owner.id, session)],
         "sampler_ids": [sampler.id for sampler in await store.list_samplers(owner.id, session)],
@@ -46,20 +46,20 @@ async def session(service: Service, owner: Owner, session: str) -> Response:
 
 @routes.get("/training_runs")
 async def training_runs(service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> Response:
-    rows = await service.controller.world.store.list_models(owner.id)
+    rows = await service.controller.context.store.list_models(owner.id)
     shown = [await _run(service, owner, row) for row in rows[offset : offset + limit]]
     return json_response({"training_runs": shown, "cursor": _cursor(offset, limit, len(rows))})
 
 
 @routes.get("/training_runs/{run}")
 async def training_run(service: Service, owner: Owner, run: str) -> Response:
-    row, _ = await service.controller.world.store.get_model(owner.id, run)
+    row, _ = await service.controller.context.store.get_model(owner.id, run)
     return json_response(await _run(service, owner, row))
 
 
 @routes.get("/training_runs/{run}/checkpoints")
 async def checkpoints_of(service: Service, owner: Owner, run: str) -> Response:
-    store = service.controller.world.store
+    store = service.controller.context.store
     await store.get_model(owner.id, run)  # an unknown run is not an empty one
     rows = await store.list_checkpoints(owner.id, run)
     return json_response({"checkpoints": [_checkpoint(row) for row in rows]})
@@ -67,7 +67,7 @@ async def checkpoints_of(service: Service, owner: Owner, run: str) -> Response:
 
 @routes.get("/checkpoints")
 async def checkpoints(service: Service, owner: Owner, limit: Limit = 100, offset: Offset = 0) -> Response:
-    rows = await service.controller.world.store.list_checkpoints(owner.id)
+    rows = await service.controller.context.store.list_checkpoints(owner.id)
     shown = [_checkpoint(row) for row in rows[offset : offset + limit]]
     return json_response({"checkpoints": shown, "cursor": _cursor(offset, limit, len(rows))})
 
@@ -82,14 +82,14 @@ async def delete_checkpoint(service: Service, owner: Owner, run: str, kind: str,
 async def set_ttl(service: Service, owner: Owner, run: str, kind: str, name: str, request: Request) -> Response:
     ttl = check_ttl((await schemas.read(schemas.CheckpointTtl, request)).ttl_seconds)
     expires = None if ttl is None else service.clock.time() + ttl
-    await service.controller.world.store.expire_checkpoint(owner.id, run, kind, name, expires)
+    await service.controller.context.store.expire_checkpoint(owner.id, run, kind, name, expires)
     return Response(status_code=204)
 
 
 @routes.post("/weights_info")
 async def weights_info(service: Service, owner: Owner, request: Request) -> Response:
     body = await schemas.read(schemas.WeightsInfo, request)
-    _, run, policy = await find_checkpoint(service.controller.world, owner.id, body.tinker_path)
+    _, run, policy = await find_checkpoint(service.controller.context, owner.id, body.tinker_path)
     trained = {name: run.lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
     return json_response({"base_model": run.asked_model, "is_lora": True, "lora_rank": policy.rank, **trained})
 
@@ -112,7 +112,7 @@ async def archive_url(service: Service, owner: Owner, run: str, kind: str, name:
 
 async def _grant(service: Service, owner: TenantRow, path: str, request: Request) -> tuple[str, str]:
     """The base address of a checkpoint's files, and when it expires."""
-    row, _, _ = await find_checkpoint(service.controller.world, owner.id, path)
+    row, _, _ = await find_checkpoint(service.controller.context, owner.id, path)
     ticket = service.controller.tickets.grant(row.hash)
     base = f"{str(request.url).partition('/training_runs/')[0]}/external/{ticket}/{row.hash}"
     return base, _time(service.clock.time() + service.settings.server.ticket_seconds)
@@ -142,7 +142,7 @@ def _checkpoint(row: CheckpointRow) -> dict[str, Any]:
 
 
 async def _run(service: Service, owner: TenantRow, row: ModelRow) -> dict[str, Any]:
-    found = await service.controller.world.store.list_checkpoints(owner.id, row.id)
+    found = await service.controller.context.store.list_checkpoints(owner.id, row.id)
     newest = {kind: next((_checkpoint(c) for c in found if c.kind == kind), None) for kind in KINDS}
     return {
         "training_run_id": row.id,

@@ -36,13 +36,13 @@ async def create_sampler(service: Service, owner: Owner, request: Request) -> Re
 @routes.post("/join_sampling_session")
 async def join(service: Service, owner: Owner, request: Request) -> Response:
     body = await schemas.read(schemas.JoinSamplingSession, request)
-    count = await service.controller.world.store.join_sampler(owner.id, body.sampling_session_id)
+    count = await service.controller.context.store.join_sampler(owner.id, body.sampling_session_id)
     return json_response({"type": "join_sampling_session", "client_counter": count})
 
 
 @routes.get("/samplers/{sampler}")
 async def sampler(service: Service, owner: Owner, sampler: str) -> Response:
-    row = await service.controller.world.store.get_sampler(owner.id, sampler)
+    row = await service.controller.context.store.get_sampler(owner.id, sampler)
     return json_response({"sampler_id": row.id, "base_model": row.asked_model, "model_path": row.path or None})
 
 

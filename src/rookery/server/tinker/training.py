@@ -43,7 +43,7 @@ async def create_model(service: Service, owner: Owner, request: Request) -> Resp
 @routes.post("/get_info")
 async def get_info(service: Service, owner: Owner, request: Request) -> Response:
     body = await schemas.read(schemas.GetInfo, request)
-    row, policy = await service.controller.world.store.get_model(owner.id, body.model_id)
+    row, policy = await service.controller.context.store.get_model(owner.id, body.model_id)
     local = request.client is not None and request.client.host in LOCAL
     tokenizer = _tokenizer(service, row.base_model, local=local)
     return json_response({

@@ -18,7 +18,8 @@ from typing import Any, Literal
 from rookery.aio import RandomIds
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
-from rookery.controller.parts import SHIPPED, Overrides
+from rookery.controller.offload.seeding import Seeding
+from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.protocol.connection import Connection
 from rookery.settings import Settings
 from rookery.simulation.clock import InlineWriter, VirtualClock
@@ -52,7 +53,8 @@ class SimulatedService:
         context: int,
         seed: int,
         tenants: Sequence[str],
-        parts: Overrides = SHIPPED,
+        scheduler: type[RolloutScheduler] = RolloutScheduler,
+        seeding: type[Seeding] = Seeding,
         settings: dict[str, Any] | None = None,
     ) -> None:
         """``folder`` is this run's alone; ``length`` is what the model's replies are like, ``context`` its longest
@@ -86,7 +88,8 @@ class SimulatedService:
             authenticate=authenticate,
             worker_token=WORKER_TOKEN,
             jobs_folder=folder / "jobs",
-            parts=parts,
+            scheduler=scheduler,
+            seeding=seeding,
             random_bytes=source.randbytes,
         )
 
