@@ -131,7 +131,7 @@ async def test_a_follower_is_woken_by_its_own_job_alone(service: Service, monkey
         looks[job] += 1
         return await show(tenant, job)
 
-    monkeypatch.setattr(service.controller, "show", counted)
+    monkeypatch.setattr(service.controller.queries, "show", counted)
     states = [await show("alice", job) for job in jobs]
     while any(view.state != "running" for view in states):
         states = [await show("alice", job) for job in jobs]
@@ -146,4 +146,4 @@ async def test_a_follower_is_woken_by_its_own_job_alone(service: Service, monkey
     for job, task in zip(jobs, waiting, strict=True):
         await service.controller.cancel("alice", job)
         assert (await task).state == "cancelled"
-    assert not service.controller.jobs._signals, "nobody follows them any more"
+    assert service.controller.jobs.followed() == 0, "nobody follows them any more"

@@ -164,6 +164,10 @@ class JobRegistry:
             signal = self._signals[job] = Signal()
         return signal
 
+    def followed(self) -> int:
+        """How many jobs somebody follows."""
+        return len(self._signals)
+
     def notify(self, job: str) -> None:
         signal = self._signals.get(job)
         if signal is not None:
