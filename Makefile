@@ -12,7 +12,7 @@ PROCESSES ?= 2
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo test test-sdks install lint types chaos chaos-at-scale controller-scaling bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo docs test test-sdks install lint types chaos chaos-at-scale controller-scaling bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/python demo/run.py
@@ -33,6 +33,10 @@ lint: $(VENV)/.tests
 
 types: $(VENV)/.tests
 	$(BIN)/mypy
+
+# docs/job.md and docs/settings.md, from the code.
+docs: $(VENV)/.tests
+	@$(BIN)/python docs/generate.py
 
 # Long runs of random kills; `make test` has a short one.
 chaos: $(VENV)/.tests

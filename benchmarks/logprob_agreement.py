@@ -20,7 +20,7 @@ from workload import questions
 
 TEXTS, TOKENS = 48, 64
 MEAN, MOST = 0.06, 0.75
-"""Tolerances in nats, as docs/tinker.md states them: of the mean difference, and of any single token's."""
+"""Tolerances in nats, as docs/serving.md states them: of the mean difference, and of any single token's."""
 
 STEPS, RATE = 4, 1e-3
 """Steps of supervised training on other texts: the adapter's share of the logits is then no longer small."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from harness import MET, ROOT
 
-PAGES = ("docs/asynchrony.md", "docs/speed.md")
+PAGES = ("benchmarks/studies/asynchrony.md", "benchmarks/studies/speed.md")
 MARKED = re.compile(r"(<!-- results: (\w+) -->\n)(.*?)(<!-- end of results -->)", re.DOTALL)
 NOTHING = "Not measured yet."
 VERDICT = MET | {False: f"**{MET[False]}**"}

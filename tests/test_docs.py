@@ -4,55 +4,32 @@ are accepted, and links that lead somewhere."""
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
-import annotated_types
 import pytest
 import typer
 import yaml
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 from tests.support.faces import MODEL, ScriptedWorker, served, tokenizer
 
 from rookery.cli.app import app
 from rookery.client import Client
 from rookery.environments.builtins import BUILTINS, find
 from rookery.environments.reasoning_gym import REPLIES_ARE_CODE
-from rookery.environments.verifiers.verifiers import VERIFIERS, Expectation, VerifierOptions
+from rookery.environments.verifiers.verifiers import VERIFIERS
 from rookery.settings import SECTION_OF, Settings
-from rookery.spec import job as spec
-from rookery.spec import policy
-from rookery.spec.job import LOSS_PARAMETERS
 from rookery.spec.parsing import parse_job
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-JOB_PARTS: dict[str, type[BaseModel]] = {
-    "Job": spec.JobSpec,
-    "environment": spec.EnvironmentSpec,
-    "policies": policy.PolicySpec,
-    "optimizer": policy.OptimizerSpec,
-    "schedule": policy.ScheduleSpec,
-    "warm_start": policy.WarmStart,
-    "algorithm": spec.AlgorithmSpec,
-    "loss": spec.LossSpec,
-    "sampling": spec.SamplingSpec,
-    "evaluation": spec.EvaluationSpec,
-    "checkpoints": spec.CheckpointSpec,
-    "stop": spec.StopSpec,
-    **{id: builtin.options for id, builtin in BUILTINS.items()},
-    "Common options": VerifierOptions,
-    **{name: verifier for name, verifier in VERIFIERS.items() if name != "math"},  # it has the common ones only
-    "json fields": Expectation,
-}
-"""Which section of docs/job.md documents which model."""
-
-COMPARED_LENGTH = 80
-"""Longer default texts are described, not repeated."""
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "benchmarks" / "studies").glob("*.md")),
+]
 
 SMALL = 'algorithm={"group_size": 2, "groups_per_step": 2}, stop={"steps": 1}'
 """What an example that is run has in the place of its forty steps."""
@@ -65,105 +42,41 @@ def sections(page: Path) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def rows(text: str) -> dict[str, list[str]]:
-    """Table rows by the name in their first cell."""
-    found = {}
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split(" |")]
-        if line.startswith("| `") and len(cells) == 4:
-            found[cells[0].strip("`")] = [cell.strip() for cell in cells[1:]]
-    return found
-
-
 def blocks(page: Path, language: str) -> Iterator[str]:
     for match in re.finditer(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
         yield match[1]
 
 
-def fields() -> Iterator[Any]:
-    for section, model in JOB_PARTS.items():
-        common = issubclass(model, VerifierOptions) and model is not VerifierOptions
-        inherited = VerifierOptions.model_fields if common else {}
-        for name, field in model.model_fields.items():
-            tag = issubclass(model, tuple(VERIFIERS.values())) and name == "name"
-            if name not in inherited and not tag:
-                yield pytest.param(section, field.alias or name, field, id=f"{section}.{name}")
+def generator() -> Any:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-@pytest.mark.parametrize(("section", "name", "field"), list(fields()))
-def test_a_field_of_a_job_is_documented(section: str, name: str, field: FieldInfo) -> None:
-    table = rows(sections(ROOT / "docs" / "job.md")[section])
-    assert name in table, f"docs/job.md, {section}: no row for `{name}`"
-    default, allowed, _ = table[name]
-    check_default(default, field)
-    stated = {float(number.replace(",", "")) for number in re.findall(r"\d[\d,]*(?:\.\d+)?", allowed)}
-    for bound in bounds(field):
-        assert bound in stated or f"above {bound:g}" in allowed, f"{section}.{name}: the bound {bound:g} is not said"
-    for choice in choices(field.annotation):
-        assert f"`{choice}`" in allowed, f"{section}.{name}: `{choice}` is not said"
+def test_reference_pages_are_generated_from_the_code() -> None:
+    for page, text in generator().pages().items():
+        assert page.read_text(encoding="utf-8") == text, "run: make docs"
 
 
-def check_default(shown: str, field: FieldInfo) -> None:
-    if field.is_required():
-        assert shown == "required"
-        return
-    default = field.get_default(call_default_factory=True)
-    if default is None:
-        assert shown == "none"
-    elif isinstance(default, str):
-        assert shown.strip("`") == default or len(default) > COMPARED_LENGTH or "\n" in default
-    elif isinstance(default, bool | int | float):
-        assert type(default)(yaml.safe_load(shown.strip("`"))) == default
+def test_every_field_and_setting_has_a_meaning() -> None:
+    models: list[type[BaseModel]] = [*generator().PARTS.values(), *VERIFIERS.values(), Settings]
+    models += [builtin.options for builtin in BUILTINS.values()]
+    sections = [field.annotation for field in Settings.model_fields.values()]
+    models += [section for section in sections if isinstance(section, type) and issubclass(section, BaseModel)]
+    missing = [
+        f"{model.__name__}.{name}"
+        for model in models
+        for name, field in model.model_fields.items()
+        if not field.description and name not in (*SECTION_OF.values(), "name")
+    ]
+    assert missing == []
 
 
-def bounds(field: FieldInfo) -> Iterator[float]:
-    for limit in field.metadata:
-        for kind, name in ((annotated_types.Ge, "ge"), (annotated_types.Gt, "gt"), (annotated_types.Le, "le"),
-                           (annotated_types.Lt, "lt")):  # fmt: skip
-            if isinstance(limit, kind):
-                yield float(getattr(limit, name))
-
-
-def choices(annotation: Any) -> Iterator[str]:
-    if get_origin(annotation) is Literal:
-        yield from get_args(annotation)
-    for inner in get_args(annotation):
-        yield from choices(inner)
-
-
-def test_nothing_is_documented_that_is_not_there() -> None:
-    documented = sections(ROOT / "docs" / "job.md")
-    for section, model in JOB_PARTS.items():
-        known = {field.alias or name for name, field in model.model_fields.items()}
-        known |= set(spec.AlgorithmSpec.model_fields) | set(LOSS_PARAMETERS)
-        assert set(rows(documented[section])) <= known, section
-
-
-def test_every_loss_and_every_verifier_is_documented() -> None:
-    documented = sections(ROOT / "docs" / "job.md")
-    for name, parameters in LOSS_PARAMETERS.items():
-        line = next(line for line in documented["loss"].splitlines() if line.startswith(f"| `{name}` |"))
-        assert all(f"`{key}: {value}`" in line for key, value in parameters.items()), name
-    assert set(VERIFIERS) <= set(documented)
-    assert set(VERIFIERS["math"].model_fields) == {*VerifierOptions.model_fields, "name"}
-
-
-def test_every_task_that_is_refused_is_documented() -> None:
+def test_refused_reasoning_gym_tasks_are_documented() -> None:
     documented = sections(ROOT / "docs" / "environments.md")["The reasoning-gym extra"]
     assert all(f"`{task}`" in documented for task in REPLIES_ARE_CODE) and len(REPLIES_ARE_CODE) == 10
-
-
-@pytest.mark.parametrize("name", ["data", "cache", *SECTION_OF])
-def test_a_setting_is_documented(name: str) -> None:
-    table = rows(sections(ROOT / "docs" / "operations.md")["Settings"])
-    variable = f"ROOKERY_{name.upper()}"
-    assert variable in table
-    default = Settings().flat()[name]
-    said = table[variable][0].strip("`")
-    if isinstance(default, bool | int | float):
-        assert type(default)(yaml.safe_load(said)) == default
-    else:
-        assert said == (str(default) or "empty")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

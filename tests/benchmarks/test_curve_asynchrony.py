@@ -247,7 +247,7 @@ def test_of_nothing_no_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def test_a_page_takes_its_figures_from_the_results(tmp_path: Path) -> None:
-    page = ROOT / "docs" / "asynchrony.md"
+    page = ROOT / "benchmarks" / "studies" / "asynchrony.md"
     result = {
         "command": "python x.py", "machine": "two cores", "title": "X", "notes": ["A note."],
         "rows": [{"what": "one", "values": [3.0, 1.0, 2.0], "unit": "s", "note": ""}],
@@ -257,15 +257,15 @@ def test_a_page_takes_its_figures_from_the_results(tmp_path: Path) -> None:
     text = pages.filled(page, {"asynchrony": result}, {"asynchrony": ROOT / "benchmarks" / "plots" / "asynchrony.png"})
     assert "| one | 2 s | 1 to 3 | 3 |  |" in text
     assert "| 1.23 |  |" in text and "| x | 32 |" in text and "a \\| b" in text and "A note." in text
-    assert "(../benchmarks/plots/asynchrony.png)" in text
+    assert "(../../benchmarks/plots/asynchrony.png)" in text
     copy = tmp_path / "page.md"
     copy.write_text(text)
     assert pages.filled(copy, {}, {}) == pages.filled(page, {}, {})  # what stood there is replaced, nothing else
 
 
 SHOWN = {
-    "docs/asynchrony.md": {"asynchrony", "lag_study"},
-    "docs/speed.md": {"generation", "spinning", "training", "grpo_step", "curve"},
+    "benchmarks/studies/asynchrony.md": {"asynchrony", "lag_study"},
+    "benchmarks/studies/speed.md": {"generation", "spinning", "training", "grpo_step", "curve"},
 }
 
 

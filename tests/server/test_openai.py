@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -212,13 +213,15 @@ def test_a_conversation_may_be_written_in_parts(face: Open) -> None:
     assert answers[0].choices[0].to_dict() == answers[1].choices[0].to_dict()
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_documentations_examples_run(face: Open, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "openai.md").read_text()
-    example = page.split("```python\n")[number + 1].split("```")[0]
+def test_examples_of_the_serving_page_run(face: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second example continues the first."""
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8").split("## Tinker")[0]
     monkeypatch.setenv("OPENAI_BASE_URL", f"{face.service.url}/v1")
     monkeypatch.setenv("OPENAI_API_KEY", face.service.key)
-    exec(compile(example.replace("JOB", face.job), "docs/openai.md", "exec"), {})
+    names: dict[str, Any] = {}
+    for example in re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        exec(compile(example.replace("JOB", face.job), "docs/serving.md", "exec"), names)
+    assert names["choice"].token_ids
 
 
 # --- log-probs and token ids ------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 Threads that wait for each other spin briefly and then sleep. A worker shares its cores with the controller, the
 environments and whatever else its machine does, and a thread that spins on holds up the one that it waits for; one
 that sleeps at once is woken too late, hundreds of times per decode step. How briefly is a compromise
-(``benchmarks/spinning.py``, docs/speed.md): 10,000 turns make a step of a job 2 to 10% quicker than 3,000 and decode
+(``benchmarks/spinning.py``): 10,000 turns make a step of a job 2 to 10% quicker than 3,000 and decode
 nearly as quickly as 30,000, and half as quickly beside one process that wants a core. The OpenMP runtime reads its
 settings when torch loads it, so they are made here, before anything of a worker imports torch.
 

@@ -9,14 +9,15 @@ import openai
 import pytest
 from tests.support.tinkered import MODEL, place_model, running
 
-PAGE = Path(__file__).parents[3] / "docs" / "tinker.md"
+PAGE = Path(__file__).parents[3] / "docs" / "serving.md"
 
 
 def test_the_pages_loop_and_chat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place_model(tmp_path)
-    loop, chat = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    page = PAGE.read_text(encoding="utf-8").split("## Tinker")[1]
+    loop, chat = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     with running(tmp_path) as service:
         monkeypatch.setenv("TINKER_BASE_URL", f"{service.url}/tinker")
         monkeypatch.setenv("TINKER_API_KEY", service.key)
