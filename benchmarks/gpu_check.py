@@ -24,12 +24,11 @@ from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.grouped_lora import product_for
 from rookery.worker.model.lora import LoraBank
 from rookery.worker.model.varlen_attention import Sequences, Spans, merge, spans, varlen
-from rookery.worker.trainer.native.attention import ChunkedAttention, ChunkSizes
-from rookery.worker.trainer.native.backbone import RECOMPUTE_TOKENS
-from rookery.worker.trainer.native.microbatch import Attention, PassItem, QueuedBatch, run_pass
-from rookery.worker.trainer.native.optim import PolicyState
+from rookery.worker.trainer.native.attention import AttentionFactory, ChunkedAttention, ChunkSizes, VarlenAttention
+from rookery.worker.trainer.native.backbone import RECOMPUTE_TOKENS, PassLimits
+from rookery.worker.trainer.native.microbatch import PassItem, QueuedBatch, run_pass
+from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
 from rookery.worker.trainer.native.packing import PackedGroup
-from rookery.worker.trainer.native.varlen_attention import VarlenAttention
 
 SMALL = {
     "vocab_size": 4096,
@@ -45,6 +44,7 @@ MODELS = {
     "qwen3": {**SMALL, "model_type": "qwen3", "tie_word_embeddings": True},
     "mistral, window of 48": {**SMALL, "model_type": "mistral", "sliding_window": 48},
 }
+LIMITS = PassLimits(RECOMPUTE_TOKENS, RECOMPUTE_TOKENS)
 DEVIATION = 0.06
 """Of the weights: with it attention is neither uniform nor on one key."""
 
@@ -135,11 +135,13 @@ def _model(here: Decoder, there: Decoder) -> list[Check]:
     units = _units(here.config)
     results = []
     for decoder, attention in ((here, _packed), (there, VarlenAttention)):
-        state = PolicyState(trained_adapter(here.config, 0, B_DEVIATION), here.config, decoder.dtype, decoder.device)
+        state = PolicyState(
+            AdapterExport(trained_adapter(here.config, 0, B_DEVIATION)), here.config, decoder.dtype, decoder.device
+        )
         logp = []
         for forward_only in (True, False):
             work = QueuedBatch(_operation(forward_only), units)
-            run_pass(decoder, [PassItem(work, state, units)], attention, RECOMPUTE_TOKENS)
+            run_pass(decoder, [PassItem(work, state, units)], attention, LIMITS)
             logp.append(torch.frombuffer(bytearray(work.logprobs()), dtype=torch.float32))
         results.append((*logp, state.gradient.cpu()))
     (wanted, _, gradient), (scored, trained, ours) = results
@@ -158,7 +160,7 @@ def _model(here: Decoder, there: Decoder) -> list[Check]:
 # --- what they work on ----------------------------------------------------------------------------------------------
 
 
-_packed: Attention = partial(ChunkedAttention, chunks=ChunkSizes())
+_packed: AttentionFactory = partial(ChunkedAttention, chunks=ChunkSizes())
 """The CPU's."""
 
 
@@ -170,7 +172,7 @@ def _units(config: DecoderConfig) -> list[PackedGroup]:
         return torch.randint(0, config.vocab, (length,), generator=generator).tolist()
 
     def unit(prompt: int, tails: Sequence[int]) -> PackedGroup:
-        return PackedGroup.from_wire(
+        return PackedGroup.from_group(
             protocol.SharedPrefixGroup(prompt=text(prompt), members=[_member(text(n)) for n in tails])
         )
 
@@ -231,10 +233,10 @@ def _rescored(decoder: Decoder, texts: dict[int, tuple[list[int], list[float]]])
         if request % 3 == 2:
             for _, b in adapter.weights.values():
                 b.zero_()
-        state = PolicyState(adapter, decoder.config, decoder.dtype, decoder.device)
-        unit = PackedGroup.from_wire(protocol.SharedPrefixGroup(prompt=_prompt(request), members=[_member(tokens)]))
+        state = PolicyState(AdapterExport(adapter), decoder.config, decoder.dtype, decoder.device)
+        unit = PackedGroup.from_group(protocol.SharedPrefixGroup(prompt=_prompt(request), members=[_member(tokens)]))
         work = QueuedBatch(_operation(True), [unit])
-        run_pass(decoder, [PassItem(work, state, [unit])], _packed, RECOMPUTE_TOKENS)
+        run_pass(decoder, [PassItem(work, state, [unit])], _packed, LIMITS)
         found.append(torch.frombuffer(bytearray(work.logprobs()), dtype=torch.float32))
     return torch.cat(found)
 

@@ -18,7 +18,7 @@ from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.packed_linear import PackedLinear
-from rookery.worker.trainer.native.trainer import NativeTrainer, initial_version
+from rookery.worker.trainer.native.trainer import NativeTrainer
 
 RANK, ALPHA = 16, 32.0
 B_DEVIATION = 0.01
@@ -87,7 +87,7 @@ def trainer_of(decoder: Decoder, policies: int, slice_tokens: int) -> NativeTrai
             op = protocol.InitAdapter(
                 op="", policy=str(i), rank=RANK, alpha=ALPHA, targets=list(PARTS), seed=i, commit=""
             )
-            initial_version(decoder.config, op, None).write(where)
+            trainer.initial_version(op, None).write(where)
             trainer.load(str(i), 1, ref(i), where)
     return trainer
 

@@ -561,7 +561,7 @@ NO_ROOM = "Error while serializing: I/O error: No space left on device (os error
         (RuntimeError("shapes do not match"), "failed"),
     ],
 )
-async def test_a_workers_own_trouble_is_no_fault_of_what_it_was_asked(error: Exception, category: str) -> None:
+async def test_fault_of_the_worker_is_lost_and_fault_of_the_operation_is_failed(error: Exception, category: str) -> None:
     """An operation that failed ends its job; one that was lost goes to another worker, and pauses the job at last."""
 
     class Troubled:
@@ -576,7 +576,7 @@ async def test_a_workers_own_trouble_is_no_fault_of_what_it_was_asked(error: Exc
         answers.append((op, told["category"]))
 
     operations = TrainingOps(Troubled(), None, answer)  # type: ignore[arg-type]
-    operations.initialise(
+    operations.start(
         protocol.InitAdapter(op="i", policy="p", rank=4, alpha=8.0, targets=["q"], seed=1, commit="u")
     )
     await eventually(lambda: bool(answers))
@@ -717,8 +717,8 @@ def test_bytes_are_progress_only_while_nothing_computes() -> None:
 HANGS = """
 import time
 from rookery.worker.engine.native.engine import NativeEngine
-from rookery.worker.trainer.native.trainer import Trainer
-NativeEngine.step = Trainer.step = lambda self: time.sleep(3600)
+from rookery.worker.trainer.native.trainer import NativeTrainer
+NativeEngine.step = NativeTrainer.step = lambda self: time.sleep(3600)
 """
 
 

@@ -35,8 +35,8 @@ from rookery.worker.model.batch_invariance import disable_amx_if_unsafe
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import SITES, Decoder
 from rookery.worker.model.lora import LoraBank
-from rookery.worker.trainer.native.optim import Export
-from rookery.worker.trainer.native.trainer import NativeTrainer, TrainerResult, initial_version
+from rookery.worker.trainer.base import Trainer, TrainerResult
+from rookery.worker.trainer.native.trainer import NativeTrainer
 
 log = logging.getLogger("rookery.worker")
 
@@ -107,7 +107,7 @@ class WorkerCore:
             max_rows=settings.engine.max_rows,
             kv_budget_bytes=device.cache_bytes(settings.engine.kv_bytes, where),
         )
-        self.trainer = NativeTrainer(
+        self.trainer: Trainer = NativeTrainer(
             self.decoder,
             max_rank=settings.engine.max_rank,
             slice_tokens=settings.training.gpu_slice_tokens if where.type == "cuda" else settings.training.slice_tokens,
@@ -155,15 +155,11 @@ class WorkerCore:
         self.engine.evict_adapter(digest)
         self._used.pop(digest, None)
 
-    def forget(self, *digests: str) -> None:
-        """Nothing will name these versions again: their adapters leave memory, and training states that rest."""
+    def discard(self, *digests: str) -> None:
+        """Nothing will name these versions again: evict their adapters and their offloaded training states."""
         for digest in digests:
             self._evict(digest)
-            self.trainer.cache.discard(digest)
-
-    def initial(self, op: protocol.InitAdapter, source: Path | None) -> Export:
-        """Version 0 of a policy. Raises ``UserError``."""
-        return initial_version(self.decoder.config, op, source, self.model)
+            self.trainer.discard_offloaded(digest)
 
 
 class Compute:

@@ -107,7 +107,7 @@ class ServiceConnection:
         self.collect()
         if self._channel is not None:
             await self._flush()
-            await self._operations.settle(self._settings.worker.drain_seconds)
+            await self._operations.drain(self._settings.worker.drain_seconds)
         if self._channel is not None:
             with contextlib.suppress(ConnectionClosed):
                 await self._channel.send(protocol.Draining(epoch=self._channel.epoch))
@@ -148,7 +148,7 @@ class ServiceConnection:
             self._granted.clear()
             self._disconnected = time.monotonic()
             self._requests.unclaim(self._disconnected)
-            self._operations.drop()
+            self._operations.on_disconnect()
             self._ahead.clear()
 
     def _hello(self) -> protocol.Hello:
@@ -197,18 +197,18 @@ class ServiceConnection:
             case protocol.ServeArtifact():
                 if self._lender is not None:
                     self._lender.serve(message.hash, message.ticket, message.seconds)
-            case protocol.ForwardBackward() | protocol.OptimStep() | protocol.VersionCommitted():
-                self._operations.accept(message)
-            case protocol.InitAdapter():
-                self._operations.initialise(message)
+            case protocol.ForwardBackward() | protocol.OptimStep() | protocol.InitAdapter():
+                self._operations.start(message)
+            case protocol.VersionCommitted():
+                self._operations.mark_committed(message)
             case protocol.CancelOperation():
                 self._operations.cancel(message.op)
             case protocol.EvictArtifacts():
                 for digest in message.hashes:
                     self._forget(digest)
-                self._compute.call(lambda core: core.forget(*message.hashes))
+                self._compute.call(lambda core: core.discard(*message.hashes))
                 if message.policy:
-                    self._operations.forget(message.policy, aside=message.offload)
+                    self._operations.evict(message.policy, offload=message.offload)
 
     def _forget(self, digest: str) -> None:
         self._ahead.discard(digest)
@@ -304,7 +304,7 @@ class ServiceConnection:
             before = time.monotonic() - self._settings.worker.rejoin_seconds
             self._requests.expire(before)
             if self._channel is None and self._disconnected < before:
-                self._operations.forget_all()
+                self._operations.clear_offloaded()
 
 
 def _device(core: WorkerCore | None) -> str:

@@ -1,16 +1,18 @@
-"""Training operations of a worker: their order, what they need fetched, what they leave uploaded.
+"""Training operations of a worker: their order, the artifacts and batches they need, the commits they upload.
 
 Promises:
 
-* A policy's operations reach the trainer in the order in which they came, each with its batch already here; policies do
-  not wait for each other.
-* A gradient that never reached the trainer is not stepped over: what follows it on that policy answers ``stale`` until
-  an operation begins a step anew (``fresh``). For those that reached it, the trainer sees to the same.
-* An operation whose parent is not held loads the parent by its hash if it is the first of its step, else ``stale``.
-* A commit is uploaded while computing goes on.
-* An operation that fails answers with one line; it touches no other policy and never ends the process. Where it is this
-  worker's own trouble (its disk or its memory is full), the answer is ``lost``: another worker may do better.
-* The link's end ends every operation: the controller sends anew what it still wants.
+* A policy's operations reach the trainer in order of arrival, each with its batch already pulled; policies do not wait
+  for each other.
+* No step uses a gradient that misses an operation: after an operation that did not reach the trainer, the policy's
+  operations are answered ``stale`` until one clears the gradient (``zero_grad``). The trainer does the same for
+  operations that fail later.
+* An operation whose parent is not held loads the parent by its hash if it is the first of its step, else it is
+  ``stale``.
+* A commit is uploaded while computation continues.
+* An operation that fails is answered with one line; it affects no other policy and never ends the process. If the cause
+  is this worker's own (its disk or memory is full), the answer is ``lost``: another worker may succeed.
+* The end of the connection ends every operation: the controller sends those that it still wants again.
 """
 
 from __future__ import annotations
@@ -18,29 +20,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 
 from rookery import protocol
 from rookery.worker.compute import Compute, WorkerCore
-from rookery.worker.trainer.native.optim import Export
-from rookery.worker.trainer.native.trainer import TrainerResult
+from rookery.worker.trainer.base import Export, TrainerResult
 from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import CorruptArtifact, TransferFailed, errno_of, is_plain, one_line
 
 log = logging.getLogger("rookery.worker.training_ops")
 
 T = TypeVar("T")
-Operation = protocol.ForwardBackward | protocol.OptimStep | protocol.InitAdapter
-Queued = protocol.ForwardBackward | protocol.OptimStep | protocol.VersionCommitted
+TrainerOperation = protocol.ForwardBackward | protocol.OptimStep
+AnyOperation = TrainerOperation | protocol.InitAdapter
 
 
-class Answer(Protocol):
-    """Sends a ``Done`` on the present connection, or drops it when there is none."""
+class SendResult(Protocol):
+    """Sends an ``OperationDone`` on the present connection, or drops it if there is none."""
 
     def __call__(
         self,
@@ -55,260 +55,208 @@ class Answer(Protocol):
 
 
 class StaleState(Exception):
-    """The state that the operation builds on is not here."""
+    """The state that the operation names is not held here."""
 
 
 @dataclass(eq=False)
 class PolicyQueue:
-    """One policy's operations in order."""
+    """Order of one policy's operations on their way to the trainer."""
 
-    queue: asyncio.Queue[Queued] = field(default_factory=asyncio.Queue)
-    batches: dict[str, asyncio.Task[bytes] | None] = field(default_factory=dict)
-    """Operations that the trainer does not have yet, with their batch, which is fetched from the moment of arrival."""
-    runner: asyncio.Task[None] | None = None
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by the operation that is next to reach the trainer; its waiters are served in order of arrival."""
+    incomplete: str = ""
+    """Why the gradient misses an operation; empty if it does not."""
+
+
+@dataclass(eq=False)
+class RunningOperation:
+    """An operation that has not been answered. ``result`` is set when the trainer has it."""
+
+    op: AnyOperation
+    task: asyncio.Task[None]
+    result: asyncio.Future[TrainerResult] | None = None
 
 
 class TrainingOps:
     """Belongs to the I/O thread."""
 
-    def __init__(self, compute: Compute, transfers: TransferClient, answer: Answer) -> None:
+    def __init__(self, compute: Compute, transfers: TransferClient, send_result: SendResult) -> None:
         self._compute = compute
         self._transfers = transfers
-        self._answer = answer
-        self._chains: dict[str, PolicyQueue] = {}
-        self._broken: dict[str, str] = {}  # policy → why a part of its gradient did not reach the trainer
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # operation → who sees to it now
-        self._expected: dict[str, asyncio.Future[TrainerResult]] = {}
-        self._policies: set[str] = set()
+        self._send_result = send_result
+        self._queues: dict[str, PolicyQueue] = {}
+        self._running: dict[str, RunningOperation] = {}
         self.failed = 0
         """Operations answered with an error other than ``stale``."""
 
     # --- from the controller ----------------------------------------------------------------------------------------
 
-    def accept(self, message: Queued) -> None:
-        """Take an operation, or the news of a commit, in its policy's order."""
-        chain = self._chains.get(message.policy)
-        if chain is None:
-            self._policies.add(message.policy)
-            chain = self._chains[message.policy] = PolicyQueue()
-            chain.runner = asyncio.create_task(self._run(chain))
-        if isinstance(message, protocol.ForwardBackward):
-            batch = asyncio.create_task(self._transfers.fetch_batch(message.batch_ticket))
-            batch.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps nobody will ask
-            chain.batches[message.op] = batch
-        elif isinstance(message, protocol.OptimStep):
-            chain.batches[message.op] = None
-        chain.queue.put_nowait(message)
+    def start(self, op: AnyOperation) -> None:
+        """Run an operation, in its policy's order, and answer it."""
+        running = self._running[op.op] = RunningOperation(op, asyncio.create_task(self._run(op)))
 
-    def initialise(self, op: protocol.InitAdapter) -> None:
-        """Make version 0 of a policy."""
-        self._spawn(op, self._initialise(op))
+        def finished(_: asyncio.Task[None]) -> None:
+            if self._running.get(op.op) is running:
+                del self._running[op.op]
+
+        running.task.add_done_callback(finished)
+
+    def mark_committed(self, commit: protocol.VersionCommitted) -> None:
+        self._compute.call(lambda core: core.trainer.mark_committed(commit.policy, commit.lease, commit.ref))
 
     def cancel(self, op: str) -> None:
-        """Give an operation up; it is not answered."""
-        task = self._tasks.pop(op, None)
-        if task is not None:
-            task.cancel()
-        for policy, chain in self._chains.items():
-            if op in chain.batches:
-                if (batch := chain.batches.pop(op)) is not None:
-                    batch.cancel()
-                self._broken[policy] = f"operation {op} of this step was cancelled"
-        if (future := self._expected.pop(op, None)) is not None:
-            future.cancel()
+        """Abandon an operation; it is not answered."""
+        running = self._running.pop(op, None)
+        if running is None:
+            return
+        running.task.cancel()
+        if running.result is not None:
             self._compute.call(lambda core: core.trainer.cancel(op))
+        elif not isinstance(running.op, protocol.InitAdapter):
+            self._queue(running.op.policy).incomplete = f"operation {op} of this step was cancelled"
 
-    def forget(self, policy: str, *, aside: bool = False) -> None:
-        """Drop the policy's state and whatever is still to be done for it; ``aside``: the state may come back."""
-        chain = self._chains.pop(policy, None)
-        if chain is not None:
-            for news in self._end(chain):  # what is put aside is known by its version
-                self._committed(news)
-        self._policies.discard(policy)
-        self._broken.pop(policy, None)
-        if aside:
-            self._compute.call(partial(_rest, policy=policy))
-        else:
-            self._compute.call(lambda core: core.trainer.evict(policy))
+    def evict(self, policy: str, *, offload: bool = False) -> None:
+        """Delete the policy's state and its operations; with ``offload``, the state can be restored."""
+        self._queues.pop(policy, None)
+        for running in list(self._running.values()):
+            queued = running.result is None and not isinstance(running.op, protocol.InitAdapter)
+            if queued and running.op.policy == policy:
+                running.task.cancel()
+        self._compute.call(lambda core: core.trainer.offload(policy) if offload else core.trainer.evict(policy))
 
-    def drop(self) -> None:
-        """The link is over: end every operation. Whoever comes back for a policy has another lease, and many never
-        come back to this worker, so what the trainer holds rests."""
-        for policy, chain in self._chains.items():
-            for news in self._end(chain):
-                self._committed(news)
-            self._broken[policy] = "the connection was lost in the middle of this step"
-        self._chains.clear()
-        for op in [*self._tasks, *self._expected]:
+    def on_disconnect(self) -> None:
+        """End every operation. The next connection has other leases and may train other policies here, so the trainer's
+        states are offloaded."""
+        policies = list(self._queues)
+        for op in list(self._running):
             self.cancel(op)
-        for policy in self._policies:
-            self._compute.call(partial(_rest, policy=policy))
-        self._policies.clear()
+        for policy in policies:
+            self.evict(policy, offload=True)
+        self._queues.clear()
 
-    def forget_all(self) -> None:
-        """No controller has been here for long: keep nothing for it."""
-        for policy in [*self._policies]:
-            self.forget(policy)
-        self._compute.call(lambda core: core.trainer.cache.clear())
+    def clear_offloaded(self) -> None:
+        """No controller has connected for long: keep no state for it."""
+        self._compute.call(lambda core: core.trainer.clear_offloaded())
 
-    async def settle(self, seconds: float) -> None:
-        """Let results that wait to be uploaded or answered come to their end."""
+    async def drain(self, seconds: float) -> None:
+        """Wait for uploads and answers of operations that the trainer has finished."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while leaving := [task for op, task in self._tasks.items() if op not in self._expected]:
+                while leaving := [r.task for r in self._running.values() if r.result is None or r.result.done()]:
                     await asyncio.wait(leaving)
 
     # --- from the trainer -------------------------------------------------------------------------------------------
 
-    def collect(self, finished: list[TrainerResult]) -> None:
-        """Operations that the trainer ended."""
-        for result in finished:
-            future = self._expected.pop(result.op, None)
-            if future is not None and not future.done():
-                future.set_result(result)
+    def collect(self, results: list[TrainerResult]) -> None:
+        """Take the results of operations that the trainer has finished."""
+        for result in results:
+            running = self._running.get(result.op)
+            if running is not None and running.result is not None and not running.result.done():
+                running.result.set_result(result)
 
-    # --- one policy's operations, in order --------------------------------------------------------------------------
+    # --- one operation ----------------------------------------------------------------------------------------------
 
-    async def _run(self, chain: PolicyQueue) -> None:
-        while True:
-            message = await chain.queue.get()
-            if isinstance(message, protocol.VersionCommitted):
-                self._committed(message)
-            elif message.op in chain.batches:  # else cancelled meanwhile
-                batch = chain.batches[message.op]
-                if isinstance(message, protocol.OptimStep):
-                    work = self._step(message)
-                else:
-                    assert batch is not None
-                    work = self._forward(message, batch)
-                await asyncio.wait({self._spawn(message, work)})
-                chain.batches.pop(message.op, None)
-
-    def _committed(self, news: protocol.VersionCommitted) -> None:
-        """Nobody waits for it: a runner that ends meanwhile does not take the news back."""
-        self._compute.call(lambda core: core.trainer.mark_committed(news.policy, news.lease, news.ref))
-
-    async def _forward(self, op: protocol.ForwardBackward, batch: asyncio.Task[bytes]) -> None:
-        """Everything up to the moment at which the trainer has it in its queue."""
-        if op.zero_grad:
-            self._broken.pop(op.policy, None)
+    async def _run(self, op: AnyOperation) -> None:
+        """Every error is the operation's answer."""
         try:
-            self._whole(op)
-            await self._hold(op)
-            content = protocol.decode(protocol.batches, await batch)
-        except BaseException as error:
-            if not op.forward_only:
-                self._broken[op.policy] = f"operation {op.op} of this step did not succeed: {one_line(error)}"
-            raise
-        await self._hand_over(op, lambda core: core.trainer.forward_backward(op, content))
+            if isinstance(op, protocol.InitAdapter):
+                await self._init_adapter(op)
+            else:
+                await self._train(op)
+        except StaleState as error:
+            await self._send_result(op.op, error=str(error), category="stale")
+        except Exception as error:
+            self._on_failed(op, one_line(error), traceback=not is_plain(error))
+            category: Literal["lost", "failed"] = "lost" if _is_own_fault(error) else "failed"
+            await self._send_result(op.op, error=one_line(error), category=category)
 
-    async def _step(self, op: protocol.OptimStep) -> None:
-        self._whole(op)
-        await self._hold(op)
-        await self._hand_over(op, lambda core: core.trainer.optim_step(op))
-
-    async def _hand_over(
-        self, op: protocol.ForwardBackward | protocol.OptimStep, queue: Callable[[WorkerCore], None]
-    ) -> None:
-        future: asyncio.Future[TrainerResult] = asyncio.get_running_loop().create_future()
-        self._expected[op.op] = future
-        await self._call(queue)
-        self._spawn(op, self._conclude(op, future))
-
-    async def _conclude(
-        self, op: protocol.ForwardBackward | protocol.OptimStep, future: asyncio.Future[TrainerResult]
-    ) -> None:
-        """What the trainer's answer leads to."""
-        result = await future
-        if result.error:
-            self._failed(op, result.error)
-        if isinstance(op, protocol.OptimStep) and result.export is not None:
-            await self._commit(op.op, op.commit, result.export, result.metrics)
-        else:
-            await self._answer(
-                op.op,
-                error=result.error,
-                category=result.category,
-                metrics=result.metrics,
-                logprobs=result.logprobs,
-            )
-
-    async def _initialise(self, op: protocol.InitAdapter) -> None:
+    async def _init_adapter(self, op: protocol.InitAdapter) -> None:
         if op.source is None:
-            export = await self._call(lambda core: core.initial(op, None))
+            export = await self._call(lambda core: core.trainer.initial_version(op, None))
         else:
             async with self._transfers.pulled(op.source) as folder:
-                export = await self._call(lambda core: core.initial(op, folder))
+                export = await self._call(lambda core: core.trainer.initial_version(op, folder))
         await self._commit(op.op, op.commit, export, {})
 
-    async def _commit(self, op: str, ticket: str, export: Export, metrics: dict[str, float]) -> None:
-        await self._answer(op, metrics=metrics, manifest=await self._transfers.upload(ticket, export.write))
+    async def _train(self, op: TrainerOperation) -> None:
+        if isinstance(op, protocol.OptimStep):
+            result = await self._submit(op, None)
+        else:
+            batch = asyncio.create_task(self._transfers.fetch_batch(op.batch_ticket))
+            batch.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may never be awaited
+            try:
+                result = await self._submit(op, batch)
+            finally:
+                batch.cancel()
+        done = await result
+        if done.error:
+            self._on_failed(op, done.error)
+        if isinstance(op, protocol.OptimStep) and done.export is not None:
+            await self._commit(op.op, op.commit, done.export, done.metrics)
+        else:
+            await self._send_result(
+                op.op, error=done.error, category=done.category, metrics=done.metrics, logprobs=done.logprobs
+            )
 
-    def _whole(self, op: protocol.ForwardBackward | protocol.OptimStep) -> None:
-        """Raises :class:`Stale` where a part of the gradient that ``op`` adds to or steps with never arrived."""
-        gradient = isinstance(op, protocol.OptimStep) or not op.forward_only
-        if gradient and op.policy in self._broken:
-            raise StaleState(self._broken[op.policy])
+    async def _submit(self, op: TrainerOperation, batch: asyncio.Task[bytes] | None) -> asyncio.Future[TrainerResult]:
+        """Queue ``op`` in the trainer in its turn; the future of its result. An error before that leaves the gradient
+        incomplete."""
+        queue = self._queue(op.policy)
+        async with queue.turn:
+            if isinstance(op, protocol.OptimStep):
+                await self._ensure_held(op, queue)
+                return await self._hand_over(op, lambda core: core.trainer.optim_step(op))
+            assert batch is not None
+            if op.zero_grad:
+                queue.incomplete = ""
+            try:
+                await self._ensure_held(op, queue)
+                content = protocol.decode(protocol.batches, await batch)
+            except Exception as error:
+                if not op.forward_only:
+                    queue.incomplete = f"operation {op.op} of this step did not succeed: {one_line(error)}"
+                raise
+            return await self._hand_over(op, lambda core: core.trainer.forward_backward(op, content))
 
-    async def _hold(self, op: protocol.ForwardBackward | protocol.OptimStep) -> None:
-        """Have the trainer hold what ``op`` builds on, or raise :class:`Stale`."""
+    async def _ensure_held(self, op: TrainerOperation, queue: PolicyQueue) -> None:
+        """Have the trainer hold the state that ``op`` names. Raises :class:`StaleState`."""
+        forward_only = isinstance(op, protocol.ForwardBackward) and op.forward_only
+        begins_step = forward_only or (isinstance(op, protocol.ForwardBackward) and op.zero_grad)
+        if queue.incomplete and not forward_only:
+            raise StaleState(queue.incomplete)
         if await self._call(lambda core: core.trainer.holds(op.policy, op.lease, op.parent.hash, op.steps)):
             return
-        if op.steps or isinstance(op, protocol.OptimStep) or not (op.zero_grad or op.forward_only):
+        if op.steps or not begins_step:
             raise StaleState(f"policy {op.policy} is not held here at {op.parent.hash[:12]} + {op.steps} steps")
-        if await self._call(lambda core: core.trainer.restore(op.policy, op.lease, op.parent)):
-            return
-        async with self._transfers.pulled(op.parent, state=True) as folder:
-            await self._call(lambda core: core.trainer.load(op.policy, op.lease, op.parent, folder))
+        if not await self._call(lambda core: core.trainer.restore(op.policy, op.lease, op.parent)):
+            async with self._transfers.pulled(op.parent, state=True) as folder:
+                await self._call(lambda core: core.trainer.load(op.policy, op.lease, op.parent, folder))
 
-    # --- small parts ------------------------------------------------------------------------------------------------
+    async def _hand_over(
+        self, op: TrainerOperation, enqueue: Callable[[WorkerCore], None]
+    ) -> asyncio.Future[TrainerResult]:
+        result = self._running[op.op].result = asyncio.get_running_loop().create_future()
+        await self._call(enqueue)
+        return result
 
-    def _spawn(self, op: Operation, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """See to ``op`` in a task of its own, and answer what it raises."""
-        task = asyncio.create_task(self._guard(op, work))
-        self._tasks[op.op] = task
-        task.add_done_callback(lambda done: self._over(op.op, done))
-        return task
+    async def _commit(self, op: str, ticket: str, export: Export, metrics: dict[str, float]) -> None:
+        manifest = await self._transfers.upload(ticket, export.write)
+        await self._send_result(op, metrics=metrics, manifest=manifest)
 
-    async def _guard(self, op: Operation, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except StaleState as error:
-            await self._answer(op.op, error=str(error), category="stale")
-        except Exception as error:  # whatever it is, it is this operation's alone
-            self._failed(op, one_line(error), traceback=not is_plain(error))
-            await self._answer(op.op, error=one_line(error), category="lost" if _own_trouble(error) else "failed")
+    def _queue(self, policy: str) -> PolicyQueue:
+        return self._queues.setdefault(policy, PolicyQueue())
 
-    def _over(self, op: str, task: asyncio.Task[None]) -> None:
-        if self._tasks.get(op) is task:
-            del self._tasks[op]
-
-    def _failed(self, op: Operation, error: str, *, traceback: bool = False) -> None:
+    def _on_failed(self, op: AnyOperation, error: str, *, traceback: bool = False) -> None:
         self.failed += 1
         extra = {} if isinstance(op, protocol.InitAdapter) else {"tenant": op.tenant, "version": op.parent.version}
         log.warning("operation %s of policy %s failed: %s", op.op, op.policy, error, exc_info=traceback, extra=extra)
-
-    def _end(self, chain: PolicyQueue) -> list[protocol.VersionCommitted]:
-        """Nothing more is done of it; the commits whose news were still in it."""
-        if chain.runner is not None:
-            chain.runner.cancel()
-        for batch in chain.batches.values():
-            if batch is not None:
-                batch.cancel()
-        chain.batches.clear()
-        left = [chain.queue.get_nowait() for _ in range(chain.queue.qsize())]
-        return [message for message in left if isinstance(message, protocol.VersionCommitted)]
 
     async def _call(self, function: Callable[[WorkerCore], T]) -> T:
         return await asyncio.wrap_future(self._compute.call(function))
 
 
-def _own_trouble(error: Exception) -> bool:
-    """Whether this worker, or its link, is what an operation failed for: another one may carry it out as it is."""
+def _is_own_fault(error: Exception) -> bool:
+    """Whether the operation failed because of this worker or its connection, so that another worker may succeed."""
     if isinstance(error, TransferFailed):
         return not isinstance(error, CorruptArtifact)
     return isinstance(error, OSError | MemoryError | torch.OutOfMemoryError) or errno_of(error) != 0
-
-
-def _rest(core: WorkerCore, policy: str) -> None:
-    core.trainer.offload(policy)

@@ -27,12 +27,11 @@ from rookery.worker.model.decoder import SITES
 from rookery.worker.model.grouped_lora import Product, batched, grouped, product_for
 from rookery.worker.model.lora import LoraBank
 from rookery.worker.model.varlen_attention import Sequences, Spans, flash, merge, spans, varlen
-from rookery.worker.trainer.native.attention import ChunkedAttention, ChunkSizes
-from rookery.worker.trainer.native.backbone import forward, layer_numbers, lengths
-from rookery.worker.trainer.native.lora import PackedLora, PolicyRows
-from rookery.worker.trainer.native.optim import PolicyState
-from rookery.worker.trainer.native.packing import PackedGroup, pack
-from rookery.worker.trainer.native.varlen_attention import VarlenAttention
+from rookery.worker.trainer.native.attention import ChunkedAttention, ChunkSizes, VarlenAttention
+from rookery.worker.trainer.native.backbone import forward, layer_numbers, pass_limits
+from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
+from rookery.worker.trainer.native.packed_lora import PackedLora, PolicyRows
+from rookery.worker.trainer.native.packing import PackedGroup, pack_groups
 
 HEADS, KV_HEADS, SIZE = 6, 2, 16
 
@@ -94,7 +93,7 @@ def test_two_ranges_of_keys_are_one_sequence(dtype: torch.dtype) -> None:
 def test_packed_streams_attend_as_on_the_cpu(family: str) -> None:
     """Forward and backward, a shared prompt's summed gradients included."""
     base, rng = small(family, torch.float32), random.Random(1)
-    streams = pack([_unit(rng, prompt, tails) for prompt, tails in ((7, [5, 9, 1, 3]), (1, [12]), (11, [70, 20]))])
+    streams = pack_groups([_unit(rng, *shape) for shape in ((7, [5, 9, 1, 3]), (1, [12]), (11, [70, 20]))])
     cfg, gradients = base.config, []
     for attend in (VarlenAttention(base, streams), ChunkedAttention(base, streams, ChunkSizes())):
         made = []
@@ -113,12 +112,12 @@ def test_packed_streams_attend_as_on_the_cpu(family: str) -> None:
 
 def test_trouble_in_one_unit_stays_there() -> None:
     base, rng = small("llama", torch.float32), random.Random(1)
-    stream = pack([_unit(rng, 7, [5, 9]), _unit(rng, 3, [4, 4])])
+    stream = pack_groups([_unit(rng, 7, [5, 9]), _unit(rng, 3, [4, 4])])
     q, k, v = (heads(len(stream.tokens), n, seed=n) for n in (base.config.heads, 2, 2))
-    ill = slice(*stream.spans[0])
+    ill = slice(*stream.row_ranges[0])
     k[ill], v[ill] = torch.nan, torch.nan
     out = VarlenAttention(base, stream)(0, q, k, v)
-    assert out[ill].isnan().all() and out[slice(*stream.spans[1])].isfinite().all()
+    assert out[ill].isnan().all() and out[slice(*stream.row_ranges[1])].isfinite().all()
 
 
 def _unit(rng: random.Random, prompt: int, tails: list[int]) -> PackedGroup:
@@ -214,7 +213,7 @@ def test_rows_that_are_no_numbers_say_so() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "llama biased"])
 def test_what_a_backward_pass_keeps_is_about_what_is_counted_on(family: str) -> None:
     base, rng = small(family, torch.float32), random.Random(0)
-    stream = pack([_unit(rng, 300, [20, 40])])
+    stream = pack_groups([_unit(rng, 300, [20, 40])])
     kept: dict[int, int] = {}
     weights = {w.untyped_storage().data_ptr() for w in _weights(base)}
 
@@ -224,7 +223,7 @@ def test_what_a_backward_pass_keeps_is_about_what_is_counted_on(family: str) -> 
             kept[storage.data_ptr()] = storage.nbytes()
         return x
 
-    state = PolicyState(adapter(base, 4, 1), base.config, torch.float32, torch.device("cpu"))
+    state = PolicyState(AdapterExport(adapter(base, 4, 1)), base.config, torch.float32, torch.device("cpu"))
     lora = PackedLora([PolicyRows(0, len(stream.tokens), state)])
     with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda x: x):
         # keeps what the fused kernels keep: queries, keys and values; their stand-in on a CPU keeps scores as well
@@ -235,21 +234,21 @@ def test_what_a_backward_pass_keeps_is_about_what_is_counted_on(family: str) -> 
 
 def test_what_does_not_fit_is_computed_twice_and_what_does_not_fit_then_is_cut() -> None:
     config = small("llama").config
-    few, many = lengths(config, 2, 1e6), lengths(config, 2, 1e8)
+    few, many = pass_limits(config, 2, 1e6), pass_limits(config, 2, 1e8)
     assert 0 < few.resident_tokens < few.max_tokens and many.resident_tokens == pytest.approx(
         100 * few.resident_tokens, rel=0.05
     )
-    assert lengths(config, 4, 1e8).resident_tokens == pytest.approx(many.resident_tokens / 2, abs=1)
+    assert pass_limits(config, 4, 1e8).resident_tokens == pytest.approx(many.resident_tokens / 2, abs=1)
 
 
 def test_what_attention_copies_of_shared_prompts_is_counted_as_room() -> None:
     base, rng = small("llama", torch.float32), random.Random(0)
     units = [_unit(rng, 300, [20, 40, 1]), _unit(rng, 50, [7])]
-    stream = pack(units)
+    stream = pack_groups(units)
     keys = VarlenAttention(base, stream)._keys
     assert keys is not None
     assert sum(unit.room(1.0) for unit in units) == len(keys) == len(stream.tokens) + 3 * 300
-    copied = lengths(base.config, 2, 1e6).copied_key_share
+    copied = pass_limits(base.config, 2, 1e6).copied_key_share
     assert copied * layer_numbers(base.config) == pytest.approx(2 * base.config.kv_heads * base.config.head_dim)
 
 

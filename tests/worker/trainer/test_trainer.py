@@ -1,4 +1,4 @@
-"""The trainer against PEFT and transformers, against itself alone and unshared, and in trouble.
+"""The native trainer against PEFT and transformers, against itself alone and unshared, and under faults.
 
 Models are small and random, in float32, so that equalities are tight: gradients agree within 2e-5 of their largest
 entry (sums in another order), one AdamW step within 2e-6 (eps is 1e-3, or entries that are nothing but rounding would
@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import peft
 import pytest
 import torch
@@ -27,14 +28,13 @@ from rookery.worker.model.adapter import PARTS, init_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.weights import fuse
+from rookery.worker.trainer.base import TrainerResult
 from rookery.worker.trainer.native import microbatch
 from rookery.worker.trainer.native import trainer as trainer_module
-from rookery.worker.trainer.native.attention import ChunkedAttention, ChunkSizes
+from rookery.worker.trainer.native.attention import AttentionFactory, ChunkedAttention, ChunkSizes, VarlenAttention
 from rookery.worker.trainer.native.backbone import PassLimits, forward
-from rookery.worker.trainer.native.microbatch import Attention
-from rookery.worker.trainer.native.optim import Export
-from rookery.worker.trainer.native.trainer import NativeTrainer, TrainerResult, initial_version
-from rookery.worker.trainer.native.varlen_attention import VarlenAttention
+from rookery.worker.trainer.native.optim import AdapterExport
+from rookery.worker.trainer.native.trainer import NativeTrainer
 
 HF = {
     "vocab_size": 173,
@@ -49,7 +49,7 @@ HF = {
 LLAMA = transformers.LlamaConfig(**HF)
 AIPO = protocol.Loss(name="aipo", params={"rho": 4.0})
 GSPO = protocol.Loss(name="gspo", params={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
-ATTENTIONS: dict[str, Attention] = {
+ATTENTIONS: dict[str, AttentionFactory] = {
     "whole": partial(ChunkedAttention, chunks=ChunkSizes()),
     "chunked": partial(ChunkedAttention, chunks=ChunkSizes(queries=4, scores=64)),
     "fused": VarlenAttention,
@@ -132,7 +132,7 @@ def adapter_folder(folder: Path, rank: int, seed: int, targets: tuple[str, ...] 
     generator = torch.Generator().manual_seed(seed + 100)
     for _, b in adapter.weights.values():
         b.copy_(torch.randn(b.shape, generator=generator) * 0.1)
-    Export(adapter, {}, 0, "").write(folder)
+    AdapterExport(adapter).write(folder)
     return folder
 
 
@@ -205,7 +205,9 @@ def reference(
     ids=["llama", "mistral with a window", "qwen3"],
 )
 @pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
-def test_gradient_is_that_of_peft(tmp_path: Path, config: transformers.PreTrainedConfig, attention: Attention) -> None:
+def test_gradient_equals_that_of_peft(
+    tmp_path: Path, config: transformers.PreTrainedConfig, attention: AttentionFactory
+) -> None:
     """Shared prompts, masks, temperature and loss against a model that computes each sequence by itself."""
     if config is LLAMA:
         folder = adapter_folder(tmp_path / "p", 4, 1)
@@ -215,7 +217,7 @@ def test_gradient_is_that_of_peft(tmp_path: Path, config: transformers.PreTraine
         adapter = init_adapter(DecoderConfig.from_hf(config.to_dict()), 4, 8.0, list(PARTS), 1)
         for _, b in adapter.weights.values():
             b.normal_(0, 0.1)
-        Export(adapter, {}, 0, "").write(folder)
+        AdapterExport(adapter).write(folder)
     wanted, logprobs = reference(folder, units(0), config)
     ours = trainer(decoder(config), {"p": folder}, attention=attention)
     ours.forward_backward(forward_backward(), protocol.TrainingBatch(groups=units(0)))
@@ -232,7 +234,7 @@ def fused_targets() -> dict[str, tuple[str, ...]]:
     return {"a": PARTS, "b": ("q", "v"), "c": ("k", "o", "up"), "d": PARTS, "e": ("gate", "down")}
 
 
-def test_packed_equals_solo(tmp_path: Path) -> None:
+def test_packed_policies_train_as_if_alone(tmp_path: Path) -> None:
     """Five policies of different ranks, targets and losses in one pass: each gradient and step as if alone."""
     ranks = {"a": 1, "b": 3, "c": 8, "d": 16, "e": 5}
     losses = {
@@ -288,7 +290,7 @@ def test_shared_prompt_equals_unshared(tmp_path: Path) -> None:
     assert (masters(shared) - masters(apart)).abs().max() < 2e-6
 
 
-def test_bfloat16_is_as_exact_as_bfloat16_can_be(tmp_path: Path) -> None:
+def test_bfloat16_gradient_is_as_close_as_that_of_peft(tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path / "p", 8, 2)
     gradients = []
     for dtype, batch in ((torch.float32, units(4)), (torch.bfloat16, units(4)), (torch.bfloat16, unshared(units(4)))):
@@ -305,7 +307,7 @@ def test_bfloat16_is_as_exact_as_bfloat16_can_be(tmp_path: Path) -> None:
 def test_recomputing_layers_and_small_slices_change_nothing(tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path / "p", 8, 2)
     gradients = []
-    for given in ({}, {"lengths": PassLimits(resident_tokens=0, max_tokens=4096)}, {"slice_tokens": 16}):
+    for given in ({}, {"limits": PassLimits(resident_tokens=0, max_tokens=4096)}, {"slice_tokens": 16}):
         one = trainer(decoder(), {"p": folder}, **given)
         one.forward_backward(forward_backward(), protocol.TrainingBatch(groups=units(4)))
         finish(one)
@@ -315,7 +317,7 @@ def test_recomputing_layers_and_small_slices_change_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("loss", [AIPO, GSPO], ids=["aipo", "gspo"])
-def test_a_group_larger_than_a_slice_is_cut_between_its_members(tmp_path: Path, loss: protocol.Loss) -> None:
+def test_group_larger_than_a_slice_is_split_between_its_members(tmp_path: Path, loss: protocol.Loss) -> None:
     """Gradient, sums and the order of log-probs are those of one pass; no slice is longer than the longest trajectory,
     or than twice a prompt, of which a slice then is no more than half. A trajectory stays whole: gspo looks at it."""
     folder = adapter_folder(tmp_path / "p", 8, 2)
@@ -343,10 +345,10 @@ def test_a_group_larger_than_a_slice_is_cut_between_its_members(tmp_path: Path, 
     assert logp.tolist() == pytest.approx(there.tolist(), abs=2e-5)
 
 
-def test_what_memory_does_not_hold_is_cut_and_a_trajectory_that_it_does_not_hold_is_refused(tmp_path: Path) -> None:
-    """However much of its pieces a prompt is; and who asks for what fits is not touched."""
+def test_memory_limit_splits_groups_and_refuses_longer_trajectories(tmp_path: Path) -> None:
+    """A prompt may be most of a piece; a group that fits is not affected."""
     at = trainer(
-        decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)}, lengths=PassLimits(resident_tokens=32, max_tokens=32)
+        decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)}, limits=PassLimits(resident_tokens=32, max_tokens=32)
     )
     rng = random.Random(0)
     fits = protocol.TrainingBatch(groups=[unit(rng, 24, [9] * 5)])  # the last token is not read
@@ -363,9 +365,9 @@ def test_what_memory_does_not_hold_is_cut_and_a_trajectory_that_it_does_not_hold
     assert finish(at)["opt"].error == ""
 
 
-def test_copies_of_a_prompt_take_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A group of 64 tokens whose members copy its prompt of 16 at half a token's room each wants 112: of the pieces, of
-    40 tokens, each fills a memory of 64, and is computed twice where less is kept."""
+def test_copied_prompt_keys_count_as_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of 64 tokens whose members copy its prompt of 16 at half a token each takes 112 tokens of memory: two
+    pieces of 40 tokens fill 64 each, and are recomputed if fewer may stay resident."""
     twice: list[bool] = []
 
     def counted(*given: Any, recompute: bool) -> Any:
@@ -376,12 +378,12 @@ def test_copies_of_a_prompt_take_room(tmp_path: Path, monkeypatch: pytest.Monkey
     folder, rng = adapter_folder(tmp_path / "p", 4, 3), random.Random(0)
     batch = protocol.TrainingBatch(groups=[unit(rng, 16, [9] * 6), unit(rng, 8, [3])])  # the last token is not read
     gradients = []
-    for lengths, wanted in (
+    for limits, wanted in (
         (PassLimits(resident_tokens=74, max_tokens=74), [74]),
         (PassLimits(resident_tokens=64, max_tokens=64, copied_key_share=0.5), [40, 40, 10]),
         (PassLimits(resident_tokens=63, max_tokens=64, copied_key_share=0.5), [40, 40, 10]),
     ):
-        at, slices = trainer(decoder(), {"p": folder}, lengths=lengths), []
+        at, slices = trainer(decoder(), {"p": folder}, limits=limits), []
         at.forward_backward(forward_backward(), batch)
         while at.pending:
             before = at.trained
@@ -410,12 +412,12 @@ def test_environment_tokens_are_attended_to_but_carry_no_loss(tmp_path: Path) ->
     assert metrics["tokens"] == 5
     one.members[0].logprobs[2] = float("nan")
     one.members[0].advantages[2] = float("nan")
-    assert torch.equal(run(one)[0], before)  # what stands beside it is ignored
+    assert torch.equal(run(one)[0], before)  # its log-prob and advantage are ignored
     one.members[0].tokens[2] = (one.members[0].tokens[2] + 1) % HF["vocab_size"]
-    assert not torch.equal(run(one)[0], before)  # but it is read
+    assert not torch.equal(run(one)[0], before)  # but the token is read
 
 
-def test_adamw_is_the_published_step(tmp_path: Path) -> None:
+def test_adamw_equals_the_published_step(tmp_path: Path) -> None:
     """Two steps against the formula in float64: clipping by the global norm, bias correction, decoupled decay."""
     at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)})
     w, m, v = masters(at).double(), 0.0, 0.0
@@ -479,20 +481,20 @@ def test_entropy_and_kl_to_the_base(tmp_path: Path) -> None:
     assert added == pytest.approx(0.3 * (torch.tensor(one.members[0].weights) * k3).sum().item(), rel=1e-3)
 
 
-def test_a_pass_without_memory_is_answered_lost_and_the_next_ones_are_shorter(
+def test_pass_out_of_memory_is_lost_and_next_passes_are_shorter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, in the middle of the pass back: what it was computed for is begun anew, as if nothing had been."""
+    """On a GPU, within the backward pass: the operations run again as if the pass had not begun."""
     folders = {p: adapter_folder(tmp_path / p, 4, i) for i, p in enumerate("xy")}
     at = trainer(decoder(), folders, slice_tokens=4096)
     run = trainer_module.run_pass
 
     def full(*given: Any) -> int:
-        monkeypatch.setattr(trainer_module, "run", run)
+        monkeypatch.setattr(trainer_module, "run_pass", run)
         run(*given)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(trainer_module, "run", full)
+    monkeypatch.setattr(trainer_module, "run_pass", full)
     for policy in "xy":
         at.forward_backward(forward_backward(policy, op=f"fb {policy}"), protocol.TrainingBatch(groups=units(0)))
         at.optim_step(optim(policy, op=f"opt {policy}"))
@@ -509,7 +511,7 @@ def test_a_pass_without_memory_is_answered_lost_and_the_next_ones_are_shorter(
     assert finish(alone)["opt again"].metrics["grad_norm"] == done["opt again"].metrics["grad_norm"]
 
 
-def test_nan_skips_one_policy_and_leaves_the_others_untouched(tmp_path: Path) -> None:
+def test_nan_skips_one_policy_and_changes_no_other(tmp_path: Path) -> None:
     """A NaN in one policy's loss, then in its weights: its step is skipped, the other's is the same bit for bit."""
     folders = {p: adapter_folder(tmp_path / p, 4, i) for i, p in enumerate("xy")}
     base = decoder()
@@ -536,7 +538,7 @@ def test_nan_skips_one_policy_and_leaves_the_others_untouched(tmp_path: Path) ->
         assert at._held["x"].state.step == 0
         assert torch.equal(masters(at, "y"), masters(fine, "y"))
         assert at.holds("x", 1, "v0", 0) and at.holds("y", 1, "v0", 1)
-        # and the policy goes on with its next batch
+        # the policy continues with its next batch
         at._held["x"].state._refresh()
         at.forward_backward(forward_backward("x", zero_grad=True), protocol.TrainingBatch(groups=units(0)))
         at.optim_step(optim("x"))
@@ -574,7 +576,7 @@ def test_export_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert torch.equal(second._held["p"].state.exp_avg_sq, first._held["p"].state.exp_avg_sq)
 
 
-def test_operations_run_on_the_state_they_name(tmp_path: Path) -> None:
+def test_operations_run_only_on_the_state_they_name(tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path / "p", 4, 3)
     at = trainer(decoder(), {"p": folder})
     batch = protocol.TrainingBatch(groups=units(0))
@@ -598,7 +600,7 @@ def test_operations_run_on_the_state_they_name(tmp_path: Path) -> None:
     assert not at.holds("p", 2, "v0", 0)
 
 
-def test_fresh_cancel_and_failure_keep_the_gradient_whole(tmp_path: Path) -> None:
+def test_step_refuses_a_gradient_that_misses_an_operation(tmp_path: Path) -> None:
     at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)}, slice_tokens=16)
     batch = protocol.TrainingBatch(groups=units(0))
     at.forward_backward(forward_backward(), batch)
@@ -645,7 +647,7 @@ def test_fresh_cancel_and_failure_keep_the_gradient_whole(tmp_path: Path) -> Non
         (unit(random.Random(0), 2, [2]), protocol.Loss(name="aipo"), "rho"),
     ],
 )
-def test_what_cannot_be_computed_is_answered(
+def test_invalid_batch_or_loss_fails_with_a_reason(
     tmp_path: Path, batch: protocol.SharedPrefixGroup, loss: protocol.Loss, says: str
 ) -> None:
     at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)})
@@ -654,7 +656,7 @@ def test_what_cannot_be_computed_is_answered(
     assert finished.category == "failed" and says in finished.error
 
 
-def test_units_without_loss_are_counted_as_nothing(tmp_path: Path) -> None:
+def test_groups_without_loss_count_no_tokens(tmp_path: Path) -> None:
     at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)})
     quiet = unit(random.Random(0), 3, [4])
     quiet.members[0].weights[:] = [0.0] * 4
@@ -663,8 +665,8 @@ def test_units_without_loss_are_counted_as_nothing(tmp_path: Path) -> None:
     assert at.trained == 0
 
 
-def test_tenants_take_turns(tmp_path: Path) -> None:
-    """A tenant with much queued does not delay one with little: passes go round."""
+def test_tenants_alternate(tmp_path: Path) -> None:
+    """A tenant with many groups queued does not delay one with few: passes rotate."""
     folders = {p: adapter_folder(tmp_path / p, 2, i) for i, p in enumerate("xy")}
     at = trainer(decoder(), folders, slice_tokens=64)
     rng = random.Random(0)
@@ -681,28 +683,37 @@ def test_tenants_take_turns(tmp_path: Path) -> None:
     assert at.trained <= 3 * 64
 
 
-def test_rank_above_the_setting_is_refused(tmp_path: Path) -> None:
+def test_tenants_that_fit_a_slice_together_share_one_pass(tmp_path: Path) -> None:
+    """Four batches of 254 tokens fill 1,016 of 1,024 tokens; one that fits only in part waits for the next pass."""
+    rng = random.Random(0)
+    batch = protocol.TrainingBatch(groups=[unit(rng, 60, [68]), unit(rng, 60, [68])])  # the last token is not read
+    folders = {p: adapter_folder(tmp_path / p, 2, i) for i, p in enumerate("abcde")}
+    at = trainer(decoder(), folders, slice_tokens=1024)
+    for policy in "abcde":
+        at.forward_backward(forward_backward(policy, op=policy), batch)
+    assert at.step()
+    assert (at.trained, [result.op for result in at.drain()]) == (1016, list("abcd"))
+    assert at.step()
+    assert (at.trained, [result.op for result in at.drain()]) == (5 * 254, ["e"])
+
+
+def test_rank_above_max_rank_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="max_rank 4"):
         trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 8, 0)}, max_rank=4)
 
 
 def test_initial_versions(tmp_path: Path) -> None:
     """Version 0 from a seed has B = 0; from an adapter it has that adapter's weights."""
-    config = DecoderConfig.from_hf(LLAMA.to_dict())
+    at = trainer(decoder(), {})
     op = protocol.InitAdapter(op="i", policy="p", rank=4, alpha=8.0, targets=["q", "down"], seed=7, commit="t")
-    fresh, again = initial_version(config, op, None), initial_version(config, op, None)
-    assert set(fresh.adapter.targets) == {"q", "down"}
-    for (a, b), (other, _) in zip(fresh.adapter.weights.values(), again.adapter.weights.values(), strict=True):
+    new, again = at.initial_version(op, None), at.initial_version(op, None)
+    assert set(new.adapter.targets) == {"q", "down"}
+    for (a, b), (other, _) in zip(new.adapter.weights.values(), again.adapter.weights.values(), strict=True):
         assert torch.equal(a, other) and not b.any()
     folder = adapter_folder(tmp_path / "source", 4, 1)
-    warm = initial_version(config, op, folder)
-    assert warm.adapter.weights[0, "up"][1].any()
+    assert at.initial_version(op, folder).adapter.weights[0, "up"][1].any()
     with pytest.raises(UserError, match="rank 4"):
-        initial_version(
-            config,
-            protocol.InitAdapter(op="i", policy="p", rank=8, alpha=8.0, targets=["q"], seed=7, commit="t"),
-            folder,
-        )
+        at.initial_version(msgspec.structs.replace(op, rank=8), folder)
 
 
 MEMORY = """
@@ -726,7 +737,7 @@ for i in range(12):
         weights[f"layers.{{i}}.{{name}}"] = w(*shape)
 from rookery.worker.model.adapter import init_adapter, PARTS
 folder = Path({folder!r}); folder.mkdir()
-t.Export(init_adapter(config, 8, 16.0, list(PARTS), 0), {{}}, 0, "").write(folder)
+t.AdapterExport(init_adapter(config, 8, 16.0, list(PARTS), 0)).write(folder)
 at = t.trainer(Decoder(config, weights), {{"p": folder}}, slice_tokens=8192)
 def peak(prompt, tails):
     group = t.unit(random.Random(0), prompt, tails)

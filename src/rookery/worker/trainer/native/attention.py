@@ -1,10 +1,11 @@
-"""Attention over a packed stream by plain batched matmuls, recomputed in the backward pass.
+"""Attention over a packed batch: chunked matmuls, or fused kernels where the device has them.
 
 Promises:
 
-* Scores exist for one chunk at a time (at most ``Chunks.scores`` of them), forward and backward; what is kept for the
-  backward pass is q, k and v alone. Memory grows with the tokens, not with their square.
-* A shared prompt's keys and values are computed once; the gradients that its members send back are summed.
+* A token attends to the tokens that :mod:`~rookery.worker.trainer.native.packing` states.
+* A shared prompt's keys and values are computed once; the gradients from its members are summed.
+* :class:`ChunkedAttention` holds scores for one chunk at a time (at most ``ChunkSizes.scores`` of them), forward and
+  backward, and keeps only q, k and v for the backward pass. Memory grows with the tokens, not with their square.
 
 Rows of a block's score matrix are (token, query head of the group), columns the keys of that head's key/value head:
 one batched product serves all heads of a group.
@@ -12,15 +13,18 @@ one batched product serves all heads of a group.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rookery.worker.model.decoder import Decoder
+from rookery.worker.device import fuses
+from rookery.worker.model.decoder import Attend, Decoder
+from rookery.worker.model.varlen_attention import Sequences, varlen
 from rookery.worker.trainer.native.packing import AttentionBlock, PackedBatch
 
 
@@ -32,20 +36,32 @@ class ChunkSizes:
     """Tokens of a sequence whose queries go together: enough rows for the matmuls' full speed, few enough that little
     is computed above the diagonal."""
     scores: int = 1 << 19
-    """Scores alive at once: 1 MB in bfloat16, so that the passes of a softmax find them in the cache."""
+    """Scores that exist at once: 1 MB in bfloat16, so that the passes of a softmax find them in the cache."""
+
+
+AttentionFactory = Callable[[Decoder, PackedBatch], Attend]
+"""Creates the attention over a packed batch."""
+
+
+def attention_for(decoder: Decoder) -> AttentionFactory:
+    """Fused kernels where the decoder's device has them; without them, varlen attention would hold all scores of a
+    sequence at once, so chunks are used."""
+    if fuses(decoder.device, decoder.dtype):
+        return VarlenAttention
+    return partial(ChunkedAttention, chunks=ChunkSizes())
 
 
 class _Plan:
-    """A block made ready for a number of heads, the same for all layers: gather indices into ``[tokens · kv_heads, …]``
-    views, and how it is cut. Its batch is (bundle, kv head, member), in that order."""
+    """A block prepared for a number of heads, the same for all layers: gather indices into ``[tokens · kv_heads, …]``
+    views, and its chunks. Its batch is (pack, kv head, member), in that order."""
 
     def __init__(
         self, block: AttentionBlock, kv_heads: int, group: int, dtype: torch.dtype, chunks: ChunkSizes
     ) -> None:
-        self.bundles, self.members, self.tail = block.queries.shape
+        self.packs, self.members, self.tail = block.queries.shape
         self.kv_heads, self.group, self.prefix = kv_heads, group, block.prefix
         self.keys = self.prefix + self.tail
-        self.batch = self.bundles * kv_heads * self.members
+        self.batch = self.packs * kv_heads * self.members
         device = block.queries.device
         head = torch.arange(kv_heads, device=device).view(1, kv_heads, 1, 1)
         self.gather_q = (block.queries[:, None] * kv_heads + head).flatten()
@@ -57,13 +73,13 @@ class _Plan:
         self.real_prefix = real[:, None].expand(-1, kv_heads, -1).flatten().nonzero()[:, 0]
         shared = (block.keys[:, :1, : self.prefix] * kv_heads)[:, None] + head
         self.prefix_rows = shared.flatten()[self.real_prefix]
-        self._own = torch.cat([real, real.new_ones(self.bundles, self.tail)], 1)
-        before = torch.arange(self.prefix, device=device).expand(self.bundles, -1)
+        self._own = torch.cat([real, real.new_ones(self.packs, self.tail)], 1)
+        before = torch.arange(self.prefix, device=device).expand(self.packs, -1)
         self._positions = torch.cat([before, block.prefixes[:, None] + torch.arange(self.tail, device=device)], 1)
         self._uniform = bool(real.all()) and bool((block.prefixes == block.prefixes[0]).all())
         self._dtype = dtype
         self._masks: dict[int, Tensor] = {}
-        # The last chunk comes first: it meets all keys, so that it sets what the others add to.
+        # The last chunk is first: it covers all keys, so it initialises the sums that the others add to.
         count = max(1, round(self.tail / chunks.queries))
         edges = [self.tail * i // count for i in range(count + 1)]
         self.cuts = list(pairwise(edges))[::-1]
@@ -81,8 +97,8 @@ class _Plan:
         return k.reshape(-1, k.shape[-1]).index_select(0, self.gather_k).view(self.batch, self.keys, k.shape[-1])
 
     def add_prefix(self, out: Tensor, block: Tensor) -> None:
-        """Adds what the members send to their shared prefix, summed: ``block`` [batch, keys, head_dim] to ``out``
-        [tokens · kv_heads, head_dim]. A prefix stands in a block once, so no row is met twice."""
+        """Adds the members' gradients of their shared prefix, summed: ``block`` [batch, keys, head_dim] to ``out``
+        [tokens · kv_heads, head_dim]. A prefix is in a block at most once, so no row is added to twice."""
         if self.prefix:
             by_member = block.view(-1, self.members, self.keys, out.shape[1])[:, :, : self.prefix]
             shared = by_member.sum(1).view(-1, out.shape[1]).index_select(0, self.real_prefix).to(out.dtype)
@@ -96,7 +112,7 @@ class _Plan:
             return torch.softmax(torch.baddbmm(self._of(part, self._masks[window]), q, k.transpose(1, 2)), -1)
         scores = torch.bmm(q, k.transpose(1, 2))
         tokens = q.shape[1] // self.group
-        if self._uniform and not 0 < window < self.keys:  # then only a chunk's own square holds what must not be seen
+        if self._uniform and not 0 < window < self.keys:  # only a chunk's own square needs a mask
             ahead = torch.full((tokens, tokens), float("-inf"), dtype=scores.dtype, device=scores.device).triu_(1)
             scores.view(-1, tokens, self.group, k.shape[1])[..., self.prefix + start :] += ahead[:, None, :]
         else:
@@ -104,20 +120,20 @@ class _Plan:
         return torch.softmax(scores, -1)
 
     def _mask(self, start: int, stop: int, window: int) -> Tensor:
-        """0 where a query token from ``start`` to ``stop`` may look, −inf elsewhere [bundles or 1, query rows, keys up
-        to theirs]."""
-        bundles = slice(0, 1) if self._uniform else slice(None)
+        """0 where a query token from ``start`` to ``stop`` attends, −inf elsewhere [packs or 1, query rows, keys up to
+        theirs]."""
+        packs = slice(0, 1) if self._uniform else slice(None)
         keys = self.prefix + stop
-        of_keys = self._positions[bundles, None, :keys]
-        of_queries = self._positions[bundles, self.prefix + start : keys, None]
-        seen = self._own[bundles, None, :keys] & (of_keys <= of_queries)
+        of_keys = self._positions[packs, None, :keys]
+        of_queries = self._positions[packs, self.prefix + start : keys, None]
+        seen = self._own[packs, None, :keys] & (of_keys <= of_queries)
         if window:
             seen = seen & (of_queries - of_keys < window)
         mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
         return mask.repeat_interleave(self.group, 1)
 
     def _of(self, part: slice, mask: Tensor) -> Tensor:
-        """Each batch row's mask."""
+        """The mask of each batch row."""
         if len(mask) == 1:
             return mask.expand(part.stop - part.start, -1, -1)
         rows = torch.arange(part.start, part.stop, device=mask.device)
@@ -125,8 +141,8 @@ class _Plan:
 
 
 class _Plans:
-    """All blocks of a stream. Results of the blocks stand one after another in a buffer, from which one gather brings
-    each token's row to its place."""
+    """All blocks of a batch. The blocks' results lie one after another in a buffer; one gather reorders its rows by
+    token."""
 
     def __init__(
         self, blocks: Sequence[AttentionBlock], kv_heads: int, group: int, dtype: torch.dtype, chunks: ChunkSizes
@@ -136,16 +152,16 @@ class _Plans:
         rows = torch.cat([plan.gather_q for plan in self.blocks])[inside]
         self.size_q = len(inside)
         self.inverse_q = torch.empty_like(rows).index_copy_(0, rows, inside.nonzero()[:, 0])
-        of_keys, at = [], 0
+        key_rows, at = [], 0
         for plan in self.blocks:
-            place = torch.arange(at, at + plan.batch * plan.keys, device=rows.device)
-            of_keys.append(place.view(plan.batch, plan.keys)[:, plan.prefix :].flatten())
+            own = torch.arange(at, at + plan.batch * plan.keys, device=rows.device)
+            key_rows.append(own.view(plan.batch, plan.keys)[:, plan.prefix :].flatten())
             at += plan.batch * plan.keys
         self.size_k = at
-        self.inverse_k = torch.empty_like(rows).index_copy_(0, rows, torch.cat(of_keys)[inside])
+        self.inverse_k = torch.empty_like(rows).index_copy_(0, rows, torch.cat(key_rows)[inside])
 
     def buffers(self, like: Tensor, *, keys: bool = False) -> tuple[Tensor, list[Tensor]]:
-        """Room for all blocks' results of the width of ``like``, and each block's part of it, [batch, rows,
+        """A buffer for all blocks' results of the width of ``like``, and each block's view of it, [batch, rows,
         head_dim]."""
         sizes = [plan.batch * (plan.keys if keys else plan.tail * plan.group) for plan in self.blocks]
         whole = torch.empty(sum(sizes), like.shape[-1], dtype=like.dtype, device=like.device)
@@ -157,14 +173,14 @@ class _Plans:
         return whole.view(self.size_q, -1).index_select(0, self.inverse_q).view(shape)
 
     def keys(self, whole: Tensor, parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        """From a buffer to [tokens, kv_heads, head_dim], prefixes summed in."""
+        """From a buffer to [tokens, kv_heads, head_dim], with the prefixes' sums added."""
         out = whole.index_select(0, self.inverse_k)
         for plan, part in zip(self.blocks, parts, strict=True):
             plan.add_prefix(out, part)
         return out.view(shape)
 
 
-class _Attention(torch.autograd.Function):
+class _ChunkedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plans: _Plans, window: int) -> Tensor:
         ctx.save_for_backward(q, k, v)
@@ -195,7 +211,7 @@ class _Attention(torch.autograd.Function):
                 plan.keyed(v),
                 plan.queries(d_out),
             )
-            # A padding row repeats a real one; its result is not read, so nothing may come back for it.
+            # A padding row repeats a real one; its result is not read, so its gradient is 0.
             d_block.view(plan.batch * plan.tail, -1).index_fill_(0, plan.padding, 0)
             for part in plan.parts:
                 sum_k, sum_v = _Sum(d_keys[part], len(plan.cuts)), _Sum(d_values[part], len(plan.cuts))
@@ -220,8 +236,8 @@ class _Attention(torch.autograd.Function):
 
 
 class _Sum:
-    """A sum of products over chunks of queries, the first over all keys, the others over their first ones. Several add
-    up in float32, one goes where it belongs at once."""
+    """A sum of products over chunks of queries; the first product covers all keys, the others their first ones. Several
+    are summed in float32, a single one is written to ``out`` directly."""
 
     def __init__(self, out: Tensor, products: int) -> None:
         self._out = out
@@ -249,13 +265,57 @@ def _product(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class ChunkedAttention:
-    """The ``Attend`` of a packed stream."""
+    """The ``Attend`` of a packed batch by chunked matmuls, recomputed in the backward pass."""
 
-    def __init__(self, decoder: Decoder, stream: PackedBatch, chunks: ChunkSizes) -> None:
+    def __init__(self, decoder: Decoder, batch: PackedBatch, chunks: ChunkSizes) -> None:
         config = decoder.config
         self._windows = config.windows
-        self._plans = _Plans(stream.blocks(), config.kv_heads, config.group, decoder.dtype, chunks)
+        self._plans = _Plans(batch.blocks(), config.kv_heads, config.group, decoder.dtype, chunks)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See ``Attend``. Rows that no block covers do not exist: every token attends at least to itself."""
-        return _Attention.apply(q, k, v, self._plans, self._windows[layer])
+        """See ``Attend``. Blocks cover every row, because every token attends at least to itself."""
+        return _ChunkedAttention.apply(q, k, v, self._plans, self._windows[layer])
+
+
+class _Repeat(torch.autograd.Function):
+    """``x[rows]`` [len(rows), …] of x [tokens, …], where ``rows`` may repeat; gradients are summed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.tokens = len(x)
+        return x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        (g,) = gradients
+        dtype = torch.promote_types(g.dtype, torch.float32)
+        total = torch.zeros(ctx.tokens, *g.shape[1:], dtype=dtype, device=g.device)
+        return total.index_add_(0, rows, g.to(dtype)).to(g.dtype), None
+
+
+class VarlenAttention:
+    """The ``Attend`` of a packed batch by :func:`~rookery.worker.model.varlen_attention.varlen`: each prompt and each
+    tail is a sequence of queries, whose keys are the shared prompt's, if any, and its own."""
+
+    def __init__(self, decoder: Decoder, batch: PackedBatch) -> None:
+        spans = batch.spans()
+        self._windows = decoder.config.windows
+        self._sequences = Sequences.of(
+            [span.length for span in spans], [span.prefix + span.length for span in spans], decoder.device
+        )
+        self._keys: Tensor | None = None
+        if any(span.prefix for span in spans):
+            ranges = [
+                torch.arange(begin, begin + length)
+                for span in spans
+                for begin, length in ((span.shared, span.prefix), (span.start, span.length))
+            ]
+            self._keys = torch.cat(ranges).to(decoder.device)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See ``Attend``."""
+        if self._keys is not None:
+            k, v = (_Repeat.apply(x, self._keys) for x in (k, v))
+        return varlen(q, k, v, self._sequences, self._windows[layer])

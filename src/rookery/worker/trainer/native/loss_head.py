@@ -1,9 +1,9 @@
-"""Log-probabilities of chosen tokens, with their derivatives, without logits that persist.
+"""Log-probabilities of given tokens, with derivatives, without keeping logits.
 
 For one token, logp = z[y] − logsumexp(z) with z = h·Wᵀ/T. Its derivative by h, ((onehot(y) − softmax(z))·W)/T, does
-not depend on what a loss does with logp, so it is made in the same chunk as logp itself: logits are computed once, a
-chunk at a time, and a loss's gradient by h is its gradient by logp times that row. The distribution's entropy falls out
-of it too: H = −logp + h·(d logp / d h), as Σ_v (onehot − softmax)_v · z_v = z[y] − Σ_v p_v z_v.
+not depend on how a loss uses logp, so it is computed in the same chunk as logp itself: logits are computed once, a
+chunk at a time, and a loss's gradient by h is its gradient by logp times that row. The distribution's entropy follows:
+H = −logp + h·(d logp / d h), as Σ_v (onehot − softmax)_v · z_v = z[y] − Σ_v p_v z_v.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ PROJECTED_ROWS = 128
 """Rows projected to the vocabulary at once: enough for the matmul's full speed (32 rows take 1.5 times as long)."""
 
 NORMALISED_ROWS = 32
-"""Rows whose float32 logits are alive at once: 6 MB at 49,152 words, which the cache holds between passes."""
+"""Rows whose float32 logits exist at once: 6 MB at 49,152 words, which the cache holds between passes."""
 
 GPU_ROWS = 512
-"""Both, on a GPU: enough to keep it busy; their float32 logits are 310 MB at 152,000 words, alive three times."""
+"""Both, on a GPU: enough to keep it busy; their float32 logits are 310 MB at 152,000 words, in three copies."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,18 @@ class TokenLogprobs:
 def token_logprobs(
     decoder: Decoder, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, *, derivatives: bool
 ) -> TokenLogprobs:
-    """hidden [n, hidden] (what ``Decoder.project`` reads), targets [n] int64, temperatures [n] float32; None: all 1."""
-    logp = torch.empty(len(hidden), dtype=_wide(hidden), device=hidden.device)
+    """hidden [n, hidden] (input of ``Decoder.project``), targets [n] int64, temperatures [n] float32; None: all 1."""
+    logp = torch.empty(len(hidden), dtype=_accumulation_dtype(hidden), device=hidden.device)
     slopes = torch.empty(hidden.shape, dtype=logp.dtype, device=hidden.device) if derivatives else None
     projected, normalised = (GPU_ROWS, GPU_ROWS) if hidden.is_cuda else (PROJECTED_ROWS, NORMALISED_ROWS)
     for start in range(0, len(hidden), projected):
         rows = slice(start, min(start + projected, len(hidden)))
         logits = decoder.project(hidden[rows], whole=True)
         for first in range(0, len(logits), normalised):
-            part = slice(first, min(first + normalised, len(logits)))
-            whole = slice(start + part.start, start + part.stop)
-            warmth = None if temperatures is None else temperatures[whole]
-            _normalise(logits[part], targets[whole], warmth, logp[whole], derivatives=derivatives)
+            chunk = slice(first, min(first + normalised, len(logits)))
+            out = slice(start + chunk.start, start + chunk.stop)
+            chunk_temperatures = None if temperatures is None else temperatures[out]
+            _normalise(logits[chunk], targets[out], chunk_temperatures, logp[out], derivatives=derivatives)
         if slopes is not None:
             slopes[rows] = logits @ decoder.head
     if slopes is None:
@@ -59,18 +59,19 @@ def token_logprobs(
     return TokenLogprobs(logp, slopes, torch.linalg.vecdot(hidden.to(logp.dtype), slopes).sub_(logp))
 
 
-def _normalise(logits: Tensor, targets: Tensor, warmth: Tensor | None, logp: Tensor, *, derivatives: bool) -> None:
-    """Fills ``logp`` and, with derivatives, turns ``logits`` into softmax − onehot, in place. ``warmth`` [n] are the
-    temperatures."""
-    wide = _wide(logits)
-    z = logits if warmth is None else logits.to(wide).div_(warmth[:, None])
-    p = torch.softmax(z, -1, dtype=wide)
+def _normalise(
+    logits: Tensor, targets: Tensor, temperatures: Tensor | None, logp: Tensor, *, derivatives: bool
+) -> None:
+    """Fills ``logp`` and, with derivatives, turns ``logits`` into softmax − onehot, in place."""
+    dtype = _accumulation_dtype(logits)
+    z = logits if temperatures is None else logits.to(dtype).div_(temperatures[:, None])
+    p = torch.softmax(z, -1, dtype=dtype)
     # log Σ exp(z) = max z − log max p: the likeliest token's probability cannot underflow
-    logp.copy_(z.gather(1, targets[:, None]).squeeze(1).to(wide) - z.amax(-1).to(wide) + p.amax(-1).log())
+    logp.copy_(z.gather(1, targets[:, None]).squeeze(1).to(dtype) - z.amax(-1).to(dtype) + p.amax(-1).log())
     if derivatives:
         p.scatter_add_(1, targets[:, None], p.new_full((len(p), 1), -1.0))
         logits.copy_(p)
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)

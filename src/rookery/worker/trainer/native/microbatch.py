@@ -1,8 +1,8 @@
-"""One packed pass: units of several operations through the decoder, each operation's loss on its own tokens, one
+"""One packed pass: groups of several operations through the decoder, each operation's loss on its own tokens, one
 backward pass for all.
 
-Promise: an operation's loss, metrics and gradient are those of its units alone; a loss that is not finite sends back
-nothing and marks its policy.
+Promise: an operation's loss, metrics and gradient are those of its groups alone; a loss that is not finite sends back
+no gradient and marks its policy.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,155 +19,147 @@ from torch import Tensor
 from rookery import protocol
 from rookery.algorithms.losses import LOSSES, kl_penalty
 from rookery.worker.device import finish
-from rookery.worker.model.decoder import Attend, Decoder
-from rookery.worker.trainer.native.backbone import forward, infer
-from rookery.worker.trainer.native.lora import PackedLora, PolicyRows
+from rookery.worker.model.decoder import Decoder
+from rookery.worker.trainer.native.attention import AttentionFactory
+from rookery.worker.trainer.native.backbone import PassLimits, forward, infer
 from rookery.worker.trainer.native.loss_head import token_logprobs
 from rookery.worker.trainer.native.optim import PolicyState
-from rookery.worker.trainer.native.packing import PackedBatch, PackedGroup, pack
-
-Attention = Callable[[Decoder, PackedBatch], Attend]
-"""Makes the attention over a packed stream."""
+from rookery.worker.trainer.native.packed_lora import PackedLora, PolicyRows
+from rookery.worker.trainer.native.packing import PackedBatch, PackedGroup, pack_groups
 
 
 class QueuedBatch:
-    """A forward-backward operation and how far it has come: units without loss are nothing to do. ``state`` is set when
-    it begins. One that is ``given_up`` (cancelled, or without ``units`` from the start) keeps its place in the queue,
-    because the gradient lacks it from there on; it has, or wants, no answer."""
+    """A forward-backward operation and its progress. ``groups`` are those not yet computed; ``state`` is set when the
+    operation begins. An ``abandoned`` one (cancelled, or invalid) keeps its place in the queue, because the gradient
+    misses it from there on; it gets no result."""
 
-    def __init__(self, op: protocol.ForwardBackward, units: Sequence[PackedGroup] | None) -> None:
+    def __init__(self, op: protocol.ForwardBackward, groups: Sequence[PackedGroup] | None) -> None:
+        """``groups`` is None for an invalid batch; groups without loss tokens are skipped."""
         self.op = op
-        self.left = deque(unit for unit in units or () if unit.targets)
-        self.given_up = units is None
+        self.groups = deque(group for group in groups or () if group.targets)
+        self.abandoned = groups is None
         self.state: PolicyState | None = None
-        self._metrics: dict[str, float] = {"loss:sum": 0.0, "tokens": 0.0, "seconds": 0.0}
+        self.metrics: dict[str, float] = {"loss:sum": 0.0, "tokens": 0.0, "seconds": 0.0}
         self._logprobs: list[bytes] = []
 
-    def give_up(self) -> None:
-        self.left.clear()
-        self.given_up = True
+    def abandon(self) -> None:
+        self.groups.clear()
+        self.abandoned = True
 
-    def add(self, metrics: dict[str, float]) -> None:
-        """Sums by name, maxima where the name ends in ``:max``; what is not finite is counted instead."""
+    def add_metrics(self, metrics: dict[str, float]) -> None:
+        """Adds each value, or takes the maximum if its name ends in ``:max``; values that are not finite are counted in
+        ``nonfinite`` instead."""
         for name, value in metrics.items():
             if not math.isfinite(value):
                 name, value = "nonfinite", 1.0
-            before = self._metrics.get(name, 0.0)
-            self._metrics[name] = max(before, value) if name.endswith(":max") else before + value
+            before = self.metrics.get(name, 0.0)
+            self.metrics[name] = max(before, value) if name.endswith(":max") else before + value
 
     def add_logprobs(self, logp: Tensor) -> None:
         self._logprobs.append(logp.cpu().numpy().astype("<f4").tobytes())
 
-    def summary(self) -> dict[str, float]:
-        return dict(self._metrics)
-
     def logprobs(self) -> bytes:
-        """float32 little-endian, the loss tokens in order of the batch (forward-only operations, and where asked)."""
+        """float32 little-endian, the loss tokens in order of the batch (of forward-only operations, and on request)."""
         return b"".join(self._logprobs)
 
 
 @dataclass(frozen=True)
 class PassItem:
-    """The units of one operation in a pass."""
+    """The groups of one operation in a pass."""
 
-    work: QueuedBatch
+    queued: QueuedBatch
     policy: PolicyState
-    units: list[PackedGroup]
+    groups: list[PackedGroup]
 
 
-def run_pass(
-    decoder: Decoder, items: Sequence[PassItem], attention: Attention, recompute_tokens: int, copied: float = 0.0
-) -> int:
-    """Runs ``items`` in one pass (all forward-only or none) and books the results; returns the stream's tokens. Where
-    they take more room than ``recompute_tokens``, copied keys counted as ``copied``, layers are computed twice."""
+def run_pass(decoder: Decoder, items: Sequence[PassItem], attention: AttentionFactory, limits: PassLimits) -> int:
+    """Computes ``items`` in one pass (all forward-only or none) and records the results in their operations; the number
+    of tokens. Layers are recomputed if the groups exceed ``limits.resident_tokens``."""
     began = time.perf_counter()
-    units = [unit for item in items for unit in item.units]
-    stream = pack(units, decoder.device)
-    attend = attention(decoder, stream)
-    spans, loss_spans = _spans(items, stream.spans), _spans(items, stream.loss_spans)
-    lora = PackedLora([PolicyRows(s.start, s.stop, i.policy) for i, s in zip(items, spans, strict=True)])
-    temperatures = _temperatures(items, loss_spans, len(stream.rows), decoder.device)
-    if items[0].work.op.forward_only:
-        hidden = infer(decoder, stream, attend, lora)[stream.rows]
-        logp = token_logprobs(decoder, hidden, stream.targets, temperatures, derivatives=False).logp
-        for item, span in zip(items, loss_spans, strict=True):
-            item.work.add_logprobs(logp[span])
-            _value(item, stream, span, logp[span])
+    groups = [group for item in items for group in item.groups]
+    batch = pack_groups(groups, decoder.device)
+    attend = attention(decoder, batch)
+    rows, loss_rows = _by_item(items, batch.row_ranges), _by_item(items, batch.loss_ranges)
+    lora = PackedLora([PolicyRows(r.start, r.stop, item.policy) for item, r in zip(items, rows, strict=True)])
+    temperatures = _temperatures(items, loss_rows, len(batch.sources), decoder.device)
+    if items[0].queued.op.forward_only:
+        hidden = infer(decoder, batch, attend, lora)[batch.sources]
+        logp = token_logprobs(decoder, hidden, batch.targets, temperatures, derivatives=False).logp
+        for item, span in zip(items, loss_rows, strict=True):
+            item.queued.add_logprobs(logp[span])
+            _add_loss(item, batch, span, logp[span], None)
     else:
-        recompute = sum(unit.room(copied) for unit in units) > recompute_tokens
-        passed = forward(decoder, stream, attend, lora, recompute=recompute)
-        scores = token_logprobs(decoder, passed.hidden[stream.rows], stream.targets, temperatures, derivatives=True)
+        recompute = sum(group.memory(limits.copied_key_share) for group in groups) > limits.resident_tokens
+        passed = forward(decoder, batch, attend, lora, recompute=recompute)
+        scores = token_logprobs(decoder, passed.hidden[batch.sources], batch.targets, temperatures, derivatives=True)
         assert scores.slopes is not None and scores.entropy is not None
-        base = _base_logprobs(decoder, items, loss_spans, scores.logp, temperatures, attention)
+        base = _base_logprobs(decoder, items, loss_rows, scores.logp, temperatures, attention)
         d_logp = torch.zeros_like(scores.logp)
-        for item, span in zip(items, loss_spans, strict=True):
-            d_logp[span] = _loss(item, stream, span, scores.logp[span], base[span])
-            item.work.add({"entropy:sum": float(scores.entropy[span].sum())})
-            if item.work.op.logprobs:
-                item.work.add_logprobs(scores.logp[span])
+        for item, span in zip(items, loss_rows, strict=True):
+            d_logp[span] = _loss_gradient(item, batch, span, scores.logp[span], base[span])
+            item.queued.add_metrics({"entropy:sum": float(scores.entropy[span].sum())})
+            if item.queued.op.logprobs:
+                item.queued.add_logprobs(scores.logp[span])
         d_hidden = torch.zeros(passed.hidden.shape, dtype=scores.slopes.dtype, device=decoder.device)
-        d_hidden.index_add_(0, stream.rows, scores.slopes.mul_(d_logp[:, None]))
+        d_hidden.index_add_(0, batch.sources, scores.slopes.mul_(d_logp[:, None]))
         passed.backward(d_hidden.to(decoder.dtype))
     finish(decoder.device)
     seconds = time.perf_counter() - began
-    for item, span in zip(items, spans, strict=True):
-        item.work.add({"seconds": seconds * (span.stop - span.start) / len(stream.tokens)})
-    return len(stream.tokens)
+    for item, span in zip(items, rows, strict=True):
+        item.queued.add_metrics({"seconds": seconds * (span.stop - span.start) / len(batch.tokens)})
+    return len(batch.tokens)
 
 
-def _spans(items: Sequence[PassItem], of_units: Sequence[tuple[int, int]]) -> list[slice]:
-    """From units' (start, stop) to items'."""
-    spans, at = [], 0
+def _by_item(items: Sequence[PassItem], of_groups: Sequence[tuple[int, int]]) -> list[slice]:
+    """From (start, stop) of groups to slices of items."""
+    slices, at = [], 0
     for item in items:
-        own = of_units[at : at + len(item.units)]
-        spans.append(slice(own[0][0], own[-1][1]))
-        at += len(item.units)
-    return spans
+        own = of_groups[at : at + len(item.groups)]
+        slices.append(slice(own[0][0], own[-1][1]))
+        at += len(item.groups)
+    return slices
 
 
 def _temperatures(
-    items: Sequence[PassItem], loss_spans: Sequence[slice], rows: int, device: torch.device
+    items: Sequence[PassItem], loss_rows: Sequence[slice], count: int, device: torch.device
 ) -> Tensor | None:
-    """Those of the loss tokens, [rows]; None where all are 1, which saves dividing their logits."""
-    if all(item.work.op.temperature == 1.0 for item in items):
+    """Of the loss tokens, [count]; None if all are 1, which saves the division of their logits."""
+    if all(item.queued.op.temperature == 1.0 for item in items):
         return None
-    temperatures = torch.empty(rows, device=device)
-    for item, span in zip(items, loss_spans, strict=True):
-        temperatures[span] = item.work.op.temperature
+    temperatures = torch.empty(count, device=device)
+    for item, span in zip(items, loss_rows, strict=True):
+        temperatures[span] = item.queued.op.temperature
     return temperatures
 
 
-def _loss(item: PassItem, stream: PackedBatch, span: slice, logp: Tensor, base: Tensor) -> Tensor:
-    """d loss / d logp of an item's tokens; books its sums. Zeros if the loss is not finite."""
-    op = item.work.op
+def _loss_gradient(item: PassItem, batch: PackedBatch, span: slice, logp: Tensor, base: Tensor) -> Tensor:
+    """d loss / d logp of an item's tokens; adds its metrics. Zeros if the loss is not finite."""
     leaf = logp.detach().requires_grad_()
-    q, advantages, weights = stream.logprobs[span], stream.advantages[span], stream.weights[span]
     with torch.enable_grad():
-        out = LOSSES[op.loss.name](leaf, q, advantages, weights, _sequences(item, stream, span), **op.loss.params)
-        total, metrics = out.total, dict(out.metrics)
-        if op.kl_weight:
-            penalty = kl_penalty(leaf, base, weights)
-            total = total + op.kl_weight * penalty.total
-            metrics |= penalty.metrics
-    value = float(total.detach())
-    item.work.add({"loss:sum": value} | metrics | _agreement(logp, q))
-    if not math.isfinite(value):
-        item.policy.broken = True
+        total = _add_loss(item, batch, span, leaf, base)
+    if not math.isfinite(float(total.detach())):
+        item.policy.nonfinite_loss = True
         return torch.zeros_like(logp)
     (gradient,) = torch.autograd.grad(total, leaf)
     return gradient
 
 
-def _value(item: PassItem, stream: PackedBatch, span: slice, logp: Tensor) -> None:
-    """Books the loss of a forward-only operation."""
-    loss, q = item.work.op.loss, stream.logprobs[span]
-    sequences = _sequences(item, stream, span)
-    out = LOSSES[loss.name](logp, q, stream.advantages[span], stream.weights[span], sequences, **loss.params)
-    item.work.add({"loss:sum": float(out.total)} | out.metrics | _agreement(logp, q))
+def _add_loss(item: PassItem, batch: PackedBatch, span: slice, logp: Tensor, base: Tensor | None) -> Tensor:
+    """The loss of an item's tokens, with the KL penalty to ``base`` if the operation has one; adds its metrics."""
+    op, q, weights = item.queued.op, batch.logprobs[span], batch.weights[span]
+    trajectories = _trajectories(item, batch, span)
+    out = LOSSES[op.loss.name](logp, q, batch.advantages[span], weights, trajectories, **op.loss.params)
+    total, metrics = out.total, dict(out.metrics)
+    if base is not None and op.kl_weight:
+        penalty = kl_penalty(logp, base, weights)
+        total = total + op.kl_weight * penalty.total
+        metrics |= penalty.metrics
+    item.queued.add_metrics({"loss:sum": float(total.detach())} | metrics | _agreement(logp.detach(), q))
+    return total
 
 
 def _agreement(logp: Tensor, q: Tensor) -> dict[str, float]:
-    """How far the trainer's log-probabilities are from the engine's."""
+    """Differences between the trainer's log-probabilities and the engine's."""
     gap = logp - q
     return {
         "tokens": float(len(logp)),
@@ -177,30 +169,29 @@ def _agreement(logp: Tensor, q: Tensor) -> dict[str, float]:
     }
 
 
-def _sequences(item: PassItem, stream: PackedBatch, span: slice) -> Tensor:
+def _trajectories(item: PassItem, batch: PackedBatch, span: slice) -> Tensor:
     """Numbers from 0 for the trajectories of an item's loss tokens."""
-    counts = torch.tensor([len(unit.sources) for unit in item.units], device=stream.members.device)
-    most = max((max(unit.members, default=0) for unit in item.units), default=0) + 1
-    units = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
-    return (units * most + stream.members[span]).unique(return_inverse=True)[1]
+    counts = torch.tensor([len(group.sources) for group in item.groups], device=batch.members.device)
+    members = max((max(group.members, default=0) for group in item.groups), default=0) + 1
+    groups = torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+    return (groups * members + batch.members[span]).unique(return_inverse=True)[1]
 
 
 def _base_logprobs(
     decoder: Decoder,
     items: Sequence[PassItem],
-    spans: Sequence[slice],
+    loss_rows: Sequence[slice],
     logp: Tensor,
     temperatures: Tensor | None,
-    attention: Attention,
+    attention: AttentionFactory,
 ) -> Tensor:
-    """Like ``logp``, under the base model, where an operation's KL penalty needs it, zeros elsewhere: the decoder with
-    every adapter switched off."""
+    """Like ``logp``, under the base model, for operations with a KL penalty; zeros elsewhere."""
     base = torch.zeros_like(logp)
-    needed = [(item, span) for item, span in zip(items, spans, strict=True) if item.work.op.kl_weight]
+    needed = [(item, span) for item, span in zip(items, loss_rows, strict=True) if item.queued.op.kl_weight]
     if needed:
-        part = pack([unit for item, _ in needed for unit in item.units], decoder.device)
-        hidden = infer(decoder, part, attention(decoder, part), None)[part.rows]
+        batch = pack_groups([group for item, _ in needed for group in item.groups], decoder.device)
+        hidden = infer(decoder, batch, attention(decoder, batch), None)[batch.sources]
         rows = torch.cat([torch.arange(span.start, span.stop, device=decoder.device) for _, span in needed])
-        warmth = None if temperatures is None else temperatures[rows]
-        base[rows] = token_logprobs(decoder, hidden, part.targets, warmth, derivatives=False).logp
+        chosen = None if temperatures is None else temperatures[rows]
+        base[rows] = token_logprobs(decoder, hidden, batch.targets, chosen, derivatives=False).logp
     return base

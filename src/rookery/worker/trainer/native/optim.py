@@ -1,11 +1,11 @@
-"""One policy's training state: float32 masters, gradient and AdamW moments, each one flat vector.
+"""One policy's training state: float32 weights, gradient and AdamW moments, each one flat vector.
 
 Promises:
 
-* Masters, gradient and moments are float32 whatever the base model's type; the copies that meet the base's activations
-  are made from the masters after every step.
-* A step with a gradient that is not finite changes nothing. Nothing here reads another policy's state.
-* ``export`` is a snapshot: training may go on before it is written. ``PolicyState.load`` of what it wrote takes the
+* Weights, gradient and moments are float32 whatever the base model's dtype; the copies that multiply the base model's
+  activations are computed from the weights after every step.
+* A step with a gradient that is not finite changes nothing. No function here reads another policy's state.
+* ``export`` is a snapshot: training may continue before it is written. A state loaded from the written files takes the
   same next step, bit for bit.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -30,14 +30,15 @@ from rookery.worker.model.decoder import SITES, outputs_of
 STATE_FILE = "trainer_state.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
-_CLIP_GUARD = 1e-6
-"""Added to the norm before dividing by it, as ``torch.nn.utils.clip_grad_norm_`` does."""
+_CLIP_EPS = 1e-6
+"""Added to the norm before the division by it, as ``torch.nn.utils.clip_grad_norm_`` does."""
 
 
 @dataclass(frozen=True)
 class LoraPart:
-    """A slice of a site's LoRA. ``ranks`` are its rows of the site's A, ``outputs`` its rows of the base's output;
-    ``b`` [outputs, rank] the compute copy of B times the adapter's scale, ``d_b`` the float32 gradient of B."""
+    """LoRA of one part of a fused projection. ``ranks`` are its rows of the projection's stacked A, ``outputs`` its
+    columns of the base's output; ``b`` [outputs, rank] is the compute copy of B times the adapter's scale, ``d_b`` the
+    float32 gradient of B."""
 
     ranks: slice
     outputs: slice
@@ -47,7 +48,7 @@ class LoraPart:
 
 @dataclass(frozen=True)
 class LoraSite:
-    """All LoRAs of one fused projection: their A stacked [ranks, in] in the compute type, with its float32 gradient."""
+    """LoRAs of one fused projection: their A stacked [ranks, in] in the compute dtype, with its float32 gradient."""
 
     a: Tensor
     d_a: Tensor
@@ -55,34 +56,52 @@ class LoraSite:
 
 
 @dataclass(frozen=True)
-class Export:
-    """A version's files, not yet written: the adapter and (``moments``) the optimizer's state."""
+class AdapterExport:
+    """A version's files, not yet written: the adapter and, once a step was taken, the optimizer's ``moments``. See
+    :class:`~rookery.worker.trainer.base.Export`."""
 
     adapter: Adapter
-    moments: dict[str, Tensor]
-    step: int
-    base_model: str
+    moments: dict[str, Tensor] = field(default_factory=dict)
+    step: int = 0
+    base_model: str = ""
 
     @property
     def bytes(self) -> int:
-        """Of all tensors."""
+        """Size of all tensors."""
         weights = (tensor for pair in self.adapter.weights.values() for tensor in pair)
         return sum(tensor.nbytes for tensor in (*weights, *self.moments.values()))
 
     def write(self, folder: Path) -> list[str]:
-        """Writes into the existing ``folder``; returns the file names, sorted. Any thread may call it."""
+        """Write into the existing ``folder``; the file names, sorted. Any thread may call it."""
         write_adapter(folder, self.adapter, self.base_model)
         if self.moments:
-            # One entry: several are written in an order that differs from process to process, and so would the hash.
+            # One entry: the order of several differs between processes, and the file's hash with it.
             save_file(self.moments, folder / STATE_FILE, metadata={"step": str(self.step)})
         return sorted(path.name for path in folder.iterdir())
+
+    @classmethod
+    def read(cls, folder: Path, config: DecoderConfig) -> AdapterExport:
+        """From a PEFT folder, with the optimizer's state if it is there. Raises ``UserError``."""
+        adapter, moments, step = read_adapter(folder, config), {}, 0
+        path = folder / STATE_FILE
+        if path.exists():
+            try:
+                with safe_open(path, framework="pt") as file:
+                    step = int(file.metadata()["step"])
+                    moments = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            except (SafetensorError, KeyError, TypeError, ValueError) as error:
+                raise UserError(f"{path} does not fit its adapter: {error}") from None
+        return cls(adapter, moments, step)
 
 
 class PolicyState:
     """Flat float32 vectors with all A first, then all B, each in order of layer, site and part; ``sites[layer, site]``
     are views for the matmuls."""
 
-    def __init__(self, adapter: Adapter, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, export: AdapterExport, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+        """Equal to the state that was exported, without its gradient. Raises ``UserError`` for moments of another
+        shape."""
+        adapter = export.adapter
         self.rank, self.alpha, self.rslora, self.scale = adapter.rank, adapter.alpha, adapter.rslora, adapter.scale
         self._order = [
             (layer, part)
@@ -100,42 +119,22 @@ class PolicyState:
         tensors = [adapter.weights[key][side] for side in (0, 1) for key in self._order]
         self.masters = torch.cat([t.flatten().float() for t in tensors]).to(device)
         self.gradient, self.exp_avg, self.exp_avg_sq = (torch.zeros_like(self.masters) for _ in range(3))
-        self.step = 0
-        self.broken = False
+        self.step = export.step
+        self.nonfinite_loss = False
         """A loss of the present step was not finite."""
+        try:
+            for name in _MOMENTS if export.moments else ():
+                for key, view in self._named(getattr(self, name)):
+                    view.copy_(export.moments[f"{key}.{name}"])
+        except (KeyError, RuntimeError) as error:
+            raise UserError(f"the optimizer's state does not fit its adapter: {error}") from None
         self._split = sum(self._sizes[: len(self._order)])
         self._compute = torch.empty_like(self.masters, dtype=dtype)
         self.sites = self._views(config)
         self._refresh()
 
-    @classmethod
-    def load(cls, folder: Path, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> PolicyState:
-        """From a PEFT folder, with the trainer's state where it lies beside it. Raises ``UserError``."""
-        state = cls(read_adapter(folder, config), config, dtype, device)
-        path = folder / STATE_FILE
-        if path.exists():
-            try:
-                with safe_open(path, framework="pt") as file:
-                    state.step = int(file.metadata()["step"])
-                    for name in _MOMENTS:
-                        for key, view in state._named(getattr(state, name)):
-                            view.copy_(file.get_tensor(f"{key}.{name}"))
-            except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
-                raise UserError(f"{path} does not fit its adapter: {error}") from None
-        return state
-
-    @classmethod
-    def of(cls, export: Export, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> PolicyState:
-        """What :meth:`load` gives for the files of ``export``."""
-        state = cls(export.adapter, config, dtype, device)
-        state.step = export.step
-        for name in _MOMENTS if export.moments else ():
-            for key, view in state._named(getattr(state, name)):
-                view.copy_(export.moments[f"{key}.{name}"])
-        return state
-
-    def export(self, base_model: str = "") -> Export:
-        """A copy of masters and moments as they are now, in main memory: each vector comes in one piece."""
+    def export(self, base_model: str = "") -> AdapterExport:
+        """A copy of weights and moments as they are now, in main memory; each vector is copied at once."""
         weights: dict[tuple[int, str], list[Tensor]] = {}
         for key, view in self._named(self.masters.to("cpu", copy=True)):
             layer, part, _ = key.split(".")
@@ -152,27 +151,27 @@ class PolicyState:
             if self.step
             for key, view in self._named(getattr(self, name).to("cpu", copy=True))
         }
-        return Export(adapter, moments, self.step, base_model)
+        return AdapterExport(adapter, moments, self.step, base_model)
 
-    def zero(self) -> None:
-        """Drop the accumulated gradient, and with it what was wrong with it."""
+    def zero_grad(self) -> None:
+        """Clear the accumulated gradient and ``nonfinite_loss``."""
         self.gradient.zero_()
-        self.broken = False
+        self.nonfinite_loss = False
 
     def adamw(self, adam: protocol.Adam, scale: float = 1.0) -> dict[str, float]:
         """One step of AdamW (Loshchilov & Hutter, arXiv 1711.05101) on ``scale`` times the accumulated gradient, which
-        is dropped. ``grad_norm`` is the scaled one's norm before clipping; ``skipped`` is 1 if it, or a loss, was not
-        finite."""
+        is then cleared. ``grad_norm`` is the norm of the scaled gradient before clipping; ``skipped`` is 1 if it, or a
+        loss, was not finite."""
         self.gradient.mul_(scale)
         norm = float(torch.linalg.vector_norm(self.gradient))
-        skipped = self.broken or not math.isfinite(norm)
+        skipped = self.nonfinite_loss or not math.isfinite(norm)
         if not skipped:
             if adam.clip > 0:
-                self.gradient.mul_(min(1.0, adam.clip / (norm + _CLIP_GUARD)))
+                self.gradient.mul_(min(1.0, adam.clip / (norm + _CLIP_EPS)))
             self._apply(adam)
             self.step += 1
             self._refresh()
-        self.zero()
+        self.zero_grad()
         return {"grad_norm": norm, "lr": adam.lr, "skipped": float(skipped)}
 
     def _apply(self, adam: protocol.Adam) -> None:
@@ -194,12 +193,12 @@ class PolicyState:
         self.masters.grad = None
 
     def _refresh(self) -> None:
-        """Compute copies from the masters."""
+        """Compute copies of the weights."""
         self._compute[: self._split] = self.masters[: self._split]
         torch.mul(self.masters[self._split :], self.scale, out=self._compute[self._split :])
 
     def _named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """``layer.part.A`` and ``layer.part.B`` with their views of a flat vector."""
+        """(``layer.part.A`` or ``layer.part.B``, its view of a flat vector)."""
         for (name, shape), piece in zip(self._layout, flat.split(self._sizes), strict=True):
             yield name, piece.view(shape)
 
@@ -217,8 +216,8 @@ class PolicyState:
                 parts = []
                 for name, outputs in outputs_of(config, site).items():
                     if name in present:
-                        place = present.index(name)
-                        ranks = slice(place * self.rank, (place + 1) * self.rank)
+                        index = present.index(name)
+                        ranks = slice(index * self.rank, (index + 1) * self.rank)
                         key = f"{layer}.{name}.B"
                         parts.append(LoraPart(ranks, outputs, copies[key], gradients[key]))
                 sites[layer, site] = LoraSite(

@@ -1,20 +1,20 @@
-"""From units of trajectories to one flat stream of tokens, and to the blocks in which attention over it is computed.
+"""Packs groups of trajectories into one flat batch of tokens, and lays out attention over it.
 
 Promises:
 
-* Every token of a unit's prompt stands in the stream once, whatever the number of members; every member's tail follows
-  it. Tail tokens after the last one that carries loss are left out (nothing that is trained depends on them), and so is
-  the last one itself: it is predicted, never read.
-* The order of a batch is kept in ``Unit``'s loss tokens: members in order, tokens in order. A token carries loss where
-  its weight is not 0; the others are attended to like any other. A datum's targets keep their order, all of them.
-* A token attends to its own prompt and its own tail up to itself, to nothing else. Padding of a block repeats rows of
-  the same unit, so what is wrong in one unit (a NaN) cannot reach another.
+* A group's prompt is in the batch once, whatever the number of its members; every member's tail follows it. Tail tokens
+  after the last one that carries loss are omitted (no trained value depends on them), and so is the last one itself: it
+  is predicted, never read.
+* A group's loss tokens keep the order of the batch: members in order, tokens in order. A token carries loss if its
+  weight is not 0; the others are attended to as well. A datum's targets all keep their order.
+* A token attends to its own prompt and to its own tail up to itself, and to nothing else. Padding of an attention block
+  repeats rows of the same group, so a NaN in one group cannot reach another.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -27,16 +27,16 @@ PADDING_SHARE = 1.25
 """Sequences attend in one batch while padding them to the longest costs at most this factor: a batched product saves
 calls, a padded one wastes arithmetic; 25% is about where the two meet on short sequences."""
 
-BUNDLE_TOKENS = 64
-"""Members' tails of a unit attend together, padded to the longest. Tails above this length are sorted into bundles of
-like length first; below it the waste is smaller than another call."""
+PACK_TOKENS = 64
+"""Tails of a group attend together, padded to the longest. Tails above this length are sorted into packs of similar
+length first; below it the padding costs less than another call."""
 
 
 @dataclass(frozen=True)
 class PackedGroup:
-    """What one unit of the wire brings into a stream: ``prompt`` and the members' ``tails`` as they are read, and per
-    loss token: ``sources`` (index of the predicting token within [prompt, tail, tail, …]), ``targets``, the behaviour
-    log-probs, advantages, weights and the member it belongs to."""
+    """A ``SharedPrefixGroup`` or ``Datum`` ready to be packed: ``prompt`` and the members' ``tails`` as they are read,
+    and per loss token ``sources`` (index of the predicting token within [prompt, tail, tail, …]), ``targets``, the
+    behaviour log-probs, advantages, weights and the member it belongs to."""
 
     prompt: list[int]
     tails: list[list[int]]
@@ -49,33 +49,33 @@ class PackedGroup:
 
     @property
     def tokens(self) -> int:
-        """Tokens in the stream."""
+        """Tokens in the packed batch."""
         return len(self.prompt) + sum(map(len, self.tails))
 
-    def room(self, copied: float) -> float:
-        """Of memory, in tokens, where a key that is copied takes ``copied`` of a token: a GPU's attention copies a
-        prompt's for each of the members that share it."""
-        return self._room(self.tokens, len(self.tails), copied)
+    def memory(self, copied_key_share: float) -> float:
+        """Memory of a pass over the group, in tokens. A GPU's attention copies the prompt's keys for each member that
+        shares them; a copied key takes ``copied_key_share`` of a token."""
+        return self._memory(self.tokens, len(self.tails), copied_key_share)
 
-    def _room(self, tokens: int, members: int, copied: float) -> float:
-        """The same, of a piece with so many ``tokens`` and ``members``."""
-        return tokens + (copied * len(self.prompt) * members if members > 1 else 0.0)
+    def _memory(self, tokens: int, members: int, copied_key_share: float) -> float:
+        """The same for a piece with this many ``tokens`` and ``members``."""
+        return tokens + (copied_key_share * len(self.prompt) * members if members > 1 else 0.0)
 
     @classmethod
-    def from_wire(cls, unit: protocol.SharedPrefixGroup) -> PackedGroup:
-        """Raises ``ValueError`` for an empty prompt or lists of unlike length."""
-        if not unit.prompt:
-            raise ValueError("a unit needs a prompt of at least one token")
-        packed = cls(list(unit.prompt), [], [], [], [], [], [], [])
-        start = len(unit.prompt)
-        for number, member in enumerate(unit.members):
+    def from_group(cls, group: protocol.SharedPrefixGroup) -> PackedGroup:
+        """Raises ``ValueError`` for an empty prompt or lists of different lengths."""
+        if not group.prompt:
+            raise ValueError("a group needs a prompt of at least one token")
+        packed = cls(list(group.prompt), [], [], [], [], [], [], [])
+        start = len(group.prompt)
+        for number, member in enumerate(group.members):
             if not len(member.tokens) == len(member.logprobs) == len(member.advantages) == len(member.weights):
                 raise ValueError(f"member {number}: tokens, logprobs, advantages and weights differ in length")
             loss = [i for i, weight in enumerate(member.weights) if weight != 0]
             if not loss:
                 continue
             for i in loss:
-                packed.sources.append(start + i - 1 if i else len(unit.prompt) - 1)
+                packed.sources.append(start + i - 1 if i else len(group.prompt) - 1)
                 packed.targets.append(member.tokens[i])
                 packed.logprobs.append(member.logprobs[i])
                 packed.advantages.append(member.advantages[i])
@@ -87,8 +87,8 @@ class PackedGroup:
 
     @classmethod
     def from_datum(cls, datum: protocol.Datum) -> PackedGroup:
-        """Every target is a loss token, also one of weight 0: its log-probability is asked for. Tokens behind the last
-        row with a target are left out. Raises ``ValueError`` for lists of unlike length, or a row that is none."""
+        """Every target is a loss token, also one of weight 0: its log-probability is requested. Tokens after the last
+        row with a target are omitted. Raises ``ValueError`` for lists of different lengths or a row out of range."""
         lists = (datum.rows, datum.targets, datum.logprobs, datum.advantages, datum.weights)
         if len({len(values) for values in lists}) > 1:
             raise ValueError("a datum's rows, targets, logprobs, advantages and weights differ in length")
@@ -100,13 +100,13 @@ class PackedGroup:
             [0] * len(datum.rows),
         )  # fmt: skip
 
-    def split(self, most: int, room: float, copied: float) -> list[PackedGroup]:
-        """In pieces of consecutive members, each of one member or of at most ``most`` tokens that take at most ``room``
-        of memory, every one with the whole prompt. A trajectory stays whole, and a gradient is a sum: what is computed
-        is the same."""
+    def split(self, max_tokens: int, max_memory: float, copied_key_share: float) -> list[PackedGroup]:
+        """Pieces of consecutive members with the whole prompt each: of one member, or of at most ``max_tokens`` tokens
+        and ``max_memory`` (as :meth:`memory`). A trajectory stays whole and a gradient is a sum, so the result does not
+        change."""
 
         def fits(tokens: int, members: int) -> bool:
-            return tokens <= most and self._room(tokens, members, copied) <= room
+            return tokens <= max_tokens and self._memory(tokens, members, copied_key_share) <= max_memory
 
         if len(self.tails) < 2 or fits(self.tokens, len(self.tails)):
             return [self]
@@ -117,7 +117,7 @@ class PackedGroup:
                 tokens = len(self.prompt)
             tokens += len(tail)
         before = list(accumulate(map(len, self.tails), initial=0))
-        targets = list(accumulate(Counter(self.members).values(), initial=0))  # every tail has some, in its order
+        targets = list(accumulate(Counter(self.members).values(), initial=0))  # every tail has some, in order
         last = len(self.prompt) - 1
         pieces = []
         for first, end in pairwise([*edges, len(self.tails)]):
@@ -139,9 +139,9 @@ class PackedGroup:
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Attention of ``bundles × members`` padded tails of ``queries.shape[2]`` tokens, each over ``prefix`` shared keys
-    and its own tail. ``queries`` [bundles, members, tail] and ``keys`` [bundles, members, prefix + tail] are row
-    numbers of the stream; ``lengths`` [bundles, members] of real tails, ``prefixes`` [bundles] of real prefixes."""
+    """Attention of ``packs × members`` padded tails of ``queries.shape[2]`` tokens, each over ``prefix`` shared keys
+    and its own tail. ``queries`` [packs, members, tail] and ``keys`` [packs, members, prefix + tail] are row numbers of
+    the batch; ``lengths`` [packs, members] are those of real tails, ``prefixes`` [packs] of real prefixes."""
 
     prefix: int
     queries: Tensor
@@ -152,16 +152,16 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Units in one stream. ``spans[i]`` and ``loss_spans[i]`` are (start, stop) of unit i's rows and loss tokens.
-    ``rows`` [loss tokens] names the row whose output predicts each of ``targets``; ``members`` numbers trajectories
-    within their unit. ``blocks`` and ``sequences`` are two ways to say who attends to whom."""
+    """Groups in one flat batch. ``row_ranges[i]`` and ``loss_ranges[i]`` are (start, stop) of group i's rows and loss
+    tokens. ``sources`` [loss tokens] is the row whose output predicts each of ``targets``; ``members`` numbers
+    trajectories within their group. :meth:`blocks` and :meth:`spans` are two layouts of the same attention."""
 
     tokens: Tensor
     positions: Tensor
-    bundles: list[Pack]
-    spans: list[tuple[int, int]]
-    loss_spans: list[tuple[int, int]]
-    rows: Tensor
+    packs: list[Pack]
+    row_ranges: list[tuple[int, int]]
+    loss_ranges: list[tuple[int, int]]
+    sources: Tensor
     targets: Tensor
     logprobs: Tensor
     advantages: Tensor
@@ -169,18 +169,18 @@ class PackedBatch:
     members: Tensor
 
     def blocks(self) -> list[AttentionBlock]:
-        """Bundles of like shape side by side, padded."""
-        return _blocks(self.bundles, self.tokens.device)
+        """Packs of similar shape together, padded."""
+        return _blocks(self.packs, self.tokens.device)
 
-    def sequences(self) -> list[Span]:
-        """Every row in one part, in order of the rows; nothing is padded."""
-        parts = [Span(b.start, b.prefix, start, length) for b in self.bundles for start, length in b.tails]
-        return sorted(parts, key=lambda part: part.start)
+    def spans(self) -> list[Span]:
+        """Every row in one span, in order of the rows; nothing is padded."""
+        spans = [Span(pack.start, pack.prefix, start, length) for pack in self.packs for start, length in pack.tails]
+        return sorted(spans, key=lambda span: span.start)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Rows ``start`` … ``start + length - 1`` attend, causally, to ``prefix`` rows from ``shared`` on and to
+    """Rows ``start`` … ``start + length - 1`` attend, causally, to the ``prefix`` rows from ``shared`` on and to
     themselves."""
 
     shared: int
@@ -202,93 +202,90 @@ class Pack:
         return max(length for _, length in self.tails)
 
 
-def pack(units: Sequence[PackedGroup], device: torch.device | str = "cpu") -> PackedBatch:
-    """One stream of ``units`` in their order."""
+def pack_groups(groups: Sequence[PackedGroup], device: torch.device | str = "cpu") -> PackedBatch:
+    """One batch of ``groups`` in their order."""
     tokens: list[int] = []
     positions: list[int] = []
-    rows: list[int] = []
-    members: list[int] = []
-    spans, loss_spans, bundles = [], [], []
-    for unit in units:
-        start, prompt = len(tokens), len(unit.prompt)
-        tokens += unit.prompt
+    sources: list[int] = []
+    row_ranges, loss_ranges, packs = [], [], []
+    for group in groups:
+        start, prompt = len(tokens), len(group.prompt)
+        tokens += group.prompt
         positions += range(prompt)
         tails = []
-        for tail in unit.tails:
+        for tail in group.tails:
             if tail:
                 tails.append((len(tokens), len(tail)))
             tokens += tail
             positions += range(prompt, prompt + len(tail))
-        if len(unit.tails) == 1:
-            bundles.append(Pack(start, 0, [(start, len(tokens) - start)]))
+        if len(group.tails) == 1:
+            packs.append(Pack(start, 0, [(start, len(tokens) - start)]))
         else:
-            bundles.append(Pack(start, 0, [(start, prompt)]))
-            bundles += [Pack(start, prompt, part) for part in _alike(tails)]
-        loss_spans.append((len(rows), len(rows) + len(unit.sources)))
-        rows += [start + source for source in unit.sources]
-        members += unit.members
-        spans.append((start, len(tokens)))
+            packs.append(Pack(start, 0, [(start, prompt)]))
+            packs += [Pack(start, prompt, alike) for alike in _by_length(tails)]
+        loss_ranges.append((len(sources), len(sources) + len(group.sources)))
+        sources += [start + source for source in group.sources]
+        row_ranges.append((start, len(tokens)))
 
-    def floats(name: str) -> Tensor:
-        return torch.tensor([x for unit in units for x in getattr(unit, name)], dtype=torch.float32, device=device)
+    def tensor(values: Iterable[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(list(values), dtype=dtype, device=device)
 
     return PackedBatch(
-        tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
-        positions=torch.tensor(positions, dtype=torch.int64, device=device),
-        bundles=bundles,
-        spans=spans,
-        loss_spans=loss_spans,
-        rows=torch.tensor(rows, dtype=torch.int64, device=device),
-        targets=torch.tensor([t for unit in units for t in unit.targets], dtype=torch.int64, device=device),
-        logprobs=floats("logprobs"),
-        advantages=floats("advantages"),
-        weights=floats("weights"),
-        members=torch.tensor(members, dtype=torch.int64, device=device),
+        tokens=tensor(tokens, torch.int64),
+        positions=tensor(positions, torch.int64),
+        packs=packs,
+        row_ranges=row_ranges,
+        loss_ranges=loss_ranges,
+        sources=tensor(sources, torch.int64),
+        targets=tensor((target for group in groups for target in group.targets), torch.int64),
+        logprobs=tensor(value for group in groups for value in group.logprobs),
+        advantages=tensor(value for group in groups for value in group.advantages),
+        weights=tensor(value for group in groups for value in group.weights),
+        members=tensor((member for group in groups for member in group.members), torch.int64),
     )
 
 
-def _alike(tails: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Tails of one unit in bundles of like length."""
-    parts: list[list[tuple[int, int]]] = []
-    for tail in sorted(tails, key=lambda t: -t[1]):
-        longest = parts[-1][0][1] if parts else 0
-        if parts and (longest <= BUNDLE_TOKENS or longest <= PADDING_SHARE * tail[1]):
-            parts[-1].append(tail)
+def _by_length(tails: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Tails of one group, in lists of similar length."""
+    lists: list[list[tuple[int, int]]] = []
+    for tail in sorted(tails, key=lambda tail: -tail[1]):
+        longest = lists[-1][0][1] if lists else 0
+        if lists and (longest <= PACK_TOKENS or longest <= PADDING_SHARE * tail[1]):
+            lists[-1].append(tail)
         else:
-            parts.append([tail])
-    return parts
+            lists.append([tail])
+    return lists
 
 
-def _blocks(bundles: list[Pack], device: torch.device | str) -> list[AttentionBlock]:
-    """Bundles of like shape side by side. Blocks without a prefix come first: they are the ones in which every prompt
-    attends to itself."""
-    groups: list[list[Pack]] = []
-    for bundle in sorted(bundles, key=lambda b: (b.prefix > 0, -len(b.tails), -b.longest - b.prefix, -b.prefix)):
-        if groups and _fits(groups[-1], bundle):
-            groups[-1].append(bundle)
+def _blocks(packs: list[Pack], device: torch.device | str) -> list[AttentionBlock]:
+    """Packs of similar shape together. Blocks without a prefix come first: in them every prompt attends to itself."""
+    blocks: list[list[Pack]] = []
+    for pack in sorted(packs, key=lambda p: (p.prefix > 0, -len(p.tails), -p.longest - p.prefix, -p.prefix)):
+        if blocks and _fits(blocks[-1], pack):
+            blocks[-1].append(pack)
         else:
-            groups.append([bundle])
-    return [_block(group, device) for group in groups]
+            blocks.append([pack])
+    return [_block(block, device) for block in blocks]
 
 
-def _fits(group: list[Pack], bundle: Pack) -> bool:
-    """Whether padding ``group`` and ``bundle`` to one shape stays within bounds; a prefix may stand in a block once."""
-    first = group[0]
-    if (bundle.prefix > 0) != (first.prefix > 0) or len(bundle.tails) != len(first.tails):
+def _fits(block: list[Pack], pack: Pack) -> bool:
+    """Whether padding ``block`` and ``pack`` to one shape stays within bounds; a prefix is in a block at most once."""
+    first = block[0]
+    if (pack.prefix > 0) != (first.prefix > 0) or len(pack.tails) != len(first.tails):
         return False
-    if bundle.prefix and any(other.start == bundle.start for other in group):
+    if pack.prefix and any(other.start == pack.start for other in block):
         return False
-    together = [*group, bundle]
-    prefix, tail = max(b.prefix for b in together), max(b.longest for b in together)
-    real = sum((b.prefix + b.longest) * b.longest for b in together)
+    together = [*block, pack]
+    prefix, tail = max(p.prefix for p in together), max(p.longest for p in together)
+    real = sum((p.prefix + p.longest) * p.longest for p in together)
     return len(together) * (prefix + tail) * tail <= PADDING_SHARE * real
 
 
-def _block(group: list[Pack], device: torch.device | str) -> AttentionBlock:
-    prefix, tail = max(b.prefix for b in group), max(b.longest for b in group)
-    starts = torch.tensor([b.start for b in group]).view(-1, 1, 1)
-    prefixes = torch.tensor([b.prefix for b in group])
-    tails = torch.tensor([b.tails for b in group])  # [bundles, members, (start, length)]
+def _block(packs: list[Pack], device: torch.device | str) -> AttentionBlock:
+    prefix, tail = max(pack.prefix for pack in packs), max(pack.longest for pack in packs)
+    starts = torch.tensor([pack.start for pack in packs]).view(-1, 1, 1)
+    prefixes = torch.tensor([pack.prefix for pack in packs])
+    tails = torch.tensor([pack.tails for pack in packs])  # [packs, members, (start, length)]
     lengths = tails[:, :, 1]
     queries = tails[:, :, :1] + torch.minimum(torch.arange(tail), lengths[:, :, None] - 1)
     shared = starts + torch.minimum(torch.arange(prefix), (prefixes.view(-1, 1, 1) - 1).clamp(min=0))

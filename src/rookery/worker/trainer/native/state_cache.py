@@ -1,45 +1,41 @@
-"""States of policies that are not in training now, in main memory: coming back costs a copy instead of a transfer.
+"""Training states of policies that are not in training now, kept in main memory.
 
-* A state is kept under the hash of the version that it is: whoever goes on from that version gets it, bit for bit what
-  the version's files would give.
-* At most so many bytes are kept, those used least recently go first. Nothing is lost by that: a version is durable.
+A policy that returns to training costs a copy instead of a transfer.
+
+* A state is kept under the hash of its version. A restored state equals, bit for bit, the one loaded from the version's
+  files.
+* The total size is bounded; the least recently used states are evicted first. Nothing is lost: a version is durable.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from cachetools import LRUCache
 
-from rookery.worker.trainer.native.optim import Export
+from rookery.worker.trainer.native.optim import AdapterExport
 
 
 class TrainerStateCache:
-    def __init__(self, cap_bytes: int) -> None:
-        self._cap = cap_bytes
-        self._kept: OrderedDict[str, Export] = OrderedDict()
-        self.bytes = 0
+    """Version hash → state. Belongs to the trainer's thread."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self._states: LRUCache[str, AdapterExport] = LRUCache(capacity_bytes, getsizeof=lambda state: state.bytes)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._states)
 
-    def put(self, version: str, state: Export) -> None:
-        """Keep ``state``, which is the version with this hash."""
-        self.discard(version)
-        self._kept[version] = state
-        self.bytes += state.bytes
-        while self.bytes > self._cap:
-            self.discard(next(iter(self._kept)))
+    @property
+    def bytes(self) -> int:
+        """Of all states."""
+        return int(self._states.currsize)
 
-    def pop(self, version: str) -> Export | None:
-        """What is kept of the version; it is the caller's from now on."""
-        state = self._kept.pop(version, None)
-        if state is not None:
-            self.bytes -= state.bytes
-        return state
+    def put(self, version: str, state: AdapterExport) -> None:
+        """Keep ``state``, unless it alone exceeds the capacity."""
+        if state.bytes <= self._states.maxsize:
+            self._states[version] = state
 
-    def discard(self, version: str) -> None:
-        """Nobody will go on from it."""
-        self.pop(version)
+    def pop(self, version: str) -> AdapterExport | None:
+        """Remove and return the version's state; None if it is not here."""
+        return self._states.pop(version, None)
 
     def clear(self) -> None:
-        self._kept.clear()
-        self.bytes = 0
+        self._states.clear()

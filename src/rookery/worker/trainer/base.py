@@ -1,0 +1,122 @@
+"""The protocol between a worker and a trainer, and the values that cross it.
+
+A trainer differentiates the base model's adapters for many policies at once. It holds the training state of each policy
+(weights, gradient, optimizer moments), runs queued operations in bounded slices and returns their results. It names
+policies, leases and versions only; how it packs, shards or places tensors is its own concern, so a trainer over several
+processes fits behind the same protocol.
+
+Rules for every implementation:
+
+* A policy's operations run in the order in which they were queued. A slice may serve several policies.
+* An operation runs only on the state that it names: (policy, lease, parent version, steps since). Otherwise its result
+  has category ``stale``. So has an optimizer step whose gradient misses an operation that failed or was cancelled.
+* An error of one policy's operation is the result of that operation. A loss or gradient that is not finite skips that
+  policy's step and changes no other policy.
+* All methods belong to one thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from rookery import protocol
+
+
+class Export(Protocol):
+    """A snapshot of one version, not yet written: training may continue before :meth:`write` is called."""
+
+    def write(self, folder: Path) -> list[str]:
+        """Write the version's files into the existing ``folder``; returns their names, sorted. Any thread may call
+        it."""
+        ...
+
+
+@dataclass(frozen=True)
+class TrainerResult:
+    """Result of one operation, with the fields of ``protocol.OperationDone``; ``export`` is set if a commit must be
+    written and uploaded."""
+
+    op: str
+    error: str = ""
+    category: Literal["", "stale", "failed", "lost"] = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    logprobs: bytes = b""
+    export: Export | None = None
+
+
+class Trainer(Protocol):
+    """One worker's trainer."""
+
+    trained: int
+    """Tokens trained on so far; a shared prompt counts once per pass."""
+
+    @property
+    def pending(self) -> int:
+        """Operations that are queued or partly done."""
+        ...
+
+    # --- training state of a policy ---------------------------------------------------------------------------------
+
+    def initial_version(self, op: protocol.InitAdapter, source: Path | None) -> Export:
+        """Version 0 of a policy: new weights, or those of the version in the folder ``source``. Raises ``UserError`` if
+        ``source`` does not fit the request."""
+        ...
+
+    def holds(self, policy: str, lease: int, parent_hash: str, steps: int) -> bool:
+        """Whether an operation that names this state can be queued now; queued optimizer steps count as taken."""
+        ...
+
+    def load(self, policy: str, lease: int, parent: protocol.AdapterRef, folder: Path) -> None:
+        """Hold ``policy`` in the state of the version in ``folder``, without a gradient. Raises ``UserError`` for files
+        that do not fit the base model or exceed the trainer's limits."""
+        ...
+
+    def restore(self, policy: str, lease: int, parent: protocol.AdapterRef) -> bool:
+        """:meth:`load` from the offloaded state of that version; False if there is none."""
+        ...
+
+    def offload(self, policy: str) -> None:
+        """:meth:`evict`, but keep the state for :meth:`restore` if it is a committed version: steps since then are
+        lost, and so is a gradient."""
+        ...
+
+    def evict(self, policy: str) -> None:
+        """Delete the policy's state; its queued operations get results of category ``lost``."""
+        ...
+
+    def discard_offloaded(self, parent_hash: str) -> None:
+        """Delete the offloaded state of that version, if any."""
+        ...
+
+    def clear_offloaded(self) -> None:
+        """Delete all offloaded states."""
+        ...
+
+    def mark_committed(self, policy: str, lease: int, ref: protocol.AdapterRef) -> None:
+        """The last export of ``policy`` is the version ``ref`` from now on. Operations may still name its parent."""
+        ...
+
+    # --- operations -------------------------------------------------------------------------------------------------
+
+    def forward_backward(self, op: protocol.ForwardBackward, batch: protocol.TrainingBatch) -> None:
+        """Queue a pass: gradients add up in the policy's state, or, with ``op.forward_only``, log-probabilities are
+        returned and the state does not change."""
+        ...
+
+    def optim_step(self, op: protocol.OptimStep) -> None:
+        """Queue an optimizer step; with ``op.commit`` its result has an :class:`Export` of the state after it."""
+        ...
+
+    def cancel(self, op: str) -> None:
+        """Abandon a queued or partly done operation; it gets no result."""
+        ...
+
+    def step(self) -> bool:
+        """Run one bounded slice; False if nothing is queued."""
+        ...
+
+    def drain(self) -> list[TrainerResult]:
+        """Results since the last call, in order."""
+        ...

@@ -1,0 +1,80 @@
+"""LoRA of every policy in a packed batch, and its gradients.
+
+Promises: each policy's rows are multiplied by its own weights only, forward and backward. Its weight gradients are
+added to its own float32 vectors as a side effect of the backward pass; they are no inputs of autograd, which would
+create, sum and keep a tensor per weight and pass. One autograd node per projection serves all policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rookery.worker.trainer.native.optim import LoraSite, PolicyState
+
+
+@dataclass(frozen=True)
+class PolicyRows:
+    """Rows ``start`` … ``stop - 1`` of the batch belong to ``policy``."""
+
+    start: int
+    stop: int
+    policy: PolicyState
+
+
+class _AddLora(torch.autograd.Function):
+    """y + B A x, in place, at the projection ``key`` (layer, site). ``anchor`` is any tensor that requires a gradient:
+    the first layer's x does not."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, y: Tensor, anchor: Tensor, policies: Sequence[PolicyRows], key: tuple[int, str]
+    ) -> Tensor:
+        inner = []
+        ctx.rows = [(slice(p.start, p.stop), p.policy.sites[key], p.policy.scale) for p in policies]
+        for rows, site, _ in ctx.rows:
+            h = x[rows] @ site.a.t()
+            for part in site.parts:
+                y[rows, part.outputs].addmm_(h[:, part.ranks], part.b.t())
+            inner.append(h)
+        ctx.save_for_backward(x, *inner)
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
+        x, *inner = ctx.saved_tensors
+        (d_y,) = gradients
+        needed = ctx.needs_input_grad[0]
+        covered = sum(rows.stop - rows.start for rows, _, _ in ctx.rows) == len(x)
+        d_x = (torch.empty_like(x) if covered else torch.zeros_like(x)) if needed else None
+        site: LoraSite
+        for (rows, site, scale), h in zip(ctx.rows, inner, strict=True):
+            d_rows = d_y[rows]
+            d_h = torch.empty_like(h)
+            for part in site.parts:
+                d_part = d_rows[:, part.outputs]
+                torch.mm(d_part, part.b, out=d_h[:, part.ranks])
+                part.d_b.add_(d_part.t() @ h[:, part.ranks], alpha=scale)
+            site.d_a.add_(d_h.t() @ x[rows])
+            if d_x is not None:
+                torch.mm(d_h, site.a, out=d_x[rows])
+        return d_x, d_y, None, None, None
+
+
+class PackedLora:
+    """The ``Lora`` of a packed batch."""
+
+    def __init__(self, policies: Sequence[PolicyRows]) -> None:
+        self._policies = policies
+        device = policies[0].policy.masters.device if policies else None
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+
+    def __call__(self, layer: int, site: str, x: Tensor, y: Tensor) -> Tensor:
+        """See ``Lora``; ``y`` is changed in place. Rows of policies without this projection keep the base's output."""
+        present = [rows for rows in self._policies if (layer, site) in rows.policy.sites]
+        return _AddLora.apply(x, y, self._anchor, present, (layer, site)) if present else y
