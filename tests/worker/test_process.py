@@ -561,7 +561,9 @@ NO_ROOM = "Error while serializing: I/O error: No space left on device (os error
         (RuntimeError("shapes do not match"), "failed"),
     ],
 )
-async def test_fault_of_the_worker_is_lost_and_fault_of_the_operation_is_failed(error: Exception, category: str) -> None:
+async def test_fault_of_the_worker_is_lost_and_fault_of_the_operation_is_failed(
+    error: Exception, category: str
+) -> None:
     """An operation that failed ends its job; one that was lost goes to another worker, and pauses the job at last."""
 
     class Troubled:
@@ -576,9 +578,7 @@ async def test_fault_of_the_worker_is_lost_and_fault_of_the_operation_is_failed(
         answers.append((op, told["category"]))
 
     operations = TrainingOps(Troubled(), None, answer)  # type: ignore[arg-type]
-    operations.start(
-        protocol.InitAdapter(op="i", policy="p", rank=4, alpha=8.0, targets=["q"], seed=1, commit="u")
-    )
+    operations.start(protocol.InitAdapter(op="i", policy="p", rank=4, alpha=8.0, targets=["q"], seed=1, commit="u"))
     await eventually(lambda: bool(answers))
     assert answers == [("i", category)]
     assert operations.failed == 1
