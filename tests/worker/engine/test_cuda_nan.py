@@ -31,12 +31,12 @@ from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.grouped_lora import Product, batched, grouped
 from rookery.worker.model.lora import LoraBank
 from rookery.worker.model.weights import fuse
+from rookery.worker.trainer.native.attention import VarlenAttention
 from rookery.worker.trainer.native.backbone import forward
-from rookery.worker.trainer.native.lora import PackedLora, PolicyRows
 from rookery.worker.trainer.native.loss_head import token_logprobs
-from rookery.worker.trainer.native.optim import PolicyState
-from rookery.worker.trainer.native.packing import PackedGroup, pack
-from rookery.worker.trainer.native.varlen_attention import VarlenAttention
+from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
+from rookery.worker.trainer.native.packed_lora import PackedLora, PolicyRows
+from rookery.worker.trainer.native.packing import PackedGroup, pack_groups
 
 DTYPE = torch.bfloat16
 EVERY = ["q", "k", "v", "o", "gate", "up", "down"]
@@ -138,19 +138,21 @@ def _bank(decoder: Decoder) -> LoraBank:
 def _trains(decoder: Decoder) -> None:
     """A packed pass of two policies forward and back, its layers kept and computed twice."""
     some, all_of_them = (
-        PolicyState(init_adapter(decoder.config, rank, 16.0, sites, rank), decoder.config, DTYPE, decoder.device)
+        PolicyState(
+            AdapterExport(init_adapter(decoder.config, rank, 16.0, sites, rank)), decoder.config, DTYPE, decoder.device
+        )
         for rank, sites in ((8, ["q", "v", "o", "down"]), (16, EVERY))
     )
-    stream = pack([_unit(7, [5, 9, 1]), _unit(1, [12]), _unit(11, [7, 2])], decoder.device)
-    (first, _), (_, second), (third, end) = stream.spans
+    stream = pack_groups([_unit(7, [5, 9, 1]), _unit(1, [12]), _unit(11, [7, 2])], decoder.device)
+    (first, _), (_, second), (third, end) = stream.row_ranges
     for recompute in (False, True):
         lora = PackedLora([PolicyRows(first, second, some), PolicyRows(third, end, all_of_them)])
         attend = VarlenAttention(decoder, stream)
         passed = forward(decoder, stream, attend, lora, recompute=recompute)
-        scores = token_logprobs(decoder, passed.hidden[stream.rows], stream.targets, None, derivatives=True)
+        scores = token_logprobs(decoder, passed.hidden[stream.sources], stream.targets, None, derivatives=True)
         assert scores.slopes is not None
         back = torch.zeros(passed.hidden.shape, dtype=scores.slopes.dtype, device=decoder.device)
-        passed.backward(back.index_add_(0, stream.rows, scores.slopes).to(DTYPE))
+        passed.backward(back.index_add_(0, stream.sources, scores.slopes).to(DTYPE))
 
 
 def _unit(prompt: int, tails: list[int]) -> PackedGroup:
