@@ -4,16 +4,21 @@
   and with seeded ids. :class:`SystemClock` and :class:`RandomIds` are the ones that a service uses.
 * :func:`wait_event` waits for an event with a timeout and never loses a cancellation that arrives in the same moment as
   the event or the timeout. ``asyncio.wait_for`` loses it before Python 3.12.
+* :func:`die_with_parent` ends a child process with its parent, also after ``kill -9``: the kernel closes the pipe
+  between them.
 * :class:`Signal` wakes any number of waiters. :class:`TaskGroup` cancels its tasks in the order in which they started.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import random
+import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 
@@ -119,3 +124,15 @@ class TaskGroup(asyncio.TaskGroup):
     def __init__(self) -> None:
         super().__init__()
         self._tasks = _OrderedTasks()  # type: ignore[assignment]
+
+
+def die_with_parent(end: Callable[[], None]) -> None:
+    """Calls ``end`` in a thread when standard input ends: the parent process holds its other end."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):  # closed from the start: there is no parent
+            while os.read(0, 4096):
+                pass
+        end()
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()

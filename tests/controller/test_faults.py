@@ -271,7 +271,7 @@ def test_a_folder_that_is_no_model_and_a_type_that_is_not_supported_are_refused(
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "config.json").write_text('{"model_type": ')
     expected = {
-        str(tmp_path / "empty"): "is no model: it has no config.json",
+        str(tmp_path / "empty"): "is not a model: it has no config.json",
         str(tmp_path / "strange"): "has model_type 'mamba', which is not supported; supported: llama, mistral",
         str(tmp_path / "torn"): "is not JSON",
         str(tmp_path / "gone"): "is not a folder on this machine",

@@ -14,10 +14,10 @@ import signal
 import sys
 from functools import partial
 
+from rookery.aio import die_with_parent
 from rookery.environments.builtins import BUILTINS
 from rookery.environments.host import Host
 from rookery.errors import UserError
-from rookery.parent import die_with_parent
 from rookery.settings import TOKEN_VARIABLE, token_of
 
 

@@ -25,7 +25,7 @@ class Choice:
         self.index = index
         self.prompt = prompt
         self.seed = seed
-        self.text = StreamingText(prompt.chat.pieces, stops)
+        self.text = StreamingText(prompt.chat.token_bytes, stops)
         self.reply = SamplingResult()
         self.ids_sent = 0
         self.logprobs_sent = 0
@@ -126,7 +126,7 @@ class ChatFormat(ResponseFormat):
             return None
         entries = []
         for number in self._next_logprobs(choice):
-            data = choice.prompt.chat.pieces.written(choice.reply.tokens[number])
+            data = choice.prompt.chat.token_bytes.written(choice.reply.tokens[number])
             entries.append({
                 "token": _token_text(data), "bytes": list(data), "logprob": choice.reply.logprobs[number],
                 "top_logprobs": [],
@@ -154,7 +154,7 @@ class TextFormat(ResponseFormat):
         if not self._logprobs:
             return None
         shown = self._next_logprobs(choice)
-        written = [choice.prompt.chat.pieces.written(choice.reply.tokens[number]) for number in shown]
+        written = [choice.prompt.chat.token_bytes.written(choice.reply.tokens[number]) for number in shown]
         return {
             "tokens": [_token_text(data) for data in written],
             "token_logprobs": [choice.reply.logprobs[number] for number in shown],

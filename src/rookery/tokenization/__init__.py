@@ -1,1 +1,1 @@
-"""Text without torch: which base models there are, their chat templates, their tokenizers."""
+"""Base models by name, their chat templates and tokenizers, without torch."""

@@ -1,12 +1,12 @@
-"""Messages to tokens and back, for one base model, without torch or transformers.
+"""Chat template and tokenizer of one base model: messages to tokens and back, without torch or transformers.
 
 Promises:
 
 * ``render``, ``prompt``, ``encode`` and ``decode`` give what transformers' ``apply_chat_template``, tokenizer call
   (without special tokens) and ``decode(skip_special_tokens=True)`` give for the same folder.
-* Tokens in, tokens out: ``extend`` only ever appends to the tokens that were sampled. Where the template would write
-  the conversation so far differently from what stands in those tokens, it says so (None) instead of guessing.
-* A template is text from wherever the model came from, so it runs in jinja2's sandbox.
+* Tokens in, tokens out: ``extend`` only appends to the sampled tokens. Where the template would write the conversation
+  so far differently, it returns None instead of guessing.
+* A template is untrusted text, so it runs in jinja2's sandbox.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Message = Mapping[str, str]
 """``{"role": …, "content": …}``."""
 
 _SENTINEL = "\ue000reply\ue001"
-"""Stands for the reply when asking a template what it writes around one: private-use characters, no white space."""
+"""Placeholder for the reply, to find out what a template writes around one: private-use characters, no white space."""
 
 
 class Chat:
@@ -47,13 +47,13 @@ class Chat:
         context: int,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """``special`` are the named tokens that a template may mention (``bos_token`` …), ``ends`` the token ids that
-        the model's configuration says end a text, ``context`` the longest sequence in tokens, ``now`` the wall clock
-        for templates that write today's date. Raises :class:`UserError` for a template that does not work."""
+        """``special`` are the named tokens that a template may use (``bos_token`` …), ``ends`` the end-of-text token
+        ids of the model's configuration, ``context`` the longest sequence in tokens, ``now`` the wall clock for
+        templates that write the date. Raises :class:`UserError` for an invalid template."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self.pieces = TokenBytes(tokenizer)
+        self.token_bytes = TokenBytes(tokenizer)
         """The bytes of single tokens."""
         self._special = dict(special)
         self._added = tokenizer.get_added_tokens_decoder()
@@ -63,7 +63,7 @@ class Chat:
             raise UserError(f"the model's chat template is not valid: {_one_line(error)}") from None
         self.context = context
         self.stop_tokens = sorted({*ends, *self._turn_end()})
-        """Token ids that end a reply: the configured ends of text and the one that the template ends a reply with."""
+        """Token ids that end a reply: the configured ones and the one that the template writes after a reply."""
 
     @classmethod
     def load(cls, folder: Path, now: Callable[[], datetime] = datetime.now) -> Chat:
@@ -74,7 +74,7 @@ class Chat:
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the tokenizers library raises bare Exception
-            raise UserError(f"{path} is no tokenizer: {_one_line(error)}") from None
+            raise UserError(f"{path} is not a tokenizer: {_one_line(error)}") from None
         settings = _object(folder / "tokenizer_config.json")
         special = _named_tokens({**_object(folder / "special_tokens_map.json"), **settings})
         config, generation = _object(folder / "config.json"), _object(folder / "generation_config.json")
@@ -83,21 +83,21 @@ class Chat:
             ends.append(end)
         context = config.get("max_position_embeddings")
         if not isinstance(context, int) or context <= 0:
-            raise UserError(f"{folder / 'config.json'} does not say max_position_embeddings")
+            raise UserError(f"{folder / 'config.json'} has no max_position_embeddings")
         return cls(tokenizer, _template_of(folder, settings), special=special, ends=ends, context=context, now=now)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text as it stands: nothing is put before or after it."""
+        """Token ids of a text, without added special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of token ids; special tokens (end of turn and the like) are left out."""
+        """The text of token ids without special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The conversation as the model reads it, up to where its reply begins.
+        """The conversation as the model reads it, up to the start of its reply.
 
-        Raises :class:`UserError` where the template refuses these messages (roles that it does not know, no user…).
+        Raises :class:`UserError` if the template refuses these messages (unknown roles, no user message …).
         """
         if not messages:
             raise UserError("a conversation needs at least one message")
@@ -126,12 +126,12 @@ class Chat:
         reply_tokens: Sequence[int],
         new_messages: Sequence[Message],
     ) -> list[int] | None:
-        """The next turn's prompt, beginning with ``tokens`` exactly, or None where the template would not do that.
+        """The next turn's prompt, which starts with exactly ``tokens``, or None if the template would rewrite them.
 
         ``tokens`` is the sequence so far, ending in ``reply_tokens``, whose text is ``reply_text``; ``messages`` are
-        those before the reply, ``new_messages`` those after it. White space that a template trims around a reply is no
-        obstacle: the sampled tokens stay. None: the template drops or rewrites earlier text (thinking of past turns,
-        for one), or the reply ended with a token that the template does not write there.
+        those before the reply, ``new_messages`` those after it. White space that a template trims around a reply does
+        not matter: the sampled tokens stay. None means that the template drops or rewrites earlier text (such as the
+        reasoning of past turns), or that the reply ended with a token that the template does not write there.
         """
         before = self.render(messages)
         reply = {"role": "assistant", "content": reply_text}
@@ -139,8 +139,8 @@ class Chat:
         _, found, rest = self.render([*messages, {**reply, "content": _SENTINEL}, *new_messages]).rpartition(_SENTINEL)
         if not found or not rest or not (after.startswith(before) and after.endswith(rest)):
             return None
-        said = after[len(before) : len(after) - len(rest)]
-        if len(before) + len(rest) > len(after) or said.strip() != reply_text.strip():
+        written = after[len(before) : len(after) - len(rest)]
+        if len(before) + len(rest) > len(after) or written.strip() != reply_text.strip():
             return None
         tail = self._encode_tail(after, len(after) - len(rest))
         if reply_tokens and reply_tokens[-1] in self.stop_tokens:
@@ -150,7 +150,7 @@ class Chat:
         return [*tokens, *tail]
 
     def _encode_tail(self, text: str, start: int) -> list[int]:
-        """Token ids of ``text[start:]`` as they are within ``text``; read alone where a token straddles the cut."""
+        """Token ids of ``text[start:]`` within ``text``; encoded separately where a token straddles ``start``."""
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         if any(first < start < last for first, last in encoding.offsets):
             return self.encode(text[start:])
@@ -165,7 +165,8 @@ class Chat:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %} … {% endgeneration %}`` marks the assistant's text in some templates: it renders as it is."""
+    """``{% generation %} … {% endgeneration %}`` marks the assistant's text in some templates; it renders its
+    content."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
 
@@ -175,7 +176,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
-    """The environment for which chat templates are written (as transformers documents it)."""
+    """The jinja2 environment that chat templates expect, as transformers documents it."""
 
     def raise_exception(message: str) -> NoReturn:
         raise jinja2.TemplateError(message)
@@ -187,7 +188,7 @@ def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # jinja2's own filter escapes HTML, which would change what the model reads.
+        # jinja2's own filter escapes HTML, which would change the model's input
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
@@ -200,9 +201,9 @@ def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
 
 
 def _template_of(folder: Path, settings: Mapping[str, Any]) -> str:
-    beside = folder / "chat_template.jinja"
-    if beside.is_file():
-        return beside.read_text(encoding="utf-8")
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
     template = settings.get("chat_template")
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
@@ -212,7 +213,7 @@ def _template_of(folder: Path, settings: Mapping[str, Any]) -> str:
 
 
 def _named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """``bos_token`` and its kin; each is written as a string or as an object with ``content``."""
+    """Tokens such as ``bos_token``; each is a string or an object with ``content``."""
     named = {}
     for key, value in settings.items():
         if key.endswith("_token"):

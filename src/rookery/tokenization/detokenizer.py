@@ -1,9 +1,13 @@
-"""The bytes of single tokens, and the text of an answer while its tokens come.
+"""Detokenization: the bytes of single tokens, and the text of an answer while its tokens arrive.
 
 Promises:
 
-* Joined, the bytes of an answer's tokens are its text in UTF-8, as the tokenizer decodes it without special tokens.
-* Text is shown in whole characters, never taken back, and never beyond a stop string.
+* The joined bytes of an answer's tokens are its text in UTF-8, as the tokenizer decodes it without special tokens.
+* Text is released in whole characters, never taken back, and never beyond a stop string.
+
+``tokenizers.decoders.DecodeStream`` gives neither the bytes of a token, which the OpenAI API returns with
+log-probabilities, nor the offset of each token, nor the end of a text that stops within a character; the classes here
+give all three.
 """
 
 from __future__ import annotations
@@ -17,18 +21,18 @@ from typing import Any
 from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""How tokenizers with byte fallback write a byte that belongs to no token."""
+"""A byte without a token of its own, as tokenizers with byte fallback write it."""
 
 _IDS = range(1 << 32)
-"""What can be a token's id: the library cannot even be asked about other numbers."""
+"""Valid ids for the library; it raises for other numbers."""
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""How the same tokenizers write a space."""
+"""A space, as the same tokenizers write it."""
 
 
 class TokenBytes:
-    """The bytes of a tokenizer's tokens. Two ways of writing tokens are known: byte-level (GPT-2's alphabet: Llama 3,
-    Qwen, SmolLM) and spaces as ``▁`` with byte fallback (Mistral)."""
+    """The bytes of a tokenizer's tokens, for byte-level tokenizers (GPT-2's alphabet: Llama 3, Qwen, SmolLM) and those
+    with ``▁`` for spaces and byte fallback (Mistral)."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -41,17 +45,17 @@ class TokenBytes:
             or (kind["type"] == "Metaspace" and kind["prepend_scheme"] != "never")
             for kind in kinds
         )
-        """Whether a text's first space is left out."""
+        """Whether the decoder drops a text's first space."""
 
     def known(self, token: int) -> bool:
         return token in _IDS and self._tokenizer.id_to_token(token) is not None
 
     def of(self, token: int) -> bytes:
-        """What the token adds to a text; nothing for special tokens."""
+        """Bytes that the token adds to a text; none for special tokens."""
         return b"" if token in self._special else self.written(token)
 
     def written(self, token: int) -> bytes:
-        """The same, special tokens as they are written; empty for an id that is no token."""
+        """The same with special tokens as text; empty for an unknown id."""
         text = self._tokenizer.id_to_token(token) or ""
         if token in self._special:
             return text.encode()
@@ -65,52 +69,51 @@ class TokenBytes:
 
 
 class StreamingText:
-    """The text of one answer. ``shown`` is what can be shown now: it ends before any stop string, and before what may
-    yet become one."""
+    """The text of one answer. ``shown`` is the part that can be shown: it ends before any stop string, and before text
+    that may become one."""
 
-    def __init__(self, pieces: TokenBytes, stops: Sequence[str] = ()) -> None:
-        self._pieces = pieces
+    def __init__(self, token_bytes: TokenBytes, stops: Sequence[str] = ()) -> None:
+        self._token_bytes = token_bytes
         self._stops = list(stops)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._trim = pieces.trims
+        self._trim = token_bytes.trims
         self._text = ""
         self._cut = False
         self.shown = ""
         self.starts: list[int] = []
-        """For each token where its text begins, in characters; a token in the middle of a character begins where the
-        character does."""
+        """Offset of each token's text in characters; a token within a character has the character's offset."""
 
     def take(self, tokens: Sequence[int], *, last: bool = False) -> str:
-        """The further tokens of the answer; answers what can be shown beyond what was. ``last``: nothing follows."""
-        fresh: list[str] = []
+        """Adds tokens and returns the newly shown text. ``last``: no tokens follow."""
+        new: list[str] = []
         for token in tokens:
-            self.starts.append(len(self._text) + sum(len(text) for text in fresh))
-            data = self._pieces.of(token)
+            self.starts.append(len(self._text) + sum(len(text) for text in new))
+            data = self._token_bytes.of(token)
             if self._trim and data:
                 data, self._trim = data.removeprefix(b" "), False
-            fresh.append(self._decoder.decode(data))
+            new.append(self._decoder.decode(data))
         if last:
-            fresh.append(self._decoder.decode(b"", final=True))
+            new.append(self._decoder.decode(b"", final=True))
         if self._cut:
             return ""
         searched = max(0, len(self._text) - max(map(len, self._stops), default=1) + 1)
-        self._text += "".join(fresh)
+        self._text += "".join(new)
         found = [(at + len(stop), at) for stop in self._stops if (at := self._text.find(stop, searched)) >= 0]
         before = len(self.shown)
         if found:
             self._cut = True
-            self.shown = self._text[: min(found)[1]]  # the one that is complete first, however the tokens came
+            self.shown = self._text[: min(found)[1]]  # the stop string that is complete first
         else:
             self.shown = self._text[: len(self._text) - (0 if last else self._held())]
         return self.shown[before:]
 
     @property
     def tokens_shown(self) -> int:
-        """How many tokens, from the first on, have their beginning in what is shown."""
+        """Number of tokens whose text starts within the shown text."""
         return sum(start < len(self.shown) for start in self.starts)
 
     def _held(self) -> int:
-        """Characters at the end that a stop string may begin with."""
+        """Length of the text's end that may be the start of a stop string."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         for length in range(min(longest, len(self._text)), 0, -1):
             if any(stop.startswith(self._text[-length:]) for stop in self._stops):
@@ -127,7 +130,7 @@ def _kinds(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _alphabet() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable ones stand for themselves, the others follow from code point 256 on."""
+    """GPT-2's byte alphabet: printable bytes map to themselves, the others to code points from 256 on."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + number): byte for number, byte in enumerate(others)}

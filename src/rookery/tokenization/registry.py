@@ -1,11 +1,11 @@
-"""Which base models can be named, where they come from and where they lie once prepared.
+"""The model registry: names of base models, their sources, and the folders of their prepared form.
 
 Promises:
 
-* A name means one thing: a catalogue name, a local folder, or a hub id (``organisation/model``), told apart without
-  the network. What is none of these is refused with the catalogue's names nearest to it.
-* A model that cannot be served is refused here, from its ``config.json`` alone, before anything large is read.
-* Nothing here imports torch or transformers, downloads, or writes.
+* A name is a catalogue name, a local folder, or a hub id (``organisation/model``), distinguished without the network.
+  Any other name is refused with the nearest catalogue names.
+* A model that cannot be served is refused from its ``config.json`` alone, before anything large is read.
+* This module imports neither torch nor transformers, downloads nothing and writes nothing.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any, Literal
 from rookery.errors import UserError
 
 SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""``model_type`` of ``config.json`` for which the decoder is checked against transformers."""
+"""``model_type`` values of ``config.json`` for which the decoder is tested against transformers."""
 
 PREPARED = "rookery.json"
-"""Present, and written last, in the folder of a prepared model."""
+"""Marker file of a prepared model's folder, written last."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
 class Source:
-    """One place that a model can be read from; a model's sources are tried in order."""
+    """A place to read a model from; a model's sources are tried in order."""
 
     kind: Literal["hub", "gguf-package", "folder"]
     where: str
@@ -42,7 +42,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Model:
-    """What a base model's name means. ``name`` is what the user wrote, and what jobs and workers say."""
+    """A base model by name. ``name`` is as the user wrote it, and as jobs and workers refer to it."""
 
     name: str
     kind: Literal["catalogue", "folder", "hub"]
@@ -52,7 +52,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Inspected:
-    """What ``config.json`` of a supported model says. ``context`` is in tokens."""
+    """Sizes from ``config.json`` of a supported model. ``context`` is in tokens."""
 
     model_type: str
     context: int
@@ -63,9 +63,10 @@ class Inspected:
 
 @dataclass(frozen=True)
 class Status:
-    """Where a model stands on this machine. ``reason`` is one line, empty unless ``state`` is refused.
+    """State of a model on this machine. ``reason`` is one line, empty unless ``state`` is refused.
 
-    ``prepared``: in the cache, ready to load. ``known``: can be prepared when first asked for. ``refused``: it cannot.
+    ``prepared``: in the cache, ready to load. ``known``: can be prepared when first used. ``refused``: cannot be
+    served.
     """
 
     name: str
@@ -102,11 +103,11 @@ CATALOGUE: dict[str, Model] = dict(
 
 
 def resolve(name: str, *, folders: bool = True) -> Model:
-    """What ``name`` means. Raises :class:`UserError` where it means nothing. Without ``folders`` nothing is looked up
-    on this machine's disk, and the answer tells nothing about it.
+    """The model that ``name`` refers to. Raises :class:`UserError` for an unknown name. Without ``folders`` the disk is
+    not consulted, and the answer reveals nothing about it.
 
-    A catalogue name in any case of letters; a folder, written as a path (``./x``, ``/x``, ``~/x``); else a hub id. A
-    name means the same whatever lies on the disk. Whether a hub id exists is only known when it is fetched.
+    A name is a catalogue name (case-insensitive), a folder written as a path (``./x``, ``/x``, ``~/x``), or a hub id;
+    it means the same whatever is on the disk. Whether a hub id exists is known only when it is fetched.
     """
     if known := CATALOGUE.get(name.lower()):
         return known
@@ -127,7 +128,7 @@ def _choices() -> str:
 
 
 def model_folder(cache: Path, name: str) -> Path:
-    """Where the prepared form of ``name`` lies (or will). Two different models never share a folder."""
+    """Folder of the prepared form of ``name``. Two different models never share a folder."""
     model = resolve(name)
     if model.kind == "catalogue":
         return cache / "models" / model.name
@@ -137,10 +138,10 @@ def model_folder(cache: Path, name: str) -> Path:
 
 
 def inspect(folder: Path) -> Inspected:
-    """Reads ``config.json`` of a model folder; raises :class:`UserError` saying why where it cannot be served."""
+    """Reads ``config.json`` of a model folder; raises :class:`UserError` with the reason if it cannot be served."""
     path = folder / "config.json"
     if not path.is_file():
-        raise UserError(f"base_model: {folder} is no model: it has no config.json")
+        raise UserError(f"base_model: {folder} is not a model: it has no config.json")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, UnicodeDecodeError) as error:
@@ -156,7 +157,7 @@ def inspect(folder: Path) -> Inspected:
 
 
 def inspect_config(config: dict[str, Any], where: str) -> Inspected:
-    """Judges a parsed ``config.json``; ``where`` names the model in the refusal."""
+    """Checks a parsed ``config.json``; ``where`` names the model in the error."""
     model_type = config.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
         raise UserError(
@@ -169,7 +170,7 @@ def inspect_config(config: dict[str, Any], where: str) -> Inspected:
     for key in ("max_position_embeddings", "vocab_size", "num_hidden_layers", "hidden_size"):
         value = config.get(key)
         if not isinstance(value, int) or value <= 0:
-            raise UserError(f"base_model: {where} is no model: config.json says {key} = {value!r}")
+            raise UserError(f"base_model: {where} is not a model: config.json has {key} = {value!r}")
         sizes[key] = value
     return Inspected(
         model_type=model_type,
@@ -181,7 +182,7 @@ def inspect_config(config: dict[str, Any], where: str) -> Inspected:
 
 
 def status(cache: Path, name: str) -> Status:
-    """Where ``name`` stands on this machine; never raises for what a user may have written wrong."""
+    """The state of ``name`` on this machine; never raises for a user's mistake."""
     try:
         model = resolve(name)
         folder = model_folder(cache, name)

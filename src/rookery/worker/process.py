@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from rookery.aio import die_with_parent
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
-from rookery.parent import die_with_parent
 from rookery.protocol.connection import RegistrationRefused
 from rookery.settings import TOKEN_VARIABLE, Settings, token_of
 from rookery.tokenization import registry

@@ -67,7 +67,7 @@ class Completions:
             prompt = chat.encode(asked)
         elif asked and isinstance(asked[0], int):
             prompt = [token for token in asked if isinstance(token, int)]
-            unknown = next((token for token in prompt if not chat.pieces.known(token)), None)
+            unknown = next((token for token in prompt if not chat.token_bytes.known(token)), None)
             if unknown is not None:
                 raise UserError(f"the prompt has the token id {unknown}, which {target.model} does not have")
         else:

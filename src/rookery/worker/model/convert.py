@@ -33,8 +33,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rookery.aio import die_with_parent
 from rookery.errors import EXIT_REFUSED, RookeryError, Unavailable, UserError, installs
-from rookery.parent import die_with_parent
 from rookery.tokenization import registry
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import WEIGHTS
