@@ -48,7 +48,7 @@ def _one(name: str, where: Any, function: str, old: str, new: str, *caught: str,
 
 
 COMMITTED_EARLY = """head = self.policy.head
-    self._trainee.committed(protocol.AdapterRef(policy=self.policy.row.id, version=head.version + 1 if head else 0,
+    self._trainer.committed(protocol.AdapterRef(policy=self.policy.row.id, version=head.version + 1 if head else 0,
         hash=manifest.hash, rank=self.policy.row.rank, alpha=self.policy.row.alpha))
     ref = await"""
 """The trainer hears of a version before the database does."""

@@ -337,7 +337,7 @@ class Run:
         waits = []
         if self._controller is not None:
             for job in left:
-                view = await self._controller.show(self._jobs[job], job)
+                view = await self._controller.queries.show(self._jobs[job], job)
                 waits.append(f"{job} is {view.state} at step {view.step}, waits for {view.waits_for} {view.reason}")
         self.events.fail("jobs", f"{len(left)} jobs have not ended: {'; '.join(waits)}", *left[:1])
 

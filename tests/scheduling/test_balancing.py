@@ -17,7 +17,7 @@ from tests.support.peers import ScriptedWorker, eventually, settle, text_of
 
 from rookery import protocol
 from rookery.scheduling.balancing import BEATS, Instance, Move, WorkerIndex, balance, load, select
-from rookery.scheduling.saturation import ENOUGH, FLAT, KEPT, SaturationEstimator, growing
+from rookery.scheduling.saturation import ENOUGH, FLAT, KEPT, SaturationEstimator, isotonic
 
 # --- what a worker's load is ------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ instances = st.lists(
 def test_balancing_comes_to_rest(known: list[Instance]) -> None:
     """From any state, without arrivals: never more moves than what is pending and what executes beyond B."""
     state = {instance.name: instance for instance in known}
-    beyond = sum(max(0, i.executing - i.flat) for i in known if i.flat is not None)
+    beyond = sum(max(0, i.executing - i.saturated_rows) for i in known if i.saturated_rows is not None)
     bound, moves = sum(i.pending for i in known) + beyond, 0
     while (move := balance(state.values(), state.values())) is not None:
         assert move.count >= 1 and move.source != move.target
@@ -189,14 +189,14 @@ def test_the_knee_of_a_roofline_is_found(knee: int, noise: float, seed: int) -> 
     reached and the half-octave after the knee's, and the noise moves it by no more than its own share."""
     rows = sorted({round(2 ** (half / 4)) for half in range(4 * 7 + 1)})
     plateau = fed(SaturationEstimator(), lambda count: 100.0 * min(count, knee), rows, noise, Random(seed))
-    assert plateau.flat is not None
-    assert (FLAT - noise) * knee / math.sqrt(2) <= plateau.flat <= 2 * knee
+    assert plateau.saturated_rows is not None
+    assert (FLAT - noise) * knee / math.sqrt(2) <= plateau.saturated_rows <= 2 * knee
 
 
 @given(st.lists(st.floats(0, 100), max_size=8))
 def test_a_growing_curve_is_the_nearest_one(values: list[float]) -> None:
     """Among all: against the formula rᵢ = max over j ≤ i of min over k ≥ i of the mean of j … k."""
-    found = growing(values)
+    found = isotonic(values)
     for i in range(len(values)):
         means = [[sum(values[j : k + 1]) / (k + 1 - j) for k in range(i, len(values))] for j in range(i + 1)]
         assert found[i] == pytest.approx(max(min(row) for row in means), abs=1e-9)
@@ -211,21 +211,21 @@ def test_on_a_smooth_curve_nearly_all_of_the_throughput_is_there(overhead: float
         return 1000 * count / (overhead + count)
 
     plateau = fed(SaturationEstimator(), rate, [*range(1, 16), *range(16, 193, 16)], noise, Random(seed))
-    assert plateau.flat is not None
+    assert plateau.saturated_rows is not None
     best = rate(192)
-    assert rate(plateau.flat * math.sqrt(2)) >= (FLAT - noise) * best
-    assert rate(plateau.flat / 2) <= (FLAT + 2 * noise) * best
+    assert rate(plateau.saturated_rows * math.sqrt(2)) >= (FLAT - noise) * best
+    assert rate(plateau.saturated_rows / 2) <= (FLAT + 2 * noise) * best
 
 
 def test_nothing_is_known_before_it_is() -> None:
     plateau, random = SaturationEstimator(), Random(0)
-    assert plateau.flat is None
+    assert plateau.saturated_rows is None
     fed(plateau, lambda count: 10.0 * count, list(range(1, 65)), 0.05, random)
-    assert plateau.flat is None, "still growing at the last that was seen"
+    assert plateau.saturated_rows is None, "still growing at the last that was seen"
     few = fed(SaturationEstimator(), lambda count: 100.0, [1, 2, 4, 8], 0.0, random, times=ENOUGH - 1)
-    assert few.flat is None, "too few to tell"
+    assert few.saturated_rows is None, "too few to tell"
     fed(few, lambda count: 100.0, [1, 2, 4, 8], 0.0, random, times=1)
-    assert few.flat == 1
+    assert few.saturated_rows == 1
 
 
 def test_beats_that_say_nothing_are_left_out_and_old_ones_forgotten() -> None:
@@ -235,9 +235,9 @@ def test_beats_that_say_nothing_are_left_out_and_old_ones_forgotten() -> None:
             plateau.add(before, after, tokens, seconds)
     assert not plateau._samples
     fed(plateau, lambda count: 100.0 * min(count, 4), [2, 4, 8, 16, 32], 0.0, random)
-    assert plateau.flat == 4
+    assert plateau.saturated_rows == 4
     fed(plateau, lambda count: 100.0 * min(count, 8), [2, 4, 8, 16, 32], 0.0, random)
-    assert plateau.flat == 8, "the class has changed"
+    assert plateau.saturated_rows == 8, "the class has changed"
 
 
 # --- in rollouts ------------------------------------------------------------------------------------------------------

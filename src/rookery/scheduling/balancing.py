@@ -36,7 +36,7 @@ class Instance:
     executing: int
     free: int
     """Requests that it would begin at once."""
-    flat: int | None = None
+    saturated_rows: int | None = None
     """B: the number of rows that gives nearly all of its throughput; None while unknown."""
 
 
@@ -89,9 +89,9 @@ def balance(instances: Iterable[Instance], takers: Iterable[Instance]) -> Move |
     if crowded.pending:
         return Move(crowded.name, target.name, 1, executing=False)
     busiest = min(known, key=_by_executing)
-    if target.executing or busiest.flat is None:
+    if target.executing or busiest.saturated_rows is None:
         return None
-    count = min(max(busiest.executing - busiest.flat, 0), target.free)
+    count = min(max(busiest.executing - busiest.saturated_rows, 0), target.free)
     return Move(busiest.name, target.name, count, executing=True) if count else None
 
 

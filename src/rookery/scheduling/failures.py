@@ -1,4 +1,9 @@
-"""When a job's episodes fail so often that going on wastes everybody's time."""
+"""Detection of jobs whose episodes fail so often that continuing wastes resources.
+
+The monitor remembers how the last episodes ended. It asks for a pause when more than a given share of them failed, and
+names the most common error, which is what the job's owner has to repair. Before the window is half full it never asks,
+so that a single bad start does not stop a job.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +11,23 @@ from collections import deque
 
 
 class FailureRateMonitor:
-    """Remembers how the last ``window`` episodes ended."""
-
     def __init__(self, window: int, share: float) -> None:
-        self._ends: deque[str] = deque(maxlen=window)
+        """``window``: episodes that are remembered; ``share``: the largest tolerable share of failures, from 0 to 1."""
+        self._errors: deque[str] = deque(maxlen=window)
+        """One entry per episode, oldest first; empty for an episode that succeeded."""
+        self._window = window
         self._share = share
 
     def add(self, error: str) -> None:
-        """Note one end; ``error`` is empty for a good one."""
-        self._ends.append(error)
+        """Record the end of an episode; ``error`` is empty for one that succeeded."""
+        self._errors.append(error)
 
     @property
     def pause_reason(self) -> str | None:
-        """Why the job should pause: the most common recent error; None while it should go on. A window that is not half
-        full gives no verdict, so that one bad start does not stop a job."""
-        errors = [error for error in self._ends if error]
-        half = (self._ends.maxlen or 0) // 2
-        if len(self._ends) < half or len(errors) <= self._share * len(self._ends):
+        """Why the job should pause, with the most common recent error; None while it should continue."""
+        errors = [error for error in self._errors if error]
+        total = len(self._errors)
+        if total < self._window // 2 or len(errors) <= self._share * total:
             return None
         common = max(sorted(set(errors)), key=errors.count)
-        return f"{len(errors)} of the last {len(self._ends)} episodes failed, most with: {common}"
+        return f"{len(errors)} of the last {total} episodes failed, most with: {common}"

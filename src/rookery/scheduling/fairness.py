@@ -23,7 +23,7 @@ class DeficitRoundRobin(Generic[T]):
         self.turn = turn
         """Items. What is changed holds from the next turns on."""
         self._tenants: OrderedDict[str, OrderedDict[str, OrderedDict[T, None]]] = OrderedDict()
-        self._left: dict[str, int] = {}
+        self._deficits: dict[str, int] = {}
         """Of a tenant's turn that has begun: the items that it may still take."""
         self._size = 0
 
@@ -52,9 +52,9 @@ class DeficitRoundRobin(Generic[T]):
                     continue
                 del items[item]
                 self._size -= 1
-                self._left[tenant] = self._left.get(tenant, self.turn) - 1
-                if not self._left[tenant]:
-                    del self._left[tenant]
+                self._deficits[tenant] = self._deficits.get(tenant, self.turn) - 1
+                if not self._deficits[tenant]:
+                    del self._deficits[tenant]
                     jobs.move_to_end(job)
                     self._tenants.move_to_end(tenant)
                 self._prune(tenant, job)
@@ -65,19 +65,19 @@ class DeficitRoundRobin(Generic[T]):
         """How many items will be taken before the job's first one, if all are ready; None when it has none."""
         if job not in self._tenants.get(tenant, ()):
             return None
-        count, turns = self._ahead(tenant, job)
+        count, turns = self._items_before(tenant, job)
         place = list(self._tenants).index(tenant)
         for number, (name, jobs) in enumerate(self._tenants.items()):
             if name != tenant and (theirs := turns + (number < place)):
-                most = self._left.get(name, self.turn) + (theirs - 1) * self.turn
+                most = self._deficits.get(name, self.turn) + (theirs - 1) * self.turn
                 count += min(sum(map(len, jobs.values())), most)
         return count
 
-    def _ahead(self, tenant: str, job: str) -> tuple[int, int]:
+    def _items_before(self, tenant: str, job: str) -> tuple[int, int]:
         """How many of a tenant's items come before the first one of its ``job``, and how many of its turns end
         before."""
         waiting = deque((name, len(items)) for name, items in self._tenants[tenant].items())
-        left = self._left.get(tenant, self.turn)
+        left = self._deficits.get(tenant, self.turn)
         count = turns = 0
         while waiting[0][0] != job:
             name, length = waiting.popleft()
@@ -105,7 +105,7 @@ class DeficitRoundRobin(Generic[T]):
             del jobs[job]
         if not jobs:
             del self._tenants[tenant]
-            self._left.pop(tenant, None)
+            self._deficits.pop(tenant, None)
 
 
 class PriorityQueues(Generic[T]):

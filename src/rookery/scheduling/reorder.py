@@ -23,7 +23,7 @@ class ReorderBuffer(Generic[T]):
             raise ValueError(f"number {number} came before; {self.next} is next")
         self._held[number] = item
 
-    def take(self) -> T | None:
+    def pop(self) -> T | None:
         """The next item, if it is there."""
         item = self._held.pop(self.next, None)
         if item is not None:
@@ -40,7 +40,7 @@ class ReorderBuffer(Generic[T]):
         """The highest number that came."""
         return max(self._held, default=self.next - 1)
 
-    def skip(self) -> list[T]:
+    def flush(self) -> list[T]:
         """Gives up on missing numbers: takes out everything that is held, in order, and goes on behind it."""
         held = [self._held[number] for number in sorted(self._held)]
         self.next = self.last + 1

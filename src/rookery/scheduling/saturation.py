@@ -39,12 +39,12 @@ class SaturationEstimator:
     def __init__(self) -> None:
         self._samples: dict[int, deque[tuple[float, float]]] = {}
         self._curve: dict[int, tuple[float, float]] = {}
-        self._flat: int | None = None
+        self._saturated_rows: int | None = None
 
     @property
-    def flat(self) -> int | None:
+    def saturated_rows(self) -> int | None:
         """B in rows, or None while it is not known."""
-        return self._flat
+        return self._saturated_rows
 
     def add(self, before: int, after: int, tokens: int, seconds: float) -> None:
         """Between two beats of one worker with ``before`` and ``after`` rows active, ``tokens`` were sampled in
@@ -57,16 +57,16 @@ class SaturationEstimator:
         samples.append((rows, tokens / seconds))
         if len(samples) >= ENOUGH:
             self._curve[octave] = median(rows for rows, _ in samples), median(rate for _, rate in samples)
-            self._flat = self._measure()
+            self._saturated_rows = self._measure()
 
     def _measure(self) -> int | None:
         points = [point for _, point in sorted(self._curve.items())]
-        rates = growing([rate for _, rate in points])
+        rates = isotonic([rate for _, rate in points])
         flat = next(rows for (rows, _), rate in zip(points, rates, strict=True) if rate >= FLAT * rates[-1])
         return max(1, round(flat)) if points[-1][0] >= 2 * flat else None
 
 
-def growing(values: list[float]) -> list[float]:
+def isotonic(values: list[float]) -> list[float]:
     """The sequence that never falls and is nearest to ``values`` in squares: neighbours that fall are replaced by their
     mean (pool adjacent violators; Ayer and others, 1955)."""
     pools: list[tuple[float, int]] = []

@@ -33,7 +33,7 @@ from rookery.controller.weights.peers import LOOKED_AT, PEERS
 from rookery.controller.weights.pull_failures import PullFailures
 from rookery.controller.weights.tickets import Tickets
 from rookery.protocol.connection import ConnectionClosed
-from rookery.scheduling.peers import PeerCandidate, select_peers
+from rookery.scheduling.placement import PeerCandidate, select_peers
 from rookery.settings import Settings
 from rookery.simulation.clock import EPOCH, InlineWriter, run
 from rookery.simulation.fakes.service import MEMORY, SimulatedService
@@ -496,10 +496,10 @@ def test_near_lenders_go_first_then_those_left_in_peace(able: list[PeerCandidate
     chosen = select_peers(able, most)
     assert len(chosen) == min(most, len(able))
     by_name = {lender.name: lender for lender in able}
-    keys = [(not by_name[name].near, by_name[name].lent) for name in chosen]
+    keys = [(not by_name[name].near, by_name[name].last_served) for name in chosen]
     assert keys == sorted(keys)
     left = [lender for lender in able if lender.name not in chosen]
-    assert all((not lender.near, lender.lent) >= keys[-1] for lender in left if keys)
+    assert all((not lender.near, lender.last_served) >= keys[-1] for lender in left if keys)
 
 
 # --- the whole service ------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.support.storing import checkpoint_row, future_row, manifest, sampler_row, visit
 
 from rookery.errors import Conflict, NotFound
+from rookery.scheduling.placement import SlotUse, slots_to_free
 from rookery.scheduling.reorder import ReorderBuffer
-from rookery.scheduling.slots import SlotUse, slots_to_free
 from rookery.storage.database import Database
 
 # --- order ------------------------------------------------------------------------------------------------------------
@@ -28,7 +28,7 @@ def test_numbers_leave_in_order_however_they_come(first: int, count: int, shuffl
     left = []
     for number in numbers:
         line.put(number, number)
-        while (item := line.take()) is not None:
+        while (item := line.pop()) is not None:
             left.append(item)
         waiting = [held for held in numbers[: numbers.index(number) + 1] if held not in left]
         assert line.missing == (line.next if waiting else None)
@@ -41,8 +41,8 @@ def test_a_number_given_up_stays_given_up() -> None:
     line: ReorderBuffer[str] = ReorderBuffer(4)
     line.put(6, "six")
     line.put(5, "five")
-    assert (line.missing, line.last, line.take()) == (4, 6, None)
-    assert line.skip() == ["five", "six"]
+    assert (line.missing, line.last, line.pop()) == (4, 6, None)
+    assert line.flush() == ["five", "six"]
     assert (line.next, len(line), line.missing) == (7, 0, None)
     with pytest.raises(ValueError, match="number 4 came before"):
         line.put(4, "four")

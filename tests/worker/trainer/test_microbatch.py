@@ -103,7 +103,7 @@ def test_tokens_without_advantage_are_computed_where_something_else_pulls_at_the
         outcome.reward = reward
     batch = make_batch(spec(**algorithm), [even, uneven])
     members = [member for unit in batch.groups for member in unit.members]
-    trajectories = [t for one in (even, uneven) for outcome in one.outcomes for t in outcome.trajectories]
+    trajectories = [t for one in (even, uneven) for outcome in one.episodes for t in outcome.trajectories]
     assert len(members) == (len(trajectories) if sent else sum(any(m.advantages) for m in members))
     assert len(members) >= 2
 

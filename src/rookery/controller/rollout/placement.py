@@ -233,7 +233,7 @@ class WorkerPool:
         """The worker's figures have changed; with ``express`` also those of its room for interactive requests."""
         worker = slots.worker
         pending, executing, free = slots.load
-        common = Instance(worker.name, pending, executing, free, self._saturation_of(worker).flat)
+        common = Instance(worker.name, pending, executing, free, self._saturation_of(worker).saturated_rows)
         self._common[worker.hello.model].put(common, slots.lanes if slots.accepts_rollouts else frozenset())
         if express:
             rows = math.ceil(worker.hello.max_rows * self._express_share)

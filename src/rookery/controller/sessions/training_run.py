@@ -186,13 +186,13 @@ class TrainingRun:
 
     def _give_up(self, error: str) -> None:
         self._gradient_error = error
-        self._given_up.extend((future, InvalidOperation(error=error)) for future, _ in self._queue.skip())
+        self._given_up.extend((future, InvalidOperation(error=error)) for future, _ in self._queue.flush())
         self._arrived.set()
 
     async def _run(self) -> None:
         while True:
             self._arrived.clear()
-            while (item := self._given_up.popleft() if self._given_up else self._queue.take()) is not None:
+            while (item := self._given_up.popleft() if self._given_up else self._queue.pop()) is not None:
                 await self._execute(*item)
                 if self._holder.busy and self._slots.wanted(self.row.base_model) and not self._trainer.begun:
                     self._slots.release(self._holder)  # after a step, other runs that wait go first

@@ -24,7 +24,7 @@ from rookery.controller.fleet.fleet import Fleet, Worker
 from rookery.controller.training.assignments import PolicyAssignments
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable
-from rookery.scheduling.routing import crowded, lease
+from rookery.scheduling.placement import assign_trainer, is_overloaded
 from rookery.settings import Settings
 from rookery.storage.artifacts import Staging
 from rookery.storage.writer import Writer
@@ -136,7 +136,7 @@ class TrainingDispatcher:
             if held is not None and held.has_role("train", model):
                 return held
             aside, load = self._aside.get(policy), self._load(model)
-            name = lease(load, aside.name if aside is not None else None)
+            name = assign_trainer(load, aside.name if aside is not None else None)
             if name is not None:
                 worker = self._fleet.named(name)
                 assert worker is not None
@@ -160,7 +160,7 @@ class TrainingDispatcher:
         ever, as after each restart, and those whose reserved worker was away for a moment would stay on one that may
         vanish."""
         held, load = self._leases.get(policy), self._load(model)
-        if held is not None and load and (held.name not in load or crowded(load, held.name)):
+        if held is not None and load and (held.name not in load or is_overloaded(load, held.name)):
             self.forget_policy(policy)
 
     async def call(self, worker: Worker, message: Operation) -> protocol.OperationDone:

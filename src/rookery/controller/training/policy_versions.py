@@ -21,7 +21,7 @@ from rookery import protocol
 from rookery.controller.context import ControllerContext
 from rookery.controller.weights.refs import adapter_ref
 from rookery.errors import Conflict, CorruptArtifact, NotFound, UserError
-from rookery.scheduling.retention import RetentionCandidate, earned, retire
+from rookery.scheduling.retention import RetentionCandidate, training_rewards, versions_to_delete
 from rookery.spec.job import CheckpointSpec
 from rookery.storage.rows import PolicyRow, VersionRow
 
@@ -175,9 +175,9 @@ class PolicyVersions:
         kept = [row for row in self._versions.values() if row.kept]
         scores = {row.version: row.evaluation for row in kept}
         if not any(score is not None for score in scores.values()):  # the two do not compare: they are of other prompts
-            scores |= earned((row.parent, _best(row)) for row in self._versions.values())
+            scores |= training_rewards((row.parent, _best(row)) for row in self._versions.values())
         in_use = [version for version, users in self._pinned.items() if users]
-        going = retire(
+        going = versions_to_delete(
             [RetentionCandidate(row.version, scores[row.version]) for row in kept],
             keep_last=checkpoints.keep_last if checkpoints is not None else 1,
             keep_best=checkpoints is not None and checkpoints.keep_best,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from rookery.aio import Clock
 from rookery.controller.fleet.fleet import Fleet
 from rookery.scheduling.fairness import DeficitRoundRobin
-from rookery.scheduling.slots import SlotUse, slots_to_free
+from rookery.scheduling.placement import SlotUse, slots_to_free
 from rookery.settings import Settings
 
 

@@ -19,7 +19,7 @@ from rookery import protocol
 from rookery.aio import Clock
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.weights.tickets import Tickets
-from rookery.scheduling.peers import PeerCandidate, select_peers
+from rookery.scheduling.placement import PeerCandidate, select_peers
 
 PEERS = 2
 """Peers named per grant: a second one where the first is gone; behind both there is the service."""
