@@ -21,7 +21,7 @@ from rookery.tokenization.chat import Chat
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.model.adapter import read_adapter
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.model.lora import LoraBank
+from rookery.worker.model.lora import LoraManager
 
 NEVER = "\x00rookery\x00"
 """A stop string that no text contains: the check for it is part of every step."""
@@ -33,7 +33,7 @@ class Engine:
     def __init__(self) -> None:
         folder = ours()
         self.decoder = Decoder.load(folder, pack=Settings().engine.pack_weights)
-        self.bank = LoraBank(self.decoder.config, self.decoder.dtype, self.decoder.device, RANK)
+        self.bank = LoraManager(self.decoder.config, self.decoder.dtype, self.decoder.device, RANK)
         for i, path in enumerate(adapters(4)):
             self.bank.add(str(i), read_adapter(path, self.decoder.config))
         self.decode = Chat.load(folder).decode

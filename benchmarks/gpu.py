@@ -32,7 +32,7 @@ from rookery.worker.device import cache_bytes, fuses
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder, best_dtype
-from rookery.worker.model.lora import LoraBank
+from rookery.worker.model.lora import LoraManager
 
 T = TypeVar("T")
 
@@ -209,7 +209,7 @@ class Generation:
         self.step_seconds = 0.0
         """Of a decode step in the last run, sampling and bookkeeping included."""
         self._runs = 0
-        self._bank = LoraBank(decoder.config, decoder.dtype, decoder.device, RANK)
+        self._bank = LoraManager(decoder.config, decoder.dtype, decoder.device, RANK)
         for seed in range(ADAPTERS):
             self._bank.add(str(seed), trained_adapter(decoder.config, seed))
         self._engine = NativeEngine(

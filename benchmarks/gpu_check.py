@@ -21,9 +21,14 @@ from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.runner import DenseRunner
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.model.grouped_lora import product_for
-from rookery.worker.model.lora import LoraBank
-from rookery.worker.model.varlen_attention import Sequences, Spans, merge, spans, varlen
+from rookery.worker.model.lora import LoraManager, best_grouped_matmul
+from rookery.worker.model.varlen_attention import (
+    KeyRanges,
+    SequenceBounds,
+    merge_attention,
+    range_attention,
+    varlen_attention,
+)
 from rookery.worker.trainer.native.attention import AttentionFactory, ChunkedAttention, ChunkSizes, VarlenAttention
 from rookery.worker.trainer.native.backbone import RECOMPUTE_TOKENS, PassLimits
 from rookery.worker.trainer.native.microbatch import PassItem, QueuedBatch, run_pass
@@ -98,10 +103,10 @@ def _attention(device: torch.device, dtype: torch.dtype) -> list[Check]:
     found = []
     for window in (0, 33):
         leaves = [x.double().requires_grad_() for x in (q, k, v)]
-        wanted = varlen(*leaves, Sequences.of(queries, keys, "cpu"), window)
+        wanted = varlen_attention(*leaves, SequenceBounds.from_lengths(queries, keys, "cpu"), window)
         wanted_gradients = torch.autograd.grad(wanted, leaves, g.double())
         leaves = [x.to(device).requires_grad_() for x in (q, k, v)]
-        got = varlen(*leaves, Sequences.of(queries, keys, device), window)
+        got = varlen_attention(*leaves, SequenceBounds.from_lengths(queries, keys, device), window)
         gradients = torch.autograd.grad(got, leaves, g.to(device))
         found.append(Check(f"attention over sequences, window {window}", _apart(got, wanted), 0.005))
         worst = max(_apart(*pair) for pair in zip(gradients, wanted_gradients, strict=True))
@@ -111,8 +116,8 @@ def _attention(device: torch.device, dtype: torch.dtype) -> list[Check]:
     for where, values in ((torch.device("cpu"), (x.double() for x in (q[:4], k, v))), (device, (q[:4], k, v))):
         at = [torch.tensor(x, device=where) for x in (*starts, *lengths)]
         mine = [x.to(where) for x in values]
-        both = [spans(*mine, Spans(at[i], at[2 + i], most=512)) for i in range(2)]
-        out.append(merge(both[0], both[1]))
+        both = [range_attention(*mine, KeyRanges(at[i], at[2 + i], max_length=512)) for i in range(2)]
+        out.append(merge_attention(both[0], both[1]))
     return [*found, Check("attention over two ranges of a pool", _apart(out[1], out[0]), 0.005)]
 
 
@@ -122,7 +127,7 @@ def _lora(device: torch.device, dtype: torch.dtype) -> Check:
     ends = [3, 3, 40, 64, 70]
     x = torch.randn(70, 256, generator=generator).to(dtype)
     a, b = (torch.randn(5, *shape, generator=generator).to(dtype) for shape in ((48, 256), (384, 48)))
-    product, on = product_for(device, dtype), torch.tensor(ends, dtype=torch.int32, device=device)
+    product, on = best_grouped_matmul(device, dtype), torch.tensor(ends, dtype=torch.int32, device=device)
     inner = product(x.to(device), a.to(device).transpose(1, 2), on)
     got = product(inner, b.to(device).transpose(1, 2), on)
     owner = torch.searchsorted(torch.tensor(ends), torch.arange(70), right=True)
@@ -195,7 +200,7 @@ def _operation(forward_only: bool) -> protocol.ForwardBackward:
 def _texts(decoder: Decoder, *, pooled: bool) -> dict[int, tuple[list[int], list[float]]]:
     """Tokens and log-probabilities of every request, sampled together: groups that share a prompt, under two adapters
     and none."""
-    bank = LoraBank(decoder.config, decoder.dtype, decoder.device, RANK)
+    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, RANK)
     for seed in range(2):
         bank.add(str(seed), trained_adapter(decoder.config, seed, B_DEVIATION))
     made = CudaGraphRunner if pooled else DenseRunner

@@ -17,7 +17,7 @@ from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.model.packed_linear import PackedLinear
+from rookery.worker.model.layers import PackedLinear
 from rookery.worker.trainer.native.trainer import NativeTrainer
 
 RANK, ALPHA = 16, 32.0

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.model.varlen_attention import Spans
-from rookery.worker.model.varlen_attention import spans as whole
+from rookery.worker.model.varlen_attention import KeyRanges
+from rookery.worker.model.varlen_attention import range_attention as whole
 
 TINY = {
     **gpu_models.SHAPES["Qwen3-0.6B"],
@@ -71,8 +71,8 @@ def test_what_is_right_passes_and_what_is_wrong_does_not(monkeypatch: pytest.Mon
     assert len(good) == 12 and all(check.holds for check in good)
     assert max(check.value / check.most for check in good) < 0.01, "float32 is far within what bfloat16 may differ"
 
-    def short(q: Tensor, k: Tensor, v: Tensor, seen: Spans) -> tuple[Tensor, Tensor]:
-        return whole(q, k, v, Spans(seen.starts, (seen.lengths - 1).clamp(min=0), seen.most))
+    def short(q: Tensor, k: Tensor, v: Tensor, seen: KeyRanges) -> tuple[Tensor, Tensor]:
+        return whole(q, k, v, KeyRanges(seen.starts, (seen.lengths - 1).clamp(min=0), seen.max_length))
 
     monkeypatch.setattr("rookery.worker.engine.native.cuda.graph_runner.spans", short)
     monkeypatch.setattr(gpu_check, "REQUESTS", 4)

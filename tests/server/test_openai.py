@@ -28,7 +28,7 @@ from rookery.tokenization.registry import model_folder
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.model.adapter import read_adapter
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.model.lora import LoraBank
+from rookery.worker.model.lora import LoraManager
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello?"}]
 
@@ -231,7 +231,7 @@ def alone(face: Open, prompt: list[int], seed: int, adapter: Path | None = None)
     """What the engine samples when nothing is around it."""
     decoder = Decoder.load(face.folder)
     chat = Chat.load(face.folder)
-    bank = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
+    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     ref = None
     if adapter is not None:
         bank.add("a", read_adapter(adapter, decoder.config))

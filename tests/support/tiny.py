@@ -11,11 +11,10 @@ import pytest
 import torch
 import transformers
 
-from rookery.worker.model import batch_invariance, packed_linear
+from rookery.worker.model import batch_invariance, layers
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.convert import prepare
+from rookery.worker.model.convert import fuse, prepare
 from rookery.worker.model.decoder import Decoder, best_dtype
-from rookery.worker.model.weights import fuse
 
 COMPUTED = best_dtype()
 """What a worker computes in on this machine: what is promised bit for bit is promised of it."""
@@ -95,7 +94,7 @@ def smollm2(dtype: torch.dtype = COMPUTED) -> Decoder:
 def divide(monkeypatch: pytest.MonkeyPatch, depth: int, rows: int) -> None:
     """Products of decoders and banks that are made from now on are divided as where tile instructions multiply, of
     whichever type: in pieces of ``depth``, in blocks of ``rows``."""
-    for module in (batch_invariance, packed_linear):
-        monkeypatch.setattr(module, "tiled", lambda dtype, device: True)
+    for module in (batch_invariance, layers):
+        monkeypatch.setattr(module, "uses_amx", lambda dtype, device: True)
         monkeypatch.setattr(module, "TILE_DEPTH", depth)
-    monkeypatch.setattr(packed_linear, "TILE_ROWS", rows)
+    monkeypatch.setattr(layers, "TILE_ROWS", rows)

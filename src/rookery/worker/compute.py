@@ -34,7 +34,7 @@ from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.model.batch_invariance import disable_amx_if_unsafe
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import SITES, Decoder
-from rookery.worker.model.lora import LoraBank
+from rookery.worker.model.lora import LoraManager
 from rookery.worker.trainer.base import Trainer, TrainerResult
 from rookery.worker.trainer.native.trainer import NativeTrainer
 
@@ -102,7 +102,7 @@ class WorkerCore:
         config = self.decoder.config
         self.engine: Engine = NativeEngine(
             self.decoder,
-            LoraBank(config, self.decoder.dtype, self.decoder.device, settings.engine.max_rank),
+            LoraManager(config, self.decoder.dtype, self.decoder.device, settings.engine.max_rank),
             Chat.load(folder).decode,
             max_rows=settings.engine.max_rows,
             kv_budget_bytes=device.cache_bytes(settings.engine.kv_bytes, where),

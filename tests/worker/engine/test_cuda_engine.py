@@ -19,16 +19,15 @@ from tests.worker.engine.test_exactness import RANKS, adapter, order, prompt, ru
 from torch import Tensor
 
 from rookery import protocol
-from rookery.worker.engine.native.attention import Stream
+from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.cuda.buckets import LEAST_KEYS, Kept, bucket
-from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner, plan
-from rookery.worker.engine.native.cuda.kv_pool import SCRATCH, KVPool, Range
+from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner, decode_inputs
+from rookery.worker.engine.native.cuda.kv_pool import SCRATCH, KVPool, KVRange
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
-from rookery.worker.model.batch_invariance import LANES, capacity
+from rookery.worker.model.batch_invariance import LANES, key_capacity
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.model.grouped_lora import Product, batched, grouped
-from rookery.worker.model.lora import LoraBank
+from rookery.worker.model.lora import GroupedMatmul, LoraManager, batched_matmul, grouped_matmul
 
 CLOSE = 1e-4
 
@@ -37,12 +36,12 @@ def dense(decoder: Decoder, **options: int) -> NativeEngine:
     return _engine(decoder, None, **options)
 
 
-def pooled(decoder: Decoder, product: Product = grouped, **options: int) -> NativeEngine:
+def pooled(decoder: Decoder, product: GroupedMatmul = grouped_matmul, **options: int) -> NativeEngine:
     return _engine(decoder, product, **options)
 
 
-def _engine(decoder: Decoder, product: Product | None, *, kv: int = 1 << 26, **options: int) -> NativeEngine:
-    bank = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
+def _engine(decoder: Decoder, product: GroupedMatmul | None, *, kv: int = 1 << 26, **options: int) -> NativeEngine:
+    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     for seed, (key, rank) in enumerate(RANKS.items()):
         bank.add(key, adapter(decoder, rank, seed))
     runner = CudaGraphRunner(decoder, bank, kv, product) if product is not None else None
@@ -74,9 +73,9 @@ def same(ours: dict[str, tuple[list[int], list[float]]], theirs: dict[str, tuple
         assert logprobs == pytest.approx(theirs[name][1], abs=CLOSE)
 
 
-@pytest.mark.parametrize("product", [grouped, batched])
+@pytest.mark.parametrize("product", [grouped_matmul, batched_matmul])
 @pytest.mark.parametrize("family", ["llama", "llama one head", "mistral window", "qwen2 window", "qwen3", "smollm3"])
-def test_the_texts_are_those_of_the_cpu(family: str, product: Product) -> None:
+def test_the_texts_are_those_of_the_cpu(family: str, product: GroupedMatmul) -> None:
     decoder = small(family, torch.float32)
     same(run(pooled(decoder, product), mixed(decoder)), run(dense(decoder), mixed(decoder)))
 
@@ -130,7 +129,7 @@ def test_a_request_that_switches_goes_on_as_on_the_cpu() -> None:
 def test_what_is_wrong_in_one_adapter_stays_there() -> None:
     decoder = small("llama", torch.float32)
     clean = run(dense(decoder), [order("r", "a", [1, 2, 3], 3)])["r"][0]
-    for product in (grouped, batched):
+    for product in (grouped_matmul, batched_matmul):
         engine = pooled(decoder, product)
         fresh = init_adapter(decoder.config, 8, 16.0, list(PARTS), 0)
         broken = {site: (a, torch.full_like(b, torch.nan)) for site, (a, b) in fresh.weights.items()}
@@ -159,7 +158,7 @@ def test_a_slice_of_prefill_copies_a_bounded_number_of_keys(most: int) -> None:
     engine, seen = pooled(decoder, prefill_keys=most), []
     prefill = engine._runner.prefill
 
-    def counted(streams: Sequence[Stream]) -> tuple[Tensor, Tensor]:
+    def counted(streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
         seen.append([s.prefix_length + s.start + len(s.tokens) for s in streams])
         return prefill(streams)
 
@@ -194,15 +193,15 @@ def test_recorded_steps_are_dropped_when_the_adapters_move_and_only_then() -> No
 def test_prefill_leaves_adapters_where_recorded_steps_know_them() -> None:
     """Also where it multiplies each one's rows apart, and those that run have not stood side by side for long."""
     decoder = small("llama", torch.float32)
-    engine = pooled(decoder, batched)
+    engine = pooled(decoder, batched_matmul)
     runner = engine._runner
     assert isinstance(runner, CudaGraphRunner)
-    runner.arrange(["a", "c", "b"])  # the one of the largest rank between
+    runner.prepare_adapters(["a", "c", "b"])  # the one of the largest rank between
     turns = [[order(f"{key}{turn}", key, [5, 6, 7 + turn], 0) for key in "ab"] for turn in range(2)]
     texts = run(engine, turns[0])
-    kept, state = dict(runner._steps._kept), engine.bank.state
+    kept, state = dict(runner._steps._kept), engine.bank.layout_version
     texts |= run(engine, turns[1])
-    assert kept and engine.bank.state == state
+    assert kept and engine.bank.layout_version == state
     assert all(runner._steps._kept[of] is step for of, step in kept.items())
     same(texts, run(dense(decoder), [*turns[0], *turns[1]]))
 
@@ -211,7 +210,7 @@ def _whole(engine: NativeEngine) -> bool:
     """Whether what is free and what is parked is the whole pool again."""
     pool = engine._runner.store
     assert isinstance(pool, KVPool)
-    return pool.free_tokens + sum(parked.place.capacity for parked in pool.parked.values()) == pool.tokens - LANES
+    return pool.free_tokens + sum(parked.place.capacity for parked in pool.retained.values()) == pool.tokens - LANES
 
 
 # --- the parts that are pure ----------------------------------------------------------------------------------------
@@ -258,21 +257,21 @@ def test_a_plan_names_what_each_row_may_see(rows: list[tuple[int, int]], window:
     """``rows``: tokens cached of the tail, and of the shared prompt (0: none)."""
     streams, place = [], LANES
     for start, before in rows:
-        own, prefix = Range(place, 128), Range(place + 128, 64) if before else None
+        own, prefix = KVRange(place, 128), KVRange(place + 128, 64) if before else None
         place += 192
-        streams.append(Stream("", [place % 50], start, own, prefix, before))
+        streams.append(SequenceChunk("", [place % 50], start, own, prefix, before))
     of = bucket(len(rows), 91, max(before for _, before in rows), 0)
-    filled = plan(of, [window], streams, [])
+    filled = decode_inputs(of, [window], streams, [])
     base, filled = filled[: 3 * of.rows].reshape(3, -1), filled[3 * of.rows :]
     parts = filled.reshape(-1, 2, of.rows)
     assert len(parts) == (2 if of.prefix else 1)
     for i, stream in enumerate(streams):
         position = stream.prefix_length + stream.start
-        assert base[:, i].tolist() == [stream.tokens[0], position, stream.place.start + stream.start]
+        assert base[:, i].tolist() == [stream.tokens[0], position, stream.slot.start + stream.start]
         visible = [at for at in range(position + 1) if not window or position - at < window]
         expected = {
-            (stream.prefix.start + at) if stream.prefix is not None and at < stream.prefix_length
-            else stream.place.start + at - stream.prefix_length
+            (stream.prefix_slot.start + at) if stream.prefix_slot is not None and at < stream.prefix_length
+            else stream.slot.start + at - stream.prefix_length
             for at in visible
         }  # fmt: skip
         seen = [np.arange(begin, begin + length) for begin, length in parts[:, :, i]]
@@ -288,14 +287,14 @@ def test_ranges_of_the_pool_never_overlap(steps: list[tuple[int, int, int]]) -> 
     config = small("llama").config
     token = 2 * config.layers * config.kv_heads * config.head_dim * 2
     pool = KVPool(config, torch.bfloat16, "cpu", 1500 * token)
-    held: list[Range] = []
+    held: list[KVRange] = []
     for what, length, which in steps:
         if what < 2:
             place = pool.allocate("tail", length)
             if place is not None:
                 held.append(place)
             else:
-                assert not pool.parked, "parked segments make room first"
+                assert not pool.retained, "parked segments make room first"
         elif held:
             place = held.pop(which % len(held))
             if what == 2:
@@ -303,10 +302,10 @@ def test_ranges_of_the_pool_never_overlap(steps: list[tuple[int, int, int]]) -> 
             elif what == 3:
                 pool.retain(place, min(length, place.capacity), which, None)
             else:
-                held.append(pool.move("tail", place, length) or place)
+                held.append(pool.resize("tail", place, length) or place)
             if what == 3 and length % 2 and (revived := pool.restore("tail", which, length)) is not None:
                 held.append(revived[0])
-        taken = [*held, *(parked.place for parked in pool.parked.values())]
+        taken = [*held, *(parked.place for parked in pool.retained.values())]
         used = sorted((place.start, place.start + place.capacity) for place in taken)
         assert all(stop <= start for (_, stop), (start, _) in pairwise(used))
         assert not used or (used[0][0] >= LANES and used[-1][1] <= pool.tokens)
@@ -316,4 +315,4 @@ def test_ranges_of_the_pool_never_overlap(steps: list[tuple[int, int, int]]) -> 
     for place in held:
         pool.free(place)
     largest = 960
-    assert pool.allocate("tail", largest) is not None and capacity(largest) <= pool.tokens - LANES
+    assert pool.allocate("tail", largest) is not None and key_capacity(largest) <= pool.tokens - LANES

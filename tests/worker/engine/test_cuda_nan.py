@@ -21,16 +21,15 @@ import torch
 from tests.support.tiny import reference
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 
-from rookery.worker.engine.native.attention import Stream
-from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner, Step
+from rookery.worker.engine.native.attention import SequenceChunk
+from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner, DecodeGraph
 from rookery.worker.engine.native.runner import DenseRunner
 from rookery.worker.model import varlen_attention
 from rookery.worker.model.adapter import init_adapter
 from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.convert import fuse
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.model.grouped_lora import Product, batched, grouped
-from rookery.worker.model.lora import LoraBank
-from rookery.worker.model.weights import fuse
+from rookery.worker.model.lora import GroupedMatmul, LoraManager, batched_matmul, grouped_matmul
 from rookery.worker.trainer.native.attention import VarlenAttention
 from rookery.worker.trainer.native.backbone import forward
 from rookery.worker.trainer.native.loss_head import token_logprobs
@@ -56,7 +55,7 @@ def main(family: str) -> None:
 
     _setup_privateuseone_for_python_backend("numberless")
     torch._C._set_only_lift_cpu_tensors(True)  # tensors of lists are made on the host and sent, as on a real device
-    varlen_attention.fuses = lambda q: True
+    varlen_attention.has_fused_kernels = lambda q: True
     model = reference(family)
     # a GPU's table of rotations is whole from the start
     config = replace(DecoderConfig.from_hf(model.config.to_dict()), context=512)
@@ -68,7 +67,7 @@ def main(family: str) -> None:
             for dtype in (DTYPE, torch.float32)
         )
         _device_has_no_numbers(device)
-        for product in (grouped, batched):
+        for product in (grouped_matmul, batched_matmul):
             _generates(decoder, product)
         _trains(decoder)
         _generates_as_a_cpu_does(wide)
@@ -83,20 +82,24 @@ def _device_has_no_numbers(device: torch.device) -> None:
         number + torch.zeros(1)
 
 
-def _generates(decoder: Decoder, product: Product) -> None:
+def _generates(decoder: Decoder, product: GroupedMatmul) -> None:
     """A slice of prefill after a shared prompt (where it is one product: the other way begins with numbers of the
     host), then decode steps with the shared prompt and without."""
     bank = _bank(decoder)
     runner = CudaGraphRunner(decoder, bank, 1 << 20, product)
-    runner._step = lambda of, filled: Step(decoder, bank, runner.store, of, product)  # not recorded: runs as it is
-    runner.arrange(["0", "1", "2"])
-    prompt = runner.store.allocate("segment", 20)
-    keys = [*sorted(["0", "1", "2", "0"], key=bank.order), ""]
+    runner._step = lambda of, filled: DecodeGraph(
+        decoder, bank, runner.store, of, product
+    )  # not recorded: runs as it is
+    runner.prepare_adapters(["0", "1", "2"])
+    prompt = runner.store.allocate("shared", 20)
+    keys = [*sorted(["0", "1", "2", "0"], key=bank.slot_order), ""]
     with torch.no_grad():
         for shared in (prompt, None):
             length = 20 if shared is not None else 0
-            streams = [Stream(key, [1, 2, 3], 0, runner.store.allocate("tail", 64), shared, length) for key in keys]
-            if product is grouped:
+            streams = [
+                SequenceChunk(key, [1, 2, 3], 0, runner.store.allocate("tail", 64), shared, length) for key in keys
+            ]
+            if product is grouped_matmul:
                 hidden, last = runner.prefill(streams)
                 assert (hidden.shape, last.shape) == ((3 * len(keys), decoder.config.hidden), (len(keys),))
             for stream in streams:
@@ -115,7 +118,8 @@ def _generates_as_a_cpu_does(decoder: Decoder) -> None:
         for shared in (prompt, None):
             length = 20 if shared is not None else 0
             streams = [
-                Stream(key, [1, 2, 3], 0, runner.store.allocate("tail", 64), shared, length) for key in sorted(keys)
+                SequenceChunk(key, [1, 2, 3], 0, runner.store.allocate("tail", 64), shared, length)
+                for key in sorted(keys)
             ]
             hidden, last = runner.prefill(streams)
             assert (hidden.shape, last.shape) == ((3 * len(keys), decoder.config.hidden), (len(keys),))
@@ -125,9 +129,9 @@ def _generates_as_a_cpu_does(decoder: Decoder) -> None:
             assert (len(logits), logits.device, logits.dtype) == (len(keys), decoder.device, decoder.dtype)
 
 
-def _bank(decoder: Decoder) -> LoraBank:
+def _bank(decoder: Decoder) -> LoraManager:
     """With three adapters of unlike rank."""
-    bank = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
+    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     FakeTensor.__bool__ = lambda self: True  # that an adapter is finite is asked when it comes, not when it is used
     for seed, rank in enumerate((4, 16, 32)):
         bank.add(str(seed), init_adapter(decoder.config, rank, 2.0 * rank, EVERY, seed))

@@ -15,7 +15,7 @@ from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.request import StopStrings
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.batch_invariance import LANES
-from rookery.worker.model.lora import LoraBank
+from rookery.worker.model.lora import LoraManager
 
 
 def text(tokens: list[int]) -> str:
@@ -24,7 +24,7 @@ def text(tokens: list[int]) -> str:
 
 def make(**options: int) -> NativeEngine:
     decoder = small("llama")
-    bank = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
+    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     bank.add("a", init_adapter(decoder.config, 8, 16.0, list(PARTS), 0))
     return NativeEngine(decoder, bank, text, **{"max_rows": 8, "kv_budget_bytes": 1 << 26, **options})
 
@@ -165,10 +165,10 @@ def test_abort_while_waiting_and_while_running() -> None:
     assert chunks["first"].tokens == whole[: len(chunks["first"].tokens)]
     tokens, chunk = finish(engine)["third"]
     assert (tokens, chunk.finish) == (whole, "length")
-    assert engine._store.bytes == sum(p.bytes for p in engine._store.parked.values()) + sum(
+    assert engine._store.bytes == sum(p.bytes for p in engine._store.retained.values()) + sum(
         arena.bytes for kind in engine._store.arenas.values() for arena in kind.values()
     )
-    assert all(not arena.places for kind in engine._store.arenas.values() for arena in kind.values())
+    assert all(not arena.taken for kind in engine._store.arenas.values() for arena in kind.values())
 
 
 def test_the_prompts_of_those_who_wait_are_computed_along() -> None:
@@ -267,7 +267,7 @@ def test_a_shared_prompt_is_computed_once() -> None:
 
 def test_smollm2_answers() -> None:
     chat, decoder = Chat.load(smollm2_folder()), smollm2()
-    bank = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
+    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     engine = NativeEngine(decoder, bank, chat.decode, max_rows=8, kv_budget_bytes=1 << 28)
 
     def ask(messages: Sequence[dict[str, str]], stop: list[str]) -> str:

@@ -17,7 +17,7 @@ from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.model.adapter import Adapter, init_adapter
 from rookery.worker.model.batch_invariance import LANES
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.model.lora import LoraBank
+from rookery.worker.model.lora import LoraManager
 
 TARGETS = ["q", "k", "v", "o", "gate", "up", "down"]
 RANKS = {"a": 16, "b": 4, "c": 32, "d": 16}
@@ -39,8 +39,8 @@ class Recorder(Decoder):
 
     rows: set[bytes]
 
-    def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = super().project(hidden)
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = super().compute_logits(hidden)
         self.rows.update(row.view(torch.uint8).numpy().tobytes() for row in logits)
         return logits
 
@@ -49,7 +49,7 @@ def world(decoder: Decoder, **options: int) -> tuple[NativeEngine, Recorder]:
     recorder = Recorder.__new__(Recorder)
     recorder.__dict__.update(decoder.__dict__)
     recorder.rows = set()
-    bank = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
+    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     for seed, (key, rank) in enumerate(RANKS.items()):
         bank.add(key, adapter(decoder, rank, seed))
     kept = {"max_rows": 32, "kv_budget_bytes": 1 << 28, **options}
@@ -62,7 +62,7 @@ def order(
     prompt: Sequence[int],
     shared: int,
     *,
-    given: Sequence[int] = (),
+    prefix_tokens: Sequence[int] = (),
     max_tokens: int = 8,
     seed: int = 1,
     temperature: float = 1.0,
@@ -74,7 +74,7 @@ def order(
         adapter=ref,
         prompt=list(prompt),
         shared_prefix=shared,
-        prefix_tokens=list(given),
+        prefix_tokens=list(prefix_tokens),
         max_tokens=max_tokens,
         temperature=temperature,
         seed=seed,

@@ -19,7 +19,7 @@ from rookery import protocol
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.model.lora import LoraBank
+from rookery.worker.model.lora import LoraManager
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "data" / "golden_texts.json").read_text())
 FLOAT32_TOLERANCE = 1e-4
@@ -49,7 +49,7 @@ def trained_adapter(decoder: Decoder, rank: int, seed: int, strength: float) -> 
 
 
 def new_engine(decoder: Decoder, strength: float) -> NativeEngine:
-    bank = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
+    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     for key, about in GOLDEN["adapters"].items():
         bank.add(key, trained_adapter(decoder, about["rank"], about["seed"], strength))
     return NativeEngine(decoder, bank, lambda tokens: "", max_rows=32, kv_budget_bytes=1 << 28)

@@ -27,7 +27,7 @@ from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.generation import GenerationManager
 from rookery.worker.model.adapter import Adapter, init_adapter, write_adapter
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.model.lora import LoraBank
+from rookery.worker.model.lora import LoraManager
 from rookery.worker.transfer.http import TransferFailed
 
 TARGETS = ["q", "k", "v", "o", "gate", "up", "down"]
@@ -48,7 +48,7 @@ def adapter(decoder: Decoder, seed: int) -> Adapter:
 
 
 def make(decoder: Decoder, **options: int) -> NativeEngine:
-    bank = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
+    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     for seed, key in enumerate(VERSIONS):
         bank.add(key, adapter(decoder, seed))
     kept = {"max_rows": 16, "kv_budget_bytes": 1 << 26, **options}
@@ -122,7 +122,7 @@ class Run:
         while self.step():
             pass
         assert {said.finish for said in self.said.values()} == {"length"}
-        assert all(not arena.places for kind in self.engine._store.arenas.values() for arena in kind.values())
+        assert all(not arena.taken for kind in self.engine._store.arenas.values() for arena in kind.values())
         return self.said
 
 
@@ -299,9 +299,9 @@ def test_an_older_version_leaves_memory_with_its_last_request() -> None:
 def test_computing_anew_takes_bounded_slices_in_its_own_place() -> None:
     engine = make(small("llama"), max_rows=2, prefill_tokens=16)
     run = Run(engine).submit(*(order(name, seed=seed, max_tokens=60) for seed, name in enumerate("abc"))).until("a", 40)
-    rows = list(engine._admission.rows)
+    rows = list(engine._scheduler.running)
     engine.switch_adapter("a", version(1), recompute=True)
-    assert (engine._admission.rows, engine.waiting) == (rows, 1)
+    assert (engine._scheduler.running, engine.waiting) == (rows, 1)
     grown = len(run.said["b"].tokens)
     while len(run.said["a"].tokens) == 40:
         filled = engine.stats["prefill_tokens"]
@@ -388,7 +388,7 @@ class Bench:
         decoder = small("llama")
         self.core = WorkerCore.__new__(WorkerCore)
         self.core.decoder = decoder
-        bank = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
+        bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
         self.core.engine = NativeEngine(decoder, bank, lambda tokens: "", max_rows=4, kv_budget_bytes=1 << 24)
         self.core._most_resident, self.core._used = 2, {}
         self.arrived = {key: asyncio.Event() for key in VERSIONS}

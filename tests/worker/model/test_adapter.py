@@ -17,7 +17,7 @@ from tests.worker.model.test_decoder import Causal
 from rookery.errors import UserError
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter, read_adapter, write_adapter
 from rookery.worker.model.decoder import SITES, Decoder
-from rookery.worker.model.lora import LoraBank
+from rookery.worker.model.lora import LoraManager
 
 
 def filled(decoder: Decoder, rank: int, seed: int, targets: list[str], rslora: bool = False) -> Adapter:
@@ -27,18 +27,18 @@ def filled(decoder: Decoder, rank: int, seed: int, targets: list[str], rslora: b
     return Adapter(rank, 24.0, weights, rslora)
 
 
-def bank(decoder: Decoder, **adapters: Adapter) -> LoraBank:
-    made = LoraBank(decoder.config, decoder.dtype, decoder.device, 64)
+def bank(decoder: Decoder, **adapters: Adapter) -> LoraManager:
+    made = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
     for key, adapter in adapters.items():
         made.add(key, adapter)
     return made
 
 
-def logits(decoder: Decoder, keeper: LoraBank, key: str, tokens: torch.Tensor) -> torch.Tensor:
+def logits(decoder: Decoder, keeper: LoraManager, key: str, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        lora = keeper.select([key], [len(tokens)])
+        lora = keeper.batch_product([key], [len(tokens)])
         hidden = decoder.forward(tokens, torch.arange(len(tokens)), Causal(decoder.config), lora)
-        return decoder.project(hidden)
+        return decoder.compute_logits(hidden)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral window", "smollm3"])
@@ -128,9 +128,9 @@ def test_many_adapters_of_different_ranks_in_one_batch(
         divide(monkeypatch, depth=24, rows=8)
     made = {f"k{i}": filled(decoder, rank, i, list(PARTS)[i % 3 :]) for i, rank in enumerate([3, 16, 20, 64, 8])}
     keeper = bank(decoder, **made)
-    keeper.select(list(counts)[:1], [1])  # room is made for the others beside it
+    keeper.batch_product(list(counts)[:1], [1])  # room is made for the others beside it
     x, y = torch.randn(sum(counts.values()), 64), torch.randn(sum(counts.values()), 192)
-    lora = keeper.select(list(counts), list(counts.values()))
+    lora = keeper.batch_product(list(counts), list(counts.values()))
     assert lora is not None
     got = lora(1, "gate_up", x, y.clone())
     begin = 0
@@ -164,7 +164,7 @@ def test_the_stack_follows_a_changing_set_of_adapters() -> None:
     keeper, x, y = bank(decoder, **made), torch.randn(12, 64), torch.zeros(12, 64)
     for turn in range(300):
         keys = [f"k{(turn // 40 + i) % 6}" for i in range(1 + turn % 3)]
-        lora = keeper.select(keys, [12 // len(keys)] * len(keys))
+        lora = keeper.batch_product(keys, [12 // len(keys)] * len(keys))
         assert lora is not None
         got = lora(0, "o", x, y.clone())
         for i, key in enumerate(keys):
@@ -193,11 +193,11 @@ def test_rows_get_the_same_bits_whoever_else_is_in_the_batch(
     x, y = (torch.randn(sum(counts), size).to(decoder.dtype) for size in (64, width))
     for rest in (0, 3):  # the last rows may be the base model's
         keys, given = [*made, ""], [*counts[:-1], counts[-1] - min(rest, counts[-1] - 1), min(rest, counts[-1] - 1)]
-        lora = together.select(keys, given)
+        lora = together.batch_product(keys, given)
         assert lora is not None and (not lora.foreign or not spoilt)
         got = lora(0, site, x, y.clone())
         for i, (key, rows) in enumerate(zip(keys, torch.arange(len(x)).split(given), strict=True)):
-            one = alone.select([key], [max(len(rows), 2)])
+            one = alone.batch_product([key], [max(len(rows), 2)])
             padded = [torch.cat((part[rows], part[:2]))[: max(len(rows), 2)] for part in (x, y)]
             expected = padded[1] if one is None else one(0, site, *padded)
             if i != 1 or not spoilt:

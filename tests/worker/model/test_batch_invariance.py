@@ -19,12 +19,12 @@ from rookery.worker.model.batch_invariance import (
     chunked_matmul,
     contraction_chunks,
     disable_amx_if_unsafe,
-    exact_capacity,
+    exact_key_capacity,
     exact_rows,
     pad_rows,
 )
 from rookery.worker.model.decoder import best_dtype
-from rookery.worker.model.packed_linear import PackedLinear
+from rookery.worker.model.layers import PackedLinear
 
 DTYPE = best_dtype()
 THREADS = [1, 2, 3, 4, 8]
@@ -118,7 +118,7 @@ def test_the_values_of_attention_by_keys(threads: int, batch: int, rows: int) ->
     weights, values = cancelling(rows, length, size, batch)
     results = []
     torch.set_num_threads(1)
-    for capacity in dict.fromkeys(exact_capacity(DTYPE, keys) for keys in (length, 500, 800, 1500)):
+    for capacity in dict.fromkeys(exact_key_capacity(DTYPE, keys) for keys in (length, 500, 800, 1500)):
         wide, keys = weights.new_zeros(batch, rows, capacity), values.new_zeros(batch, capacity, size)
         wide[..., :length], keys[:, :length] = weights, values
         results.append(_weigh(wide, keys, torch.empty(batch, rows, size, dtype=DTYPE)))
@@ -169,6 +169,6 @@ def test_where_tiles_are_not_exact_they_are_left_alone(
     monkeypatch.setenv(batch_invariance._CAPS[0], "")
     disable_amx_if_unsafe(*known)
     assert os.environ[batch_invariance._CAPS[0]] == "AVX512_CORE_BF16"
-    assert not batch_invariance._tiles.__wrapped__()
+    assert not batch_invariance._amx_enabled.__wrapped__()
     monkeypatch.setenv(batch_invariance._CAPS[0], "avx512_core_amx")
-    assert batch_invariance._tiles.__wrapped__()
+    assert batch_invariance._amx_enabled.__wrapped__()

@@ -24,9 +24,15 @@ from rookery.worker import device
 from rookery.worker.engine.native.cuda.sampler import sample_on_device
 from rookery.worker.engine.native.sampler import SamplingKey, sample
 from rookery.worker.model.decoder import SITES
-from rookery.worker.model.grouped_lora import Product, batched, grouped, product_for
-from rookery.worker.model.lora import LoraBank
-from rookery.worker.model.varlen_attention import Sequences, Spans, flash, merge, spans, varlen
+from rookery.worker.model.lora import GroupedMatmul, LoraManager, batched_matmul, best_grouped_matmul, grouped_matmul
+from rookery.worker.model.varlen_attention import (
+    KeyRanges,
+    SequenceBounds,
+    fused_varlen_attention,
+    merge_attention,
+    range_attention,
+    varlen_attention,
+)
 from rookery.worker.trainer.native.attention import ChunkedAttention, ChunkSizes, VarlenAttention
 from rookery.worker.trainer.native.backbone import forward, layer_numbers, pass_limits
 from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
@@ -53,7 +59,7 @@ def heads(count: int, kinds: int = KV_HEADS, seed: int = 0) -> Tensor:
 def test_sequences_of_unlike_length(window: int) -> None:
     queries, keys = [3, 1, 7, 12], [3, 9, 7, 40]
     q, k, v = heads(sum(queries), HEADS), heads(sum(keys), seed=1), heads(sum(keys), seed=2)
-    out = varlen(q, k, v, Sequences.of(queries, keys, "cpu"), window)
+    out = varlen_attention(q, k, v, SequenceBounds.from_lengths(queries, keys, "cpu"), window)
     at_q = at_k = 0
     for count, seen in zip(queries, keys, strict=True):
         part = slice(at_k, at_k + seen)
@@ -65,8 +71,12 @@ def test_sequences_of_unlike_length(window: int) -> None:
 def test_the_fused_way_takes_what_it_is_given() -> None:
     """It cannot run here; that it is there, and what it calls its arguments, can be told."""
     q = k = v = heads(3)
-    several = Sequences.of([3], [3], "cpu")
-    given = signature(flash()).bind(q, k, v, several.of_queries, several.of_keys, 3, 3, window_size=(-1, 0)).arguments
+    several = SequenceBounds.from_lengths([3], [3], "cpu")
+    given = (
+        signature(fused_varlen_attention())
+        .bind(q, k, v, several.of_queries, several.of_keys, 3, 3, window_size=(-1, 0))
+        .arguments
+    )
     assert {"query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "window_size"} <= set(given)
     assert given["cu_seq_q"] is several.of_queries and given["max_k"] == 3
 
@@ -76,16 +86,16 @@ def test_two_ranges_of_keys_are_one_sequence(dtype: torch.dtype) -> None:
     pool_k, pool_v = heads(100, seed=1).to(dtype), heads(100, seed=2).to(dtype)
     pool_k[:8], pool_v[:8] = torch.nan, torch.nan  # nobody's: never read
     q = heads(4, HEADS, seed=3).to(dtype)
-    first = Spans(torch.tensor([0, 10, 60, 10]), torch.tensor([0, 20, 7, 20]), most=32)
-    second = Spans(torch.tensor([40, 50, 8, 30]), torch.tensor([1, 9, 2, 32]), most=64)
-    out = merge(spans(q, pool_k, pool_v, first), spans(q, pool_k, pool_v, second))
+    first = KeyRanges(torch.tensor([0, 10, 60, 10]), torch.tensor([0, 20, 7, 20]), max_length=32)
+    second = KeyRanges(torch.tensor([40, 50, 8, 30]), torch.tensor([1, 9, 2, 32]), max_length=64)
+    out = merge_attention(range_attention(q, pool_k, pool_v, first), range_attention(q, pool_k, pool_v, second))
     assert out.dtype == dtype
     for row in range(4):
         at = torch.cat([torch.arange(s.starts[row], s.starts[row] + s.lengths[row]) for s in (first, second)])
         expected = attention(q[row : row + 1], pool_k[at], pool_v[at])
         close = 1e-5 if dtype == torch.float32 else 0.02 * expected.abs().max()
         torch.testing.assert_close(out[row : row + 1].double(), expected, atol=float(close), rtol=0)
-    nothing, lse = spans(q, pool_k, pool_v, first)
+    nothing, lse = range_attention(q, pool_k, pool_v, first)
     assert not nothing[0].any() and lse[0].isneginf().all() and lse[1:].isfinite().all()
 
 
@@ -129,24 +139,24 @@ def _unit(rng: random.Random, prompt: int, tails: list[int]) -> PackedGroup:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("product", [grouped, batched])
+@pytest.mark.parametrize("product", [grouped_matmul, batched_matmul])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lora_as_one_product(product: Product, dtype: torch.dtype) -> None:
+def test_lora_as_one_product(product: GroupedMatmul, dtype: torch.dtype) -> None:
     """Each row against its own adapter in float64, and base rows untouched."""
     decoder = small("llama", dtype)
-    bank = LoraBank(decoder.config, dtype, "cpu", 64)
+    bank = LoraManager(decoder.config, dtype, "cpu", 64)
     adapters = {key: adapter(decoder, rank, seed) for seed, (key, rank) in enumerate(RANKS.items())}
     for key, one in adapters.items():
         bank.add(key, one)
-    assert bank.seat([""]) == 0
+    assert bank.assign_slots([""]) == 0
     keys = ["c", "a", "", "b", "d"]
-    places = bank.seat(keys)
-    keys.sort(key=lambda key: (bank.order(key), key))
+    places = bank.assign_slots(keys)
+    keys.sort(key=lambda key: (bank.slot_order(key), key))
     counts = [3, 1, 5, 2, 4]
     rows = sum(counts) + 2  # two that are nobody's
-    ends = bank.ends(keys, counts, rows)
+    ends = bank.slot_ends(keys, counts, rows)
     assert len(ends) == places and ends[-1] == rows and keys[-1] == ""
-    lora = bank.sorted_lora(torch.tensor(ends, dtype=torch.int32), product)
+    lora = bank.grouped_product(torch.tensor(ends, dtype=torch.int32), product)
     owners = [key for key, count in zip(keys, counts, strict=True) for _ in range(count)] + ["", ""]
     generator = torch.Generator().manual_seed(0)
     for site, parts in SITES.items():
@@ -168,7 +178,7 @@ def test_lora_as_one_product(product: Product, dtype: torch.dtype) -> None:
 
 
 def test_the_product_is_chosen_by_device_and_type() -> None:
-    assert product_for(torch.device("cpu"), torch.bfloat16) is batched
+    assert best_grouped_matmul(torch.device("cpu"), torch.bfloat16) is batched_matmul
 
 
 @settings(max_examples=40)

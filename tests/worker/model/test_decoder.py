@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rookery.errors import UserError
 from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.convert import fuse
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.model.packed_linear import PackedLinear
-from rookery.worker.model.weights import fuse
+from rookery.worker.model.layers import PackedLinear
 
 
 class Causal:
@@ -35,7 +35,7 @@ class Causal:
 def logits(decoder: Decoder, tokens: Tensor) -> Tensor:
     with torch.no_grad():
         hidden = decoder.forward(tokens, torch.arange(len(tokens)), Causal(decoder.config), None)
-        return decoder.project(hidden)
+        return decoder.compute_logits(hidden)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -26,8 +26,8 @@ from rookery import protocol
 from rookery.errors import UserError
 from rookery.worker.model.adapter import PARTS, init_adapter
 from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.convert import fuse
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.model.weights import fuse
 from rookery.worker.trainer.base import TrainerResult
 from rookery.worker.trainer.native import microbatch
 from rookery.worker.trainer.native import trainer as trainer_module

@@ -78,20 +78,20 @@ def disable_amx_if_unsafe(threads: int, base: Iterable[tuple[int, int]], ranks: 
 
 
 @cache
-def _tiles() -> bool:
+def _amx_enabled() -> bool:
     cap = next((value.upper() for name in _CAPS if (value := os.environ.get(name))), "ALL")
     return torch.cpu._is_amx_tile_supported() and (cap in ("ALL", "DEFAULT") or "AMX" in cap)
 
 
-def tiled(dtype: torch.dtype, device: torch.device | str) -> bool:
+def uses_amx(dtype: torch.dtype, device: torch.device | str) -> bool:
     """Whether products go by tile instructions."""
-    return dtype == torch.bfloat16 and torch.device(device).type == "cpu" and _tiles()
+    return dtype == torch.bfloat16 and torch.device(device).type == "cpu" and _amx_enabled()
 
 
 def contraction_chunks(depth: int, dtype: torch.dtype, device: torch.device | str) -> list[int]:
     """In which pieces a contraction of this depth is exact, in order. The first ones do not depend on how many follow,
     so zeros behind a contraction change nothing."""
-    if depth <= TILE_DEPTH or not tiled(dtype, device):
+    if depth <= TILE_DEPTH or not uses_amx(dtype, device):
         return [depth]
     rest = depth % TILE_DEPTH
     return [TILE_DEPTH] * (depth // TILE_DEPTH) + [rest] * (rest > 0)
@@ -115,7 +115,7 @@ def exact_rows(dtype: torch.dtype, rows: int, *products: tuple[int, int]) -> int
     if dtype == torch.float32:
         return -(-rows // _BLOCK) * _BLOCK
     if dtype == torch.bfloat16:
-        if _tiles() and any(inner < _TILE_THIN for inner, _ in products):
+        if _amx_enabled() and any(inner < _TILE_THIN for inner, _ in products):
             rows = max(rows, _TILE_FEW, 2 * torch.get_num_threads())
         return max(rows, 2, *(_SMALL // (inner * outer) + 1 for inner, outer in products))
     return rows
@@ -126,15 +126,15 @@ def pad_rows(x: Tensor, rows: int) -> Tensor:
     return x if x.shape[-2] == rows else F.pad(x, (0, 0, 0, rows - x.shape[-2]))
 
 
-def alone_in(dtype: torch.dtype, inner: int) -> bool:
+def zero_padding_is_exact(dtype: torch.dtype, inner: int) -> bool:
     """Whether a few numbers in a row, zeros before and behind them, are added in a contraction of ``inner`` as they
     are by themselves, wherever they stand."""
-    if dtype == torch.bfloat16 and _tiles():
+    if dtype == torch.bfloat16 and _amx_enabled():
         return inner <= TILE_DEPTH
     return dtype != torch.float32 or inner <= _DEPTH
 
 
-def capacity(length: int) -> int:
+def key_capacity(length: int) -> int:
     """Room for ``length`` keys: multiples of ``LANES``, about a third apart (32, 64, 96, 128, 192, 256, 384 …), so
     that a growing sequence moves seldom and wastes little."""
     size = LANES
@@ -145,7 +145,7 @@ def capacity(length: int) -> int:
     return size
 
 
-def exact_capacity(dtype: torch.dtype, length: int) -> int:
+def exact_key_capacity(dtype: torch.dtype, length: int) -> int:
     """The same without those at which a contraction over the keys is cut where that of another capacity is not."""
-    size = capacity(length)
+    size = key_capacity(length)
     return 2 * _DEPTH if dtype == torch.float32 and _DEPTH < size < 2 * _DEPTH else size

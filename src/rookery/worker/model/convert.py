@@ -23,7 +23,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,6 @@ from rookery.errors import EXIT_REFUSED, RookeryError, Unavailable, UserError, i
 from rookery.tokenization import registry
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import WEIGHTS
-from rookery.worker.model.weights import fuse
 
 log = logging.getLogger("rookery.worker")
 
@@ -50,6 +49,9 @@ _BESIDE = (
     "chat_template.jinja",
 )
 """Files of a published model that the prepared folder keeps as they are."""
+
+_IGNORED_WEIGHTS = ("rotary_emb.inv_freq",)
+"""Buffers of old checkpoints; the decoder computes them from the config."""
 
 _INDEX = "model.safetensors.index.json"
 
@@ -185,6 +187,45 @@ def _read_gguf(source: registry.Source, aside: Path) -> tuple[dict[str, Any], di
     raw = model.config.to_dict()
     raw.pop("quantization_config", None)
     return raw, model.state_dict()
+
+
+def fuse(config: DecoderConfig, published: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Concatenates the weights of a ``…ForCausalLM`` state dict into the fused ones that ``Decoder`` reads; no number
+    changes. Raises ``UserError`` that names a missing or an unexpected weight."""
+    left = {name: tensor for name, tensor in published.items() if not name.endswith(_IGNORED_WEIGHTS)}
+
+    def take(*names: str) -> Tensor:
+        missing = [name for name in names if name not in left]
+        if missing:
+            raise UserError(f"the model's weights lack {missing[0]}")
+        parts = [left.pop(name) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    fused = {"embed": take("model.embed_tokens.weight"), "norm": take("model.norm.weight")}
+    if config.tied:
+        left.pop("lm_head.weight", None)
+    else:
+        fused["head"] = take("lm_head.weight")
+    for i in range(config.layers):
+        source, target = f"model.layers.{i}.", f"layers.{i}."
+        attention, mlp = source + "self_attn.", source + "mlp."
+        fused[target + "attention_norm"] = take(source + "input_layernorm.weight")
+        fused[target + "mlp_norm"] = take(source + "post_attention_layernorm.weight")
+        if config.qk_norm:
+            fused[target + "q_norm"] = take(attention + "q_norm.weight")
+            fused[target + "k_norm"] = take(attention + "k_norm.weight")
+        for site, parts, biased in (
+            ("qkv", [attention + f"{p}_proj" for p in "qkv"], config.qkv_bias),
+            ("o", [attention + "o_proj"], config.o_bias),
+            ("gate_up", [mlp + "gate_proj", mlp + "up_proj"], config.mlp_bias),
+            ("down", [mlp + "down_proj"], config.mlp_bias),
+        ):
+            fused[target + site] = take(*(part + ".weight" for part in parts))
+            if biased:
+                fused[target + site + "_bias"] = take(*(part + ".bias" for part in parts))
+    if left:
+        raise UserError(f"the model has a weight that its config does not explain: {next(iter(left))}")
+    return {name: tensor.contiguous() for name, tensor in fused.items()}
 
 
 def _write(

@@ -23,16 +23,15 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from rookery.worker.model.autograd import rms_norm, rotate, swiglu
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.packed_linear import PackedLinear
+from rookery.worker.model.layers import PackedLinear, rms_norm, rotate, swiglu
 
 WEIGHTS = "model.safetensors"
 SITES = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 """The fused projections and the parts each is made of, in order of their output rows."""
 
 
-def outputs_of(config: DecoderConfig, site: str) -> dict[str, slice]:
+def output_slices(config: DecoderConfig, site: str) -> dict[str, slice]:
     """Which rows of a fused projection's output are which part's, in order."""
     edges = accumulate((config.site_shape(part)[1] for part in SITES[site]), initial=0)
     return {part: slice(*both) for part, both in zip(SITES[site], pairwise(edges), strict=True)}
@@ -43,7 +42,7 @@ _FIRST_TABLE = 1024
 only where it is used."""
 
 
-class Attend(Protocol):
+class AttentionBackend(Protocol):
     """Attention of one layer over the whole stream."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -52,7 +51,7 @@ class Attend(Protocol):
         ...
 
 
-class Lora(Protocol):
+class LoraProduct(Protocol):
     """Adds each token's own adapter to a projection of the base."""
 
     def __call__(self, layer: int, site: str, x: Tensor, y: Tensor) -> Tensor:
@@ -134,15 +133,17 @@ class Decoder:
             weights = {name: file.get_tensor(name).to(dtype) for name in file.keys()}  # noqa: SIM118 (no mapping)
         return cls(config, weights, pack=pack)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, lora: Lora | None) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: AttentionBackend, lora: LoraProduct | None) -> Tensor:
         """tokens, positions [tokens] int64 → hidden states after the final norm [tokens, hidden], base dtype."""
         rotation = self.rotation(positions)
         x = F.embedding(tokens, self.embedding)
         for i in range(self.config.layers):
             x = self.layer(i, x, rotation, attend, lora)
-        return self.finish(x)
+        return self.final_norm(x)
 
-    def layer(self, i: int, x: Tensor, rotation: tuple[Tensor, Tensor], attend: Attend, lora: Lora | None) -> Tensor:
+    def layer(
+        self, i: int, x: Tensor, rotation: tuple[Tensor, Tensor], attend: AttentionBackend, lora: LoraProduct | None
+    ) -> Tensor:
         """One block: x [tokens, hidden] → [tokens, hidden]; ``rotation`` of the tokens' positions."""
         cfg, w = self.config, self.layers[i]
         h = rms_norm(x, w.attention_norm, cfg.eps)
@@ -161,13 +162,13 @@ class Decoder:
         y = w.down(h)
         return x + (lora(i, "down", h, y) if lora is not None else y)
 
-    def finish(self, x: Tensor) -> Tensor:
+    def final_norm(self, x: Tensor) -> Tensor:
         """The final norm: x [tokens, hidden] after the last layer → what ``project`` reads."""
         return rms_norm(x, self.norm, self.config.eps)
 
-    def project(self, hidden: Tensor, *, whole: bool = False) -> Tensor:
+    def compute_logits(self, hidden: Tensor, *, whole: bool = False) -> Tensor:
         """hidden [n, hidden] → logits [n, vocab] in the base dtype; ``whole`` as in ``Projection``."""
-        return self._project.whole(hidden) if whole else self._project(hidden)
+        return self._project.single_product(hidden) if whole else self._project(hidden)
 
     def _heads(self, layer: int, w: Layer, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """y [tokens, (heads + 2 kv_heads) · head_dim] → q, k, v by head."""

@@ -28,7 +28,7 @@ from rookery.worker import device
 
 
 @dataclass(frozen=True)
-class Sequences:
+class SequenceBounds:
     """Where sequences begin, and the last one ends, in the stream of queries and in that of keys: ``of_queries`` and
     ``of_keys`` [sequences + 1] int32 on the device, and the same numbers on the host."""
 
@@ -38,34 +38,34 @@ class Sequences:
     host_keys: list[int]
 
     @classmethod
-    def of(cls, queries: list[int], keys: list[int], device: torch.device | str) -> Sequences:
+    def from_lengths(cls, queries: list[int], keys: list[int], device: torch.device | str) -> SequenceBounds:
         """From the numbers of queries and of keys of each sequence."""
         starts = [list(accumulate(counts, initial=0)) for counts in (queries, keys)]
         both = torch.tensor(starts, dtype=torch.int32, device=device)
         return cls(both[0], both[1], *starts)
 
     @property
-    def most_queries(self) -> int:
+    def max_queries(self) -> int:
         return _longest(self.host_queries)
 
     @property
-    def most_keys(self) -> int:
+    def max_keys(self) -> int:
         return _longest(self.host_keys)
 
 
-def varlen(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int) -> Tensor:
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, sequences: SequenceBounds, window: int) -> Tensor:
     """Causal attention of each sequence's queries over its keys, the last query at the last key. A query sees
     ``window`` keys up to its own (0: all). q [queries, heads, head_dim], k and v [keys, kv_heads, head_dim] → like q.
     Differentiable."""
-    if fuses(q):
-        fused: Tensor = flash()(
+    if has_fused_kernels(q):
+        fused: Tensor = fused_varlen_attention()(
             q,
             k,
             v,
             sequences.of_queries,
             sequences.of_keys,
-            sequences.most_queries,
-            sequences.most_keys,
+            sequences.max_queries,
+            sequences.max_keys,
             window_size=(window - 1 if window else -1, 0),
         )
         return fused
@@ -83,23 +83,23 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, window: int) -
 
 
 @dataclass(frozen=True)
-class Spans:
+class KeyRanges:
     """One range of keys per row: ``lengths`` [rows] from ``starts`` [rows] on, int64. None is longer than ``most``; one
     of length 0 is empty."""
 
     starts: Tensor
     lengths: Tensor
-    most: int
+    max_length: int
 
 
-def spans(q: Tensor, k: Tensor, v: Tensor, seen: Spans) -> tuple[Tensor, Tensor]:
+def range_attention(q: Tensor, k: Tensor, v: Tensor, seen: KeyRanges) -> tuple[Tensor, Tensor]:
     """Attention of one query per row over that row's own range of keys. q [rows, heads, head_dim], k and v [tokens,
     kv_heads, head_dim] → (like q, the logarithms of the sums of exponentials [rows, heads] float32). Of an empty range
     these are 0 and −inf. Not differentiable."""
     rows, heads, size = q.shape
     kv_heads = k.shape[1]
     group = heads // kv_heads
-    if fuses(q):
+    if has_fused_kernels(q):
         # The query heads of one key/value head go as that many queries: each key is read once for all of them.
         grouped = q.view(rows, kv_heads, group, size).transpose(1, 2).reshape(rows * group, kv_heads, size)
         begins = torch.arange(0, rows * group + 1, group, dtype=torch.int32, device=q.device)
@@ -110,7 +110,7 @@ def spans(q: Tensor, k: Tensor, v: Tensor, seen: Spans) -> tuple[Tensor, Tensor]
             begins,
             F.pad(seen.starts, (0, 1)).int(),  # where ranges begin, in any order; ``seqused_k`` tells how long they are
             group,
-            seen.most,
+            seen.max_length,
             0.0,
             False,
             False,
@@ -120,7 +120,7 @@ def spans(q: Tensor, k: Tensor, v: Tensor, seen: Spans) -> tuple[Tensor, Tensor]
         out = found[0].view(rows, group, kv_heads, size).transpose(1, 2)
         lse = found[1].view(kv_heads, rows, group).transpose(0, 1)
     else:
-        inside = torch.arange(seen.most, device=q.device)
+        inside = torch.arange(seen.max_length, device=q.device)
         last = (seen.lengths - 1).clamp(min=0)[:, None]
         at = seen.starts[:, None] + torch.minimum(inside, last)  # padding repeats the range's own last key
         keys, values = k[at].transpose(1, 2), v[at].transpose(1, 2)
@@ -133,7 +133,7 @@ def spans(q: Tensor, k: Tensor, v: Tensor, seen: Spans) -> tuple[Tensor, Tensor]
     return out.masked_fill(empty[..., None], 0.0).reshape(rows, heads, size), lse
 
 
-def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
+def merge_attention(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor:
     """Attention over two sets of keys from the attention over each (``spans``): [rows, heads, head_dim]. At least one
     of them is not empty."""
     both = torch.logaddexp(first[1], second[1])
@@ -142,7 +142,7 @@ def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> Tensor
 
 
 @cache
-def flash() -> Callable[..., Any]:
+def fused_varlen_attention() -> Callable[..., Any]:
     """PyTorch's own attention over sequences of unlike length. Imported by who runs it: it brings the compiler along,
     which is a third of a worker's start. Fewer key/value heads than query heads: later releases want to be told,
     earlier ones take it."""
@@ -151,7 +151,7 @@ def flash() -> Callable[..., Any]:
     return partial(varlen_attn, enable_gqa=True) if "enable_gqa" in signature(varlen_attn).parameters else varlen_attn
 
 
-def fuses(q: Tensor) -> bool:
+def has_fused_kernels(q: Tensor) -> bool:
     """Whether the fused kernels take it."""
     return device.fuses(q.device, q.dtype)
 

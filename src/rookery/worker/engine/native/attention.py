@@ -24,7 +24,7 @@ from rookery.worker.model.config import DecoderConfig
 
 
 @dataclass
-class Stream:
+class SequenceChunk:
     """Consecutive tokens of one sequence: ``tokens`` are written into ``place`` from ``start`` on and attend to the
     ``prefix_length`` tokens in ``prefix`` and to their own segment up to themselves. Places are the store's (``Place``
     for ``Batch``)."""
@@ -32,13 +32,13 @@ class Stream:
     key: str
     tokens: Sequence[int]
     start: int
-    place: Any
-    prefix: Any = None
+    slot: Any
+    prefix_slot: Any = None
     prefix_length: int = 0
 
 
 @dataclass
-class _Own:
+class _TailBlock:
     """The streams whose own segments lie in one arena: those from ``begin`` to ``end``, in the order of their slots.
     ``slots`` is None when they are all of its taken slots."""
 
@@ -53,7 +53,7 @@ class _Own:
 
 
 @dataclass
-class _Prefix:
+class _PrefixBlock:
     """The prefixes in one arena. ``grid`` [slots · width] lists each prefix's streams, padded with any; cell
     ``cells[j]`` of the grid is ``streams[j]``."""
 
@@ -65,7 +65,7 @@ class _Prefix:
     streams: Tensor
 
 
-class Batch:
+class SegmentAttention:
     """``Attend`` for a list of streams, and the flat ``tokens`` and ``positions`` that go with it.
 
     ``last[i]`` is the flat index of stream i's last token. A batch of one token is doubled (``worker/exact.py``).
@@ -73,7 +73,7 @@ class Batch:
     [streams · width] is token j, and cell i of it reads token ``grid[i]`` (padding any)."""
 
     def __init__(
-        self, config: DecoderConfig, streams: Sequence[Stream], dtype: torch.dtype, device: torch.device | str
+        self, config: DecoderConfig, streams: Sequence[SequenceChunk], dtype: torch.dtype, device: torch.device | str
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -85,10 +85,10 @@ class Batch:
         within = np.arange(counts.sum()) - starts[owner]
         self.width = int(counts.max())
         self.rows = exact_rows(dtype, self.width * config.group, (config.head_dim, LANES), (LANES, config.head_dim))
-        arenas = list({id(s.place.arena): s.place.arena for s in streams}.values())
+        arenas = list({id(s.slot.arena): s.slot.arena for s in streams}.values())
         number = {id(arena): i for i, arena in enumerate(arenas)}
-        arena_of = np.array([number[id(s.place.arena)] for s in streams])
-        slot_of = np.array([s.place.slot for s in streams])
+        arena_of = np.array([number[id(s.slot.arena)] for s in streams])
+        slot_of = np.array([s.slot.index for s in streams])
         order = np.lexsort((slot_of, arena_of))
         standing = np.empty_like(order)
         standing[order] = np.arange(self.count)
@@ -115,11 +115,11 @@ class Batch:
         return torch.as_tensor(np.asarray(x, dtype=np.int64), device=self.device)
 
     def _plan_own(self, arenas: Sequence[Arena], arena_of: np.ndarray, slot_of: np.ndarray) -> None:
-        self.own: list[_Own] = []
+        self.own: list[_TailBlock] = []
         for i, arena in enumerate(arenas):
             begin, end = (int(x) for x in np.searchsorted(arena_of, (i, i + 1)))
-            whole = end - begin == len(arena.places)  # then they are read in place
-            self.own.append(_Own(arena, begin, end, None if whole else self._tensor(slot_of[begin:end])))
+            whole = end - begin == len(arena.taken)  # then they are read in place
+            self.own.append(_TailBlock(arena, begin, end, None if whole else self._tensor(slot_of[begin:end])))
 
     def _plan_writes(self, arenas: Sequence[Arena], arena_of: np.ndarray, slot_of: np.ndarray, at: np.ndarray) -> None:
         """All are by token."""
@@ -131,13 +131,13 @@ class Batch:
             chosen = None if len(arenas) == 1 else self._tensor(flat)
             self.writes.append((arena, chosen, self._tensor(row.reshape(-1))))
 
-    def _plan_prefixes(self, streams: Sequence[Stream]) -> None:
-        self.prefixes: list[_Prefix] = []
+    def _plan_prefixes(self, streams: Sequence[SequenceChunk]) -> None:
+        self.prefixes: list[_PrefixBlock] = []
         users: dict[int, tuple[Arena, dict[int, list[int]]]] = {}
         for i, s in enumerate(streams):
-            if s.prefix is not None:
-                arena = s.prefix.arena
-                users.setdefault(id(arena), (arena, {}))[1].setdefault(s.prefix.slot, []).append(i)
+            if s.prefix_slot is not None:
+                arena = s.prefix_slot.arena
+                users.setdefault(id(arena), (arena, {}))[1].setdefault(s.prefix_slot.index, []).append(i)
         for arena, by_slot in users.values():
             used, width = max(by_slot) + 1, max(map(len, by_slot.values()))
             grid = np.zeros((used, width), dtype=np.int64)
@@ -148,7 +148,9 @@ class Batch:
                 cells.extend(range(slot * width, slot * width + len(mine)))
                 members.extend(mine)
             self.prefixes.append(
-                _Prefix(arena, used, width, self._tensor(grid.reshape(-1)), self._tensor(cells), self._tensor(members))
+                _PrefixBlock(
+                    arena, used, width, self._tensor(grid.reshape(-1)), self._tensor(cells), self._tensor(members)
+                )
             )
 
     def _plan_masks(self, prefix: np.ndarray, start: np.ndarray) -> None:
@@ -234,13 +236,13 @@ class Batch:
                 chosen = new if flat is None else new.index_select(0, flat)
                 cache[layer].view(-1, size).index_copy_(0, rows, chosen.reshape(-1, size))
 
-    def _gather(self, prefix: _Prefix, x: Tensor) -> Tensor:
+    def _gather(self, prefix: _PrefixBlock, x: Tensor) -> Tensor:
         """x [streams, kv_heads, rows, n] → [prefixes · kv_heads, width · rows, n], each prefix's streams in a row."""
         heads, rows, n = x.shape[1:]
         picked = x.index_select(0, prefix.grid).view(prefix.used, prefix.width, heads, rows, n)
         return picked.transpose(1, 2).contiguous().view(prefix.used * heads, prefix.width * rows, n)
 
-    def _scatter(self, prefix: _Prefix, x: Tensor) -> Tensor:
+    def _scatter(self, prefix: _PrefixBlock, x: Tensor) -> Tensor:
         """The way back, one entry per ``prefix.streams``: → [len(streams), kv_heads, rows, n]."""
         heads, n = self.config.kv_heads, x.shape[-1]
         x = x.view(prefix.used, heads, prefix.width, -1, n).transpose(1, 2)
@@ -256,6 +258,6 @@ def _weigh(weights: Tensor, values: Tensor, out: Tensor) -> Tensor:
     return out.copy_(chunked_matmul(weights, values.split(pieces, 1)))
 
 
-def _read(own: _Own, cache: Tensor) -> Tensor:
+def _read(own: _TailBlock, cache: Tensor) -> Tensor:
     """[streams, kv_heads, capacity, head_dim] of the streams from ``own.begin`` on."""
     return cache[: own.end - own.begin] if own.slots is None else cache.index_select(0, own.slots)

@@ -34,16 +34,16 @@ from torch import Tensor
 from rookery import protocol
 from rookery.worker import device
 from rookery.worker.engine.base import EngineLimits
-from rookery.worker.engine.native.admission import Admission
-from rookery.worker.engine.native.attention import Stream
+from rookery.worker.engine.native.admission import Scheduler
+from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
 from rookery.worker.engine.native.cuda.sampler import sample_on_device
-from rookery.worker.engine.native.request import Request, Segment, StopStrings
-from rookery.worker.engine.native.runner import DenseRunner, Runner, project
+from rookery.worker.engine.native.request import EngineRequest, SharedPrefix, StopStrings
+from rookery.worker.engine.native.runner import DenseRunner, Runner, logits_at
 from rookery.worker.engine.native.sampler import SamplingKey, sample
 from rookery.worker.model.adapter import read_adapter
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.model.lora import LoraBank
+from rookery.worker.model.lora import LoraManager
 
 log = logging.getLogger("rookery.engine")
 
@@ -72,7 +72,7 @@ class NativeEngine:
     def __init__(
         self,
         decoder: Decoder,
-        bank: LoraBank,
+        bank: LoraManager,
         decode: Callable[[list[int]], str],
         *,
         max_rows: int,
@@ -93,14 +93,14 @@ class NativeEngine:
         """Monotonic: decode_seconds, prefill_seconds, decode_steps, prefill_slices, prefill_tokens, reused_tokens
         (found in the cache instead of computed), preempted, switched."""
         self._decode = decode
-        self._runner = runner or runner_for(decoder, bank, kv_budget_bytes)
+        self._runner = runner or best_runner(decoder, bank, kv_budget_bytes)
         self._store = self._runner.store
-        self._admission = Admission(self._store, bank, max_rows, self.stats)
+        self._scheduler = Scheduler(self._store, bank, max_rows, self.stats)
         default = GPU_PREFILL_TOKENS if device.fuses(decoder.device, decoder.dtype) else PREFILL_TOKENS
         self._prefill_tokens = prefill_tokens or default
         self._prefill_keys = prefill_keys
-        self._requests: dict[str, Request] = {}
-        self._news: dict[str, Request] = {}
+        self._requests: dict[str, EngineRequest] = {}
+        self._undrained: dict[str, EngineRequest] = {}
         """Requests with something to hand out."""
         self._prefilled = 0
         """Slices of prefill since the last decode step."""
@@ -110,11 +110,11 @@ class NativeEngine:
     @property
     def active(self) -> int:
         """Admitted requests."""
-        return len(self._admission.rows)
+        return len(self._scheduler.running)
 
     @property
     def waiting(self) -> int:
-        return len(self._admission.waiting)
+        return len(self._scheduler.waiting)
 
     def adapters(self) -> list[str]:
         """See ``Engine``."""
@@ -138,15 +138,15 @@ class NativeEngine:
         self._check(order)
         key = order.adapter.hash if order.adapter else ""
         stops = StopStrings(order.stop, self._decode)
-        request = Request(order, key, stops, list(order.prefix_tokens), sent=len(order.prefix_tokens))
+        request = EngineRequest(order, key, stops, list(order.prefix_tokens), num_drained=len(order.prefix_tokens))
         self._requests[order.request] = request
         if key:
             self.bank.pin(key)
-        request.settle(self.max_context)
+        request.check_finished(self.max_context)
         if request.finish:
-            self._end(request)
+            self._finish(request)
         else:
-            self._admission.wait(request)
+            self._scheduler.enqueue(request)
 
     def switch_adapter(self, request: str, ref: protocol.AdapterRef, *, recompute: bool) -> bool:
         """From its next token on ``request`` runs with ``ref``, its cache kept or computed anew. False (and nothing
@@ -155,16 +155,16 @@ class NativeEngine:
         held = self._requests.get(request)
         if held is None:
             return False
-        before = held.order.adapter
+        before = held.params.adapter
         if before is None or before.policy != ref.policy:
             raise ValueError(f"request {request} does not run on policy {ref.policy}")
         if ref.hash not in self.bank:
             raise ValueError(f"adapter {ref.hash} is not resident")
         self.stats["switched"] += 1
-        held.adopt(ref)
+        held.switch_adapter(ref)
         if ref.hash != before.hash:  # else a step that changed nothing: the cache is this version's as well
             self.bank.pin(ref.hash)
-            self._admission.switched(held, keep=not recompute)
+            self._scheduler.on_adapter_switched(held, keep=not recompute)
             self.bank.unpin(before.hash)
         return True
 
@@ -173,19 +173,19 @@ class NativeEngine:
         held = self._requests.get(request)
         if held is not None:
             held.finish = "abort"
-            self._end(held)
+            self._finish(held)
 
     def drain(self) -> list[protocol.TokenChunk]:
         """What was sampled since the last call, one chunk per request and version."""
-        news, self._news = self._news, {}
+        news, self._undrained = self._undrained, {}
         return [chunk for request in news.values() for chunk in request.chunks()]
 
     def step(self) -> bool:
         """One bounded slice of compute; False when there is nothing to do."""
         with torch.no_grad():
-            self._admission.admit()
-            self._start_from_segments()
-            if not self._owes_decoding() and self._timed("prefill_seconds", self._prefill):
+            self._scheduler.admit()
+            self._start_from_prefixes()
+            if not self._must_decode() and self._timed("prefill_seconds", self._prefill):
                 self._prefilled += 1
                 return True
             self._prefilled = 0
@@ -227,37 +227,37 @@ class NativeEngine:
         self.stats[what] += time.perf_counter() - began
         return did
 
-    def _owes_decoding(self) -> bool:
+    def _must_decode(self) -> bool:
         """Prefill and decoding take turns, so that neither a stream of long prompts nor running rows starve; a few
         slices follow each other while a decode step would leave most rows out."""
         if not self._prefilled:
             return False
-        rows = self._admission.rows
+        rows = self._scheduler.running
         decoding = sum(self._decoding(row) for row in rows)
         few = 2 * decoding < len(rows)
         return bool(decoding) and self._prefilled >= (PREFILLS_IN_A_ROW if few else 1)
 
-    def _decoding(self, row: Request) -> bool:
+    def _decoding(self, row: EngineRequest) -> bool:
         """Its next token takes a decode step."""
-        return bool(row.tokens) and self._cached(row)
+        return bool(row.tokens) and self._prompt_cached(row)
 
-    def _cached(self, row: Request) -> bool:
+    def _prompt_cached(self, row: EngineRequest) -> bool:
         """Nothing of it is left to prefill: all but a last token of its own is cached."""
-        return row.ready and row.tail_length - row.filled <= (1 if row.tokens else 0)
+        return row.prefix_cached and row.tail_length - row.filled <= (1 if row.tokens else 0)
 
-    def _start_from_segments(self) -> None:
+    def _start_from_prefixes(self) -> None:
         """Samples the first token of rows whose whole prompt is a complete segment: its logits are there."""
-        ready = [row for row in self._admission.rows if row.tail_length == 0 and row.ready]
+        ready = [row for row in self._scheduler.running if row.tail_length == 0 and row.prefix_cached]
         if ready:
-            kept = [row.segment.logits for row in ready if row.segment is not None]
-            self._take(ready, torch.stack([logits for logits in kept if logits is not None]))
+            kept = [row.prefix.logits for row in ready if row.prefix is not None]
+            self._sample(ready, torch.stack([logits for logits in kept if logits is not None]))
 
     def _prefill(self) -> bool:
         """One slice of prompt tokens, segments and tails of several requests together: the oldest, then others of its
         adapter, since every adapter in a slice costs products of its own, then who is left. Then the prompts of those
         who wait: rows become free one by one, and a slice for each one's prompt costs twice as much as its share of
         one slice for several."""
-        work: list[tuple[Request | Segment, Stream]] = []
+        work: list[tuple[EngineRequest | SharedPrefix, SequenceChunk]] = []
         widest, keys, begun = 0, 0, set()
 
         def fits(count: int, before: int = 0) -> bool:
@@ -265,122 +265,122 @@ class NativeEngine:
             padded = max(widest, count) * (len(work) + 1)
             return padded <= self._prefill_tokens and keys + before + count <= self._prefill_keys
 
-        rows = [row for row in self._admission.rows if not self._cached(row)]
+        rows = [row for row in self._scheduler.running if not self._prompt_cached(row)]
         for row in sorted(rows, key=lambda row: row.key != rows[0].key):
-            target: Request | Segment
+            target: EngineRequest | SharedPrefix
             tokens: Sequence[int]
-            if row.segment is not None and not row.segment.complete:
-                if id(row.segment) in begun:
+            if row.prefix is not None and not row.prefix.complete:
+                if id(row.prefix) in begun:
                     continue
-                begun.add(id(row.segment))
-                target, tokens, begin, place = row.segment, row.segment.tokens, row.segment.filled, row.segment.place
+                begun.add(id(row.prefix))
+                target, tokens, begin, place = row.prefix, row.prefix.tokens, row.prefix.filled, row.prefix.slot
                 prefix = None
             else:
-                assert row.place is not None
-                target, tokens, begin, place, prefix = row, row.tail, row.filled, row.place, row.segment
+                assert row.slot is not None
+                target, tokens, begin, place, prefix = row, row.tail, row.filled, row.slot, row.prefix
             count = min(len(tokens) - begin, self._prefill_tokens)
             before = begin + (len(prefix.tokens) if prefix is not None else 0)
             if work and not fits(count, before):
                 break
             widest, keys = max(widest, count), keys + before + count
-            stream = Stream(row.key, tokens[begin : begin + count], begin, place)
+            stream = SequenceChunk(row.key, tokens[begin : begin + count], begin, place)
             if prefix is not None:
-                stream.prefix, stream.prefix_length = prefix.place, len(prefix.tokens)
+                stream.prefix_slot, stream.prefix_length = prefix.slot, len(prefix.tokens)
             work.append((target, stream))
         if not work:
             return False
-        for segment in self._admission.ahead(fits):
+        for segment in self._scheduler.waiting_prefixes(fits):
             widest, keys = max(widest, len(segment.tokens)), keys + len(segment.tokens)
-            work.append((segment, Stream(segment.key[0], segment.tokens, 0, segment.place)))
-        self._runner.arrange(stream.key for _, stream in work)
-        work.sort(key=lambda item: (self.bank.order(item[1].key), item[1].key))
+            work.append((segment, SequenceChunk(segment.key[0], segment.tokens, 0, segment.slot)))
+        self._runner.prepare_adapters(stream.key for _, stream in work)
+        work.sort(key=lambda item: (self.bank.slot_order(item[1].key), item[1].key))
         hidden, last = self._runner.prefill([stream for _, stream in work])
         self.stats["prefill_slices"] += 1
-        done: list[tuple[int, Request | Segment]] = []
+        done: list[tuple[int, EngineRequest | SharedPrefix]] = []
         for i, (target, stream) in enumerate(work):
-            if isinstance(target, Request) and target.order.prompt_logprobs:
+            if isinstance(target, EngineRequest) and target.params.prompt_logprobs:
                 self._score(target, stream, hidden, int(last[i]) - len(stream.tokens) + 1)
             target.filled += len(stream.tokens)
             self.stats["prefill_tokens"] += len(stream.tokens)
-            if target.filled == (len(target.tokens) if isinstance(target, Segment) else target.tail_length):
+            if target.filled == (len(target.tokens) if isinstance(target, SharedPrefix) else target.tail_length):
                 done.append((i, target))
         if done:
-            logits = project(self.decoder, hidden, last[torch.tensor([i for i, _ in done], device=hidden.device)])
+            logits = logits_at(self.decoder, hidden, last[torch.tensor([i for i, _ in done], device=hidden.device)])
             first_tokens = []
             for (_, target), line in zip(done, logits, strict=False):
-                if isinstance(target, Segment):
+                if isinstance(target, SharedPrefix):
                     target.logits = line.clone()
                     if not target.users:
-                        self._admission.keep(target)
+                        self._scheduler.retain_prefix(target)
                 else:
                     first_tokens.append((target, line))
             if first_tokens:
-                self._take([row for row, _ in first_tokens], torch.stack([line for _, line in first_tokens]))
+                self._sample([row for row, _ in first_tokens], torch.stack([line for _, line in first_tokens]))
         return True
 
-    def _score(self, request: Request, stream: Stream, hidden: Tensor, start: int) -> None:
+    def _score(self, request: EngineRequest, stream: SequenceChunk, hidden: Tensor, start: int) -> None:
         """Scores the prompt tokens that ``stream`` predicts; its first row of ``hidden`` is ``start``."""
-        wanted = [at for at in request.unscored if 0 <= at - 1 - stream.start < len(stream.tokens)]
+        wanted = [at for at in request.scored_positions if 0 <= at - 1 - stream.start < len(stream.tokens)]
         for first in range(0, len(wanted), SCORED_ROWS):
             part = wanted[first : first + SCORED_ROWS]
             rows = torch.tensor([start + at - 1 - stream.start for at in part], device=hidden.device)
-            logp = project(self.decoder, hidden, rows).float().log_softmax(-1)
-            values, tokens = logp.topk(min(request.order.top_logprobs, logp.shape[1]))
+            logp = logits_at(self.decoder, hidden, rows).float().log_softmax(-1)
+            values, tokens = logp.topk(min(request.params.top_logprobs, logp.shape[1]))
             for at, line, likely, ids in zip(part, logp, values.tolist(), tokens.tolist(), strict=False):
-                logprob = float(line[request.order.prompt[at]])
+                logprob = float(line[request.params.prompt[at]])
                 request.scores[at] = protocol.PromptLogprob(logprob=logprob, top=list(zip(ids, likely, strict=True)))
 
     def _decode_step(self) -> bool:
         """One token for every row whose prompt is cached."""
-        self._admission.make_room()
-        rows = [row for row in self._admission.rows if self._decoding(row)]
+        self._scheduler.grow_running()
+        rows = [row for row in self._scheduler.running if self._decoding(row)]
         if not rows:
             return False
-        self._runner.arrange(row.key for row in rows)
+        self._runner.prepare_adapters(row.key for row in rows)
         rows.sort(key=self._adapter_order)
         streams = []
         for row in rows:
-            assert row.place is not None
-            stream = Stream(row.key, row.tokens[-1:], row.filled, row.place)
-            if row.segment is not None:
-                stream.prefix, stream.prefix_length = row.segment.place, len(row.segment.tokens)
+            assert row.slot is not None
+            stream = SequenceChunk(row.key, row.tokens[-1:], row.filled, row.slot)
+            if row.prefix is not None:
+                stream.prefix_slot, stream.prefix_length = row.prefix.slot, len(row.prefix.tokens)
             streams.append(stream)
             row.filled += 1
         self.stats["decode_steps"] += 1
-        self._take(rows, self._runner.decode(streams))
+        self._sample(rows, self._runner.decode(streams))
         return True
 
-    def _adapter_order(self, row: Request) -> tuple[int, str]:
-        return self.bank.order(row.key), row.key
+    def _adapter_order(self, row: EngineRequest) -> tuple[int, str]:
+        return self.bank.slot_order(row.key), row.key
 
-    def _take(self, rows: Sequence[Request], logits: Tensor) -> None:
+    def _sample(self, rows: Sequence[EngineRequest], logits: Tensor) -> None:
         """Samples the next token of each row from the first ``len(rows)`` logits."""
-        draws = [SamplingKey(row.order.seed, len(row.tokens), row.order.temperature) for row in rows]
+        draws = [SamplingKey(row.params.seed, len(row.tokens), row.params.temperature) for row in rows]
         sampled = sample_on_device(logits, draws) if logits.is_cuda else sample(logits, draws)
         for row, token, logprob in zip(rows, sampled.tokens, sampled.logprobs, strict=True):
             if isnan(logprob):
                 row.finish, row.error = "error", "the logits are not numbers: the adapter's weights overflow"
-                log.warning("logits are not numbers", extra={"request": row.order.request, "adapter": row.key})
+                log.warning("logits are not numbers", extra={"request": row.params.request, "adapter": row.key})
             else:
                 row.append(token, logprob, self.max_context)
                 self.generated += 1
-            self._news[row.order.request] = row
+            self._undrained[row.params.request] = row
             if row.finish:
-                self._end(row)
+                self._finish(row)
 
     # --- leaving ----------------------------------------------------------------------------------------------------
 
-    def _end(self, request: Request) -> None:
+    def _finish(self, request: EngineRequest) -> None:
         """Removes a finished request from the batch; ``drain`` returns its last chunk."""
-        name = request.order.request
-        self._admission.leave(request)
+        name = request.params.request
+        self._scheduler.remove(request)
         if request.key:
             self.bank.unpin(request.key)
         del self._requests[name]
-        self._news[name] = request
+        self._undrained[name] = request
 
 
-def runner_for(decoder: Decoder, bank: LoraBank, kv_budget_bytes: int) -> Runner:
+def best_runner(decoder: Decoder, bank: LoraManager, kv_budget_bytes: int) -> Runner:
     """What computes on the decoder's device: the pooled one wants the fused kernels, or every row's keys are gathered
     at the length of the longest."""
     pools = device.fuses(decoder.device, decoder.dtype)

@@ -21,12 +21,12 @@ _LONGEST_CHARACTER = 4
 
 
 @dataclass
-class Segment:
+class SharedPrefix:
     """The shared prompt of a group under one adapter. ``filled`` tokens of it are cached; ``logits`` [vocab], those
     after its last token, let every member start without computing anything."""
 
     key: tuple[str, tuple[int, ...]]
-    place: Any
+    slot: Any
     filled: int = 0
     logits: Tensor | None = None
     users: int = 0
@@ -41,11 +41,11 @@ class Segment:
 
 
 @dataclass(eq=False)
-class Request:
+class EngineRequest:
     """``tokens`` are the answer so far, given ones included; ``logprobs`` those of the sampled ones. The cache holds
     ``filled`` tokens of the private tail, which is ``prompt[shared:] + tokens``."""
 
-    order: protocol.Generate
+    params: protocol.Generate
     """As it was asked for, but for the adapter: that of the next token."""
     key: str
     """The adapter of the next token."""
@@ -54,83 +54,86 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     finish: Finish = ""
     error: str = ""
-    sent: int = 0
+    num_drained: int = 0
     """Answer tokens handed out by ``drain``, given ones included."""
-    segment: Segment | None = None
-    place: Any = None
+    prefix: SharedPrefix | None = None
+    slot: Any = None
     filled: int = 0
-    made: tuple[str, ...] = ()
+    cached_by: tuple[str, ...] = ()
     """The adapters that computed what is cached of the tail, oldest first."""
-    keeps: bool = field(init=False)
+    keeps_cache: bool = field(init=False)
     """Whether it may go on from a cache that an older version of its policy computed."""
-    spans: list[tuple[int, protocol.AdapterRef | None]] = field(init=False)
+    versions: list[tuple[int, protocol.AdapterRef | None]] = field(init=False)
     """What sampled: (number of the first answer token, version), oldest first."""
     scores: dict[int, protocol.PromptLogprob] = field(default_factory=dict)
     """Of prompt tokens, by position."""
 
     def __post_init__(self) -> None:
-        self.keeps = self.order.in_flight == "switch"
-        self.spans = [(len(self.tokens), self.order.adapter)]
+        self.keeps_cache = self.params.in_flight == "switch"
+        self.versions = [(len(self.tokens), self.params.adapter)]
 
     @property
-    def unscored(self) -> range:
+    def scored_positions(self) -> range:
         """Positions in the prompt whose tokens are to be scored."""
-        length = len(self.order.prompt)
-        return range(max(1, length - self.order.prompt_logprobs), length)
+        length = len(self.params.prompt)
+        return range(max(1, length - self.params.prompt_logprobs), length)
 
     @property
     def shared(self) -> int:
-        return self.order.shared_prefix
+        return self.params.shared_prefix
 
     @property
-    def ready(self) -> bool:
+    def prefix_cached(self) -> bool:
         """Whether its shared prompt, where it has one, is cached."""
-        return self.segment is None or self.segment.complete
+        return self.prefix is None or self.prefix.complete
 
     @property
     def tail(self) -> list[int]:
-        return self.order.prompt[self.order.shared_prefix :] + self.tokens
+        return self.params.prompt[self.params.shared_prefix :] + self.tokens
 
     @property
     def tail_length(self) -> int:
-        return len(self.order.prompt) - self.order.shared_prefix + len(self.tokens)
+        return len(self.params.prompt) - self.params.shared_prefix + len(self.tokens)
 
-    def adopt(self, ref: protocol.AdapterRef) -> None:
+    def switch_adapter(self, ref: protocol.AdapterRef) -> None:
         """What is sampled from now on is of this version."""
-        self.order = msgspec.structs.replace(self.order, adapter=ref)
+        self.params = msgspec.structs.replace(self.params, adapter=ref)
         self.key = ref.hash
-        self.spans.append((len(self.tokens), ref))
+        self.versions.append((len(self.tokens), ref))
 
     def append(self, token: int, logprob: float, context: int) -> None:
         """Takes a sampled token and decides whether it ends the text. ``context`` is the longest sequence."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        self.settle(context)
+        self.check_finished(context)
 
-    def settle(self, context: int) -> None:
+    def check_finished(self, context: int) -> None:
         """Sets ``finish`` when the tokens so far end the text."""
-        if self.tokens and (self.tokens[-1] in self.order.stop_tokens or self.stops.found(self.tokens)):
+        if self.tokens and (self.tokens[-1] in self.params.stop_tokens or self.stops.found(self.tokens)):
             self.finish = "stop"
-        elif len(self.tokens) >= self.order.max_tokens or len(self.order.prompt) + len(self.tokens) >= context:
+        elif len(self.tokens) >= self.params.max_tokens or len(self.params.prompt) + len(self.tokens) >= context:
             self.finish = "length"
 
     def chunks(self) -> list[protocol.TokenChunk]:
         """What has not been handed out yet, in one chunk per version that sampled it; the last one tells the end."""
-        begins = [self.sent, *(begin for begin, _ in self.spans if self.sent < begin < len(self.tokens))]
-        self.sent = len(self.tokens)
-        chunks = [self._chunk(*part) for part in zip(begins, [*begins[1:], self.sent], strict=True)]
+        begins = [
+            self.num_drained,
+            *(begin for begin, _ in self.versions if self.num_drained < begin < len(self.tokens)),
+        ]
+        self.num_drained = len(self.tokens)
+        chunks = [self._chunk(*part) for part in zip(begins, [*begins[1:], self.num_drained], strict=True)]
         last = chunks[-1]
         last.finish, last.error = self.finish, self.error
         if self.finish:
-            last.prompt_logprobs = [self.scores[at] for at in self.unscored if at in self.scores]
+            last.prompt_logprobs = [self.scores[at] for at in self.scored_positions if at in self.scores]
         return chunks
 
     def _chunk(self, begin: int, end: int) -> protocol.TokenChunk:
         """Answer tokens of one version."""
         given = len(self.tokens) - len(self.logprobs)
-        ref = next(ref for since, ref in reversed(self.spans) if since <= begin)
+        ref = next(ref for since, ref in reversed(self.versions) if since <= begin)
         return protocol.TokenChunk(
-            request=self.order.request,
+            request=self.params.request,
             offset=begin,
             tokens=self.tokens[begin:end],
             logprobs=self.logprobs[begin - given : end - given],

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from rookery.worker.device import fuses
-from rookery.worker.model.decoder import Attend, Decoder
-from rookery.worker.model.varlen_attention import Sequences, varlen
+from rookery.worker.model.decoder import AttentionBackend, Decoder
+from rookery.worker.model.varlen_attention import SequenceBounds, varlen_attention
 from rookery.worker.trainer.native.packing import AttentionBlock, PackedBatch
 
 
@@ -39,7 +39,7 @@ class ChunkSizes:
     """Scores that exist at once: 1 MB in bfloat16, so that the passes of a softmax find them in the cache."""
 
 
-AttentionFactory = Callable[[Decoder, PackedBatch], Attend]
+AttentionFactory = Callable[[Decoder, PackedBatch], AttentionBackend]
 """Creates the attention over a packed batch."""
 
 
@@ -265,7 +265,7 @@ def _product(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 class ChunkedAttention:
-    """The ``Attend`` of a packed batch by chunked matmuls, recomputed in the backward pass."""
+    """The ``AttentionBackend`` of a packed batch by chunked matmuls, recomputed in the backward pass."""
 
     def __init__(self, decoder: Decoder, batch: PackedBatch, chunks: ChunkSizes) -> None:
         config = decoder.config
@@ -273,7 +273,7 @@ class ChunkedAttention:
         self._plans = _Plans(batch.blocks(), config.kv_heads, config.group, decoder.dtype, chunks)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See ``Attend``. Blocks cover every row, because every token attends at least to itself."""
+        """See ``AttentionBackend``. Blocks cover every row, because every token attends at least to itself."""
         return _ChunkedAttention.apply(q, k, v, self._plans, self._windows[layer])
 
 
@@ -296,13 +296,13 @@ class _Repeat(torch.autograd.Function):
 
 
 class VarlenAttention:
-    """The ``Attend`` of a packed batch by :func:`~rookery.worker.model.varlen_attention.varlen`: each prompt and each
-    tail is a sequence of queries, whose keys are the shared prompt's, if any, and its own."""
+    """The ``AttentionBackend`` of a packed batch by fused kernels (``model.varlen_attention``): each prompt and each
+    tail is a sequence of queries over the keys of the shared prompt, if any, and its own."""
 
     def __init__(self, decoder: Decoder, batch: PackedBatch) -> None:
         spans = batch.spans()
         self._windows = decoder.config.windows
-        self._sequences = Sequences.of(
+        self._sequences = SequenceBounds.from_lengths(
             [span.length for span in spans], [span.prefix + span.length for span in spans], decoder.device
         )
         self._keys: Tensor | None = None
@@ -315,7 +315,7 @@ class VarlenAttention:
             self._keys = torch.cat(ranges).to(decoder.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See ``Attend``."""
+        """See ``AttentionBackend``."""
         if self._keys is not None:
             k, v = (_Repeat.apply(x, self._keys) for x in (k, v))
-        return varlen(q, k, v, self._sequences, self._windows[layer])
+        return varlen_attention(q, k, v, self._sequences, self._windows[layer])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rookery.worker.device import free_bytes
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.decoder import Attend, Decoder, Lora
+from rookery.worker.model.decoder import AttentionBackend, Decoder, LoraProduct
 from rookery.worker.trainer.native.packing import PackedBatch
 
 RECOMPUTE_TOKENS = 2048
@@ -74,8 +74,8 @@ class ForwardPass:
     hidden: Tensor
     _decoder: Decoder
     _batch: PackedBatch
-    _attend: Attend
-    _lora: Lora
+    _attend: AttentionBackend
+    _lora: LoraProduct
     _output: Tensor | None
     _inputs: list[Tensor]
 
@@ -87,7 +87,7 @@ class ForwardPass:
             return
         rotation = self._decoder.rotation(self._batch.positions)
         last = self._inputs.pop().requires_grad_()
-        (gradient,) = torch.autograd.grad(self._decoder.finish(last), last, d_hidden)
+        (gradient,) = torch.autograd.grad(self._decoder.final_norm(last), last, d_hidden)
         del last
         for i in reversed(range(self._decoder.config.layers)):
             x = self._inputs.pop().requires_grad_()
@@ -95,7 +95,9 @@ class ForwardPass:
             (gradient,) = torch.autograd.grad(y, x, gradient)
 
 
-def forward(decoder: Decoder, batch: PackedBatch, attend: Attend, lora: Lora, *, recompute: bool) -> ForwardPass:
+def forward(
+    decoder: Decoder, batch: PackedBatch, attend: AttentionBackend, lora: LoraProduct, *, recompute: bool
+) -> ForwardPass:
     """With ``recompute``, layers are computed again in the backward pass instead of being kept."""
     if not recompute:
         with torch.enable_grad():
@@ -106,10 +108,10 @@ def forward(decoder: Decoder, batch: PackedBatch, attend: Attend, lora: Lora, *,
         inputs = [F.embedding(batch.tokens, decoder.embedding)]
         for i in range(decoder.config.layers):
             inputs.append(decoder.layer(i, inputs[-1], rotation, attend, lora))
-        return ForwardPass(decoder.finish(inputs[-1]), decoder, batch, attend, lora, None, inputs)
+        return ForwardPass(decoder.final_norm(inputs[-1]), decoder, batch, attend, lora, None, inputs)
 
 
 @torch.no_grad()
-def infer(decoder: Decoder, batch: PackedBatch, attend: Attend, lora: Lora | None) -> Tensor:
+def infer(decoder: Decoder, batch: PackedBatch, attend: AttentionBackend, lora: LoraProduct | None) -> Tensor:
     """Hidden states without gradients; without ``lora``, those of the base model."""
     return decoder.forward(batch.tokens, batch.positions, attend, lora)

@@ -45,7 +45,7 @@ def token_logprobs(
     projected, normalised = (GPU_ROWS, GPU_ROWS) if hidden.is_cuda else (PROJECTED_ROWS, NORMALISED_ROWS)
     for start in range(0, len(hidden), projected):
         rows = slice(start, min(start + projected, len(hidden)))
-        logits = decoder.project(hidden[rows], whole=True)
+        logits = decoder.compute_logits(hidden[rows], whole=True)
         for first in range(0, len(logits), normalised):
             chunk = slice(first, min(first + normalised, len(logits)))
             out = slice(start + chunk.start, start + chunk.stop)

@@ -25,7 +25,7 @@ from rookery import protocol
 from rookery.errors import UserError
 from rookery.worker.model.adapter import Adapter, read_adapter, write_adapter
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.decoder import SITES, outputs_of
+from rookery.worker.model.decoder import SITES, output_slices
 
 STATE_FILE = "trainer_state.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -214,7 +214,7 @@ class PolicyState:
                 inputs = config.site_shape(present[0])[0]
                 size = self.rank * len(present) * inputs
                 parts = []
-                for name, outputs in outputs_of(config, site).items():
+                for name, outputs in output_slices(config, site).items():
                     if name in present:
                         index = present.index(name)
                         ranks = slice(index * self.rank, (index + 1) * self.rank)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rookery.worker.engine.native.kv_cache import Kind
-from rookery.worker.model.batch_invariance import LANES, capacity
+from rookery.worker.model.batch_invariance import LANES, key_capacity
 from rookery.worker.model.config import DecoderConfig
 
 SCRATCH = 0
@@ -30,7 +30,7 @@ SCRATCH = 0
 
 
 @dataclass(eq=False)
-class Range:
+class KVRange:
     """Tokens ``start`` … ``start + capacity - 1`` of the pool."""
 
     start: int
@@ -38,8 +38,8 @@ class Range:
 
 
 @dataclass(frozen=True)
-class _Parked:
-    place: Range
+class _RetainedRange:
+    place: KVRange
     length: int
     about: Any
 
@@ -57,7 +57,7 @@ class KVPool:
         shape = (config.layers, self.tokens, config.kv_heads, config.head_dim)
         self.k: Tensor = torch.empty(shape, dtype=dtype, device=device)
         self.v: Tensor = torch.empty(shape, dtype=dtype, device=device)
-        self.parked: OrderedDict[Hashable, _Parked] = OrderedDict()
+        self.retained: OrderedDict[Hashable, _RetainedRange] = OrderedDict()
         self._free = [(LANES, self.tokens)]
         """Free ranges (start, stop) in order, none touching the next; the first ``LANES`` tokens are scratch."""
 
@@ -68,22 +68,22 @@ class KVPool:
 
     def fits_alone(self, *lengths: int) -> bool:
         """Whether segments of these lengths would fit if nothing else were there."""
-        return sum(capacity(length) for length in lengths if length) <= self.tokens - LANES
+        return sum(key_capacity(length) for length in lengths if length) <= self.tokens - LANES
 
-    def allocate(self, kind: Kind, length: int) -> Range | None:
+    def allocate(self, kind: Kind, length: int) -> KVRange | None:
         """A place for ``length`` tokens, at the cost of parked segments if need be; None when there is no room."""
-        size = capacity(length)
+        size = key_capacity(length)
         while True:
             for i, (start, stop) in enumerate(self._free):
                 if stop - start >= size:
                     self._free[i : i + 1] = [(start + size, stop)] if stop - start > size else []
-                    return Range(start, size)
-            if not self.parked:
+                    return KVRange(start, size)
+            if not self.retained:
                 return None
-            _, oldest = self.parked.popitem(last=False)
+            _, oldest = self.retained.popitem(last=False)
             self.free(oldest.place)
 
-    def move(self, kind: Kind, place: Range, length: int) -> Range | None:
+    def resize(self, kind: Kind, place: KVRange, length: int) -> KVRange | None:
         """The same segment with room for ``length`` tokens; None (and nothing changed) when there is no room."""
         if length <= place.capacity:
             return place
@@ -94,7 +94,7 @@ class KVPool:
             self.free(place)
         return new
 
-    def free(self, place: Range) -> None:
+    def free(self, place: KVRange) -> None:
         start, stop = place.start, place.start + place.capacity
         at = sum(free < start for free, _ in self._free)
         if at < len(self._free) and self._free[at][0] == stop:
@@ -106,23 +106,23 @@ class KVPool:
 
     def contains(self, key: Hashable) -> bool:
         """Whether a segment is parked under ``key``."""
-        return key in self.parked
+        return key in self.retained
 
-    def retain(self, place: Range, length: int, key: Hashable, about: Any) -> None:
+    def retain(self, place: KVRange, length: int, key: Hashable, about: Any) -> None:
         """Keeps the segment under ``key`` while nobody needs its room."""
-        before = self.parked.pop(key, None)
+        before = self.retained.pop(key, None)
         if before is not None:
             self.free(before.place)
-        self.parked[key] = _Parked(place, length, about)
+        self.retained[key] = _RetainedRange(place, length, about)
 
-    def restore(self, kind: Kind, key: Hashable, length: int) -> tuple[Range, Any] | None:
+    def restore(self, kind: Kind, key: Hashable, length: int) -> tuple[KVRange, Any] | None:
         """A parked segment with room for ``length`` tokens, and what was kept about it; None when it is not there, or
         (still parked) when there is no room."""
-        parked = self.parked.pop(key, None)
+        parked = self.retained.pop(key, None)
         if parked is None:
             return None
-        place = self.move(kind, parked.place, length)
+        place = self.resize(kind, parked.place, length)
         if place is None:
-            self.parked[key] = parked
+            self.retained[key] = parked
             return None
         return place, parked.about
