@@ -1,10 +1,10 @@
 """One engine, two kinds of transaction, the same on SQLite and PostgreSQL.
 
-* ``_writing`` commits as a whole or not at all. On SQLite it takes the write lock at its start, so that it never fails
+* ``writing`` commits as a whole or not at all. On SQLite it takes the write lock at its start, so that it never fails
   half-way for another writer; the commit returns after the log is on disk (``synchronous=FULL``), since what is
   published after it must survive a power cut.
-* ``_reading`` sees one snapshot however many queries it makes, and never waits for a writer.
-* Within ``together`` the calls of one thread share a transaction: one wait for the disk instead of one each.
+* ``reading`` sees one snapshot however many queries it makes, and never waits for a writer.
+* Within ``batch_transaction`` the calls of one thread share a transaction: one wait for the disk instead of one each.
 * A full disk is :class:`~rookery.errors.StorageFull`, a lost server :class:`~rookery.errors.Unavailable`; both leave
   the database as it was, except that a connection lost during the commit itself leaves its outcome to be read back.
 * A PostgreSQL database that one service has claimed is refused to every other, until that one's connection ends. (The
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Connection, create_engine, event, func, insert, select
+from sqlalchemy import Connection, create_engine, event, func, select
 from sqlalchemy.engine import Engine, make_url
 from sqlalchemy.exc import (
     ArgumentError,
@@ -33,7 +33,8 @@ from sqlalchemy.exc import (
 from sqlalchemy.pool import StaticPool
 
 from rookery.errors import StorageFull, Unavailable, UserError, installs
-from rookery.storage import models
+from rookery.storage import migrations
+from rookery.storage.store import Transactions
 
 LOCK_WAIT_SECONDS = 30.0
 """How long a SQLite writer waits for another one: far above any transaction here, so that reaching it means trouble."""
@@ -52,8 +53,9 @@ _POSTGRES_DISK_FULL = "53100"
 _POSTGRES_LOCK_TIMEOUT = "55P03"
 
 
-class Store:
-    """Base of :class:`~rookery.storage.database.Database`: the engine and its transactions."""
+class Database(Transactions):
+    """SQLite or PostgreSQL, by URL. Call :meth:`create` before anything else and :meth:`close` at the end. Methods block,
+    keep no state between calls, and may be called from any thread."""
 
     def __init__(self, url: str) -> None:
         """``url``: a SQLAlchemy URL. ``sqlite://`` alone lives in memory and serves one thread at a time.
@@ -86,27 +88,21 @@ class Store:
             raise UserError(f"database: {self._engine.dialect.name} is not supported; use SQLite or PostgreSQL")
 
     def create(self) -> None:
-        """Makes the tables where there are none. Raises :class:`UserError` if the database cannot be opened or was
-        written by another version of Rookery."""
+        """Make the tables, or migrate those of an earlier version of Rookery. The schema's version is read before
+        anything is changed. Raises :class:`UserError` if the database cannot be opened, or was written by a version of
+        Rookery that is newer or too old; then nothing was changed."""
         try:
             self._make_private()
-            with self._writing() as connection:
-                models.metadata.create_all(connection)
-                found = connection.execute(select(models.meta.c.value).where(models.meta.c.name == "schema")).scalar()
-                if found is None:
-                    found = str(models.SCHEMA_VERSION)
-                    connection.execute(insert(models.meta).values(name="schema", value=found))
+            with self.writing() as connection:
+                problem = migrations.upgrade(connection)
         except (DBAPIError, Unavailable, OSError) as error:
             reason = str(getattr(error, "orig", error)).strip().splitlines()[0]
             raise UserError(f"database {self._shown_url()} cannot be opened: {reason}") from None
-        if found != str(models.SCHEMA_VERSION):
-            raise UserError(
-                f"database {self._shown_url()} has schema {found}, this Rookery has schema {models.SCHEMA_VERSION};"
-                " use the version that wrote it, or another data folder"
-            )
+        if problem:
+            raise UserError(f"database {self._shown_url()} {problem}")
 
     def claim(self) -> None:
-        """This service's alone from now on, until :meth:`close`; once more makes sure that it still is. On SQLite
+        """Reserve the database for this service until :meth:`close`; a second call checks that it still is. On SQLite
         nothing is done. Raises :class:`UserError` where another service has it, :class:`Unavailable`."""
         if self._engine.dialect.name != "postgresql":
             return
@@ -155,8 +151,8 @@ class Store:
 
     @contextmanager
     def batch_transaction(self) -> Iterator[None]:
-        """What this thread calls within is durable at the end, all at once. A call that raises undoes itself alone. A
-        full disk or a lost server, in a call or at the end, is raised at the end, and all are undone."""
+        """Calls of this thread within become durable at the end, all at once. A call that raises is undone alone. A full
+        disk or a lost server, in a call or at the end, is raised at the end, and all calls are undone."""
         shared = self._shared
         with _plain_errors(), self._engine.begin() as connection:
             shared.connection, shared.failure = connection, None
@@ -179,14 +175,14 @@ class Store:
         return self._engine.url.render_as_string(hide_password=True)
 
     def _shared_connection(self) -> Connection | None:
-        """This thread's within ``together``, unless that has failed already."""
+        """This thread's within ``batch_transaction``, unless that has failed already."""
         shared: Connection | None = getattr(self._shared, "connection", None)
         if shared is not None and self._shared.failure is not None:
             raise self._shared.failure
         return shared
 
     @contextmanager
-    def _writing(self) -> Iterator[Connection]:
+    def writing(self) -> Iterator[Connection]:
         shared = self._shared_connection()
         if shared is not None:
             part = shared.begin_nested()
@@ -208,7 +204,7 @@ class Store:
             yield connection
 
     @contextmanager
-    def _reading(self) -> Iterator[Connection]:
+    def reading(self) -> Iterator[Connection]:
         shared = self._shared_connection()
         if shared is not None:
             with _plain_errors():

@@ -1,11 +1,12 @@
-"""Groups and their episodes: the data cursor, what a restart finds, what was trained on.
+"""Groups and their episodes: the data cursor, the work that a restart finds, the groups that were trained on.
 
-* Training ordinals are handed out without gaps: the transaction that stores a group raises the job's cursor by one,
-  and refuses any other ordinal. So no prompt is skipped or used twice, whatever order groups end in.
-* open → ready | failed | dropped; ready → consumed (only in :meth:`Versions.commit_step`) | dropped; nothing else.
+* Training ordinals have no gaps: the transaction that stores a group raises the job's cursor by one and refuses any
+  other ordinal. So no prompt is skipped or used twice, whatever order groups end in.
+* open → ready | failed | dropped; ready → consumed (only in :func:`~rookery.storage.versions.commit_step`) | dropped;
+  nothing else.
 * An episode is closed once; a group closes its remaining episodes with itself.
-* What changes groups or episodes takes the job's ``counters`` along where they are given, in the same transaction:
-  after any crash they count what is stored, nothing twice.
+* Changes of groups and episodes store the job's ``counters`` where they are given, in the same transaction: after any
+  crash they count exactly the stored work.
 """
 
 from __future__ import annotations
@@ -13,232 +14,196 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, Select, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Select, func, select, update
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage import models
-from rookery.storage.db import Store
-from rookery.storage.rows import EpisodeRow, GroupRow, GroupState, NewGroup
+from rookery.storage.columns import add, fetch_all
+from rookery.storage.models import EpisodeRow, GroupRow, GroupState, JobRow
 
-_groups, _episodes = models.groups, models.episodes
+Counters = Mapping[str, Any] | None
 
 
-class Groups(Store):
-    def add_groups(self, job: str, groups: Sequence[NewGroup]) -> None:
-        """Stores groups with their episodes, all open. Raises :class:`Conflict`, and stores none, if the training
-        ordinals are not the next ones, or the job is finished."""
-        if not groups:
-            return
-        ordinals = [group.ordinal for group in groups if group.split == "train"]
-        with self._writing() as connection:
-            owner = connection.execute(select(models.jobs.c.tenant).where(models.jobs.c.id == job)).scalar()
-            if owner is None:
-                raise NotFound(f"no job {job}")
-            if ordinals:
-                _raise_cursor(connection, job, ordinals)
-            connection.execute(insert(_groups), [_group_values(owner, job, group) for group in groups])
-            members = [_episode_values(owner, job, group) for group in groups]
-            if rows := [row for group_rows in members for row in group_rows]:
-                connection.execute(insert(_episodes), rows)
+def add_groups(connection: Connection, job: str, groups: Sequence[GroupRow]) -> None:
+    """Store new groups with their episodes, all open. Raises :class:`Conflict`, and stores none, if the training
+    ordinals are not the next ones, or the job is finished; :class:`NotFound` for a job that is not their tenant's."""
+    if not groups:
+        return
+    owned = select(JobRow.id).where(JobRow.id == job, JobRow.tenant == groups[0].tenant)
+    if connection.execute(owned).one_or_none() is None:
+        raise NotFound(f"no job {job}")
+    if ordinals := [group.ordinal for group in groups if group.split == "train"]:
+        _raise_cursor(connection, job, ordinals)
+    add(connection, *groups)
+    if episodes := [episode for group in groups for episode in group.episodes]:
+        add(connection, *episodes)
 
-    def save_turns(
-        self,
-        episode: str,
-        turns: bytes,
-        *,
-        version: int | None = None,
-        host_instance: str | None = None,
-        counters: Mapping[str, Any] | None = None,
-    ) -> bool:
-        """Makes completed turns durable (all of them: they replace those saved before), and, where given, the version
-        that the episode runs on and the host that holds it. False if the episode is closed: it changes no more."""
-        values: dict[str, Any] = {"turns": turns}
-        if version is not None:
-            values["version"] = version
-        if host_instance is not None:
-            values["host_instance"] = host_instance
-        return self._change_open_episode(episode, values, counters)
 
-    def finish_episode(
-        self,
-        episode: str,
-        state: Literal["done", "failed"],
-        time: float,
-        *,
-        trajectories: bytes = b"",
-        reward: float | None = None,
-        metrics: Mapping[str, Any] | None = None,
-        version: int | None = None,
-        error: str = "",
-        counters: Mapping[str, Any] | None = None,
-    ) -> bool:
-        """Closes an episode; the first one to do so wins. False if it was closed before."""
-        values: dict[str, Any] = {
-            "state": state,
-            "trajectories": trajectories,
-            "reward": reward,
-            "metrics": dict(metrics or {}),
-            "error": error,
-            "finished": time,
-        }
-        if version is not None:
-            values["version"] = version
-        return self._change_open_episode(episode, values, counters)
+def save_turns(
+    connection: Connection,
+    episode: str,
+    turns: bytes,
+    *,
+    version: int | None = None,
+    host_instance: str | None = None,
+    counters: Counters = None,
+) -> bool:
+    """Make the completed turns durable (all of them: they replace those stored before), and, where given, the version
+    that the episode runs on and the host that holds it. False if the episode is closed: it changes no more."""
+    values: dict[str, Any] = {"turns": turns}
+    if version is not None:
+        values["version"] = version
+    if host_instance is not None:
+        values["host_instance"] = host_instance
+    return _change_open_episode(connection, episode, values, counters)
 
-    def finish_group(
-        self,
-        group: str,
-        state: Literal["ready", "failed", "dropped"],
-        time: float,
-        *,
-        min_version: int | None = None,
-        reason: str = "",
-        counters: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Closes an open group. Raises :class:`Conflict` if it is not open, or is to be ready with an open episode."""
-        with self._writing() as connection:
-            values = {"state": state, "min_version": min_version, "reason": reason, "finished": time}
-            is_open = (_groups.c.id == group) & (_groups.c.state == "open")
-            if connection.execute(update(_groups).where(is_open).values(values)).rowcount == 0:
-                raise Conflict(f"group {group} is not open")
-            unfinished = _drop_open_episodes(connection, [group], time, reason)
-            if state == "ready" and unfinished:
-                raise Conflict(f"group {group} still has {unfinished} open episodes")
-            _save_counters(connection, select(_groups.c.job).where(_groups.c.id == group), counters)
 
-    def drop_groups(
-        self, groups: Sequence[str], reason: str, time: float, *, counters: Mapping[str, Any] | None = None
-    ) -> list[str]:
-        """Drops those that are open or ready; answers which (the others were closed before and stay as they are)."""
-        with self._writing() as connection:
-            found = drop_alive(connection, _groups.c.id.in_(groups), time, reason)
-            _save_counters(connection, select(_groups.c.job).where(_groups.c.id.in_(groups[:1])), counters)
-        return sorted(found, key=list(groups).index)
+def finish_episode(
+    connection: Connection,
+    episode: str,
+    state: Literal["done", "failed"],
+    time: float,
+    *,
+    trajectories: bytes = b"",
+    reward: float | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    version: int | None = None,
+    error: str = "",
+    counters: Counters = None,
+) -> bool:
+    """Close an episode; the first call wins. False if it was closed before."""
+    values: dict[str, Any] = {
+        "state": state,
+        "trajectories": trajectories,
+        "reward": reward,
+        "metrics": dict(metrics or {}),
+        "error": error,
+        "finished": time,
+    }
+    if version is not None:
+        values["version"] = version
+    return _change_open_episode(connection, episode, values, counters)
 
-    def open_groups(self, job: str) -> list[GroupRow]:
-        """With episodes and their turns, by split and ordinal: what a restarted controller goes on with."""
-        return self._groups_in(job, "open")
 
-    def ready_groups(self, job: str) -> list[GroupRow]:
-        """With episodes and their trajectories, by split and ordinal: what waits to be trained on."""
-        return self._groups_in(job, "ready")
+def finish_group(
+    connection: Connection,
+    group: str,
+    state: Literal["ready", "failed", "dropped"],
+    time: float,
+    *,
+    min_version: int | None = None,
+    reason: str = "",
+    counters: Counters = None,
+) -> None:
+    """Close an open group. Raises :class:`Conflict` if it is not open, or is to be ready with an open episode."""
+    values = {"state": state, "min_version": min_version, "reason": reason, "finished": time}
+    is_open = (GroupRow.id == group) & (GroupRow.state == "open")
+    if connection.execute(update(GroupRow).where(is_open).values(values)).rowcount == 0:
+        raise Conflict(f"group {group} is not open")
+    unfinished = _drop_open_episodes(connection, [group], time, reason)
+    if state == "ready" and unfinished:
+        raise Conflict(f"group {group} still has {unfinished} open episodes")
+    _save_counters(connection, select(GroupRow.job).where(GroupRow.id == group), counters)
 
-    def group_counts(self, tenant: str, job: str, split: str = "train") -> dict[GroupState, int]:
-        """How many groups of the split are in each state."""
-        query = select(_groups.c.state, func.count()).filter_by(tenant=tenant, job=job, split=split)
-        with self._reading() as connection:
-            return {row[0]: row[1] for row in connection.execute(query.group_by(_groups.c.state))}
 
-    def recent_episodes(
-        self, tenant: str, job: str, limit: int, version: int | None = None
-    ) -> list[tuple[GroupRow, EpisodeRow]]:
-        """The episodes that ended last (on one version, where given), newest first, each with its group. Those whose
-        text was trimmed are left out."""
-        query = select(_episodes).filter_by(tenant=tenant, job=job).where(_episodes.c.state.in_(("done", "failed")))
-        query = query.where((func.length(_episodes.c.trajectories) > 0) | (_episodes.c.error != ""))
-        if version is not None:
-            query = query.where(_episodes.c.version == version)
-        query = query.order_by(_episodes.c.finished.desc(), _episodes.c.id).limit(limit)
-        with self._reading() as connection:
-            ended = [EpisodeRow(**row._mapping) for row in connection.execute(query)]
-            wanted = select(_groups).where(_groups.c.id.in_({episode.group_id for episode in ended}))
-            groups = {row.id: GroupRow(**row._mapping) for row in connection.execute(wanted)}
-        return [(groups[episode.group_id], episode) for episode in ended]
+def drop_groups(
+    connection: Connection, groups: Sequence[str], reason: str, time: float, *, counters: Counters = None
+) -> list[str]:
+    """Drop the groups that are open or ready; returns their ids (the others were closed before and do not change)."""
+    found = drop_alive(connection, GroupRow.id.in_(groups), time, reason)
+    _save_counters(connection, select(GroupRow.job).where(GroupRow.id.in_(groups[:1])), counters)
+    return sorted(found, key=list(groups).index)
 
-    def trim_episodes(self, job: str, keep: int) -> int:
-        """Empties turns and trajectories of all but the ``keep`` episodes that ended last, where nothing needs them any
-        more (their group is closed and not waiting to be trained on). Answers how many it emptied."""
-        closed = select(_groups.c.id).where(_groups.c.job == job, _groups.c.state.not_in(("open", "ready")))
-        recent = select(_episodes.c.id).where(_episodes.c.job == job, _episodes.c.finished.is_not(None))
-        recent = recent.order_by(_episodes.c.finished.desc(), _episodes.c.id).limit(keep)
-        full = (func.length(_episodes.c.turns) > 0) | (func.length(_episodes.c.trajectories) > 0)
-        old = _episodes.c.group_id.in_(closed) & _episodes.c.id.not_in(recent) & full
-        with self._writing() as connection:
-            return connection.execute(
-                update(_episodes).where(_episodes.c.job == job, old).values(turns=b"", trajectories=b"")
-            ).rowcount
 
-    def _groups_in(self, job: str, state: GroupState) -> list[GroupRow]:
-        query = select(_groups).filter_by(job=job, state=state).order_by(_groups.c.split, _groups.c.ordinal)
-        members = select(_episodes).join(_groups, _groups.c.id == _episodes.c.group_id)
-        members = members.where(_groups.c.job == job, _groups.c.state == state).order_by(_episodes.c.member)
-        with self._reading() as connection:
-            groups = connection.execute(query).all()
-            episodes: dict[str, list[EpisodeRow]] = {}
-            for row in connection.execute(members):
-                episodes.setdefault(row.group_id, []).append(EpisodeRow(**row._mapping))
-        return [GroupRow(**row._mapping, episodes=tuple(episodes.get(row.id, ()))) for row in groups]
+def open_groups(connection: Connection, job: str) -> list[GroupRow]:
+    """With episodes and their turns, by split and ordinal: the work that a restarted controller resumes."""
+    return _groups_in(connection, job, "open")
 
-    def _change_open_episode(self, episode: str, values: Mapping[str, Any], counters: Mapping[str, Any] | None) -> bool:
-        is_open: ColumnElement[bool] = (_episodes.c.id == episode) & (_episodes.c.state == "open")
-        with self._writing() as connection:
-            _save_counters(connection, select(_episodes.c.job).where(_episodes.c.id == episode), counters)
-            return connection.execute(update(_episodes).where(is_open).values(dict(values))).rowcount == 1
+
+def ready_groups(connection: Connection, job: str) -> list[GroupRow]:
+    """With episodes and their trajectories, by split and ordinal: the groups that wait to be trained on."""
+    return _groups_in(connection, job, "ready")
+
+
+def group_counts(connection: Connection, tenant: str, job: str, split: str = "train") -> dict[GroupState, int]:
+    """The number of groups of the split in each state."""
+    query = select(GroupRow.state, func.count()).filter_by(tenant=tenant, job=job, split=split)
+    return {state: count for state, count in connection.execute(query.group_by(GroupRow.state))}
+
+
+def recent_episodes(
+    connection: Connection, tenant: str, job: str, limit: int, version: int | None = None
+) -> list[tuple[GroupRow, EpisodeRow]]:
+    """The episodes that ended last (on one version, where given), newest first, each with its group. Those whose text
+    was trimmed are left out."""
+    query = select(EpisodeRow).filter_by(tenant=tenant, job=job).where(EpisodeRow.state.in_(("done", "failed")))
+    query = query.where((func.length(EpisodeRow.trajectories) > 0) | (EpisodeRow.error != ""))
+    if version is not None:
+        query = query.where(EpisodeRow.version == version)
+    query = query.order_by(EpisodeRow.finished.desc(), EpisodeRow.id).limit(limit)
+    ended = fetch_all(connection, EpisodeRow, query)
+    wanted = select(GroupRow).where(GroupRow.id.in_({episode.group_id for episode in ended}))
+    groups = {group.id: group for group in fetch_all(connection, GroupRow, wanted)}
+    return [(groups[episode.group_id], episode) for episode in ended]
+
+
+def trim_episodes(connection: Connection, job: str, keep: int) -> int:
+    """Empty turns and trajectories of all but the ``keep`` episodes that ended last, where nothing needs them any more
+    (their group is closed and does not wait to be trained on). Returns the number of emptied episodes."""
+    closed = select(GroupRow.id).where(GroupRow.job == job, GroupRow.state.not_in(("open", "ready")))
+    recent = select(EpisodeRow.id).where(EpisodeRow.job == job, EpisodeRow.finished.is_not(None))
+    recent = recent.order_by(EpisodeRow.finished.desc(), EpisodeRow.id).limit(keep)
+    full = (func.length(EpisodeRow.turns) > 0) | (func.length(EpisodeRow.trajectories) > 0)
+    old = EpisodeRow.group_id.in_(closed) & EpisodeRow.id.not_in(recent) & full
+    return connection.execute(
+        update(EpisodeRow).where(EpisodeRow.job == job, old).values(turns=b"", trajectories=b"")
+    ).rowcount
+
+
+def drop_alive(connection: Connection, which: ColumnElement[bool], time: float, reason: str) -> Sequence[str]:
+    """Drop the open and the ready ones of these groups, with their open episodes; returns their ids."""
+    alive = which & GroupRow.state.in_(("open", "ready"))
+    found = connection.execute(select(GroupRow.id).where(alive).with_for_update()).scalars().all()
+    values = {"state": "dropped", "reason": reason, "finished": time}
+    connection.execute(update(GroupRow).where(GroupRow.id.in_(found)).values(values))
+    _drop_open_episodes(connection, found, time, reason)
+    return found
+
+
+def _groups_in(connection: Connection, job: str, state: GroupState) -> list[GroupRow]:
+    query = select(GroupRow).filter_by(job=job, state=state).order_by(GroupRow.split, GroupRow.ordinal)
+    members = select(EpisodeRow).join(GroupRow, GroupRow.id == EpisodeRow.group_id)
+    members = members.where(GroupRow.job == job, GroupRow.state == state).order_by(EpisodeRow.member)
+    groups = fetch_all(connection, GroupRow, query)
+    episodes: dict[str, list[EpisodeRow]] = {}
+    for episode in fetch_all(connection, EpisodeRow, members):
+        episodes.setdefault(episode.group_id, []).append(episode)
+    for group in groups:
+        group.episodes = tuple(episodes.get(group.id, ()))
+    return groups
+
+
+def _change_open_episode(connection: Connection, episode: str, values: dict[str, Any], counters: Counters) -> bool:
+    _save_counters(connection, select(EpisodeRow.job).where(EpisodeRow.id == episode), counters)
+    is_open = (EpisodeRow.id == episode) & (EpisodeRow.state == "open")
+    return connection.execute(update(EpisodeRow).where(is_open).values(values)).rowcount == 1
 
 
 def _raise_cursor(connection: Connection, job: str, ordinals: Sequence[int]) -> None:
     start = min(ordinals)
     if sorted(ordinals) != list(range(start, start + len(ordinals))):
         raise Conflict(f"training groups must have consecutive ordinals, given {sorted(ordinals)}")
-    free = (models.jobs.c.id == job) & (models.jobs.c.cursor == start) & models.jobs.c.finished.is_(None)
-    moved = connection.execute(update(models.jobs).where(free).values(cursor=start + len(ordinals)))
-    if moved.rowcount == 0:
+    free = (JobRow.id == job) & (JobRow.cursor == start) & JobRow.finished.is_(None)
+    if connection.execute(update(JobRow).where(free).values(cursor=start + len(ordinals))).rowcount == 0:
         raise Conflict(f"job {job} is finished, or its next training group is not number {start}")
 
 
-def _save_counters(connection: Connection, job: Select[tuple[str]], counters: Mapping[str, Any] | None) -> None:
+def _save_counters(connection: Connection, job: Select[tuple[str]], counters: Counters) -> None:
     if counters is not None:
-        mine = models.jobs.c.id == job.scalar_subquery()
-        connection.execute(update(models.jobs).where(mine).values(counters=dict(counters)))
-
-
-def drop_alive(connection: Connection, which: ColumnElement[bool], time: float, reason: str) -> Sequence[str]:
-    """Drops the open and the ready ones of these groups, with their open episodes; answers which they were."""
-    alive = which & _groups.c.state.in_(("open", "ready"))
-    found = connection.execute(select(_groups.c.id).where(alive).with_for_update()).scalars().all()
-    values = {"state": "dropped", "reason": reason, "finished": time}
-    connection.execute(update(_groups).where(_groups.c.id.in_(found)).values(values))
-    _drop_open_episodes(connection, found, time, reason)
-    return found
+        mine = JobRow.id == job.scalar_subquery()
+        connection.execute(update(JobRow).where(mine).values(counters=dict(counters)))
 
 
 def _drop_open_episodes(connection: Connection, groups: Sequence[str], time: float, reason: str) -> int:
-    left = _episodes.c.group_id.in_(groups) & (_episodes.c.state == "open")
+    left = EpisodeRow.group_id.in_(groups) & (EpisodeRow.state == "open")
     values = {"state": "dropped", "error": reason, "finished": time}
-    return connection.execute(update(_episodes).where(left).values(values)).rowcount
-
-
-def _group_values(tenant: str, job: str, group: NewGroup) -> dict[str, Any]:
-    return {
-        "id": group.id,
-        "tenant": tenant,
-        "job": job,
-        "ordinal": group.ordinal,
-        "split": group.split,
-        "prompt": group.prompt,
-        "seed": group.seed,
-        "state": "open",
-        "created": group.created,
-        "reason": "",
-    }
-
-
-def _episode_values(tenant: str, job: str, group: NewGroup) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": episode.id,
-            "tenant": tenant,
-            "job": job,
-            "group_id": group.id,
-            "member": episode.member,
-            "state": "open",
-            "version": episode.version,
-            "seed": episode.seed,
-            "turns": b"",
-            "trajectories": b"",
-            "metrics": {},
-            "host_instance": "",
-            "error": "",
-        }
-        for episode in group.episodes
-    ]
+    return connection.execute(update(EpisodeRow).where(left).values(values)).rowcount

@@ -1,9 +1,9 @@
 """Jobs and their policies.
 
-* A job and its policies come into being in one transaction, once per (tenant, idempotency key).
-* ``finished`` is set exactly when the state is final; a finished job changes its state no more, and has no open and no
-  ready group: who sees that it has ended sees all of it as it stays.
-* A policy's lease only grows. Whoever holds an older one can commit nothing.
+* A job and its policies are created in one transaction, once per (tenant, idempotency key).
+* ``finished`` is set exactly when the state is final. A finished job changes its state no more, and has no open and no
+  ready group.
+* A policy's lease only grows. The holder of an older one can commit nothing.
 """
 
 from __future__ import annotations
@@ -11,196 +11,125 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from msgspec.structs import asdict
 from sqlalchemy import Connection, func, insert, select, update
-from sqlalchemy.exc import IntegrityError
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage import models
-from rookery.storage.db import Store
+from rookery.storage.columns import add, add_new, fetch_all, fetch_one, get
 from rookery.storage.groups import drop_alive
-from rookery.storage.rows import FINAL_JOB_STATES, JobRow, JobState, NewPolicy, PolicyRow
+from rookery.storage.models import FINAL_JOB_STATES, EventRow, GroupRow, JobRow, JobState, PolicyRow
 
 
-class Jobs(Store):
-    def submit_job(
-        self,
-        *,
-        id: str,
-        tenant: str,
-        name: str,
-        spec: Mapping[str, Any],
-        created: float,
-        policies: Sequence[NewPolicy],
-        idempotency_key: str | None = None,
-        rng: Mapping[str, Any] | None = None,
-    ) -> tuple[JobRow, bool]:
-        """The job, in state ``queued``, and True; or, if the tenant used this idempotency key before, that job as it is
-        now and False (whether it is the same job is for the caller to see: ``spec`` is in the row)."""
-        row = JobRow(
-            id=id,
-            tenant=tenant,
-            name=name,
-            spec=dict(spec),
-            idempotency_key=idempotency_key,
-            state="queued",
-            reason="",
-            error="",
-            created=created,
-            started=None,
-            finished=None,
-            step=0,
-            cursor=0,
-            counters={},
-            rng=dict(rng or {}),
-        )
-        table = models.jobs
-        try:
-            with self._writing() as connection:
-                connection.execute(insert(table).values(asdict(row)))
-                for policy in policies:
-                    _insert_policy(connection, tenant, id, policy)
-        except IntegrityError:
-            if idempotency_key is None:
-                raise
-            with self._reading() as connection:
-                earlier = connection.execute(
-                    select(table).where(table.c.tenant == tenant, table.c.idempotency_key == idempotency_key)
-                ).one_or_none()
-            if earlier is None:
-                raise
-            return JobRow(**earlier._mapping), False
-        return row, True
-
-    def get_job(self, tenant: str, job: str) -> JobRow:
-        """Raises :class:`NotFound` if this tenant has no such job."""
-        with self._reading() as connection:
-            row = connection.execute(select(models.jobs).filter_by(id=job, tenant=tenant)).one_or_none()
-        if row is None:
-            raise NotFound(f"no job {job}")
-        return JobRow(**row._mapping)
-
-    def list_jobs(self, tenant: str) -> list[JobRow]:
-        """Newest first."""
-        table = models.jobs
-        with self._reading() as connection:
-            rows = connection.execute(
-                select(table).where(table.c.tenant == tenant).order_by(table.c.created.desc(), table.c.id)
-            ).all()
-        return [JobRow(**row._mapping) for row in rows]
-
-    def all_unfinished_jobs(self) -> list[JobRow]:
-        """Of every tenant, oldest first: what a starting controller takes up."""
-        table = models.jobs
-        with self._reading() as connection:
-            rows = connection.execute(
-                select(table).where(table.c.finished.is_(None)).order_by(table.c.created, table.c.id)
-            ).all()
-        return [JobRow(**row._mapping) for row in rows]
-
-    def unfinished_job_ids(self) -> set[str]:
-        """Of every tenant: whose episodes an environment host may still be asked for."""
-        table = models.jobs
-        with self._reading() as connection:
-            return set(connection.execute(select(table.c.id).where(table.c.finished.is_(None))).scalars())
-
-    def set_job_state(self, job: str, state: JobState, reason: str, time: float, error: str = "") -> JobRow:
-        """The job afterwards; an event says so, too. ``started`` is set the first time it runs. Raises
-        :class:`Conflict` if it is finished."""
-        table = models.jobs
-        values: dict[str, Any] = {"state": state, "reason": reason, "error": error}
-        if state in FINAL_JOB_STATES:
-            values["finished"] = time
-        if state == "running":
-            values["started"] = func.coalesce(table.c.started, time)
-        with self._writing() as connection:
-            changed = connection.execute(
-                update(table).where(table.c.id == job, table.c.finished.is_(None)).values(values)
-            )
-            row = connection.execute(select(table).where(table.c.id == job)).one_or_none()
-            if row is None:
-                raise NotFound(f"no job {job}")
-            if changed.rowcount == 0:
-                raise Conflict(f"job {job} is {row.state} already")
-            text = f"{state}: {reason}".rstrip(": ")
-            event = {"tenant": row.tenant, "job": job, "time": time, "kind": "state", "text": text}
-            connection.execute(insert(models.events).values(event))
-            if state in FINAL_JOB_STATES:
-                drop_alive(connection, models.groups.c.job == job, time, f"its job is {state}")
-        return JobRow(**row._mapping)
-
-    def save_counters(self, job: str, counters: Mapping[str, Any], rng: Mapping[str, Any]) -> None:
-        """Between commits, for what is only shown, and for how long it has run; a commit writes its own."""
-        table = models.jobs
-        values = {"counters": dict(counters), "rng": dict(rng)}
-        with self._writing() as connection:
-            if connection.execute(update(table).where(table.c.id == job).values(values)).rowcount == 0:
-                raise NotFound(f"no job {job}")
-
-    def add_policy(self, tenant: str, job: str, policy: NewPolicy) -> PolicyRow:
-        """Raises :class:`NotFound` for a job that is not this tenant's, :class:`Conflict` for a name it has already."""
-        with self._writing() as connection:
-            if connection.execute(select(models.jobs.c.id).filter_by(id=job, tenant=tenant)).one_or_none() is None:
-                raise NotFound(f"no job {job}")
-            try:
-                return _insert_policy(connection, tenant, job, policy)
-            except IntegrityError:
-                raise Conflict(f"job {job} has a policy {policy.name} already") from None
-
-    def policies(self, tenant: str, job: str) -> list[PolicyRow]:
-        """By name; empty for a job that is not this tenant's."""
-        table = models.policies
-        with self._reading() as connection:
-            rows = connection.execute(select(table).filter_by(job=job, tenant=tenant).order_by(table.c.name)).all()
-        return [PolicyRow(**row._mapping) for row in rows]
-
-    def all_policies(self, tenant: str) -> dict[str, list[PolicyRow]]:
-        """Of all jobs of this tenant, by job, each job's by name."""
-        table = models.policies
-        query = select(table).where(table.c.tenant == tenant, table.c.job.is_not(None)).order_by(table.c.name)
-        found: dict[str, list[PolicyRow]] = {}
-        with self._reading() as connection:
-            for row in connection.execute(query):
-                found.setdefault(row.job, []).append(PolicyRow(**row._mapping))
-        return found
-
-    def get_policy(self, tenant: str, job: str | None, name: str) -> PolicyRow:
-        """Raises :class:`NotFound` if this tenant has no such job, or the job no such policy."""
-        with self._reading() as connection:
-            row = connection.execute(select(models.policies).filter_by(job=job, tenant=tenant, name=name)).one_or_none()
-        if row is None:
-            raise NotFound(f"no policy {name} of job {job}")
-        return PolicyRow(**row._mapping)
-
-    def next_lease(self, policy: str) -> int:
-        """A lease greater than all before; from now on only its holder can commit. Raises :class:`NotFound`."""
-        table = models.policies
-        with self._writing() as connection:
-            connection.execute(update(table).where(table.c.id == policy).values(lease=table.c.lease + 1))
-            lease = connection.execute(select(table.c.lease).where(table.c.id == policy)).scalar()
-        if lease is None:
-            raise NotFound(f"no policy {policy}")
-        return int(lease)
-
-    def fence(self) -> None:
-        """Take every lease from whoever holds it: what an earlier process was still committing when it died is refused
-        from now on, also where the server gets to it only later. A starting controller's first act: what it looks at
-        after it does not change behind its back."""
-        with self._writing() as connection:
-            connection.execute(update(models.policies).values(lease=models.policies.c.lease + 1))
+def submit_job(connection: Connection, row: JobRow, policies: Sequence[PolicyRow]) -> tuple[JobRow, bool]:
+    """Store a new job and its policies; returns it and True. If the tenant used this idempotency key before, returns
+    that job as it is now and False (the caller compares the specs)."""
+    if row.idempotency_key is not None:
+        earlier = select(JobRow).filter_by(tenant=row.tenant, idempotency_key=row.idempotency_key)
+        collision = add_new(connection, row)
+        if collision is not None:
+            known = fetch_one(connection, JobRow, earlier)
+            if known is None:
+                raise collision
+            return known, False
+    else:
+        add(connection, row)
+    if policies:
+        add(connection, *policies)
+    return row, True
 
 
-def _insert_policy(connection: Connection, tenant: str, job: str, policy: NewPolicy) -> PolicyRow:
-    row = PolicyRow(
-        id=policy.id,
-        tenant=tenant,
-        job=job,
-        name=policy.name,
-        rank=policy.rank,
-        alpha=policy.alpha,
-        targets=list(policy.targets),
-        head_version=None,
-        lease=0,
-    )
-    connection.execute(insert(models.policies).values(asdict(row)))
+def get_job(connection: Connection, tenant: str, job: str) -> JobRow:
+    """Raises :class:`NotFound` if this tenant has no such job."""
+    return get(connection, JobRow, select(JobRow).filter_by(id=job, tenant=tenant), f"job {job}")
+
+
+def list_jobs(connection: Connection, tenant: str) -> list[JobRow]:
+    """Newest first."""
+    query = select(JobRow).filter_by(tenant=tenant).order_by(JobRow.created.desc(), JobRow.id)
+    return fetch_all(connection, JobRow, query)
+
+
+def all_unfinished_jobs(connection: Connection) -> list[JobRow]:
+    """Of every tenant, oldest first: the jobs that a starting controller takes up."""
+    query = select(JobRow).where(JobRow.finished.is_(None)).order_by(JobRow.created, JobRow.id)
+    return fetch_all(connection, JobRow, query)
+
+
+def unfinished_job_ids(connection: Connection) -> set[str]:
+    """Of every tenant: the jobs whose episodes an environment host may still hold."""
+    return set(connection.execute(select(JobRow.id).where(JobRow.finished.is_(None))).scalars())
+
+
+def set_job_state(
+    connection: Connection, job: str, state: JobState, reason: str, time: float, error: str = ""
+) -> JobRow:
+    """Returns the job afterwards, and logs the change as an event. ``started`` is set the first time it runs. Raises
+    :class:`Conflict` if it is finished, :class:`NotFound`."""
+    values: dict[str, Any] = {"state": state, "reason": reason, "error": error}
+    if state in FINAL_JOB_STATES:
+        values["finished"] = time
+    if state == "running":
+        values["started"] = func.coalesce(JobRow.started, time)
+    changed = connection.execute(update(JobRow).where(JobRow.id == job, JobRow.finished.is_(None)).values(values))
+    row = get(connection, JobRow, select(JobRow).filter_by(id=job), f"job {job}")
+    if changed.rowcount == 0:
+        raise Conflict(f"job {job} is {row.state} already")
+    text = f"{state}: {reason}".rstrip(": ")
+    event = {"tenant": row.tenant, "job": job, "time": time, "kind": "state", "text": text}
+    connection.execute(insert(EventRow), event)
+    if state in FINAL_JOB_STATES:
+        drop_alive(connection, GroupRow.job == job, time, f"its job is {state}")
     return row
+
+
+def save_counters(connection: Connection, job: str, counters: Mapping[str, Any], rng: Mapping[str, Any]) -> None:
+    """Store counters and running time between commits; a commit stores its own. Raises :class:`NotFound`."""
+    values = {"counters": dict(counters), "rng": dict(rng)}
+    if connection.execute(update(JobRow).where(JobRow.id == job).values(values)).rowcount == 0:
+        raise NotFound(f"no job {job}")
+
+
+def add_policy(connection: Connection, policy: PolicyRow) -> PolicyRow:
+    """Add a policy to a job. Raises :class:`NotFound` for a job that is not the policy's tenant's, :class:`Conflict`
+    for a name that the job has already."""
+    owned = select(JobRow.id).filter_by(id=policy.job, tenant=policy.tenant)
+    if connection.execute(owned).one_or_none() is None:
+        raise NotFound(f"no job {policy.job}")
+    if add_new(connection, policy):
+        raise Conflict(f"job {policy.job} has a policy {policy.name} already")
+    return policy
+
+
+def policies(connection: Connection, tenant: str, job: str) -> list[PolicyRow]:
+    """By name; empty for a job that is not this tenant's."""
+    query = select(PolicyRow).filter_by(job=job, tenant=tenant).order_by(PolicyRow.name)
+    return fetch_all(connection, PolicyRow, query)
+
+
+def all_policies(connection: Connection, tenant: str) -> dict[str, list[PolicyRow]]:
+    """Of all jobs of this tenant, by job, each job's by name."""
+    query = select(PolicyRow).where(PolicyRow.tenant == tenant, PolicyRow.job.is_not(None)).order_by(PolicyRow.name)
+    found: dict[str, list[PolicyRow]] = {}
+    for row in fetch_all(connection, PolicyRow, query):
+        found.setdefault(str(row.job), []).append(row)
+    return found
+
+
+def get_policy(connection: Connection, tenant: str, job: str | None, name: str) -> PolicyRow:
+    """Raises :class:`NotFound` if this tenant has no such job, or the job no such policy."""
+    query = select(PolicyRow).filter_by(job=job, tenant=tenant, name=name)
+    return get(connection, PolicyRow, query, f"policy {name} of job {job}")
+
+
+def next_lease(connection: Connection, policy: str) -> int:
+    """A lease greater than all before; from now on only its holder can commit. Raises :class:`NotFound`."""
+    connection.execute(update(PolicyRow).where(PolicyRow.id == policy).values(lease=PolicyRow.lease + 1))
+    lease = connection.execute(select(PolicyRow.lease).where(PolicyRow.id == policy)).scalar()
+    if lease is None:
+        raise NotFound(f"no policy {policy}")
+    return lease
+
+
+def fence(connection: Connection) -> None:
+    """Raise every lease, so that a commit of an earlier process is refused, even where the database server gets to it
+    only after that process died. A starting controller does this before it reads anything."""
+    connection.execute(update(PolicyRow).values(lease=PolicyRow.lease + 1))

@@ -1,328 +1,370 @@
-"""The tables. Every row has an owner (``tenant``); column names are the field names of :mod:`rookery.storage.rows`.
+"""The tables of the database, each one class; its instances are the values that the rest of the program reads.
 
-Text columns take any Python string: what PostgreSQL or SQLite cannot hold (NUL, lone surrogates) is replaced on the way
-in, so that an environment's strange error message can never fail a transaction. JSON columns are text too, written with
-ASCII escapes, and keep NaN and infinities, which a metric may be.
+* Instances are detached: they hold what a query read, and no change of an attribute reaches the database. Treat them as
+  immutable.
+* Every row has an owner (``tenant``). Times are wall-clock seconds since the epoch, seeds lie in [0, 2**63), ids are
+  chosen by the caller.
+
+A change of this file needs a migration in :mod:`rookery.storage.migrations`.
 """
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from dataclasses import field
+from typing import Annotated, Any, Literal
 
-import msgspec
-from sqlalchemy import (
-    BigInteger,
-    Boolean,
-    Column,
-    Dialect,
-    Double,
-    ForeignKey,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    Table,
-    Text,
-    UniqueConstraint,
-)
-from sqlalchemy.types import TypeDecorator
+from sqlalchemy import BigInteger, ForeignKey, Index, Integer, UniqueConstraint
+from sqlalchemy.orm import Mapped, mapped_column
 
 from rookery.protocol import Manifest
+from rookery.storage.columns import Base, Words
 
-SCHEMA_VERSION = 3
-"""Raised with every change of the tables below; another version in a database is refused."""
+JobState = Literal["queued", "running", "paused", "completed", "failed", "cancelled"]
+FINAL_JOB_STATES: frozenset[JobState] = frozenset({"completed", "failed", "cancelled"})
+"""A job that reached one of these never changes its state again."""
 
+GroupState = Literal["open", "ready", "consumed", "dropped", "failed"]
+"""open: episodes run · ready: complete, may be trained on · consumed: in exactly one version · dropped: too old, or its
+job ended · failed: too few members survived."""
 
-class Words(TypeDecorator[str]):
-    """Any string; NUL and lone surrogates become replacement characters."""
+EpisodeState = Literal["open", "done", "failed", "dropped"]
 
-    impl = Text
-    cache_ok = True
+UploadKind = Literal["dataset", "adapter"]
 
-    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        if value is None:
-            return None
-        return value.replace("\x00", "\ufffd").encode("utf-8", "replace").decode("utf-8")
-
-
-class Json(TypeDecorator[Any]):
-    """Anything that JSON holds, plus NaN and infinities."""
-
-    impl = Text
-    cache_ok = True
-
-    def process_bind_param(self, value: Any, dialect: Dialect) -> str:
-        return json.dumps(value, separators=(",", ":"))
-
-    def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
-        return None if value is None else json.loads(value)
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 
 
-class ManifestJson(TypeDecorator[Manifest]):
-    """A manifest, as the JSON of its fields."""
-
-    impl = Text
-    cache_ok = True
-
-    def process_bind_param(self, value: Manifest | None, dialect: Dialect) -> str:
-        return msgspec.json.encode(value).decode()
-
-    def process_result_value(self, value: str | None, dialect: Dialect) -> Manifest | None:
-        return None if value is None else msgspec.json.decode(value, type=Manifest)
+Id = Annotated[str, mapped_column(primary_key=True)]
+Owner = Annotated[str, mapped_column(ForeignKey("tenants.id"))]
+OfJob = Annotated[str, mapped_column(ForeignKey("jobs.id"))]
+OfPolicy = Annotated[str, mapped_column(ForeignKey("policies.id"), primary_key=True)]
+OfSession = Annotated[str, mapped_column(ForeignKey("sessions.id"))]
+Number = Annotated[int, mapped_column(primary_key=True, autoincrement=False)]
+Small = Annotated[int, mapped_column(Integer)]
 
 
-metadata = MetaData()
+class Fact(Base):
+    """A fact about the database itself. ``schema`` is the version of schemas older than the migrations."""
 
-meta = Table("meta", metadata, Column("name", Words, primary_key=True), Column("value", Words, nullable=False))
+    __tablename__ = "meta"
 
-tenants = Table(
-    "tenants",
-    metadata,
-    Column("id", Words, primary_key=True),
-    Column("name", Words, nullable=False),
-    Column("created", Double, nullable=False),
-    Column("admin", Boolean, nullable=False),
-)
+    name: Mapped[Id]
+    value: Mapped[str]
 
-keys = Table(
-    "keys",
-    metadata,
-    Column("hash", Words, primary_key=True),
-    Column("tenant", ForeignKey("tenants.id"), nullable=False),
-    Column("label", Words, nullable=False),
-    Column("created", Double, nullable=False),
-    Column("revoked", Double),
-)
 
-jobs = Table(
-    "jobs",
-    metadata,
-    Column("id", Words, primary_key=True),
-    Column("tenant", ForeignKey("tenants.id"), nullable=False),
-    Column("name", Words, nullable=False),
-    Column("spec", Json, nullable=False),
-    Column("idempotency_key", Words),
-    Column("state", Words, nullable=False),
-    Column("reason", Words, nullable=False),
-    Column("error", Words, nullable=False),
-    Column("created", Double, nullable=False),
-    Column("started", Double),
-    Column("finished", Double),
-    Column("step", BigInteger, nullable=False),
-    Column("cursor", BigInteger, nullable=False),
-    Column("counters", Json, nullable=False),
-    Column("rng", Json, nullable=False),
-    UniqueConstraint("tenant", "idempotency_key"),
-)
+class TenantRow(Base):
+    __tablename__ = "tenants"
 
-policies = Table(
-    "policies",
-    metadata,
-    Column("id", Words, primary_key=True),
-    Column("tenant", ForeignKey("tenants.id"), nullable=False),
-    Column("job", ForeignKey("jobs.id")),
-    Column("name", Words, nullable=False),
-    Column("rank", Integer, nullable=False),
-    Column("alpha", Double, nullable=False),
-    Column("targets", Json, nullable=False),
-    Column("head_version", BigInteger),
-    Column("lease", BigInteger, nullable=False),
-    UniqueConstraint("job", "name"),
-)
+    id: Mapped[Id]
+    name: Mapped[str]
+    created: Mapped[float]
+    admin: Mapped[bool]
 
-versions = Table(
-    "versions",
-    metadata,
-    Column("policy", ForeignKey("policies.id"), primary_key=True),
-    Column("version", BigInteger, primary_key=True, autoincrement=False),
-    Column("tenant", ForeignKey("tenants.id"), nullable=False),
-    Column("parent", BigInteger),
-    Column("manifest", ManifestJson, nullable=False),
-    Column("hash", Words, nullable=False),
-    Column("step", BigInteger, nullable=False),
-    Column("created", Double, nullable=False),
-    Column("metrics", Json, nullable=False),
-    Column("kept", Boolean, nullable=False),
-    Column("lost", Words, nullable=False),
-    Column("evaluation", Double),
-    Index("versions_by_hash", "hash"),
-)
 
-groups = Table(
-    "groups",
-    metadata,
-    Column("id", Words, primary_key=True),
-    Column("tenant", ForeignKey("tenants.id"), nullable=False),
-    Column("job", ForeignKey("jobs.id"), nullable=False),
-    Column("ordinal", BigInteger, nullable=False),
-    Column("split", Words, nullable=False),
-    Column("prompt", LargeBinary, nullable=False),
-    Column("seed", BigInteger, nullable=False),
-    Column("state", Words, nullable=False),
-    Column("consumed_by", BigInteger),
-    Column("min_version", BigInteger),
-    Column("created", Double, nullable=False),
-    Column("finished", Double),
-    Column("reason", Words, nullable=False),
-    UniqueConstraint("job", "split", "ordinal"),
-    Index("groups_by_state", "job", "state"),
-)
+class KeyRow(Base):
+    """An API key; only the SHA-256 of its text is stored."""
 
-episodes = Table(
-    "episodes",
-    metadata,
-    Column("id", Words, primary_key=True),
-    Column("tenant", ForeignKey("tenants.id"), nullable=False),
-    Column("job", ForeignKey("jobs.id"), nullable=False),
-    Column("group_id", ForeignKey("groups.id"), nullable=False),
-    Column("member", Integer, nullable=False),
-    Column("state", Words, nullable=False),
-    Column("version", BigInteger),
-    Column("seed", BigInteger, nullable=False),
-    Column("turns", LargeBinary, nullable=False),
-    Column("trajectories", LargeBinary, nullable=False),
-    Column("reward", Double),
-    Column("metrics", Json, nullable=False),
-    Column("host_instance", Words, nullable=False),
-    Column("error", Words, nullable=False),
-    Column("finished", Double),
-    UniqueConstraint("group_id", "member"),
-    Index("episodes_by_time", "job", "finished"),
-)
+    __tablename__ = "keys"
 
-evaluations = Table(
-    "evaluations",
-    metadata,
-    Column("policy", ForeignKey("policies.id"), primary_key=True),
-    Column("version", BigInteger, primary_key=True, autoincrement=False),
-    Column("tenant", ForeignKey("tenants.id"), nullable=False),
-    Column("job", ForeignKey("jobs.id"), nullable=False),
-    Column("prompts", Integer, nullable=False),
-    Column("mean", Double, nullable=False),
-    Column("stderr", Double, nullable=False),
-    Column("results", Json, nullable=False),
-    Column("created", Double, nullable=False),
-)
+    hash: Mapped[Id]
+    tenant: Mapped[Owner]
+    label: Mapped[str]
+    created: Mapped[float]
+    revoked: Mapped[float | None] = mapped_column(default=None)
+    """When it was revoked; None while it is valid."""
 
-uploads = Table(
-    "uploads",
-    metadata,
-    Column("hash", Words, primary_key=True),
-    Column("tenant", ForeignKey("tenants.id"), primary_key=True),
-    Column("kind", Words, primary_key=True),
-    Column("size", BigInteger, nullable=False),
-    Column("created", Double, nullable=False),
-)
 
-sessions = Table(
-    "sessions",
-    metadata,
-    Column("id", Words, primary_key=True),
-    Column("tenant", ForeignKey("tenants.id"), nullable=False),
-    Column("idempotency_key", Words),
-    Column("created", Double, nullable=False),
-    Column("seen", Double, nullable=False),
-    Column("finished", Double),
-    Column("status", Words, nullable=False),
-    Column("sdk_version", Words, nullable=False),
-    Column("name", Words, nullable=False),
-    Column("about", Json, nullable=False),
-    UniqueConstraint("tenant", "idempotency_key"),
-)
+class JobRow(Base):
+    __tablename__ = "jobs"
+    __table_args__ = (UniqueConstraint("tenant", "idempotency_key"),)
 
-models = Table(
-    "models",
-    metadata,
-    Column("id", Words, primary_key=True),
-    Column("tenant", ForeignKey("tenants.id"), nullable=False),
-    Column("session", ForeignKey("sessions.id"), nullable=False),
-    Column("base_model", Words, nullable=False),
-    Column("asked_model", Words, nullable=False),
-    Column("policy", ForeignKey("policies.id"), nullable=False),
-    Column("lora", Json, nullable=False),
-    Column("about", Json, nullable=False),
-    Column("created", Double, nullable=False),
-    Column("used", Double, nullable=False),
-    Column("done_seq", BigInteger, nullable=False),
-    Column("inflight", BigInteger),
-    Index("models_by_session", "session"),
-)
+    id: Mapped[Id]
+    tenant: Mapped[Owner]
+    name: Mapped[str]
+    spec: Mapped[dict[str, Any]]
+    idempotency_key: Mapped[str | None] = mapped_column(default=None)
+    state: Mapped[JobState] = mapped_column(Words, default="queued")
+    reason: Mapped[str] = mapped_column(default="")
+    """Why it is in this state: one line for its owner."""
+    error: Mapped[str] = mapped_column(default="")
+    created: Mapped[float]
+    started: Mapped[float | None] = mapped_column(default=None)
+    finished: Mapped[float | None] = mapped_column(default=None)
+    """Set exactly when ``state`` is final."""
+    step: Mapped[int] = mapped_column(default=0)
+    """Committed optimizer steps."""
+    cursor: Mapped[int] = mapped_column(default=0)
+    """The ordinal of the next training group."""
+    counters: Mapped[dict[str, Any]] = mapped_column(default_factory=dict)
+    rng: Mapped[dict[str, Any]] = mapped_column(default_factory=dict)
 
-samplers = Table(
-    "samplers",
-    metadata,
-    Column("id", Words, primary_key=True),
-    Column("tenant", ForeignKey("tenants.id"), nullable=False),
-    Column("session", ForeignKey("sessions.id"), nullable=False),
-    Column("base_model", Words, nullable=False),
-    Column("asked_model", Words, nullable=False),
-    Column("path", Words, nullable=False),
-    Column("model", ForeignKey("models.id")),
-    Column("inflight", Boolean, nullable=False),
-    Column("policy", Words, nullable=False),
-    Column("version", BigInteger, nullable=False),
-    Column("hash", Words, nullable=False),
-    Column("rank", Integer, nullable=False),
-    Column("alpha", Double, nullable=False),
-    Column("created", Double, nullable=False),
-    Column("used", Double, nullable=False),
-    Column("kept", Boolean, nullable=False),
-    Column("clones", Integer, nullable=False),
-    Index("samplers_by_hash", "hash"),
-    Index("samplers_by_session", "session"),
-)
 
-checkpoints = Table(
-    "checkpoints",
-    metadata,
-    Column("model", ForeignKey("models.id"), primary_key=True),
-    Column("kind", Words, primary_key=True),
-    Column("name", Words, primary_key=True),
-    Column("tenant", ForeignKey("tenants.id"), nullable=False),
-    Column("policy", Words, nullable=False),
-    Column("version", BigInteger, nullable=False),
-    Column("manifest", ManifestJson, nullable=False),
-    Column("hash", Words, nullable=False),
-    Column("size", BigInteger, nullable=False),
-    Column("created", Double, nullable=False),
-    Column("expires", Double),
-    Column("about", Json, nullable=False),
-    Index("checkpoints_by_hash", "hash"),
-)
+class PolicyRow(Base):
+    __tablename__ = "policies"
+    __table_args__ = (UniqueConstraint("job", "name"),)
 
-futures = Table(
-    "futures",
-    metadata,
-    Column("id", Words, primary_key=True),
-    Column("tenant", ForeignKey("tenants.id"), nullable=False),
-    Column("model", ForeignKey("models.id")),
-    Column("seq", BigInteger, nullable=False),
-    Column("digest", Words, nullable=False),
-    Column("call", LargeBinary, nullable=False),
-    Column("outcome", LargeBinary),
-    Column("created", Double, nullable=False),
-    Column("finished", Double),
-    Index("futures_by_model", "model", "seq"),
-    Index("futures_by_time", "finished"),
-)
+    id: Mapped[Id]
+    tenant: Mapped[Owner]
+    job: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), default=None)
+    """None for a policy that a client drives: a row of ``models`` names it."""
+    name: Mapped[str]
+    rank: Mapped[Small]
+    alpha: Mapped[float]
+    targets: Mapped[list[str]]
+    head_version: Mapped[int | None] = mapped_column(default=None)
+    """The newest committed version that is intact; None before version 0."""
+    lease: Mapped[int] = mapped_column(default=0)
+    """The epoch under which training operations may commit; 0 is never issued."""
 
-events = Table(
-    "events",
-    metadata,
-    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
-    Column("tenant", ForeignKey("tenants.id"), nullable=False),
-    Column("job", ForeignKey("jobs.id")),
-    Column("time", Double, nullable=False),
-    Column("kind", Words, nullable=False),
-    Column("text", Words, nullable=False),
-    Index("events_by_job", "job", "id"),
-)
 
-bills = Table(
-    "bills",
-    metadata,
-    Column("tenant", ForeignKey("tenants.id"), primary_key=True),
-    Column("job", Words, primary_key=True),
-    Column("used", Json, nullable=False),
-)
+class VersionRow(Base):
+    __tablename__ = "versions"
+    __table_args__ = (Index("versions_by_hash", "hash"),)
+
+    policy: Mapped[OfPolicy]
+    version: Mapped[Number]
+    tenant: Mapped[Owner]
+    parent: Mapped[int | None]
+    manifest: Mapped[Manifest]
+    hash: Mapped[str]
+    step: Mapped[int]
+    created: Mapped[float]
+    reward: Mapped[float | None] = mapped_column(default=None)
+    """The best mean reward among the job's steps that led to it."""
+    kept: Mapped[bool] = mapped_column(default=True)
+    """False: its bytes may be gone (retired, or lost to corruption)."""
+    lost: Mapped[str] = mapped_column(default="")
+    """Why its bytes cannot be used, or empty."""
+    evaluation: Mapped[float | None] = mapped_column(default=None)
+    """Mean reward on held-out prompts."""
+
+
+class StepRow(Base):
+    """The metrics of one committed optimizer step of a job."""
+
+    __tablename__ = "steps"
+
+    job: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
+    step: Mapped[Number]
+    tenant: Mapped[Owner]
+    version: Mapped[int]
+    """The first version of the job's policy that contains the step."""
+    reward: Mapped[float | None]
+    """The mean reward of its batch, also among the metrics."""
+    metrics: Mapped[dict[str, Any]]
+
+
+class EpisodeRow(Base):
+    __tablename__ = "episodes"
+    __table_args__ = (UniqueConstraint("group_id", "member"), Index("episodes_by_time", "job", "finished"))
+
+    id: Mapped[Id]
+    tenant: Mapped[Owner]
+    job: Mapped[OfJob]
+    group_id: Mapped[str] = mapped_column(ForeignKey("groups.id"))
+    member: Mapped[Small]
+    state: Mapped[EpisodeState] = mapped_column(Words, default="open")
+    version: Mapped[int | None] = mapped_column(default=None)
+    """The policy's version when it began."""
+    seed: Mapped[int]
+    turns: Mapped[bytes] = mapped_column(default=b"")
+    """Completed turns, in the controller's encoding."""
+    trajectories: Mapped[bytes] = mapped_column(default=b"")
+    """The trajectories that it produced, in the controller's encoding."""
+    reward: Mapped[float | None] = mapped_column(default=None)
+    metrics: Mapped[dict[str, Any]] = mapped_column(default_factory=dict)
+    host_instance: Mapped[str] = mapped_column(default="")
+    """The environment host process that holds it."""
+    error: Mapped[str] = mapped_column(default="")
+    finished: Mapped[float | None] = mapped_column(default=None)
+
+
+class GroupRow(Base):
+    __tablename__ = "groups"
+    __table_args__ = (UniqueConstraint("job", "split", "ordinal"), Index("groups_by_state", "job", "state"))
+
+    id: Mapped[Id]
+    tenant: Mapped[Owner]
+    job: Mapped[OfJob]
+    ordinal: Mapped[int]
+    split: Mapped[str] = mapped_column(default="train")
+    """``train`` groups are numbered by the job's cursor; of any other split (job, split, ordinal) must be new."""
+    prompt: Mapped[bytes]
+    """JSON."""
+    seed: Mapped[int]
+    state: Mapped[GroupState] = mapped_column(Words, default="open")
+    consumed_by: Mapped[int | None] = mapped_column(default=None)
+    min_version: Mapped[int | None] = mapped_column(default=None)
+    """The oldest version among its tokens."""
+    created: Mapped[float]
+    finished: Mapped[float | None] = mapped_column(default=None)
+    reason: Mapped[str] = mapped_column(default="")
+    episodes: tuple[EpisodeRow, ...] = field(default=())
+    """By member; empty where a method does not say that it loads them. Not a column."""
+
+
+class EvaluationRow(Base):
+    __tablename__ = "evaluations"
+
+    policy: Mapped[OfPolicy]
+    version: Mapped[Number]
+    tenant: Mapped[Owner]
+    job: Mapped[OfJob]
+    prompts: Mapped[Small]
+    mean: Mapped[float]
+    stderr: Mapped[float]
+    results: Mapped[dict[str, Any]]
+    created: Mapped[float]
+
+
+class UploadRow(Base):
+    """Bytes that a tenant uploaded; ``hash`` names an artifact."""
+
+    __tablename__ = "uploads"
+
+    hash: Mapped[Id]
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    kind: Mapped[UploadKind] = mapped_column(Words, primary_key=True)
+    size: Mapped[int]
+    created: Mapped[float]
+
+
+class SessionRow(Base):
+    """A client's session; the things that it creates belong to it."""
+
+    __tablename__ = "sessions"
+    __table_args__ = (UniqueConstraint("tenant", "idempotency_key"),)
+
+    id: Mapped[Id]
+    tenant: Mapped[Owner]
+    idempotency_key: Mapped[str | None]
+    created: Mapped[float]
+    seen: Mapped[float]
+    """The newest heartbeat that was stored."""
+    finished: Mapped[float | None] = mapped_column(default=None)
+    status: Mapped[str] = mapped_column(default="")
+    """How its client ended it; empty before."""
+    sdk_version: Mapped[str]
+    name: Mapped[str]
+    about: Mapped[dict[str, Any]]
+    """The client's tags and metadata."""
+
+
+class ModelRow(Base):
+    """A policy that a client drives call by call."""
+
+    __tablename__ = "models"
+    __table_args__ = (Index("models_by_session", "session"),)
+
+    id: Mapped[Id]
+    tenant: Mapped[Owner]
+    session: Mapped[OfSession]
+    base_model: Mapped[str]
+    asked_model: Mapped[str]
+    """The base model's name as the client wrote it."""
+    policy: Mapped[str] = mapped_column(ForeignKey("policies.id"))
+    lora: Mapped[dict[str, Any]]
+    about: Mapped[dict[str, Any]]
+    created: Mapped[float]
+    used: Mapped[float]
+    done_seq: Mapped[int] = mapped_column(default=-1)
+    """The calls up to this one are in the policy's head, or never changed it. -1 before version 0."""
+    inflight: Mapped[int | None] = mapped_column(default=None)
+    """The version that its in-flight samplers follow."""
+
+
+class SamplerRow(Base):
+    """Weights that a client samples from: the base model (``hash`` empty), a version, or (``inflight``) the newest one
+    that its model published."""
+
+    __tablename__ = "samplers"
+    __table_args__ = (Index("samplers_by_hash", "hash"), Index("samplers_by_session", "session"))
+
+    id: Mapped[Id]
+    tenant: Mapped[Owner]
+    session: Mapped[OfSession]
+    base_model: Mapped[str]
+    asked_model: Mapped[str]
+    path: Mapped[str]
+    """The checkpoint it was made from, if any."""
+    model: Mapped[str | None] = mapped_column(ForeignKey("models.id"))
+    inflight: Mapped[bool]
+    policy: Mapped[str]
+    version: Mapped[int]
+    hash: Mapped[str]
+    rank: Mapped[Small]
+    alpha: Mapped[float]
+    created: Mapped[float]
+    used: Mapped[float]
+    kept: Mapped[bool] = mapped_column(default=True)
+    """False: its weights may be gone."""
+    clones: Mapped[Small] = mapped_column(default=0)
+    """Clients that joined it."""
+
+
+class CheckpointRow(Base):
+    """A version under a name that its owner chose."""
+
+    __tablename__ = "checkpoints"
+    __table_args__ = (Index("checkpoints_by_hash", "hash"),)
+
+    model: Mapped[str] = mapped_column(ForeignKey("models.id"), primary_key=True)
+    kind: Mapped[CheckpointKind] = mapped_column(Words, primary_key=True)
+    name: Mapped[Id]
+    tenant: Mapped[Owner]
+    policy: Mapped[str]
+    version: Mapped[int]
+    manifest: Mapped[Manifest]
+    hash: Mapped[str]
+    size: Mapped[int]
+    created: Mapped[float]
+    expires: Mapped[float | None]
+    about: Mapped[dict[str, Any]]
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.model}/{self.kind}/{self.name}"
+
+
+class FutureRow(Base):
+    """A client's call and, once it has one, its outcome; both in the controller's encoding."""
+
+    __tablename__ = "futures"
+    __table_args__ = (Index("futures_by_model", "model", "seq"), Index("futures_by_time", "finished"))
+
+    id: Mapped[Id]
+    tenant: Mapped[Owner]
+    model: Mapped[str | None] = mapped_column(ForeignKey("models.id"))
+    seq: Mapped[int]
+    digest: Mapped[str]
+    """SHA-256 of the call."""
+    call: Mapped[bytes]
+    """Empty once nobody can need it again."""
+    outcome: Mapped[bytes | None] = mapped_column(default=None)
+    created: Mapped[float]
+    finished: Mapped[float | None] = mapped_column(default=None)
+
+
+class EventRow(Base):
+    """A line in the log of a job or a tenant."""
+
+    __tablename__ = "events"
+    __table_args__ = (Index("events_by_job", "job", "id"),)
+
+    id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
+    tenant: Mapped[Owner]
+    job: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
+    time: Mapped[float]
+    kind: Mapped[str]
+    text: Mapped[str]
+
+
+class UsageRow(Base):
+    """The worker time that a job used, or a whole tenant (``job`` empty)."""
+
+    __tablename__ = "usage"
+
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
+    job: Mapped[Id]
+    used: Mapped[dict[str, Any]]
+    """Counters by kind of worker, in the controller's encoding."""

@@ -1,8 +1,10 @@
-"""Clients' sessions and what belongs to them: models, samplers, named checkpoints.
+"""Clients' sessions and everything in them: models, samplers, named checkpoints, calls and their outcomes.
 
-* A thing is made once under its id, or idempotency key; the second attempt gets the first one's row.
-* A checkpoint or a kept sampler keeps its artifact. Letting one go answers the hash when nothing names it any more.
-* A model whose session is over keeps nothing: only what checkpoints and samplers name stays of it.
+* A thing is created once under its id, or idempotency key; a second attempt gets the first one's row.
+* A checkpoint or a kept sampler keeps its artifact. Releasing one returns the hash when nothing names it any more.
+* A model whose session is over keeps nothing: only the versions that checkpoints and samplers name stay.
+* A call is stored before it is acknowledged, its outcome before it is sent; the first of either stays. The calls of a
+  model are its log: those behind its ``done_seq`` make its state again from the policy's head.
 """
 
 from __future__ import annotations
@@ -10,253 +12,327 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from msgspec.structs import asdict
-from sqlalchemy import Connection, delete, exists, func, insert, not_, or_, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import Connection, delete, exists, func, not_, or_, select, update
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage import models
-from rookery.storage.db import Store
-from rookery.storage.futures import pass_over, write_outcome
-from rookery.storage.rows import CheckpointRow, ModelRow, NewPolicy, PolicyRow, SamplerRow, SessionRow
-from rookery.storage.versions import is_live
+from rookery.protocol import Manifest
+from rookery.storage.columns import add, add_new, fetch_all, fetch_one, get
+from rookery.storage.models import (
+    CheckpointRow,
+    FutureRow,
+    ModelRow,
+    PolicyRow,
+    SamplerRow,
+    SessionRow,
+    VersionRow,
+)
+from rookery.storage.versions import add_version, unnamed
 
-_sessions, _models, _samplers = models.sessions, models.models, models.samplers
-_checkpoints, _policies, _versions, _futures = models.checkpoints, models.policies, models.versions, models.futures
+# --- sessions ---------------------------------------------------------------------------------------------------------
 
 
-class Sessions(Store):
-    # --- sessions ---------------------------------------------------------------------------------------------------
-
-    def add_session(self, row: SessionRow) -> SessionRow:
-        """The session; the one that this tenant made with the same idempotency key, if there is one."""
-        try:
-            with self._writing() as connection:
-                connection.execute(insert(_sessions).values(asdict(row)))
-        except IntegrityError:
-            with self._reading() as connection:
-                key = {"tenant": row.tenant, "idempotency_key": row.idempotency_key}
-                known = connection.execute(select(_sessions).filter_by(**key)).one_or_none()
-            if known is None:
-                raise
-            return SessionRow(**known._mapping)
+def add_session(connection: Connection, row: SessionRow) -> SessionRow:
+    """The session; the one that this tenant made with the same idempotency key, if there is one."""
+    collision = add_new(connection, row)
+    if collision is None:
         return row
-
-    def get_session(self, tenant: str, id: str) -> SessionRow:
-        """Raises :class:`NotFound` if this tenant has no such session."""
-        with self._reading() as connection:
-            row = connection.execute(select(_sessions).filter_by(id=id, tenant=tenant)).one_or_none()
-        if row is None:
-            raise NotFound(f"no session {id}")
-        return SessionRow(**row._mapping)
-
-    def list_sessions(self, tenant: str) -> list[SessionRow]:
-        """Newest first."""
-        query = select(_sessions).filter_by(tenant=tenant).order_by(_sessions.c.created.desc(), _sessions.c.id)
-        with self._reading() as connection:
-            return [SessionRow(**row._mapping) for row in connection.execute(query)]
-
-    def seen_session(self, id: str, time: float) -> None:
-        with self._writing() as connection:
-            connection.execute(update(_sessions).where(_sessions.c.id == id).values(seen=time))
-
-    def finish_session(self, id: str, status: str, time: float) -> None:
-        """The first end stays."""
-        alive = (_sessions.c.id == id) & _sessions.c.finished.is_(None)
-        with self._writing() as connection:
-            connection.execute(update(_sessions).where(alive).values(finished=time, status=status))
-
-    def silent_sessions(self, before: float) -> list[SessionRow]:
-        """Of every tenant, those under way whose client was last heard of before ``before``."""
-        silent = _sessions.c.finished.is_(None) & (_sessions.c.seen < before)
-        with self._reading() as connection:
-            return [SessionRow(**row._mapping) for row in connection.execute(select(_sessions).where(silent))]
-
-    # --- models -----------------------------------------------------------------------------------------------------
-
-    def add_model(self, row: ModelRow, policy: NewPolicy) -> None:
-        """A model and its policy. Raises :class:`Conflict` if its id is taken."""
-        owned = PolicyRow(
-            id=policy.id, tenant=row.tenant, job=None, name=policy.name, rank=policy.rank, alpha=policy.alpha,
-            targets=list(policy.targets), head_version=None, lease=0,
-        )  # fmt: skip
-        try:
-            with self._writing() as connection:
-                connection.execute(insert(_policies).values(asdict(owned)))
-                connection.execute(insert(_models).values(asdict(row)))
-        except IntegrityError:
-            raise Conflict(f"model {row.id} exists already") from None
-
-    def get_model(self, tenant: str, id: str) -> tuple[ModelRow, PolicyRow]:
-        """Raises :class:`NotFound` if this tenant has no such model."""
-        with self._reading() as connection:
-            row = connection.execute(select(_models).filter_by(id=id, tenant=tenant)).one_or_none()
-            if row is None:
-                raise NotFound(f"no model {id}")
-            policy = connection.execute(select(_policies).filter_by(id=row.policy)).one()
-        return ModelRow(**row._mapping), PolicyRow(**policy._mapping)
-
-    def list_models(self, tenant: str, session: str | None = None) -> list[ModelRow]:
-        """Newest first; those of one session where it is given."""
-        query = select(_models).filter_by(tenant=tenant).order_by(_models.c.created.desc(), _models.c.id)
-        if session is not None:
-            query = query.filter_by(session=session)
-        with self._reading() as connection:
-            return [ModelRow(**row._mapping) for row in connection.execute(query)]
-
-    def publish_inflight(self, model: str, version: int) -> None:
-        """The model's in-flight samplers follow ``version`` from now on."""
-        with self._writing() as connection:
-            connection.execute(update(_models).where(_models.c.id == model).values(inflight=version))
-
-    def over_models(self, before: float) -> list[str]:
-        """Ids, of every tenant, of models of sessions finished before ``before`` that have a head or calls, all of them
-        answered before ``before`` as well."""
-        ended = select(_sessions.c.id).where(_sessions.c.finished < before)
-        headed = exists().where(_policies.c.id == _models.c.policy, _policies.c.head_version.is_not(None))
-        called = exists().where(_futures.c.model == _models.c.id)
-        late = or_(_futures.c.finished.is_(None), _futures.c.finished >= before)
-        waits = exists().where(_futures.c.model == _models.c.id, late)
-        query = select(_models.c.id).where(_models.c.session.in_(ended), or_(headed, called), not_(waits))
-        with self._reading() as connection:
-            return list(connection.execute(query).scalars())
-
-    def end_model(self, id: str) -> list[str]:
-        """Its calls are forgotten, its policy has no head and keeps no version. Answers the hashes of those that it
-        kept; which of them nothing names now, :meth:`Versions.unnamed` tells."""
-        with self._writing() as connection:
-            policy = connection.execute(select(_models.c.policy).where(_models.c.id == id)).scalar_one()
-            connection.execute(delete(_futures).where(_futures.c.model == id))
-            connection.execute(update(_policies).where(_policies.c.id == policy).values(head_version=None))
-            mine = (_versions.c.policy == policy) & _versions.c.kept.is_(True)
-            kept = connection.execute(select(_versions.c.hash).where(mine).distinct()).scalars().all()
-            connection.execute(update(_versions).where(mine).values(kept=False))
-            return list(kept)
-
-    # --- samplers ---------------------------------------------------------------------------------------------------
-
-    def add_sampler(self, row: SamplerRow) -> SamplerRow:
-        """The sampler; the one with its id, if there is one."""
-        try:
-            with self._writing() as connection:
-                connection.execute(insert(_samplers).values(asdict(row)))
-        except IntegrityError:
-            return self.get_sampler(row.tenant, row.id)
-        return row
-
-    def get_sampler(self, tenant: str, id: str) -> SamplerRow:
-        """Raises :class:`NotFound` if this tenant has no such sampler."""
-        with self._reading() as connection:
-            row = connection.execute(select(_samplers).filter_by(id=id, tenant=tenant)).one_or_none()
-        if row is None:
-            raise NotFound(f"no sampler {id}")
-        return SamplerRow(**row._mapping)
-
-    def list_samplers(self, tenant: str, session: str) -> list[SamplerRow]:
-        """Oldest first."""
-        query = select(_samplers).filter_by(tenant=tenant, session=session)
-        with self._reading() as connection:
-            rows = connection.execute(query.order_by(_samplers.c.created, _samplers.c.id))
-            return [SamplerRow(**row._mapping) for row in rows]
-
-    def used_sampler(self, id: str, time: float) -> None:
-        with self._writing() as connection:
-            connection.execute(update(_samplers).where(_samplers.c.id == id).values(used=time))
-
-    def join_sampler(self, tenant: str, id: str) -> int:
-        """A number that no other client of this sampler has: 1, 2, …"""
-        with self._writing() as connection:
-            mine = (_samplers.c.id == id) & (_samplers.c.tenant == tenant)
-            connection.execute(update(_samplers).where(mine).values(clones=_samplers.c.clones + 1))
-            count = connection.execute(select(_samplers.c.clones).where(mine)).scalar()
-        if count is None:
-            raise NotFound(f"no sampler {id}")
-        return int(count)
-
-    def idle_samplers(self, before: float) -> list[SamplerRow]:
-        """Kept samplers with weights of their own that nobody used since ``before``."""
-        table = _samplers
-        idle = table.c.kept.is_(True) & (table.c.hash != "") & (table.c.used < before)
-        with self._reading() as connection:
-            return [SamplerRow(**row._mapping) for row in connection.execute(select(table).where(idle))]
-
-    def keep_sampler(self, id: str) -> None:
-        """What it is made of is there, and stays."""
-        with self._writing() as connection:
-            connection.execute(update(_samplers).where(_samplers.c.id == id).values(kept=True))
-
-    def let_sampler_go(self, id: str) -> str | None:
-        """Its weights need not be kept. Answers their hash if nothing names them now."""
-        with self._writing() as connection:
-            connection.execute(update(_samplers).where(_samplers.c.id == id).values(kept=False))
-            digest = connection.execute(select(_samplers.c.hash).where(_samplers.c.id == id)).scalar()
-            return _freed(connection, digest)
-
-    # --- checkpoints ------------------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self, row: CheckpointRow, overwrite: bool, outcome: tuple[str, bytes] | None = None
-    ) -> str | None:
-        """Keeps a version under a name, and stores the ``outcome`` (future's id, its bytes) of the call that asked for
-        it. Answers the hash of what it replaces, if nothing names that now. Raises :class:`Conflict` where the name is
-        taken and not to be overwritten."""
-        key = {"model": row.model, "kind": row.kind, "name": row.name}
-        with self._writing() as connection:
-            known = connection.execute(select(_checkpoints).filter_by(**key)).one_or_none()
-            if known is not None and not overwrite:
-                raise Conflict(f"{row.path} exists already; choose another name, or overwrite")
-            connection.execute(delete(_checkpoints).filter_by(**key))
-            connection.execute(insert(_checkpoints).values(asdict(row)))
-            if outcome is not None:
-                write_outcome(connection, *outcome, row.created)
-                pass_over(connection, outcome[0])
-            return _freed(connection, known.hash) if known is not None else None
-
-    def get_checkpoint(self, tenant: str, model: str, kind: str, name: str) -> CheckpointRow:
-        """Raises :class:`NotFound` if this tenant has none there."""
-        key = {"model": model, "kind": kind, "name": name, "tenant": tenant}
-        with self._reading() as connection:
-            row = connection.execute(select(_checkpoints).filter_by(**key)).one_or_none()
-        if row is None:
-            raise NotFound(f"no checkpoint tinker://{model}/{kind}/{name}")
-        return CheckpointRow(**row._mapping)
-
-    def list_checkpoints(self, tenant: str, model: str | None = None) -> list[CheckpointRow]:
-        """Newest first; those of one model where it is given."""
-        table = _checkpoints
-        query = select(table).filter_by(tenant=tenant).order_by(table.c.created.desc(), table.c.model, table.c.name)
-        if model is not None:
-            query = query.filter_by(model=model)
-        with self._reading() as connection:
-            return [CheckpointRow(**row._mapping) for row in connection.execute(query)]
-
-    def expire_checkpoint(self, tenant: str, model: str, kind: str, name: str, expires: float | None) -> None:
-        """Raises :class:`NotFound`."""
-        key = {"model": model, "kind": kind, "name": name, "tenant": tenant}
-        with self._writing() as connection:
-            if connection.execute(update(_checkpoints).filter_by(**key).values(expires=expires)).rowcount == 0:
-                raise NotFound(f"no checkpoint tinker://{model}/{kind}/{name}")
-
-    def expired_checkpoints(self, time: float) -> list[CheckpointRow]:
-        """Of every tenant."""
-        with self._reading() as connection:
-            rows = connection.execute(select(_checkpoints).where(_checkpoints.c.expires < time))
-            return [CheckpointRow(**row._mapping) for row in rows]
-
-    def delete_checkpoint(self, tenant: str, model: str, kind: str, name: str) -> str | None:
-        """Answers its artifact's hash if nothing names that now. Raises :class:`NotFound`."""
-        row = self.get_checkpoint(tenant, model, kind, name)
-        with self._writing() as connection:
-            connection.execute(delete(_checkpoints).filter_by(model=model, kind=kind, name=name))
-            return _freed(connection, row.hash)
-
-    def count_checkpoints(self, tenant: str) -> Mapping[str, int]:
-        """By model."""
-        table = _checkpoints
-        query = select(table.c.model, func.count()).where(table.c.tenant == tenant).group_by(table.c.model)
-        with self._reading() as connection:
-            return {model: int(count) for model, count in connection.execute(query)}
+    key = select(SessionRow).filter_by(tenant=row.tenant, idempotency_key=row.idempotency_key)
+    known = fetch_one(connection, SessionRow, key)
+    if known is None:
+        raise collision
+    return known
 
 
-def _freed(connection: Connection, digest: Any) -> str | None:
-    return str(digest) if digest and not is_live(connection, str(digest)) else None
+def get_session(connection: Connection, tenant: str, id: str) -> SessionRow:
+    """Raises :class:`NotFound` if this tenant has no such session."""
+    return get(connection, SessionRow, select(SessionRow).filter_by(id=id, tenant=tenant), f"session {id}")
+
+
+def list_sessions(connection: Connection, tenant: str) -> list[SessionRow]:
+    """Newest first."""
+    query = select(SessionRow).filter_by(tenant=tenant).order_by(SessionRow.created.desc(), SessionRow.id)
+    return fetch_all(connection, SessionRow, query)
+
+
+def seen_session(connection: Connection, id: str, time: float) -> None:
+    """Its client sent a heartbeat."""
+    connection.execute(update(SessionRow).where(SessionRow.id == id).values(seen=time))
+
+
+def finish_session(connection: Connection, id: str, status: str, time: float) -> None:
+    """End a session; the first end stays."""
+    alive = (SessionRow.id == id) & SessionRow.finished.is_(None)
+    connection.execute(update(SessionRow).where(alive).values(finished=time, status=status))
+
+
+def silent_sessions(connection: Connection, before: float) -> list[SessionRow]:
+    """Of every tenant, the unfinished ones whose last heartbeat came before ``before``."""
+    silent = SessionRow.finished.is_(None) & (SessionRow.seen < before)
+    return fetch_all(connection, SessionRow, select(SessionRow).where(silent))
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def add_model(connection: Connection, row: ModelRow, policy: PolicyRow) -> None:
+    """Store a model and its policy. Raises :class:`Conflict` if the id of either is taken."""
+    if add_new(connection, policy) or add_new(connection, row):
+        raise Conflict(f"model {row.id} exists already")
+
+
+def get_model(connection: Connection, tenant: str, id: str) -> tuple[ModelRow, PolicyRow]:
+    """Raises :class:`NotFound` if this tenant has no such model."""
+    row = get(connection, ModelRow, select(ModelRow).filter_by(id=id, tenant=tenant), f"model {id}")
+    return row, get(connection, PolicyRow, select(PolicyRow).filter_by(id=row.policy), f"policy {row.policy}")
+
+
+def list_models(connection: Connection, tenant: str, session: str | None = None) -> list[ModelRow]:
+    """Newest first; those of one session where it is given."""
+    query = select(ModelRow).filter_by(tenant=tenant).order_by(ModelRow.created.desc(), ModelRow.id)
+    if session is not None:
+        query = query.filter_by(session=session)
+    return fetch_all(connection, ModelRow, query)
+
+
+def publish_inflight(connection: Connection, model: str, version: int) -> None:
+    """The model's in-flight samplers follow ``version`` from now on."""
+    connection.execute(update(ModelRow).where(ModelRow.id == model).values(inflight=version))
+
+
+def over_models(connection: Connection, before: float) -> list[str]:
+    """Ids, of every tenant, of models of sessions finished before ``before`` that have a head or calls, all of which
+    were answered before ``before`` as well."""
+    ended = select(SessionRow.id).where(SessionRow.finished < before)
+    headed = exists().where(PolicyRow.id == ModelRow.policy, PolicyRow.head_version.is_not(None))
+    called = exists().where(FutureRow.model == ModelRow.id)
+    late = or_(FutureRow.finished.is_(None), FutureRow.finished >= before)
+    waits = exists().where(FutureRow.model == ModelRow.id, late)
+    query = select(ModelRow.id).where(ModelRow.session.in_(ended), or_(headed, called), not_(waits))
+    return list(connection.execute(query).scalars())
+
+
+def end_model(connection: Connection, id: str) -> list[str]:
+    """Delete its calls; its policy has no head and keeps no version. Returns the hashes of the versions that it kept;
+    :func:`~rookery.storage.versions.unnamed` tells which of them nothing names now."""
+    policy = connection.execute(select(ModelRow.policy).where(ModelRow.id == id)).scalar_one()
+    connection.execute(delete(FutureRow).where(FutureRow.model == id))
+    connection.execute(update(PolicyRow).where(PolicyRow.id == policy).values(head_version=None))
+    mine = (VersionRow.policy == policy) & VersionRow.kept.is_(True)
+    kept = connection.execute(select(VersionRow.hash).where(mine).distinct()).scalars().all()
+    connection.execute(update(VersionRow).where(mine).values(kept=False))
+    return list(kept)
+
+
+def commit_model(
+    connection: Connection,
+    *,
+    model: str,
+    policy: str,
+    lease: int,
+    parent: int | None,
+    manifest: Manifest,
+    step: int,
+    time: float,
+    done_seq: int,
+    outcome: tuple[str, bytes] | None = None,
+) -> VersionRow:
+    """The next version of a model's policy, with the calls up to ``done_seq`` in it and, where given, the ``outcome``
+    (future's id, its bytes) of the call that made it: all of it or nothing. Those calls need not be kept any more.
+    Raises :class:`Conflict` as :func:`~rookery.storage.versions.commit_step` does."""
+    row = add_version(
+        connection, job=None, policy=policy, lease=lease, parent=parent, manifest=manifest, step=step, time=time
+    )
+    connection.execute(update(ModelRow).where(ModelRow.id == model).values(done_seq=done_seq, used=time))
+    if outcome is not None:
+        _write_outcome(connection, *outcome, time)
+    over = (FutureRow.model == model) & (FutureRow.seq <= done_seq) & FutureRow.outcome.is_not(None)
+    connection.execute(update(FutureRow).where(over).values(call=b""))
+    return row
+
+
+# --- samplers ---------------------------------------------------------------------------------------------------------
+
+
+def add_sampler(connection: Connection, row: SamplerRow) -> SamplerRow:
+    """The sampler; the one with its id, if there is one."""
+    return get_sampler(connection, row.tenant, row.id) if add_new(connection, row) else row
+
+
+def get_sampler(connection: Connection, tenant: str, id: str) -> SamplerRow:
+    """Raises :class:`NotFound` if this tenant has no such sampler."""
+    return get(connection, SamplerRow, select(SamplerRow).filter_by(id=id, tenant=tenant), f"sampler {id}")
+
+
+def list_samplers(connection: Connection, tenant: str, session: str) -> list[SamplerRow]:
+    """Oldest first."""
+    query = select(SamplerRow).filter_by(tenant=tenant, session=session)
+    return fetch_all(connection, SamplerRow, query.order_by(SamplerRow.created, SamplerRow.id))
+
+
+def used_sampler(connection: Connection, id: str, time: float) -> None:
+    """A client used it."""
+    connection.execute(update(SamplerRow).where(SamplerRow.id == id).values(used=time))
+
+
+def join_sampler(connection: Connection, tenant: str, id: str) -> int:
+    """A number that no other client of this sampler has: 1, 2, …  Raises :class:`NotFound`."""
+    mine = (SamplerRow.id == id) & (SamplerRow.tenant == tenant)
+    connection.execute(update(SamplerRow).where(mine).values(clones=SamplerRow.clones + 1))
+    return get_sampler(connection, tenant, id).clones
+
+
+def idle_samplers(connection: Connection, before: float) -> list[SamplerRow]:
+    """Kept samplers with an artifact that nobody used since ``before``."""
+    idle = SamplerRow.kept.is_(True) & (SamplerRow.hash != "") & (SamplerRow.used < before)
+    return fetch_all(connection, SamplerRow, select(SamplerRow).where(idle))
+
+
+def keep_sampler(connection: Connection, id: str) -> None:
+    """Its artifact exists, and stays."""
+    connection.execute(update(SamplerRow).where(SamplerRow.id == id).values(kept=True))
+
+
+def let_sampler_go(connection: Connection, id: str) -> str | None:
+    """Its weights need not be kept. Returns their hash if nothing names them now."""
+    connection.execute(update(SamplerRow).where(SamplerRow.id == id).values(kept=False))
+    return unnamed(connection, connection.execute(select(SamplerRow.hash).where(SamplerRow.id == id)).scalar() or "")
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    connection: Connection, row: CheckpointRow, overwrite: bool, outcome: tuple[str, bytes] | None = None
+) -> str | None:
+    """Keep a version under a name, and store the ``outcome`` (future's id, its bytes) of the call that asked for it.
+    Returns the hash of the artifact that it replaces, if nothing names that now. Raises :class:`Conflict` where the
+    name is taken and ``overwrite`` is False."""
+    key = {"model": row.model, "kind": row.kind, "name": row.name}
+    known = fetch_one(connection, CheckpointRow, select(CheckpointRow).filter_by(**key))
+    if known is not None and not overwrite:
+        raise Conflict(f"{row.path} exists already; choose another name, or overwrite")
+    connection.execute(delete(CheckpointRow).filter_by(**key))
+    add(connection, row)
+    if outcome is not None:
+        _write_outcome(connection, *outcome, row.created)
+        _pass_over(connection, outcome[0])
+    return unnamed(connection, known.hash) if known is not None else None
+
+
+def get_checkpoint(connection: Connection, tenant: str, model: str, kind: str, name: str) -> CheckpointRow:
+    """Raises :class:`NotFound` if this tenant has none there."""
+    query = select(CheckpointRow).filter_by(model=model, kind=kind, name=name, tenant=tenant)
+    return get(connection, CheckpointRow, query, f"checkpoint tinker://{model}/{kind}/{name}")
+
+
+def list_checkpoints(connection: Connection, tenant: str, model: str | None = None) -> list[CheckpointRow]:
+    """Newest first; those of one model where it is given."""
+    table = CheckpointRow
+    query = select(table).filter_by(tenant=tenant).order_by(table.created.desc(), table.model, table.name)
+    if model is not None:
+        query = query.filter_by(model=model)
+    return fetch_all(connection, CheckpointRow, query)
+
+
+def expire_checkpoint(
+    connection: Connection, tenant: str, model: str, kind: str, name: str, expires: float | None
+) -> None:
+    """Set when it expires; None is never. Raises :class:`NotFound`."""
+    key = {"model": model, "kind": kind, "name": name, "tenant": tenant}
+    if connection.execute(update(CheckpointRow).filter_by(**key).values(expires=expires)).rowcount == 0:
+        raise NotFound(f"no checkpoint tinker://{model}/{kind}/{name}")
+
+
+def expired_checkpoints(connection: Connection, time: float) -> list[CheckpointRow]:
+    """Of every tenant."""
+    return fetch_all(connection, CheckpointRow, select(CheckpointRow).where(CheckpointRow.expires < time))
+
+
+def delete_checkpoint(connection: Connection, tenant: str, model: str, kind: str, name: str) -> str | None:
+    """Returns its artifact's hash if nothing names that now. Raises :class:`NotFound`."""
+    row = get_checkpoint(connection, tenant, model, kind, name)
+    connection.execute(delete(CheckpointRow).filter_by(model=model, kind=kind, name=name))
+    return unnamed(connection, row.hash)
+
+
+def count_checkpoints(connection: Connection, tenant: str) -> Mapping[str, int]:
+    """By model."""
+    query = select(CheckpointRow.model, func.count()).filter_by(tenant=tenant).group_by(CheckpointRow.model)
+    return {model: count for model, count in connection.execute(query)}
+
+
+# --- calls and their outcomes -----------------------------------------------------------------------------------------
+
+
+def open_future(connection: Connection, row: FutureRow) -> tuple[FutureRow, bool]:
+    """Store a call; returns it and True. If there is one with its id, returns that one as it is now and False."""
+    collision = add_new(connection, row)
+    if collision is None:
+        return row, True
+    known = fetch_one(connection, FutureRow, select(FutureRow).filter_by(id=row.id))
+    if known is None:
+        raise collision
+    return known, False
+
+
+def finish_future(connection: Connection, id: str, outcome: bytes, time: float, *, trace: bool = True) -> None:
+    """Store an outcome, unless there is one. The call stays where a model may have to replay it: not where it left no
+    ``trace`` in the model and neither did any between it and the policy's head."""
+    _write_outcome(connection, id, outcome, time)
+    if trace:
+        modelless = (FutureRow.id == id) & FutureRow.model.is_(None)
+        connection.execute(update(FutureRow).where(modelless).values(call=b""))
+    else:
+        _pass_over(connection, id)
+
+
+def get_future(connection: Connection, tenant: str, id: str) -> FutureRow:
+    """Raises :class:`NotFound` if this tenant has none by that id (any more)."""
+    return get(connection, FutureRow, select(FutureRow).filter_by(id=id, tenant=tenant), f"future {id}")
+
+
+def open_futures(connection: Connection) -> list[FutureRow]:
+    """Of every tenant, those without an outcome, oldest first: the calls that a starting controller takes up."""
+    query = select(FutureRow).where(FutureRow.outcome.is_(None)).order_by(FutureRow.created, FutureRow.id)
+    return fetch_all(connection, FutureRow, query)
+
+
+def futures_behind(connection: Connection, model: str, seq: int) -> list[FutureRow]:
+    """A model's calls later than ``seq``, in order."""
+    query = select(FutureRow).where(FutureRow.model == model, FutureRow.seq > seq).order_by(FutureRow.seq)
+    return fetch_all(connection, FutureRow, query)
+
+
+def ended_samples(connection: Connection, tenant: str, sampler: str, first: int, end: int) -> list[FutureRow]:
+    """A sampler's requests numbered from ``first`` to before ``end`` that have an outcome, in the order of those."""
+    query = (
+        select(FutureRow)
+        .where(FutureRow.tenant == tenant, FutureRow.id.startswith(f"{sampler}/", autoescape=True))
+        .where(FutureRow.seq >= first, FutureRow.seq < end, FutureRow.outcome.is_not(None))
+        .order_by(FutureRow.finished, FutureRow.seq)
+    )
+    return fetch_all(connection, FutureRow, query)
+
+
+def drop_futures(connection: Connection, before: float) -> int:
+    """Delete outcomes older than ``before`` that no model may have to replay; returns their number."""
+    done = select(ModelRow.done_seq).where(ModelRow.id == FutureRow.model).scalar_subquery()
+    free = FutureRow.model.is_(None) | (FutureRow.seq <= done)
+    return connection.execute(delete(FutureRow).where(FutureRow.finished < before, free)).rowcount
+
+
+def _write_outcome(connection: Connection, id: str, outcome: bytes, time: float) -> None:
+    """The first outcome of a future stays."""
+    open_one = (FutureRow.id == id) & FutureRow.outcome.is_(None)
+    connection.execute(update(FutureRow).where(open_one).values(outcome=outcome, finished=time))
+
+
+def _pass_over(connection: Connection, id: str) -> None:
+    """The call, which has its outcome, left no trace in its model, if it has one. It need not be replayed if that holds
+    of all calls before it."""
+    model, seq = connection.execute(select(FutureRow.model, FutureRow.seq).where(FutureRow.id == id)).one()
+    if model is not None:
+        follows = (ModelRow.id == model) & (ModelRow.done_seq == seq - 1)
+        if not connection.execute(update(ModelRow).where(follows).values(done_seq=seq)).rowcount:
+            return
+    connection.execute(update(FutureRow).where(FutureRow.id == id).values(call=b""))

@@ -1,34 +1,165 @@
-"""The database as the controller calls it: ``await store.get_job(tenant, job)``.
+"""Every query and change of the database, as methods of :class:`~rookery.storage.db.Database` and :class:`Store`.
 
-Each method of :class:`Store` runs the method of :class:`~rookery.storage.database.Database` of the same name in the
-writer: calls keep their order, and a call that was handed over is carried out, also when its caller is cancelled.
+* ``database.get_job(tenant, job)`` blocks; ``await store.get_job(tenant, job)`` runs the same in the writer, where calls
+  keep their order, and a call that was handed over is carried out, also when its caller is cancelled.
+* Each method is one transaction around the function of the same name.
+* Methods that answer a tenant's request take ``tenant`` first and see only that tenant's rows: rows of another raise
+  :class:`~rookery.errors.NotFound`, or leave the list empty, as if they did not exist.
+* Methods without it are the controller's own work on ids that it got from such a request or from
+  ``all_unfinished_jobs``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from functools import wraps
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from rookery.storage.database import Database
+from sqlalchemy import Connection
+
+from rookery.storage import groups, jobs, sessions, tenants, versions
 from rookery.storage.writer import Writer
+
+if TYPE_CHECKING:
+    from rookery.storage.db import Database
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _written(
-    method: Callable[Concatenate[Any, P], T],
-) -> Callable[Concatenate[Store, P], Coroutine[Any, Any, T]]:
-    name = method.__name__
+class Transaction(Generic[P, T]):
+    """``function`` in a transaction of its own, which may write or only read."""
 
-    def call(self: Store, *arguments: P.args, **named: P.kwargs) -> Coroutine[Any, Any, T]:
-        return self.run(getattr(self.database, name), *arguments, **named)
+    def __init__(self, function: Callable[Concatenate[Connection, P], T], *, writes: bool) -> None:
+        @wraps(function)
+        def blocking(database: Database, *arguments: P.args, **named: P.kwargs) -> T:
+            with database.writing() if writes else database.reading() as connection:
+                return function(connection, *arguments, **named)
 
-    call.__name__, call.__doc__ = name, method.__doc__
-    return call
+        @wraps(function)
+        def deferred(store: Store, *arguments: P.args, **named: P.kwargs) -> Coroutine[Any, Any, T]:
+            return store.run(getattr(store.database, function.__name__), *arguments, **named)
+
+        self._blocking, self._deferred = blocking, deferred
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Callable[Concatenate[Any, P], T]: ...
+    @overload
+    def __get__(self, instance: Store, owner: type) -> Callable[P, Coroutine[Any, Any, T]]: ...
+    @overload
+    def __get__(self, instance: Database, owner: type) -> Callable[P, T]: ...
+    def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
+        if instance is None:
+            return self._blocking
+        return MethodType(self._deferred if isinstance(instance, Store) else self._blocking, instance)
 
 
-class Store:
+def _write(function: Callable[Concatenate[Connection, P], T]) -> Transaction[P, T]:
+    return Transaction(function, writes=True)
+
+
+def _read(function: Callable[Concatenate[Connection, P], T]) -> Transaction[P, T]:
+    return Transaction(function, writes=False)
+
+
+class Transactions:
+    """The methods that :class:`~rookery.storage.db.Database` and :class:`Store` share."""
+
+    create_tenant = _write(tenants.create_tenant)
+    get_tenant = _read(tenants.get_tenant)
+    list_tenants = _read(tenants.list_tenants)
+    add_key = _write(tenants.add_key)
+    keys = _read(tenants.keys)
+    revoke_key = _write(tenants.revoke_key)
+    tenant_of_key = _read(tenants.tenant_of_key)
+    add_upload = _write(tenants.add_upload)
+    get_upload = _read(tenants.get_upload)
+    add_event = _write(tenants.add_event)
+    events = _read(tenants.events)
+    save_usage = _write(tenants.save_usage)
+    tenant_usage = _read(tenants.tenant_usage)
+    job_usage = _read(tenants.job_usage)
+    usage_totals = _read(tenants.usage_totals)
+    fleet_usage = _read(tenants.fleet_usage)
+
+    submit_job = _write(jobs.submit_job)
+    get_job = _read(jobs.get_job)
+    list_jobs = _read(jobs.list_jobs)
+    all_unfinished_jobs = _read(jobs.all_unfinished_jobs)
+    unfinished_job_ids = _read(jobs.unfinished_job_ids)
+    set_job_state = _write(jobs.set_job_state)
+    save_counters = _write(jobs.save_counters)
+    add_policy = _write(jobs.add_policy)
+    policies = _read(jobs.policies)
+    all_policies = _read(jobs.all_policies)
+    get_policy = _read(jobs.get_policy)
+    next_lease = _write(jobs.next_lease)
+    fence = _write(jobs.fence)
+
+    add_groups = _write(groups.add_groups)
+    save_turns = _write(groups.save_turns)
+    finish_episode = _write(groups.finish_episode)
+    finish_group = _write(groups.finish_group)
+    drop_groups = _write(groups.drop_groups)
+    open_groups = _read(groups.open_groups)
+    ready_groups = _read(groups.ready_groups)
+    group_counts = _read(groups.group_counts)
+    recent_episodes = _read(groups.recent_episodes)
+    trim_episodes = _write(groups.trim_episodes)
+
+    commit_step = _write(versions.commit_step)
+    save_step = _write(versions.save_step)
+    steps = _read(versions.steps)
+    recent_rewards = _read(versions.recent_rewards)
+    version = _read(versions.version)
+    retire_version = _write(versions.retire_version)
+    rollback = _write(versions.rollback)
+    unnamed = _read(versions.unnamed)
+    names = _write(versions.names)
+    live_hashes = _read(versions.live_hashes)
+    add_evaluation = _write(versions.add_evaluation)
+    evaluations = _read(versions.evaluations)
+    versions = _read(versions.versions)  # last: the name of the module is hidden from here on
+
+    add_session = _write(sessions.add_session)
+    get_session = _read(sessions.get_session)
+    list_sessions = _read(sessions.list_sessions)
+    seen_session = _write(sessions.seen_session)
+    finish_session = _write(sessions.finish_session)
+    silent_sessions = _read(sessions.silent_sessions)
+    add_model = _write(sessions.add_model)
+    get_model = _read(sessions.get_model)
+    list_models = _read(sessions.list_models)
+    publish_inflight = _write(sessions.publish_inflight)
+    over_models = _read(sessions.over_models)
+    end_model = _write(sessions.end_model)
+    commit_model = _write(sessions.commit_model)
+    add_sampler = _write(sessions.add_sampler)
+    get_sampler = _read(sessions.get_sampler)
+    list_samplers = _read(sessions.list_samplers)
+    used_sampler = _write(sessions.used_sampler)
+    join_sampler = _write(sessions.join_sampler)
+    idle_samplers = _read(sessions.idle_samplers)
+    keep_sampler = _write(sessions.keep_sampler)
+    let_sampler_go = _write(sessions.let_sampler_go)
+    save_checkpoint = _write(sessions.save_checkpoint)
+    get_checkpoint = _read(sessions.get_checkpoint)
+    list_checkpoints = _read(sessions.list_checkpoints)
+    expire_checkpoint = _write(sessions.expire_checkpoint)
+    expired_checkpoints = _read(sessions.expired_checkpoints)
+    delete_checkpoint = _write(sessions.delete_checkpoint)
+    count_checkpoints = _read(sessions.count_checkpoints)
+    open_future = _write(sessions.open_future)
+    finish_future = _write(sessions.finish_future)
+    get_future = _read(sessions.get_future)
+    open_futures = _read(sessions.open_futures)
+    futures_behind = _read(sessions.futures_behind)
+    ended_samples = _read(sessions.ended_samples)
+    drop_futures = _write(sessions.drop_futures)
+
+
+class Store(Transactions):
     """``database`` behind ``writer``."""
 
     def __init__(self, database: Database, writer: Writer) -> None:
@@ -38,94 +169,3 @@ class Store:
     def run(self, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> Coroutine[Any, Any, T]:
         """Run any blocking call in the writer, such as one of the artifact store or several of :attr:`database`."""
         return self._writer(call, *arguments, **named)
-
-    create_tenant = _written(Database.create_tenant)
-    get_tenant = _written(Database.get_tenant)
-    list_tenants = _written(Database.list_tenants)
-    add_key = _written(Database.add_key)
-    keys = _written(Database.keys)
-    revoke_key = _written(Database.revoke_key)
-    tenant_of_key = _written(Database.tenant_of_key)
-    add_upload = _written(Database.add_upload)
-    get_upload = _written(Database.get_upload)
-    add_event = _written(Database.add_event)
-    events = _written(Database.events)
-
-    submit_job = _written(Database.submit_job)
-    get_job = _written(Database.get_job)
-    list_jobs = _written(Database.list_jobs)
-    all_unfinished_jobs = _written(Database.all_unfinished_jobs)
-    unfinished_job_ids = _written(Database.unfinished_job_ids)
-    set_job_state = _written(Database.set_job_state)
-    save_counters = _written(Database.save_counters)
-    add_policy = _written(Database.add_policy)
-    policies = _written(Database.policies)
-    all_policies = _written(Database.all_policies)
-    get_policy = _written(Database.get_policy)
-    next_lease = _written(Database.next_lease)
-    fence = _written(Database.fence)
-
-    add_groups = _written(Database.add_groups)
-    save_turns = _written(Database.save_turns)
-    finish_episode = _written(Database.finish_episode)
-    finish_group = _written(Database.finish_group)
-    drop_groups = _written(Database.drop_groups)
-    open_groups = _written(Database.open_groups)
-    ready_groups = _written(Database.ready_groups)
-    group_counts = _written(Database.group_counts)
-    recent_episodes = _written(Database.recent_episodes)
-    trim_episodes = _written(Database.trim_episodes)
-
-    commit_step = _written(Database.commit_step)
-    versions = _written(Database.versions)
-    version = _written(Database.version)
-    retire_version = _written(Database.retire_version)
-    unnamed = _written(Database.unnamed)
-    rollback = _written(Database.rollback)
-    names = _written(Database.names)
-    live_hashes = _written(Database.live_hashes)
-    add_evaluation = _written(Database.add_evaluation)
-    evaluations = _written(Database.evaluations)
-
-    add_session = _written(Database.add_session)
-    get_session = _written(Database.get_session)
-    list_sessions = _written(Database.list_sessions)
-    seen_session = _written(Database.seen_session)
-    finish_session = _written(Database.finish_session)
-    silent_sessions = _written(Database.silent_sessions)
-    add_model = _written(Database.add_model)
-    get_model = _written(Database.get_model)
-    list_models = _written(Database.list_models)
-    publish_inflight = _written(Database.publish_inflight)
-    over_models = _written(Database.over_models)
-    end_model = _written(Database.end_model)
-    add_sampler = _written(Database.add_sampler)
-    get_sampler = _written(Database.get_sampler)
-    list_samplers = _written(Database.list_samplers)
-    used_sampler = _written(Database.used_sampler)
-    join_sampler = _written(Database.join_sampler)
-    idle_samplers = _written(Database.idle_samplers)
-    keep_sampler = _written(Database.keep_sampler)
-    let_sampler_go = _written(Database.let_sampler_go)
-    save_checkpoint = _written(Database.save_checkpoint)
-    get_checkpoint = _written(Database.get_checkpoint)
-    list_checkpoints = _written(Database.list_checkpoints)
-    expire_checkpoint = _written(Database.expire_checkpoint)
-    expired_checkpoints = _written(Database.expired_checkpoints)
-    delete_checkpoint = _written(Database.delete_checkpoint)
-    count_checkpoints = _written(Database.count_checkpoints)
-
-    open_future = _written(Database.open_future)
-    finish_future = _written(Database.finish_future)
-    get_future = _written(Database.get_future)
-    open_futures = _written(Database.open_futures)
-    futures_behind = _written(Database.futures_behind)
-    ended_samples = _written(Database.ended_samples)
-    drop_futures = _written(Database.drop_futures)
-    commit_model = _written(Database.commit_model)
-
-    save_bills = _written(Database.save_bills)
-    bills = _written(Database.bills)
-    bill = _written(Database.bill)
-    all_whole_bills = _written(Database.all_whole_bills)
-    fleet_bill = _written(Database.fleet_bill)

@@ -1,104 +1,126 @@
-"""Tenants, their keys, what they uploaded, what happened to their things."""
+"""Tenants, their API keys, uploads, events and usage.
+
+* Only the hash of a key's text is stored.
+* A hash of bytes gives no right to them: an upload belongs to each tenant that brought it.
+* A tenant's usage row with an empty ``job`` (:data:`TENANT_TOTAL`) counts all that it used; its jobs' rows are parts of
+  it. The fleet's own counters are one fact of the whole database.
+"""
 
 from __future__ import annotations
 
-from msgspec.structs import asdict
-from sqlalchemy import insert, select, update
-from sqlalchemy.exc import IntegrityError
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import Connection, delete, insert, select, update
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage import models
-from rookery.storage.db import Store
-from rookery.storage.rows import EventRow, KeyRow, TenantRow, UploadKind, UploadRow
+from rookery.storage.columns import add, add_new, fetch_all, fetch_one, get
+from rookery.storage.models import EventRow, Fact, KeyRow, TenantRow, UploadKind, UploadRow, UsageRow
+
+TENANT_TOTAL = ""
+"""The job of the row that counts all that a tenant used."""
+
+_FLEET = "fleet"
+"""The name of the fleet's usage among the facts of the database."""
 
 
-class Tenants(Store):
-    """A key's text is never here, only its hash. A hash of bytes gives no right to them: an upload belongs to the
-    tenants that brought it, each with a row of its own."""
+def create_tenant(connection: Connection, id: str, name: str, created: float, admin: bool = False) -> TenantRow:
+    """Raises :class:`Conflict` if the id is taken."""
+    row = TenantRow(id=id, name=name, created=created, admin=admin)
+    if add_new(connection, row):
+        raise Conflict(f"tenant {id} exists already")
+    return row
 
-    def create_tenant(self, id: str, name: str, created: float, admin: bool = False) -> TenantRow:
-        """Raises :class:`Conflict` if the id is taken."""
-        row = TenantRow(id=id, name=name, created=created, admin=admin)
-        try:
-            with self._writing() as connection:
-                connection.execute(insert(models.tenants).values(asdict(row)))
-        except IntegrityError:
-            raise Conflict(f"tenant {id} exists already") from None
-        return row
 
-    def get_tenant(self, id: str) -> TenantRow:
-        with self._reading() as connection:
-            row = connection.execute(select(models.tenants).where(models.tenants.c.id == id)).one_or_none()
-        if row is None:
-            raise NotFound(f"no tenant {id}")
-        return TenantRow(**row._mapping)
+def get_tenant(connection: Connection, id: str) -> TenantRow:
+    """Raises :class:`NotFound`."""
+    return get(connection, TenantRow, select(TenantRow).filter_by(id=id), f"tenant {id}")
 
-    def list_tenants(self) -> list[TenantRow]:
-        """Oldest first."""
-        table = models.tenants
-        with self._reading() as connection:
-            rows = connection.execute(select(table).order_by(table.c.created, table.c.id)).all()
-        return [TenantRow(**row._mapping) for row in rows]
 
-    def add_key(self, key_hash: str, tenant: str, label: str, created: float) -> None:
-        """Raises :class:`Conflict` if the key exists, whoever has it, or the tenant does not."""
-        try:
-            with self._writing() as connection:
-                connection.execute(
-                    insert(models.keys).values(hash=key_hash, tenant=tenant, label=label, created=created, revoked=None)
-                )
-        except IntegrityError:
-            raise Conflict(f"the key exists already, or there is no tenant {tenant}") from None
+def list_tenants(connection: Connection) -> list[TenantRow]:
+    """Oldest first."""
+    return fetch_all(connection, TenantRow, select(TenantRow).order_by(TenantRow.created, TenantRow.id))
 
-    def keys(self, tenant: str) -> list[KeyRow]:
-        table = models.keys
-        with self._reading() as connection:
-            rows = connection.execute(select(table).where(table.c.tenant == tenant).order_by(table.c.created)).all()
-        return [KeyRow(**row._mapping) for row in rows]
 
-    def revoke_key(self, tenant: str, key_hash: str, time: float) -> None:
-        """From now on nobody's. Raises :class:`NotFound` if the tenant has no such valid key."""
-        table = models.keys
-        owned = (table.c.hash == key_hash) & (table.c.tenant == tenant) & table.c.revoked.is_(None)
-        with self._writing() as connection:
-            if connection.execute(update(table).where(owned).values(revoked=time)).rowcount == 0:
-                raise NotFound("no such key")
+def add_key(connection: Connection, key_hash: str, tenant: str, label: str, created: float) -> None:
+    """Raises :class:`Conflict` if any tenant has the key already, or there is no such tenant."""
+    if add_new(connection, KeyRow(hash=key_hash, tenant=tenant, label=label, created=created)):
+        raise Conflict(f"the key exists already, or there is no tenant {tenant}")
 
-    def tenant_of_key(self, key_hash: str) -> TenantRow | None:
-        """Whose key this is; None for an unknown or revoked one."""
-        keys, tenants = models.keys, models.tenants
-        query = select(tenants).join(keys, keys.c.tenant == tenants.c.id)
-        with self._reading() as connection:
-            row = connection.execute(query.where(keys.c.hash == key_hash, keys.c.revoked.is_(None))).one_or_none()
-        return None if row is None else TenantRow(**row._mapping)
 
-    def add_upload(self, tenant: str, kind: UploadKind, hash: str, size: int, created: float) -> None:
-        """Says that the tenant brought these bytes; once more changes nothing."""
-        key = {"hash": hash, "tenant": tenant, "kind": kind}
-        with self._writing() as connection:
-            known = select(models.uploads.c.hash).filter_by(**key)
-            if connection.execute(known).one_or_none() is None:
-                connection.execute(insert(models.uploads).values(**key, size=size, created=created))
+def keys(connection: Connection, tenant: str) -> list[KeyRow]:
+    """Oldest first."""
+    return fetch_all(connection, KeyRow, select(KeyRow).filter_by(tenant=tenant).order_by(KeyRow.created))
 
-    def get_upload(self, tenant: str, kind: UploadKind, hash: str) -> UploadRow:
-        """Raises :class:`NotFound` unless this tenant brought them."""
-        query = select(models.uploads).filter_by(hash=hash, tenant=tenant, kind=kind)
-        with self._reading() as connection:
-            row = connection.execute(query).one_or_none()
-        if row is None:
-            raise NotFound(f"no {kind} {hash}")
-        return UploadRow(**row._mapping)
 
-    def add_event(self, tenant: str, job: str | None, time: float, kind: str, text: str) -> None:
-        with self._writing() as connection:
-            connection.execute(insert(models.events).values(tenant=tenant, job=job, time=time, kind=kind, text=text))
+def revoke_key(connection: Connection, tenant: str, key_hash: str, time: float) -> None:
+    """The key is not valid any more. Raises :class:`NotFound` if the tenant has no such valid key."""
+    valid = (KeyRow.hash == key_hash) & (KeyRow.tenant == tenant) & KeyRow.revoked.is_(None)
+    if connection.execute(update(KeyRow).where(valid).values(revoked=time)).rowcount == 0:
+        raise NotFound("no such key")
 
-    def events(self, tenant: str, job: str | None, limit: int) -> list[EventRow]:
-        """The newest ``limit`` events of one job, or of the whole tenant, oldest first."""
-        table = models.events
-        query = select(table).where(table.c.tenant == tenant).order_by(table.c.id.desc()).limit(limit)
-        if job is not None:
-            query = query.where(table.c.job == job)
-        with self._reading() as connection:
-            rows = connection.execute(query).all()
-        return [EventRow(**row._mapping) for row in reversed(rows)]
+
+def tenant_of_key(connection: Connection, key_hash: str) -> TenantRow | None:
+    """The tenant that has the key; None for an unknown or revoked one."""
+    query = select(TenantRow).join(KeyRow, KeyRow.tenant == TenantRow.id)
+    return fetch_one(connection, TenantRow, query.where(KeyRow.hash == key_hash, KeyRow.revoked.is_(None)))
+
+
+def add_upload(connection: Connection, tenant: str, kind: UploadKind, hash: str, size: int, created: float) -> None:
+    """Record that the tenant brought these bytes; a second time changes nothing."""
+    known = select(UploadRow.hash).filter_by(hash=hash, tenant=tenant, kind=kind)
+    if connection.execute(known).one_or_none() is None:
+        add(connection, UploadRow(hash=hash, tenant=tenant, kind=kind, size=size, created=created))
+
+
+def get_upload(connection: Connection, tenant: str, kind: UploadKind, hash: str) -> UploadRow:
+    """Raises :class:`NotFound` unless this tenant brought the bytes."""
+    query = select(UploadRow).filter_by(hash=hash, tenant=tenant, kind=kind)
+    return get(connection, UploadRow, query, f"{kind} {hash}")
+
+
+def add_event(connection: Connection, tenant: str, job: str | None, time: float, kind: str, text: str) -> None:
+    """Append a line to the log of a job, or of the tenant."""
+    connection.execute(insert(EventRow), {"tenant": tenant, "job": job, "time": time, "kind": kind, "text": text})
+
+
+def events(connection: Connection, tenant: str, job: str | None, limit: int) -> list[EventRow]:
+    """The newest ``limit`` events of one job, or of the whole tenant, oldest first."""
+    query = select(EventRow).filter_by(tenant=tenant).order_by(EventRow.id.desc()).limit(limit)
+    if job is not None:
+        query = query.where(EventRow.job == job)
+    return fetch_all(connection, EventRow, query)[::-1]
+
+
+def save_usage(connection: Connection, usage: Mapping[tuple[str, str], Any], fleet: Any) -> None:
+    """Replace the counters of each (tenant, job), and the fleet's."""
+    for (tenant, job), used in usage.items():
+        connection.execute(delete(UsageRow).filter_by(tenant=tenant, job=job))
+        add(connection, UsageRow(tenant=tenant, job=job, used=used))
+    connection.execute(delete(Fact).filter_by(name=_FLEET))
+    add(connection, Fact(name=_FLEET, value=json.dumps(fleet)))
+
+
+def tenant_usage(connection: Connection, tenant: str) -> dict[str, Any]:
+    """A tenant's counters, by job."""
+    rows = fetch_all(connection, UsageRow, select(UsageRow).filter_by(tenant=tenant))
+    return {row.job: row.used for row in rows}
+
+
+def job_usage(connection: Connection, tenant: str, job: str) -> Any:
+    """Empty where nothing was counted yet."""
+    row = fetch_one(connection, UsageRow, select(UsageRow).filter_by(tenant=tenant, job=job))
+    return {} if row is None else row.used
+
+
+def usage_totals(connection: Connection) -> dict[str, Any]:
+    """The total of every tenant."""
+    rows = fetch_all(connection, UsageRow, select(UsageRow).filter_by(job=TENANT_TOTAL))
+    return {row.tenant: row.used for row in rows}
+
+
+def fleet_usage(connection: Connection) -> Any:
+    """Empty where nothing was counted yet."""
+    row = fetch_one(connection, Fact, select(Fact).filter_by(name=_FLEET))
+    return {} if row is None else json.loads(row.value)

@@ -1,0 +1,113 @@
+"""Column types, the base class of the tables, and the way from rows to values.
+
+* Text columns take any Python string: characters that PostgreSQL or SQLite cannot hold (NUL, lone surrogates) are
+  replaced, so that an environment's strange error message never fails a transaction.
+* JSON columns are text with ASCII escapes. They keep NaN and infinities, which a metric may be.
+* Queries are Core statements on the mapped classes. Loading through an ORM ``Session`` takes a third more time, and no
+  query here needs a unit of work.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+import msgspec
+from sqlalchemy import BigInteger, Connection, Dialect, Double, Select, Text, insert
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import DeclarativeBase, MappedAsDataclass
+from sqlalchemy.types import TypeDecorator
+
+from rookery.errors import NotFound
+from rookery.protocol import Manifest
+
+
+class Words(TypeDecorator[str]):
+    """Any string; NUL and lone surrogates become replacement characters."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        if value is None:
+            return None
+        return value.replace("\x00", "\ufffd").encode("utf-8", "replace").decode("utf-8")
+
+
+class Json(TypeDecorator[Any]):
+    """Any JSON value, plus NaN and infinities."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> str:
+        return json.dumps(value, separators=(",", ":"))
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
+        return None if value is None else json.loads(value)
+
+
+class ManifestJson(TypeDecorator[Manifest]):
+    """A manifest, as the JSON of its fields."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Manifest | None, dialect: Dialect) -> str:
+        return msgspec.json.encode(value).decode()
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> Manifest | None:
+        return None if value is None else msgspec.json.decode(value, type=Manifest)
+
+
+class Base(MappedAsDataclass, DeclarativeBase, kw_only=True):
+    type_annotation_map = {  # noqa: RUF012
+        str: Words,
+        int: BigInteger,
+        float: Double,
+        dict[str, Any]: Json,
+        list[str]: Json,
+        Manifest: ManifestJson,
+    }
+
+
+Row = TypeVar("Row", bound=Base)
+
+
+def columns(row: Base) -> dict[str, Any]:
+    """The values of ``row`` by column."""
+    return {name: getattr(row, name) for name in row.__table__.columns.keys()}  # noqa: SIM118
+
+
+def add(connection: Connection, *rows: Base) -> None:
+    """Insert rows of one table."""
+    connection.execute(insert(type(rows[0])), [columns(row) for row in rows])
+
+
+def add_new(connection: Connection, row: Base) -> IntegrityError | None:
+    """Insert ``row``, or return the error if that violates a constraint; the transaction goes on either way."""
+    try:
+        with connection.begin_nested():
+            add(connection, row)
+    except IntegrityError as error:
+        return error
+    return None
+
+
+def fetch_all(connection: Connection, kind: type[Row], query: Select[Any]) -> list[Row]:
+    """The rows of ``query``, which selects ``kind``."""
+    return [kind(**row._mapping) for row in connection.execute(query)]
+
+
+def fetch_one(connection: Connection, kind: type[Row], query: Select[Any]) -> Row | None:
+    """The only row of ``query``, which selects ``kind``, or None."""
+    row = connection.execute(query).one_or_none()
+    return None if row is None else kind(**row._mapping)
+
+
+def get(connection: Connection, kind: type[Row], query: Select[Any], name: str) -> Row:
+    """The only row of ``query``, which selects ``kind``. Raises :class:`NotFound` that says "no ``name``"."""
+    row = fetch_one(connection, kind, query)
+    if row is None:
+        raise NotFound(f"no {name}")
+    return row

@@ -1,0 +1,63 @@
+"""Versions of the database's schema and the way from one to the next, with Alembic.
+
+* A new database gets the tables of :mod:`rookery.storage.models` and is marked with the newest revision. An older one is
+  migrated. One of a newer Rookery is left as it is.
+* The first revision is the schema that was marked ``schema = 3`` in the table ``meta``, before there were migrations.
+* A change of the models needs a revision in ``versions/`` and a new :data:`HEAD`. A test compares a migrated database
+  with the models.
+
+Alembic is imported only where there is something to migrate.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sqlalchemy import Connection, inspect, select, text
+
+from rookery.storage.columns import add
+from rookery.storage.models import Base, Fact
+
+BASELINE, HEAD = "0001", "0002"
+"""The oldest and the newest revision."""
+
+BASELINE_SCHEMA = "3"
+"""The fact ``schema`` in a database of the first revision."""
+
+SCHEMA = "migrations"
+"""The fact ``schema`` of later ones: versions of Rookery that do not know revisions refuse it."""
+
+
+def upgrade(connection: Connection) -> str:
+    """Bring the schema to :data:`HEAD`, within the caller's transaction. Returns an empty text, or why that is not
+    possible; then nothing was changed."""
+    tables = inspect(connection).get_table_names()
+    if "alembic_version" in tables:
+        found = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+        if found == HEAD:
+            return ""
+    elif "meta" in tables:
+        schema = connection.execute(select(Fact.value).filter_by(name="schema")).scalar()
+        if schema != BASELINE_SCHEMA:
+            return f"has schema {schema}, which this Rookery cannot migrate; use the version that wrote it, or another data folder"
+        found = None
+    else:
+        Base.metadata.create_all(connection)
+        add(connection, Fact(name="schema", value=SCHEMA))
+        connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)"))
+        connection.execute(text("INSERT INTO alembic_version VALUES (:head)"), {"head": HEAD})
+        return ""
+
+    from alembic import command
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config(attributes={"connection": connection})
+    config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
+    known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+    if found is not None and found not in known:
+        return f"has schema revision {found}, this Rookery knows revisions up to {HEAD}; use a newer Rookery, or another data folder"
+    if found is None:
+        command.stamp(config, BASELINE)
+    command.upgrade(config, HEAD)
+    return ""
