@@ -56,7 +56,7 @@ def test_an_environment_needs_no_more_than_its_own_room() -> None:
         "rookery.server.launcher",
         "rookery.simulation.replay",
         "rookery.spec.job",
-        "rookery.storage.database",
+        "rookery.storage.db",
         "rookery.telemetry.sinks",
         "rookery.tokenization.chat",
         "rookery.protocol",

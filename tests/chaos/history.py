@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import msgspec
-from msgspec.structs import replace
 from tests.chaos.events import Events
 from tests.chaos.invariants import Lasting
 
@@ -31,8 +30,8 @@ from rookery.controller.jobs.trajectory import outcome_decoder
 from rookery.errors import RookeryError
 from rookery.spec.job import JobSpec
 from rookery.storage.artifacts import Artifacts
-from rookery.storage.database import Database
-from rookery.storage.rows import FINAL_JOB_STATES, JobRow, JobState, NewGroup, NewPolicy, VersionRow
+from rookery.storage.db import Database
+from rookery.storage.models import FINAL_JOB_STATES, GroupRow, JobRow, JobState, PolicyRow, VersionRow
 
 ADAPTER = "adapter_model.safetensors"
 """The file in which a modelled trainer writes :class:`State`."""
@@ -112,7 +111,7 @@ class History:
 
     # --- what the database was told -----------------------------------------------------------------------------------
 
-    def submitted(self, job: str, spec: Mapping[str, Any], policies: Sequence[NewPolicy]) -> None:
+    def submitted(self, job: str, spec: Mapping[str, Any], policies: Sequence[PolicyRow]) -> None:
         self.specs[job] = JobSpec.model_validate(spec)
         for policy in policies:
             self._policies[policy.id] = _Policy(job)
@@ -139,7 +138,7 @@ class History:
         for policy in self._policies.values():
             policy.lease += 1
 
-    def added(self, job: str, groups: Sequence[NewGroup]) -> None:
+    def added(self, job: str, groups: Sequence[GroupRow]) -> None:
         for group in groups:
             if group.split != "train":
                 continue
@@ -263,10 +262,10 @@ class WatchedDatabase(Database):
     history: History
     """Set before it is used."""
 
-    def submit_job(self, **values: Any) -> tuple[JobRow, bool]:
-        row, created = super().submit_job(**values)
+    def submit_job(self, row: JobRow, policies: Sequence[PolicyRow]) -> tuple[JobRow, bool]:
+        row, created = super().submit_job(row, policies)
         if created:
-            self.history.submitted(row.id, row.spec, values["policies"])
+            self.history.submitted(row.id, row.spec, policies)
         return row, created
 
     def set_job_state(self, job: str, state: JobState, reason: str, time: float, error: str = "") -> JobRow:
@@ -283,7 +282,7 @@ class WatchedDatabase(Database):
         self.history.leased(policy, lease)
         return lease
 
-    def add_groups(self, job: str, groups: Sequence[NewGroup]) -> None:
+    def add_groups(self, job: str, groups: Sequence[GroupRow]) -> None:
         super().add_groups(job, groups)
         self.history.added(job, groups)
 

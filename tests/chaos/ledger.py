@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from tests.chaos.events import Events
 
 from rookery.errors import Unavailable
-from rookery.storage.database import Database
+from rookery.storage.db import Database
 
 T = TypeVar("T")
 

@@ -32,7 +32,7 @@ from rookery.errors import Conflict, StorageFull, Unavailable
 from rookery.settings import Settings
 from rookery.simulation.clock import EPOCH, VirtualClock, VirtualLoop
 from rookery.storage.artifacts import Artifacts
-from rookery.storage.rows import FINAL_JOB_STATES
+from rookery.storage.models import FINAL_JOB_STATES
 from rookery.storage.store import Store
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None

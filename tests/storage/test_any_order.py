@@ -14,7 +14,7 @@ from tests.support.storing import commit, connected, new_group, submit
 
 from rookery.errors import Conflict
 from rookery.storage import models
-from rookery.storage.database import Database
+from rookery.storage.db import Database
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -131,7 +131,7 @@ class AnyOrder(RuleBasedStateMachine):
         policy = self.database.get_policy("alice", "job", "main")
         assert (policy.head_version, policy.lease) == (self.head, self.lease)
         with connected(self.url) as connection:
-            found = connection.execute(select(models.groups.c.id, models.groups.c.consumed_by)).all()
+            found = connection.execute(select(models.GroupRow.id, models.GroupRow.consumed_by)).all()
         assert {row.id: row.consumed_by for row in found if row.consumed_by is not None} == self.consumed
 
 

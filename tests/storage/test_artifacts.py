@@ -295,7 +295,7 @@ import sys
 from pathlib import Path
 from rookery.errors import StorageFull
 from rookery.storage.artifacts import Artifacts
-from rookery.storage.database import Database
+from rookery.storage.db import Database
 root = Path(sys.argv[1])
 artifacts = Artifacts(root / "artifacts")
 database = Database(f"sqlite:///{root}/rookery.db")

@@ -14,7 +14,7 @@ from sqlalchemy import event
 from tests.support.storing import everything, make_ready, new_group, submit
 
 from rookery.errors import Conflict, NotFound, StorageFull, Unavailable
-from rookery.storage.database import Database
+from rookery.storage.db import Database
 from rookery.storage.writer import StorageWriter
 
 

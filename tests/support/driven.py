@@ -13,7 +13,7 @@ from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import QueueStatus
 from rookery.controller.sessions.operations import AnyResult
 from rookery.controller.sessions.samplers import find_checkpoint
-from rookery.storage.rows import CheckpointRow, ModelRow, PolicyRow
+from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow
 
 ADAM = protocol.Adam(lr=0.1)
 

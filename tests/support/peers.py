@@ -38,7 +38,7 @@ from rookery.simulation.fakes.connection import MemoryConnection, connection_pai
 from rookery.spec.policy import TARGETS
 from rookery.storage import models
 from rookery.storage.artifacts import Artifacts
-from rookery.storage.database import Database
+from rookery.storage.db import Database
 from rookery.storage.store import Store
 from rookery.storage.writer import StorageWriter
 from rookery.tokenization.chat import Chat
@@ -536,7 +536,7 @@ class Service:
         self.settings = Settings(data=folder, cache=folder / "cache", **usual | settings)
         self.database = Database(f"sqlite:///{folder}/rookery.db")
         self.database.create()
-        for tenant in ("alice", "bob"):
+        for tenant in {"alice", "bob"} - {row.id for row in self.database.list_tenants()}:
             self.database.create_tenant(tenant, tenant.title(), 1.0)
         self.artifacts = Artifacts(folder / "artifacts")
         self.chat = Chat.load(model_folder(folder / "model"))
@@ -627,8 +627,8 @@ class Service:
         """The job, the only one there is, ends after so many steps."""
         row = self.database.get_job(tenant, job)
         spec = {**row.spec, "stop": {**row.spec["stop"], "steps": steps}}
-        with self.database._writing() as connection:
-            connection.execute(update(models.jobs).values(spec=spec))
+        with self.database.writing() as connection:
+            connection.execute(update(models.JobRow).values(spec=spec))
 
     # --- what must hold of a finished history -------------------------------------------------------------------------
 
@@ -654,7 +654,7 @@ class Service:
         engine = create_engine(f"sqlite:///{self.folder}/rookery.db")
         try:
             with engine.begin() as connection:
-                query = select(models.groups).where(models.groups.c.job == job).order_by(models.groups.c.ordinal)
+                query = select(models.GroupRow).where(models.GroupRow.job == job).order_by(models.GroupRow.ordinal)
                 return [dict(row._mapping) for row in connection.execute(query)]
         finally:
             engine.dispose()

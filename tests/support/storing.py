@@ -18,16 +18,16 @@ from sqlalchemy import Connection, create_engine, select
 
 from rookery.errors import Conflict
 from rookery.protocol import Manifest, Shard, manifest_of
-from rookery.storage import models
-from rookery.storage.database import Database
-from rookery.storage.rows import (
+from rookery.storage.columns import Base
+from rookery.storage.db import Database
+from rookery.storage.models import (
     CheckpointRow,
+    EpisodeRow,
     FutureRow,
+    GroupRow,
     JobRow,
     ModelRow,
-    NewEpisode,
-    NewGroup,
-    NewPolicy,
+    PolicyRow,
     SamplerRow,
     SessionRow,
 )
@@ -37,25 +37,27 @@ def manifest(name: str) -> Manifest:
     return manifest_of([Shard(name=name, size=1, sha256="0" * 64)])
 
 
-def new_group(ordinal: int, members: int = 2, split: str = "train", job: str = "job") -> NewGroup:
+def new_group(
+    ordinal: int, members: int = 2, split: str = "train", job: str = "job", tenant: str = "alice"
+) -> GroupRow:
     id = f"{job}-{split}-{ordinal}"
-    episodes = tuple(NewEpisode(id=f"{id}-{m}", member=m, seed=2**63 - 1 - m) for m in range(members))
+    owner = {"tenant": tenant, "job": job}
+    episodes = tuple(
+        EpisodeRow(id=f"{id}-{m}", group_id=id, member=m, seed=2**63 - 1 - m, **owner) for m in range(members)
+    )
     prompt = b'{"n": %d}' % ordinal
-    return NewGroup(id=id, ordinal=ordinal, prompt=prompt, seed=ordinal, created=1.0, episodes=episodes, split=split)
+    return GroupRow(
+        id=id, ordinal=ordinal, prompt=prompt, seed=ordinal, created=1.0, episodes=episodes, split=split, **owner
+    )
 
 
 def submit(database: Database, tenant: str = "alice", job: str = "job", key: str | None = None) -> tuple[JobRow, bool]:
-    policy = NewPolicy(id=f"{job}-main", name="main", rank=8, alpha=16.0, targets=["q", "v"])
-    return database.submit_job(
-        id=job,
-        tenant=tenant,
-        name="a job",
-        spec={"base_model": "tiny", "stop": {"steps": 2}},
-        created=1.0,
-        policies=[policy],
-        idempotency_key=key,
-        rng={"seed": 1},
-    )
+    row = JobRow(
+        id=job, tenant=tenant, name="a job", spec={"base_model": "tiny", "stop": {"steps": 2}}, created=1.0,
+        idempotency_key=key, rng={"seed": 1},
+    )  # fmt: skip
+    policy = PolicyRow(id=f"{job}-main", tenant=tenant, job=job, name="main", rank=8, alpha=16.0, targets=["q", "v"])
+    return database.submit_job(row, [policy])
 
 
 def visit(database: Database, tenant: str = "alice", id: str = "one", model: str = "one") -> None:
@@ -70,7 +72,7 @@ def visit(database: Database, tenant: str = "alice", id: str = "one", model: str
         id=model, tenant=tenant, session=id, base_model="tiny", asked_model="tiny", policy=f"{model}-policy", lora={},
         about={}, created=0.0, used=0.0, done_seq=-1, inflight=None,
     )  # fmt: skip
-    policy = NewPolicy(id=f"{model}-policy", name=model, rank=8, alpha=16.0, targets=["q"])
+    policy = PolicyRow(id=f"{model}-policy", tenant=tenant, name=model, rank=8, alpha=16.0, targets=["q"])
     database.add_model(row, policy)
     database.add_sampler(sampler_row(id, tenant, session=id))
     database.save_checkpoint(checkpoint_row(model, tenant), overwrite=False)
@@ -101,7 +103,7 @@ def future_row(id: str, tenant: str = "alice", model: str | None = None, seq: in
     )
 
 
-def make_ready(database: Database, group: NewGroup, version: int = 0) -> str:
+def make_ready(database: Database, group: GroupRow, version: int = 0) -> str:
     for episode in group.episodes:
         database.finish_episode(episode.id, "done", 2.0, trajectories=b"tokens", reward=1.0, version=version)
     database.finish_group(group.id, "ready", 3.0, min_version=version)
@@ -119,7 +121,7 @@ def commit(database: Database, lease: int, parent: int | None, groups: list[str]
         step=step,
         counters={"steps": step},
         rng={"drawn": step},
-        metrics={"loss": 0.5},
+        metrics=[{"step": step, "reward": 0.5}],
         time=4.0,
     )
     return row.version
@@ -137,7 +139,7 @@ def connected(url: str, **options: Any) -> Iterator[Connection]:
 def everything(url: str) -> dict[str, list[str]]:
     """All rows of all tables."""
     with connected(url) as connection:
-        return {t.name: sorted(map(repr, connection.execute(select(t)))) for t in models.metadata.tables.values()}
+        return {t.name: sorted(map(repr, connection.execute(select(t)))) for t in Base.metadata.tables.values()}
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:

@@ -13,54 +13,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
 from rookery.errors import UserError
 from rookery.settings import Settings
 from rookery.telemetry import log, sinks
-from rookery.telemetry.metrics import MetricsLog
+from rookery.telemetry.metrics import MetricsExport
 from rookery.telemetry.prometheus import Prometheus, ServiceMetrics
 from rookery.telemetry.table import job_table, sparkline, worker_table
 
 
-def test_rows_come_back_in_order_and_after_a_step(tmp_path: Path) -> None:
-    kept = MetricsLog(tmp_path / "job")
-    assert kept.read() == []
-    for step in range(4):
-        kept.append({"step": step, "reward": step / 2, "nested": {"nan": math.nan}})
-    assert [row["step"] for row in kept.read()] == [0, 1, 2, 3]
-    assert [row["step"] for row in kept.read(after=1)] == [2, 3]
-    assert kept.read()[0]["nested"] == {"nan": None}
-
-
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(cut=st.integers(min_value=0, max_value=10_000), rows=st.integers(min_value=1, max_value=6))
-def test_a_file_cut_anywhere_keeps_its_whole_rows_and_takes_new_ones(tmp_path: Path, cut: int, rows: int) -> None:
-    kept = MetricsLog(tmp_path / "job")
-    kept.path.unlink(missing_ok=True)
-    for step in range(rows):
-        kept.append({"step": step, "text": "häßlich\n"})
-    content = kept.path.read_bytes()[: cut % (kept.path.stat().st_size + 1)]
-    kept.path.write_bytes(content)
-    whole = content.count(b"\n")
-    assert [row["step"] for row in kept.read()] == list(range(whole))
-    kept.append({"step": whole, "text": "after"})
-    assert [row["step"] for row in kept.read()] == list(range(whole + 1))
-
-
-def test_rows_after_the_last_commit_are_dropped(tmp_path: Path) -> None:
-    kept = MetricsLog(tmp_path)
-    kept.truncate_after(3)
-    for step in range(6):
-        kept.append({"step": step})
-    kept.truncate_after(3)
-    assert [row["step"] for row in kept.read()] == [0, 1, 2, 3]
-    kept.append({"step": 4})
-    assert kept.read(after=2) == [{"step": 3}, {"step": 4}]
-    kept.truncate_after(-1)
-    assert kept.read() == []
+def test_the_metrics_file_is_strict_json_and_is_rewritten_whole(tmp_path: Path) -> None:
+    kept = MetricsExport(tmp_path / "job")
+    kept.rewrite([])
+    assert not kept.path.exists()
+    for step in range(3):
+        kept.append({"step": step, "text": "häßlich\n", "nested": {"nan": math.nan, "list": [math.inf]}})
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in kept.path.open()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert rows[0]["nested"] == {"nan": None, "list": [None]}
+    with kept.path.open("ab") as file:
+        file.write(b'{"step": 3, "torn')
+    kept.rewrite(rows[:2])
+    kept.append({"step": 2})
+    assert [json.loads(line)["step"] for line in kept.path.open()] == [0, 1, 2]
+    kept.rewrite([])
+    assert kept.path.read_bytes() == b""
 
 
 # --- Prometheus, sinks, logs, the table -------------------------------------------------------------------------------

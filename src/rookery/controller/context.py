@@ -32,7 +32,7 @@ class ControllerContext:
     training: TrainingDispatcher
     seeding: Seeding
     hosts: EnvironmentHosts
-    billing: UsageMeter
+    usage: UsageMeter
     collector: ArtifactCollector
     chat: Callable[[str], Awaitable[Chat]]
     """The chat template and tokenizer of a base model, prepared if they were not."""

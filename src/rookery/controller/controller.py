@@ -14,6 +14,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -41,7 +42,7 @@ from rookery.errors import Conflict, StorageFull, Unavailable
 from rookery.protocol.connection import Connection
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
-from rookery.storage.rows import FINAL_JOB_STATES, JobRow
+from rookery.storage.models import FINAL_JOB_STATES, JobRow
 from rookery.storage.store import Store
 from rookery.tokenization.chat import Chat
 
@@ -92,7 +93,7 @@ class Controller:
             training=training,
             seeding=seeding(fleet, rollouts, training, settings, clock),
             hosts=EnvironmentHosts(settings, clock, ids, authenticate, store.unfinished_job_ids),
-            billing=UsageMeter(fleet, rollouts, training, settings, clock, store),
+            usage=UsageMeter(fleet, rollouts, training, settings, clock, store),
             collector=collector,
             chat=chat,
             check_environment=check_environment,
@@ -119,9 +120,9 @@ class Controller:
         live = await store.live_hashes()
         for digest in await store.run(context.artifacts.prune, live):
             log.info("deleted artifact %s: it was never committed", digest)
-        await context.billing.start()
+        await context.usage.start()
         for watch in (context.fleet.watch, context.rollouts.watch, context.seeding.watch, context.hosts.watch,
-                      self.sessions.watch, context.billing.watch):  # fmt: skip
+                      self.sessions.watch, context.usage.watch):  # fmt: skip
             self._tasks.append(asyncio.create_task(watch()))
         await self.sessions.start()
         for row in await store.all_unfinished_jobs():
@@ -139,7 +140,7 @@ class Controller:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.sessions.stop()
         await self._pull_failures.close()
-        await self.context.billing.stop()
+        await self.context.usage.stop()
 
     async def serve_worker(self, link: Connection) -> None:
         await self.context.fleet.serve(link)
@@ -154,14 +155,10 @@ class Controller:
         False."""
         spec, policies = await self._validator.check(tenant, data)
         dumped = spec.model_dump(mode="json")
+        id, now = self.context.ids.new("job"), self.context.clock.time()
         row, created = await self.context.store.submit_job(
-            id=self.context.ids.new("job"),
-            tenant=tenant,
-            name=spec.name,
-            spec=dumped,
-            created=self.context.clock.time(),
-            policies=policies,
-            idempotency_key=key,
+            JobRow(id=id, tenant=tenant, name=spec.name, spec=dumped, created=now, idempotency_key=key),
+            [replace(policy, job=id) for policy in policies],
         )
         if created:
             self.jobs.states["queued"] += 1

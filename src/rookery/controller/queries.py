@@ -23,9 +23,9 @@ from rookery.controller.jobs.runner import COUNTED, JobRegistry
 from rookery.controller.jobs.trajectory import outcome_decoder
 from rookery.controller.views import JobView, PolicyView
 from rookery.errors import NotFound
-from rookery.scheduling.cost import Bill
-from rookery.storage.rows import FINAL_JOB_STATES, JobRow, PolicyRow, TenantRow
-from rookery.telemetry.metrics import MetricsLog
+from rookery.scheduling.usage import Usage
+from rookery.storage.models import FINAL_JOB_STATES, JobRow, PolicyRow, TenantRow
+from rookery.telemetry.metrics import finite
 from rookery.tokenization.registry import CATALOGUE, status
 
 EVENTS_SHOWN = 1000
@@ -42,24 +42,30 @@ class JobQueries:
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
     async def list(self, tenant: str) -> Sequence[JobView]:
-        rows, owner, policies, bills = await asyncio.gather(  # one turn of the writer instead of four
+        rows, owner, policies, usage, rewards = await asyncio.gather(  # one turn of the writer instead of four
             self._store.list_jobs(tenant),
             self._store.get_tenant(tenant),
             self._store.all_policies(tenant),
-            self._context.billing.bills(tenant),
+            self._context.usage.by_job(tenant),
+            self._store.recent_rewards(tenant, SHOWN_REWARDS),
         )
-        return [await self._view(row, owner, policies.get(row.id, []), bills.get(row.id, {})) for row in rows]
+        return [
+            self._view(row, owner, policies.get(row.id, []), usage.get(row.id, {}), rewards.get(row.id, []))
+            for row in rows
+        ]
 
     async def show(self, tenant: str, job: str) -> JobView:
         row = await self._store.get_job(tenant, job)
         policies = await self._store.policies(tenant, job)
         owner = await self._store.get_tenant(tenant)
-        return await self._view(row, owner, policies, await self._context.billing.bill(tenant, job))
+        usage = await self._context.usage.of_job(tenant, job)
+        rewards = await self._store.recent_rewards(tenant, SHOWN_REWARDS, job)
+        return self._view(row, owner, policies, usage, rewards.get(job, []))
 
     async def metrics(self, tenant: str, job: str, after: int = -1) -> Sequence[dict[str, Any]]:
         """One row per committed step later than ``after``."""
         await self._store.get_job(tenant, job)
-        return await asyncio.to_thread(MetricsLog(self._jobs_folder / job).read, after)
+        return [finite(row) for row in await self._store.steps(tenant, job, after)]
 
     async def follow(self, tenant: str, job: str, after: int = -1) -> AsyncIterator[dict[str, Any]]:
         """Metrics rows of later steps than ``after`` as they are committed, until the job has ended."""
@@ -123,8 +129,12 @@ class JobQueries:
     async def versions(self, tenant: str, job: str, policy: str) -> Sequence[dict[str, Any]]:
         row = await self._store.get_policy(tenant, job, policy)
         versions = await self._store.versions(tenant, row.id)
-        shown = ("version", "parent", "hash", "step", "created", "metrics", "kept", "lost", "evaluation")
-        return [{name: getattr(version, name) for name in shown} for version in versions]
+        metrics = {step["version"]: step for step in await self.metrics(tenant, job)}  # of the last step of each
+        shown = ("version", "parent", "hash", "step", "created", "kept", "lost", "evaluation")
+        return [
+            {**{name: getattr(version, name) for name in shown}, "metrics": metrics.get(version.version, {})}
+            for version in versions
+        ]
 
     async def evaluations(self, tenant: str, job: str) -> Sequence[dict[str, Any]]:
         await self._store.get_job(tenant, job)
@@ -147,14 +157,15 @@ class JobQueries:
             )
         return await asyncio.to_thread(self._context.artifacts.verify, found.hash)
 
-    async def _view(self, row: JobRow, tenant: TenantRow, policies: Sequence[PolicyRow], bill: Bill) -> JobView:
+    def _view(
+        self, row: JobRow, tenant: TenantRow, policies: Sequence[PolicyRow], usage: Usage, stored: Sequence[float]
+    ) -> JobView:
         running = self._jobs.runners.get(row.id)
         job = running.job if running is not None and row.state not in FINAL_JOB_STATES else None
         if job is not None:
             rewards, step, counters = list(job.progress.rewards), job.step, dict(job.progress.counters)
         else:
-            rows = await asyncio.to_thread(MetricsLog(self._jobs_folder / row.id).newest, SHOWN_REWARDS)
-            rewards, step, counters = [entry["reward"] for entry in rows], row.step, row.counters
+            rewards, step, counters = [*stored], row.step, row.counters
         state, reason, waits = row.state, row.reason, ""
         if running is not None and running.unstored:
             state, reason = "paused", running.unstored
@@ -178,7 +189,7 @@ class JobQueries:
             groups_ready=len(job.groups.ready) if job is not None else 0,
             tokens=counters.get("tokens", 0),
             counters=counters,
-            cost=self._context.billing.view(bill, row.spec["base_model"]),
+            cost=self._context.usage.job_view(usage, row.spec["base_model"]),
             policies=[_policy_view(policy) for policy in policies],
             created=row.created,
             started=row.started or 0.0,
@@ -219,9 +230,9 @@ class JobQueries:
     async def costs(self) -> dict[str, Any]:
         """The cost of each tenant, and of the workers."""
         tenants = await self._store.list_tenants()
-        billing = self._context.billing
-        bills = [{"tenant": row.id, "name": row.name, "cost": billing.whole(row.id)} for row in tenants]
-        return {"tenants": bills, "workers": billing.fleet()}
+        usage = self._context.usage
+        bills = [{"tenant": row.id, "name": row.name, "cost": usage.tenant_view(row.id)} for row in tenants]
+        return {"tenants": bills, "workers": usage.fleet()}
 
     def health(self) -> dict[str, Any]:
         """Counts of jobs, totals and gauges of the service."""
@@ -245,7 +256,7 @@ class JobQueries:
                 "failed_pulls": fleet.failed_pulls,
                 "frames_ignored": fleet.ignored_frames,
                 "frames_bad": fleet.bad_frames,
-                **context.billing.totals(),
+                **context.usage.totals(),
                 **{name: counted[name] for name in COUNTED},
             },
             "gauges": {
@@ -258,7 +269,7 @@ class JobQueries:
                 "pulled_from_peers_bytes": sum(beat.pulled_from_peers for beat in beats),
                 "pulled_from_service_bytes": sum(beat.pulled_from_service for beat in beats),
                 "flush_seconds": context.settings.worker.flush_seconds,
-                "price_per_hour": context.billing.price(),
+                "price_per_hour": context.usage.price(),
                 "unsent_tokens_most": max((worker.max_flush_tokens for worker in serving), default=0),
                 **context.seeding.gauges(),
             },

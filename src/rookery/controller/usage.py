@@ -1,18 +1,16 @@
-"""The account of what work costs: every worker's metered time goes to the jobs and tenants it worked for.
+"""Usage accounting: every worker's paid time goes to the jobs and tenants that it worked for.
 
-* How an interval is shared out is decided in :mod:`rookery.scheduling.cost`; here it is metered and added up.
-* A tenant's bill holds everything that its jobs, its clients' models and its questions used. A job's is a part of it.
-* Bills are stored every ``usage_flush_seconds`` and when the controller stops: a crash loses what was counted since,
-  of all of
-  them alike. A job that goes back to its last commit keeps its bill: what was computed in vain was computed.
-* Nothing waits for the account: a database that does not take it now is tried again later.
+* How an interval is shared is decided in :mod:`rookery.scheduling.usage`; here it is metered and added up.
+* A tenant's total holds all that its jobs, its clients' models and its chat requests used. A job's usage is a part.
+* Counters are stored every ``usage_flush_seconds`` and when the controller stops: a crash loses the counts since then,
+  of all accounts alike. A job that goes back to its last commit keeps its usage: that work was computed.
+* Nothing waits for the accounting: a database that refuses it now is tried again later.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -23,32 +21,33 @@ from rookery.controller.rollout.scheduler import RolloutScheduler, SamplingReque
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.views import CostView, FleetCost
 from rookery.errors import RookeryError
-from rookery.scheduling.cost import HOUR, SECOND, UNIT, Bill, Meter, ResourceUsage, SettledUsage, reserved_alone
+from rookery.scheduling.usage import HOUR, Interval, Kind, Usage, UsageRecord, WorkerMeter, reserved_alone
 from rookery.settings import Settings
-from rookery.storage.bills import TENANT_TOTAL
 from rookery.storage.store import Store
+from rookery.storage.tenants import TENANT_TOTAL
 
 log = logging.getLogger("rookery.controller.usage")
 
-Payer = tuple[str, str]
-"""(tenant, job); the job is :data:`WHOLE` for what is no job's."""
+Account = tuple[str, str]
+"""(tenant, job); the job is :data:`TENANT_TOTAL` for work that is no job's."""
 
 
-class UsageRecord(msgspec.Struct, omit_defaults=True):
-    """Of one kind of worker with one base model: what was paid for, what it was used for, what was idle. The rest of
-    the money waits to be attributed."""
+class FleetUsage(msgspec.Struct, omit_defaults=True):
+    """The paid time of the workers of one kind with one base model. Cost that is neither used nor idle is pending."""
 
-    time: int = 0
-    money: int = 0
-    idle: int = 0
-    used: ResourceUsage = msgspec.field(default_factory=ResourceUsage)
+    seconds: float = 0.0
+    cost: float = 0.0
+    idle: float = 0.0
+    used: UsageRecord = msgspec.field(default_factory=UsageRecord)
 
 
-Everybody = dict[str, dict[str, UsageRecord]]
+FleetUsages = dict[str, dict[Kind, FleetUsage]]
 """By base model and kind."""
 
 
 class UsageMeter:
+    """The counters of every tenant and of the open jobs, and the fleet's."""
+
     def __init__(
         self,
         fleet: Fleet,
@@ -58,21 +57,19 @@ class UsageMeter:
         clock: Clock,
         store: Store,
     ) -> None:
-        self._settings = settings
+        self._flush_seconds = settings.server.usage_flush_seconds
         self._clock = clock
         self._store = store
-        self._meters: dict[Worker, Meter[Payer]] = {}
-        self._bills: dict[Payer, Bill] = {}
-        """Of every tenant that has used anything, and of the open jobs."""
-        self._changed: set[Payer] = set()
+        self._meters: dict[Worker, WorkerMeter[Account]] = {}
+        self._usage: dict[Account, Usage] = {}
+        self._changed: set[Account] = set()
         self._jobs: dict[str, str] = {}
-        """Of the open jobs, by policy."""
-        self._fleet: Everybody = {}
-        self._fleet_changed = False
-        self._before = (0, 0)
-        """What was used and idle when this process began."""
+        """The open jobs by policy."""
+        self._fleet: FleetUsages = {}
+        self._before = (0.0, 0.0)
+        """Used and idle cost when this process started."""
         fleet.on_joined(self._joined)
-        fleet.on_beat(self._beat)
+        fleet.on_beat(self._heartbeat)
         fleet.on_lost(lambda worker, reason: self._lost(worker))
         rollouts.on_sampled(self._sampled)
         training.on_trained(self._trained)
@@ -80,85 +77,74 @@ class UsageMeter:
     # --- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Go on from what an earlier process stored."""
-        stored = await self._store.all_whole_bills()
-        self._bills.update({(tenant, TENANT_TOTAL): bill_of(used) for tenant, used in stored.items()})
-        fleet = await self._store.fleet_bill()
-        self._fleet = msgspec.convert(fleet, Everybody)
+        """Read the counters that an earlier process stored."""
+        stored = await self._store.usage_totals()
+        self._usage.update({(tenant, TENANT_TOTAL): _decode(used) for tenant, used in stored.items()})
+        self._fleet = msgspec.convert(await self._store.fleet_usage(), FleetUsages)
         for kinds in self._fleet.values():
             for paid in kinds.values():
-                paid.idle = paid.money - paid.used.money  # what waited then waits no more
+                paid.idle = paid.cost - paid.used.cost  # work that was pending then gets no account any more
         self._before = self._sums()
 
     async def watch(self) -> None:
-        """Store what changed, for ever."""
+        """Store the changes periodically, forever."""
         while True:
-            await self._clock.sleep(self._settings.server.usage_flush_seconds)
+            await self._clock.sleep(self._flush_seconds)
             try:
-                await self.save()
+                if self._meters or self._changed:
+                    await self.save()
             except RookeryError as error:
-                log.error("the account of costs is not stored yet: %s", error)
+                log.error("usage is not stored yet: %s", error)
 
     async def save(self) -> None:
-        """What was counted so far is durable when this returns."""
-        if not (self._changed or self._fleet_changed):
-            return
+        """Store the counters; they are durable when this returns."""
         changed, self._changed = self._changed, set()
-        self._fleet_changed = False
-        bills = {payer: msgspec.to_builtins(self._bills[payer]) for payer in changed}
+        usage = {account: msgspec.to_builtins(self._usage[account]) for account in changed}
         try:
-            await self._store.save_bills(bills, msgspec.to_builtins(self._fleet))
+            await self._store.save_usage(usage, msgspec.to_builtins(self._fleet))
         except BaseException:
             self._changed |= changed
-            self._fleet_changed = True
             raise
-        owing = {payer for meter in self._meters.values() for payer in meter.owes()} | self._changed
-        open_jobs = set(self._jobs.values())
-        for payer in [payer for payer in self._bills if payer[1] != TENANT_TOTAL and payer[1] not in open_jobs]:
-            if payer not in owing:
-                del self._bills[payer]
+        needed = {account for meter in self._meters.values() for account in meter.accounts()} | self._changed
+        open_jobs = {TENANT_TOTAL, *self._jobs.values()}
+        self._usage = {
+            account: usage for account, usage in self._usage.items() if account[1] in open_jobs or account in needed
+        }
 
     async def stop(self) -> None:
-        """Settle and store everything."""
+        """Charge and store everything."""
         for worker in list(self._meters):
             self._close(worker)
         try:
             await self.save()
-        except Exception:  # what is shut down must go on doing so
-            log.exception(
-                "the account of costs since the last %g s is not stored", self._settings.server.usage_flush_seconds
-            )
+        except Exception:  # the shutdown must go on
+            log.exception("usage of the last %g s is not stored", self._flush_seconds)
 
     async def open(self, tenant: str, job: str, policies: Sequence[str]) -> None:
-        """The job runs from now on: what its requests and ``policies`` use is put on its bill."""
-        if (tenant, job) not in self._bills:
-            stored = await self._store.bill(tenant, job)
-            self._bills.setdefault((tenant, job), bill_of(stored))
+        """The job runs from now on: usage by its requests and ``policies`` is charged to it."""
+        if (tenant, job) not in self._usage:
+            stored = await self._store.job_usage(tenant, job)
+            self._usage.setdefault((tenant, job), _decode(stored))
         self._jobs.update(dict.fromkeys(policies, job))
 
     def close(self, job: str) -> None:
-        """The job rests or has ended."""
+        """The job is paused or has ended."""
         self._jobs = {policy: open_job for policy, open_job in self._jobs.items() if open_job != job}
 
-    # --- metered ------------------------------------------------------------------------------------------------------
+    # --- metering -----------------------------------------------------------------------------------------------------
 
     def _joined(self, worker: Worker) -> None:
-        self._meters[worker] = Meter(worker.hello.price, self._clock.monotonic())
+        self._meters[worker] = WorkerMeter(worker.hello.price, self._clock.monotonic())
 
-    def _beat(self, worker: Worker, beat: protocol.Heartbeat) -> None:
+    def _heartbeat(self, worker: Worker, beat: protocol.Heartbeat) -> None:
         meter = self._meters.get(worker)
         if meter is not None:
-            settled = meter.beat(
-                self._clock.monotonic(),
-                beat.decode_seconds,
-                beat.train_seconds,
-                decoding=beat.active + beat.waiting > 0,
-                training=beat.training > 0,
-            )
-            self._add(worker, settled)
+            decoding, training = beat.active + beat.waiting > 0, beat.training > 0
+            now, decoded, trained = self._clock.monotonic(), beat.decode_seconds, beat.train_seconds
+            self._add(worker, meter.heartbeat(now, decoded, trained, decoding=decoding, training=training))
 
     def _lost(self, worker: Worker) -> None:
-        if worker.state != "draining":  # it is here, and paid for, until its link ends
+        if worker.state != "draining":  # a draining worker is paid for until its connection ends
             self._close(worker)
 
     def _close(self, worker: Worker) -> None:
@@ -168,97 +154,93 @@ class UsageMeter:
 
     def _sampled(self, worker: Worker, request: SamplingRequest, tokens: int) -> None:
         if worker in self._meters:
-            job = request.job if (request.tenant, request.job) in self._bills else TENANT_TOTAL
+            job = request.job if (request.tenant, request.job) in self._usage else TENANT_TOTAL
             self._meters[worker].sampled((request.tenant, job), tokens)
 
     def _trained(self, worker: Worker, tenant: str, policy: str, tokens: float, seconds: float) -> None:
         if worker in self._meters:
             self._meters[worker].trained((tenant, self._jobs.get(policy, TENANT_TOTAL)), tokens, seconds)
 
-    def _add(self, worker: Worker, settled: SettledUsage[Payer]) -> None:
+    def _add(self, worker: Worker, interval: Interval[Account]) -> None:
         kind = worker.hello.kind
-        paid = self._fleet.setdefault(worker.hello.model, {}).setdefault(kind, UsageRecord())
-        paid.time += settled.time
-        paid.money += settled.money
-        paid.idle += settled.idle
-        self._fleet_changed |= bool(settled.time)
-        for payer, used in settled.used.items():
+        paid = self._fleet.setdefault(worker.hello.model, {}).setdefault(kind, FleetUsage())
+        paid.seconds += interval.seconds
+        paid.cost += interval.cost
+        paid.idle += interval.idle
+        for account, used in interval.used.items():
             paid.used.add(used)
-            for sharer in {payer, (payer[0], TENANT_TOTAL)}:
-                self._bills.setdefault(sharer, {}).setdefault(kind, ResourceUsage()).add(used)
-                self._changed.add(sharer)
+            for owner in {account, (account[0], TENANT_TOTAL)}:
+                self._usage.setdefault(owner, {}).setdefault(kind, UsageRecord()).add(used)
+                self._changed.add(owner)
 
-    # --- shown --------------------------------------------------------------------------------------------------------
+    # --- reports ------------------------------------------------------------------------------------------------------
 
-    async def bills(self, tenant: str) -> Mapping[str, Bill]:
-        """A tenant's, by job: those that are stored, and what was counted since."""
-        here = {job: bill for (owner, job), bill in self._bills.items() if owner == tenant}
-        stored = await self._store.bills(tenant)
-        return {**{job: bill_of(used) for job, used in stored.items()}, **here}
+    async def by_job(self, tenant: str) -> Mapping[str, Usage]:
+        """A tenant's usage by job, with the counts that are not stored yet."""
+        stored = await self._store.tenant_usage(tenant)
+        current = {job: usage for (owner, job), usage in self._usage.items() if owner == tenant}
+        return {**{job: _decode(used) for job, used in stored.items()}, **current}
 
-    async def bill(self, tenant: str, job: str) -> Bill:
-        """A job's."""
-        here = self._bills.get((tenant, job))
-        return here if here is not None else bill_of(await self._store.bill(tenant, job))
+    async def of_job(self, tenant: str, job: str) -> Usage:
+        """A job's usage."""
+        current = self._usage.get((tenant, job))
+        return current if current is not None else _decode(await self._store.job_usage(tenant, job))
 
     def cost(self, tenant: str, job: str) -> float:
-        """What an open job has cost so far, in price units."""
-        return sum(used.money for used in self._bills.get((tenant, job), {}).values()) / UNIT
+        """The cost of an open job so far, in price units."""
+        return sum(used.cost for used in self._usage.get((tenant, job), {}).values())
 
-    def whole(self, tenant: str) -> CostView:
-        """Everything that a tenant used. What it would have cost on reserved capacity is asked job by job: its jobs may
-        be of several base models."""
-        return cost_view(self._bills.get((tenant, TENANT_TOTAL), {}), None)
+    def tenant_view(self, tenant: str) -> CostView:
+        """The total of a tenant. Its cost on reserved capacity is known per job only: jobs differ in base model."""
+        return _cost_view(self._usage.get((tenant, TENANT_TOTAL), {}), None)
 
-    def view(self, bill: Bill, model: str) -> CostView:
-        """A job's bill as it is shown."""
+    def job_view(self, usage: Usage, model: str) -> CostView:
+        """The cost of a job on a base model."""
         everybody = {kind: paid.used for kind, paid in self._fleet.get(model, {}).items()}
-        return cost_view(bill, reserved_alone(bill, everybody))  # type: ignore[arg-type]
+        return _cost_view(usage, reserved_alone(usage, everybody))
 
     def fleet(self) -> list[FleetCost]:
-        """What the workers cost, by base model and kind; used, idle and waiting are all of it."""
+        """The cost of the workers, by base model and kind: the sum of used, idle and waiting."""
         return [
             FleetCost(
                 model=model,
                 kind=kind,
-                hours=paid.time / HOUR,
-                cost=paid.money / UNIT,
-                used=paid.used.money / UNIT,
-                idle=paid.idle / UNIT,
-                waiting=(paid.money - paid.used.money - paid.idle) / UNIT,
+                hours=paid.seconds / HOUR,
+                cost=paid.cost,
+                used=paid.used.cost,
+                idle=paid.idle,
+                waiting=max(0.0, paid.cost - paid.used.cost - paid.idle),
             )
             for model, kinds in sorted(self._fleet.items())
             for kind, paid in sorted(kinds.items())
         ]
 
     def totals(self) -> dict[str, float]:
-        """Since this process began: what was used, and what was nobody's."""
+        """Used and idle cost since this process started."""
         used, idle = self._sums()
-        return {"cost_used": (used - self._before[0]) / UNIT, "cost_idle": (idle - self._before[1]) / UNIT}
+        return {"cost_used": used - self._before[0], "cost_idle": idle - self._before[1]}
 
     def price(self) -> float:
-        """What an hour of the present fleet costs."""
+        """The price of an hour of the connected workers."""
         return sum(worker.hello.price for worker in self._meters)
 
-    def _sums(self) -> tuple[int, int]:
+    def _sums(self) -> tuple[float, float]:
         paid = [paid for kinds in self._fleet.values() for paid in kinds.values()]
-        return sum(one.used.money for one in paid), sum(one.idle for one in paid)
+        return sum(one.used.cost for one in paid), sum(one.idle for one in paid)
 
 
-def bill_of(stored: Any) -> Bill:
-    """A bill as the database keeps it."""
-    return msgspec.convert(stored, Bill)
+def _decode(stored: object) -> Usage:
+    return msgspec.convert(stored, Usage)
 
 
-def cost_view(bill: Bill, alone: int | None) -> CostView:
-    money = {kind: used.money / UNIT for kind, used in bill.items()}
-    cost = sum(money.values())
-    sampled = sum(used.decode.tokens for used in bill.values())
+def _cost_view(usage: Usage, alone: float | None) -> CostView:
+    costs = {kind: used.cost for kind, used in usage.items()}
+    cost, sampled = sum(costs.values()), sum(used.decode.tokens for used in usage.values())
     return CostView(
         cost=cost,
-        reserved=money.get("reserved", 0.0),
-        preemptible=money.get("preemptible", 0.0),
-        seconds=sum(used.time for used in bill.values()) / SECOND,
+        reserved=costs.get("reserved", 0.0),
+        preemptible=costs.get("preemptible", 0.0),
+        seconds=sum(used.seconds for used in usage.values()),
         tokens_per_unit=sampled / cost if cost else None,
-        reserved_alone=alone / UNIT if alone is not None else None,
+        reserved_alone=alone,
     )

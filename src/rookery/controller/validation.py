@@ -23,7 +23,7 @@ from rookery.errors import NotFound, Unavailable, UserError
 from rookery.spec.job import JobSpec
 from rookery.spec.parsing import SpecError, parse_job
 from rookery.spec.policy import TARGETS, PolicySpec
-from rookery.storage.rows import NewPolicy, PolicyRow, UploadKind
+from rookery.storage.models import PolicyRow, UploadKind
 from rookery.tokenization.registry import CATALOGUE, resolve, status
 
 PREVIEWED = 3
@@ -43,8 +43,9 @@ class JobValidator:
     def __init__(self, world: ControllerContext) -> None:
         self._world = world
 
-    async def check(self, tenant: str, data: Any) -> tuple[JobSpec, list[NewPolicy]]:
-        """The job in ``data`` with its model's proper name, and its policies. Raises :class:`SpecError`."""
+    async def check(self, tenant: str, data: Any) -> tuple[JobSpec, list[PolicyRow]]:
+        """The job in ``data`` with its model's proper name, and its policies, whose ``job`` is set once it has an id.
+        Raises :class:`SpecError`."""
         world = self._world
         spec = parse_job(data)
         problems = []
@@ -68,8 +69,8 @@ class JobValidator:
         if problems:
             raise SpecError(problems)
         spec = spec.model_copy(update={"base_model": model})
-        new = NewPolicy(
-            id=world.ids.new("policy"), name=name, rank=policy.rank, alpha=policy.scale_alpha,
+        new = PolicyRow(
+            id=world.ids.new("policy"), tenant=tenant, name=name, rank=policy.rank, alpha=policy.scale_alpha,
             targets=list(policy.targets),
         )  # fmt: skip
         await self.warm_start(tenant, spec, new)
@@ -102,7 +103,7 @@ class JobValidator:
                     raise UserError(f"{field}: no dataset {digest!r} of yours; upload it first") from None
         return options
 
-    async def warm_start(self, tenant: str, spec: JobSpec, policy: PolicyRow | NewPolicy) -> protocol.AdapterRef | None:
+    async def warm_start(self, tenant: str, spec: JobSpec, policy: PolicyRow) -> protocol.AdapterRef | None:
         """The weights to begin from, as workers find them. Raises :class:`SpecError`."""
         world = self._world
         name, asked = spec.policy

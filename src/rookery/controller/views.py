@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from rookery.storage.rows import JobState as JobState
+from rookery.storage.models import JobState as JobState
 
 NUMBER = re.compile(r"[0-9]{1,18}")
 """A version's or a step's number as text: what fits the database and every message."""

@@ -21,8 +21,8 @@ from rookery.errors import Forbidden, Unauthorized
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.data_dir import hash_key
-from rookery.storage.database import Database
-from rookery.storage.rows import TenantRow
+from rookery.storage.db import Database
+from rookery.storage.models import TenantRow
 from rookery.telemetry.prometheus import Prometheus
 
 

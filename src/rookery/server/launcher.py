@@ -37,7 +37,7 @@ from rookery.server.base_models import BaseModels
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFolder, hash_key
-from rookery.storage.database import Database
+from rookery.storage.db import Database
 from rookery.storage.store import Store
 from rookery.storage.writer import StorageWriter
 from rookery.telemetry import sinks

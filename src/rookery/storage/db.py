@@ -54,8 +54,8 @@ _POSTGRES_LOCK_TIMEOUT = "55P03"
 
 
 class Database(Transactions):
-    """SQLite or PostgreSQL, by URL. Call :meth:`create` before anything else and :meth:`close` at the end. Methods block,
-    keep no state between calls, and may be called from any thread."""
+    """SQLite or PostgreSQL, by URL. Call :meth:`create` before anything else and :meth:`close` at the end. Methods
+    block, keep no state between calls, and may be called from any thread."""
 
     def __init__(self, url: str) -> None:
         """``url``: a SQLAlchemy URL. ``sqlite://`` alone lives in memory and serves one thread at a time.
@@ -151,8 +151,8 @@ class Database(Transactions):
 
     @contextmanager
     def batch_transaction(self) -> Iterator[None]:
-        """Calls of this thread within become durable at the end, all at once. A call that raises is undone alone. A full
-        disk or a lost server, in a call or at the end, is raised at the end, and all calls are undone."""
+        """Calls of this thread within become durable at the end, all at once. A call that raises is undone alone. A
+        full disk or a lost server, in a call or at the end, is raised at the end, and all calls are undone."""
         shared = self._shared
         with _plain_errors(), self._engine.begin() as connection:
             shared.connection, shared.failure = connection, None

@@ -127,7 +127,7 @@ def ready_groups(connection: Connection, job: str) -> list[GroupRow]:
 def group_counts(connection: Connection, tenant: str, job: str, split: str = "train") -> dict[GroupState, int]:
     """The number of groups of the split in each state."""
     query = select(GroupRow.state, func.count()).filter_by(tenant=tenant, job=job, split=split)
-    return {state: count for state, count in connection.execute(query.group_by(GroupRow.state))}
+    return {row[0]: row[1] for row in connection.execute(query.group_by(GroupRow.state))}
 
 
 def recent_episodes(
@@ -197,7 +197,7 @@ def _raise_cursor(connection: Connection, job: str, ordinals: Sequence[int]) -> 
         raise Conflict(f"job {job} is finished, or its next training group is not number {start}")
 
 
-def _save_counters(connection: Connection, job: Select[tuple[str]], counters: Counters) -> None:
+def _save_counters(connection: Connection, job: Select[str], counters: Counters) -> None:
     if counters is not None:
         mine = JobRow.id == job.scalar_subquery()
         connection.execute(update(JobRow).where(mine).values(counters=dict(counters)))

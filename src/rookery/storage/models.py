@@ -74,7 +74,7 @@ class KeyRow(Base):
     """When it was revoked; None while it is valid."""
 
 
-class JobRow(Base):
+class JobRow(Base, kw_only=True):
     __tablename__ = "jobs"
     __table_args__ = (UniqueConstraint("tenant", "idempotency_key"),)
 
@@ -99,7 +99,7 @@ class JobRow(Base):
     rng: Mapped[dict[str, Any]] = mapped_column(default_factory=dict)
 
 
-class PolicyRow(Base):
+class PolicyRow(Base, kw_only=True):
     __tablename__ = "policies"
     __table_args__ = (UniqueConstraint("job", "name"),)
 
@@ -154,7 +154,7 @@ class StepRow(Base):
     metrics: Mapped[dict[str, Any]]
 
 
-class EpisodeRow(Base):
+class EpisodeRow(Base, kw_only=True):
     __tablename__ = "episodes"
     __table_args__ = (UniqueConstraint("group_id", "member"), Index("episodes_by_time", "job", "finished"))
 
@@ -179,7 +179,7 @@ class EpisodeRow(Base):
     finished: Mapped[float | None] = mapped_column(default=None)
 
 
-class GroupRow(Base):
+class GroupRow(Base, kw_only=True):
     __tablename__ = "groups"
     __table_args__ = (UniqueConstraint("job", "split", "ordinal"), Index("groups_by_state", "job", "state"))
 
@@ -229,7 +229,7 @@ class UploadRow(Base):
     created: Mapped[float]
 
 
-class SessionRow(Base):
+class SessionRow(Base, kw_only=True):
     """A client's session; the things that it creates belong to it."""
 
     __tablename__ = "sessions"
@@ -326,7 +326,7 @@ class CheckpointRow(Base):
         return f"tinker://{self.model}/{self.kind}/{self.name}"
 
 
-class FutureRow(Base):
+class FutureRow(Base, kw_only=True):
     """A client's call and, once it has one, its outcome; both in the controller's encoding."""
 
     __tablename__ = "futures"

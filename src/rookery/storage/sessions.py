@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from sqlalchemy import Connection, delete, exists, func, not_, or_, select, update
 
@@ -192,7 +191,7 @@ def keep_sampler(connection: Connection, id: str) -> None:
     connection.execute(update(SamplerRow).where(SamplerRow.id == id).values(kept=True))
 
 
-def let_sampler_go(connection: Connection, id: str) -> str | None:
+def release_sampler(connection: Connection, id: str) -> str | None:
     """Its weights need not be kept. Returns their hash if nothing names them now."""
     connection.execute(update(SamplerRow).where(SamplerRow.id == id).values(kept=False))
     return unnamed(connection, connection.execute(select(SamplerRow.hash).where(SamplerRow.id == id)).scalar() or "")
@@ -258,7 +257,7 @@ def delete_checkpoint(connection: Connection, tenant: str, model: str, kind: str
 def count_checkpoints(connection: Connection, tenant: str) -> Mapping[str, int]:
     """By model."""
     query = select(CheckpointRow.model, func.count()).filter_by(tenant=tenant).group_by(CheckpointRow.model)
-    return {model: count for model, count in connection.execute(query)}
+    return {row[0]: row[1] for row in connection.execute(query)}
 
 
 # --- calls and their outcomes -----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Every query and change of the database, as methods of :class:`~rookery.storage.db.Database` and :class:`Store`.
 
-* ``database.get_job(tenant, job)`` blocks; ``await store.get_job(tenant, job)`` runs the same in the writer, where calls
-  keep their order, and a call that was handed over is carried out, also when its caller is cancelled.
+* ``database.get_job(tenant, job)`` blocks; ``await store.get_job(tenant, job)`` runs the same in the writer, where
+  calls keep their order, and a call that was handed over is carried out, also when its caller is cancelled.
 * Each method is one transaction around the function of the same name.
 * Methods that answer a tenant's request take ``tenant`` first and see only that tenant's rows: rows of another raise
   :class:`~rookery.errors.NotFound`, or leave the list empty, as if they did not exist.
@@ -142,7 +142,7 @@ class Transactions:
     join_sampler = _write(sessions.join_sampler)
     idle_samplers = _read(sessions.idle_samplers)
     keep_sampler = _write(sessions.keep_sampler)
-    let_sampler_go = _write(sessions.let_sampler_go)
+    release_sampler = _write(sessions.release_sampler)
     save_checkpoint = _write(sessions.save_checkpoint)
     get_checkpoint = _read(sessions.get_checkpoint)
     list_checkpoints = _read(sessions.list_checkpoints)

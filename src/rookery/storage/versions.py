@@ -111,12 +111,13 @@ def steps(connection: Connection, tenant: str, job: str, after: int = -1) -> lis
 def recent_rewards(connection: Connection, tenant: str, count: int, job: str | None = None) -> dict[str, list[float]]:
     """The rewards of the last ``count`` steps of each job of the tenant (or of one), oldest first."""
     query = select(StepRow.job, StepRow.reward).join(JobRow, JobRow.id == StepRow.job)
-    query = query.where(JobRow.tenant == tenant, StepRow.step > JobRow.step - count, StepRow.reward.is_not(None))
+    query = query.where(JobRow.tenant == tenant, StepRow.step > JobRow.step - count)
     if job is not None:
         query = query.where(JobRow.id == job)
     found: dict[str, list[float]] = {}
     for name, reward in connection.execute(query.order_by(StepRow.job, StepRow.step)):
-        found.setdefault(name, []).append(reward)
+        if reward is not None:
+            found.setdefault(name, []).append(reward)
     return found
 
 

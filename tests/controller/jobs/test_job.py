@@ -31,7 +31,7 @@ from rookery.errors import Conflict, NotFound, RookeryError, StorageFull, Unavai
 from rookery.spec.parsing import SpecError
 from rookery.storage import models
 from rookery.storage.artifacts import Staging
-from rookery.storage.rows import JobRow, JobState
+from rookery.storage.models import JobRow, JobState
 
 
 async def run(service: Service, tenant: str = "alice", **changes: Any) -> str:
@@ -707,7 +707,7 @@ async def test_without_evaluations_the_version_that_earned_the_best_reward_is_ke
     job = await run(service, stop__steps=7, checkpoints={"keep_last": 1})
     await service.ends(job)
     versions = service.check_history(job)
-    assert [version.metrics.get("reward") for version in versions[2:5]] == [0.01, 10.0, 0.03]
+    assert [version.reward for version in versions[2:5]] == [0.01, 10.0, 0.03]
     assert [version.version for version in versions if version.kept] == [2, 7]
 
 
@@ -969,8 +969,8 @@ async def test_a_warm_started_job_needs_its_source_once(tmp_path: Path) -> None:
     await eventually(lambda: service.database.policies("alice", job)[0].head_version is not None)
     await service.crash()
     policy = service.database.policies("alice", source)[0]
-    with service.database._writing() as connection:
-        connection.execute(update(models.versions).where(models.versions.c.policy == policy.id).values(kept=False))
+    with service.database.writing() as connection:
+        connection.execute(update(models.VersionRow).where(models.VersionRow.policy == policy.id).values(kept=False))
     await service.start()
     await service.worker().join()
     await service.reconnect(host).join()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ from tests.support.storing import checkpoint_row, future_row, manifest, sampler_
 from rookery.errors import Conflict, NotFound
 from rookery.scheduling.placement import SlotUse, slots_to_free
 from rookery.scheduling.reorder import ReorderBuffer
-from rookery.storage.database import Database
+from rookery.storage.db import Database
 
 # --- order ------------------------------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ def database(tmp_path: Path) -> Iterator[Database]:
 def commit(database: Database, name: str, parent: int | None, done: int, **more: tuple[str, bytes]) -> int:
     lease = database.next_lease("one-policy")
     return database.commit_model(
-        model="one", policy="one-policy", lease=lease, parent=parent, manifest=manifest(name), step=done, metrics={},
+        model="one", policy="one-policy", lease=lease, parent=parent, manifest=manifest(name), step=done,
         time=5.0, done_seq=done, **more,
     ).version  # fmt: skip
 
@@ -138,7 +138,7 @@ def test_what_a_name_or_a_sampler_holds_is_kept(database: Database) -> None:
     assert digest in database.live_hashes()
     assert database.delete_checkpoint("alice", "one", "weights", "kept") is None
     assert [row.id for row in database.idle_samplers(before=1.0)] == ["sampler"]
-    assert database.let_sampler_go("sampler") == digest
+    assert database.release_sampler("sampler") == digest
     assert digest not in database.live_hashes()
     assert not database.get_sampler("alice", "sampler").kept
 
@@ -157,10 +157,10 @@ def test_names_are_taken_until_they_are_overwritten(database: Database) -> None:
 
 def test_things_are_made_once(database: Database) -> None:
     first = database.get_session("alice", "one")
-    keyed = msgspec.structs.replace(first, id="two", idempotency_key="key")
+    keyed = replace(first, id="two", idempotency_key="key")
     assert database.add_session(keyed).id == "two"
-    assert database.add_session(msgspec.structs.replace(keyed, id="three")).id == "two"
-    assert database.add_session(msgspec.structs.replace(keyed, id="four", tenant="bob")).id == "four"
+    assert database.add_session(replace(keyed, id="three")).id == "two"
+    assert database.add_session(replace(keyed, id="four", tenant="bob")).id == "four"
     with pytest.raises(Conflict):
         visit(database, id="five", model="one")
     row, created = database.open_future(future_row("one", call=b"other"))

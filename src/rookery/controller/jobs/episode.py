@@ -27,7 +27,7 @@ from rookery.controller.jobs.trajectory import AssistantTurn, EpisodeResult, Tra
 from rookery.controller.rollout.scheduler import SamplingRequest
 from rookery.errors import RookeryError
 from rookery.spec.job import InFlight
-from rookery.storage.rows import EpisodeRow
+from rookery.storage.models import EpisodeRow
 
 REPLAY_LIMIT = 3
 """Times an episode is replayed in another host before it fails: more means the environment kills its hosts."""

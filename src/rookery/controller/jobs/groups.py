@@ -31,7 +31,7 @@ from rookery.controller.rollout.scheduler import GenerationFailed
 from rookery.errors import RookeryError
 from rookery.scheduling.failures import FailureRateMonitor
 from rookery.scheduling.staleness import ReadyGroup, select_batch
-from rookery.storage.rows import EpisodeRow, GroupRow, NewEpisode, NewGroup
+from rookery.storage.models import EpisodeRow, GroupRow
 
 log = logging.getLogger("rookery.controller.jobs.groups")
 
@@ -121,43 +121,24 @@ class Groups:
             raise EnvironmentFailed("prompts('train') gave no prompt")
         assert self._policy.head is not None
         version = self._policy.head.version
+        owner: dict[str, Any] = {"tenant": self._job.row.tenant, "job": job}
         groups = []
         for ordinal, prompt in enumerate(prompts[:count], self._cursor):
             name = f"{job}-g{ordinal}"
             seeds = [derive(spec.seed, "episode", ordinal, member) for member in range(spec.algorithm.group_size)]
             episodes = tuple(
-                NewEpisode(id=f"{name}-{member}", member=member, seed=seed, version=version)
+                EpisodeRow(id=f"{name}-{member}", group_id=name, member=member, seed=seed, version=version, **owner)
                 for member, seed in enumerate(seeds)
             )
-            groups.append(
-                NewGroup(
-                    id=name,
-                    ordinal=ordinal,
-                    prompt=prompt,
-                    seed=derive(spec.seed, "group", ordinal),
-                    created=self._clock.time(),
-                    episodes=episodes,
-                )
-            )
+            group = GroupRow(
+                id=name, ordinal=ordinal, prompt=prompt, seed=derive(spec.seed, "group", ordinal),
+                created=self._clock.time(), episodes=episodes, **owner,
+            )  # fmt: skip
+            groups.append(group)
         with self._policy.pinned(version):
             await self._store.add_groups(job, groups)
         self._cursor += len(groups)
-        return version, [self._as_row(group) for group in groups]
-
-    def _as_row(self, group: NewGroup) -> GroupRow:
-        owner: dict[str, Any] = {"tenant": self._job.row.tenant, "job": self._job.row.id}
-        episodes = tuple(
-            EpisodeRow(
-                id=e.id, member=e.member, seed=e.seed, group_id=group.id, state="open", version=e.version, turns=b"",
-                trajectories=b"", reward=None, metrics={}, host_instance="", error="", finished=None, **owner,
-            )
-            for e in group.episodes
-        )  # fmt: skip
-        return GroupRow(
-            id=group.id, ordinal=group.ordinal, split=group.split, prompt=group.prompt, seed=group.seed, state="open",
-            consumed_by=None, min_version=None, created=group.created, finished=None, reason="", episodes=episodes,
-            **owner,
-        )  # fmt: skip
+        return version, groups
 
     # --- running ------------------------------------------------------------------------------------------------------
 

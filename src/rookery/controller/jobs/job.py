@@ -25,7 +25,6 @@ from rookery.controller.jobs.job_context import JobContext
 from rookery.controller.jobs.progress import per_token
 from rookery.controller.jobs.step import StepAccumulator, adam, forward_backward, init_adapter
 from rookery.controller.training.policy_trainer import PolicyTrainer
-from rookery.controller.training.policy_versions import EARLIER
 from rookery.scheduling.staleness import admission_budget
 
 log = logging.getLogger("rookery.controller.jobs.job")
@@ -108,12 +107,12 @@ class Job:
             make = partial(init_adapter, self.spec, policy.row.id)
             async with controller.collector.reading(source):  # the wait for a worker may be long
                 manifest = await self._trainer.init(make, source)
-                await self._commit_version(manifest, [], {})
+                await self._commit_version(manifest, [], [])
         assert policy.head is not None
         controller.fleet.announce(self.spec.base_model, policy.ref(policy.head.version))
         self.step = policy.head.step
         self._next = StepAccumulator(self.spec, self.step)
-        await self.progress.recover(self.step, policy.lineage)
+        await self.progress.recover()
         evaluations = await controller.store.evaluations(self._job.row.tenant, self._job.row.id)
         self._evaluated = {row.version for row in evaluations}
         await self.groups.restore()
@@ -188,7 +187,7 @@ class Job:
             "seconds/train": step.training_seconds,
             **self._controller.seeding.figures(self.policy.row.id),
             "tokens_sampled": self.progress.counters["tokens"],
-            "cost": self._controller.billing.cost(self._job.row.tenant, self._job.row.id),
+            "cost": self._controller.usage.cost(self._job.row.tenant, self._job.row.id),
         }
         self._uncommitted.append(_UncommittedStep(step.groups, row))
         self.step += 1
@@ -215,18 +214,19 @@ class Job:
             counters["zero_variance_groups"] += sum(len(set(group.rewards)) == 1 for group in step.groups)
             counters["steps_skipped"] += int(step.metrics.get("skipped", 0))
         consumed = [group.id for step in steps for group in step.groups]
-        *earlier, last = (step.metrics for step in steps)
-        await self._commit_version(manifest, consumed, {**last, EARLIER: earlier} if earlier else last)
+        await self._commit_version(manifest, consumed, [step.metrics for step in steps])
         seconds = self._controller.clock.monotonic() - began
         for step in steps:
             step.metrics = {**step.metrics, "seconds/commit": seconds}
 
-    async def _commit_version(self, manifest: protocol.Manifest, groups: list[str], metrics: dict[str, Any]) -> None:
-        counters, store = dict(self.progress.counters), self._controller.store
-        write = partial(store.commit_step, job=self._job.row.id, groups=groups, counters=counters, rng=self.rng())
-        ref = await self.policy.commit(
-            write, lease=self._trainer.lease, manifest=manifest, step=self.step, metrics=metrics
-        )
+    async def _commit_version(
+        self, manifest: protocol.Manifest, groups: list[str], metrics: list[dict[str, Any]]
+    ) -> None:
+        write = partial(
+            self._controller.store.commit_step, job=self._job.row.id, groups=groups, metrics=metrics,
+            counters=dict(self.progress.counters), rng=self.rng(),
+        )  # fmt: skip
+        ref = await self.policy.commit(write, lease=self._trainer.lease, manifest=manifest, step=self.step)
         self._trainer.committed(ref)
 
     async def _publish(self) -> None:
@@ -239,7 +239,7 @@ class Job:
         if in_flight != "finish":
             self._controller.rollouts.switch(self._job.row.id, ref, recompute=in_flight == "recompute")
         for step in self._uncommitted:
-            await self.progress.publish({**step.metrics, "version": version})
+            await self.progress.publish(step.metrics, version)
         self._uncommitted.clear()
         self._changed.notify()
         log.info(

@@ -14,7 +14,7 @@ from rookery.controller.context import ControllerContext
 from rookery.controller.jobs.progress import Progress
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.spec.job import JobSpec
-from rookery.storage.rows import JobRow
+from rookery.storage.models import JobRow
 from rookery.tokenization.chat import Chat
 
 

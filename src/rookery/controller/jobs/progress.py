@@ -1,21 +1,20 @@
 """Progress of a job: counters, rewards, metrics rows, tokens per second, the reason for its present wait.
 
 * Counters are stored in the same transaction as the events that they count.
-* A metrics row exists for every committed step and for no other, whatever ended the process before.
+* The metrics of committed steps are in the database; ``metrics.jsonl`` is an export of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from rookery.controller.context import ControllerContext
-from rookery.controller.training.policy_versions import EARLIER, steps_of
 from rookery.spec.job import JobSpec
-from rookery.storage.rows import JobRow, VersionRow
-from rookery.telemetry.metrics import MetricsLog
+from rookery.storage.models import JobRow
+from rookery.telemetry.metrics import MetricsExport
 
 RATE_SECONDS = 30.0
 """Window of the shown tokens per second: long enough to span a training step."""
@@ -47,7 +46,7 @@ class StageCounts:
 
 
 class Progress:
-    def __init__(self, context: ControllerContext, row: JobRow, spec: JobSpec, metrics: MetricsLog) -> None:
+    def __init__(self, context: ControllerContext, row: JobRow, spec: JobSpec, metrics: MetricsExport) -> None:
         self.counters: Counter[str] = Counter(row.counters)
         self.stages = StageCounts()
         self.rewards: deque[float] = deque(maxlen=SHOWN_REWARDS)
@@ -73,26 +72,17 @@ class Progress:
         now = self._context.clock.time()
         await self._context.store.add_event(self._row.tenant, self._row.id, now, kind, text)
 
-    async def recover(self, step: int, lineage: Sequence[VersionRow]) -> None:
-        """Restore metrics and rewards to those of the committed steps: a crash may have come between a commit and its
-        row."""
-        for row in await self._context.store.run(self._recover, step, lineage):
-            self.rewards.append(row["reward"])
+    async def recover(self) -> None:
+        """Read the rewards of the committed steps, and export the metrics again: a crash may have come between a commit
+        and its line."""
+        rows = await self._context.store.steps(self._row.tenant, self._row.id)
+        self.rewards.extend(row["reward"] for row in rows)
+        await self._context.store.run(self._metrics.rewrite, rows)
 
-    def _recover(self, step: int, lineage: Sequence[VersionRow]) -> list[dict[str, Any]]:
-        self._metrics.truncate_after(step)
-        rows = self._metrics.read()
-        last = rows[-1]["step"] if rows else 0
-        for version in lineage:
-            for metrics in steps_of(version):
-                if metrics["step"] > last:
-                    row = {name: value for name, value in metrics.items() if name != EARLIER}
-                    rows.append({**row, "version": version.version})
-                    self._metrics.append(rows[-1])
-        return rows
-
-    async def publish(self, row: dict[str, Any]) -> None:
+    async def publish(self, metrics: dict[str, Any], version: int) -> None:
         """Make a committed step's metrics visible."""
+        await self._context.store.save_step(self._row.id, version, metrics)
+        row = {**metrics, "version": version}
         await self._context.store.run(self._metrics.append, row)
         self.rewards.append(row["reward"])
         self.staleness = row["staleness_mean"]

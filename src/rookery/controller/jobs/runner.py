@@ -22,8 +22,8 @@ from rookery.controller.validation import JobValidator
 from rookery.controller.views import JobState
 from rookery.errors import RookeryError, StorageFull, Unavailable, UserError
 from rookery.spec.job import JobSpec
-from rookery.storage.rows import JobRow
-from rookery.telemetry.metrics import MetricsLog
+from rookery.storage.models import JobRow
+from rookery.telemetry.metrics import MetricsExport
 from rookery.telemetry.sinks import Sinks
 from rookery.tokenization.chat import Chat
 
@@ -89,7 +89,7 @@ class JobRunner:
         spec = JobSpec.model_validate(row.spec)
         self._provide(spec.base_model)
         policies = await context.store.policies(row.tenant, row.id)
-        await context.billing.open(row.tenant, row.id, [policy.id for policy in policies])
+        await context.usage.open(row.tenant, row.id, [policy.id for policy in policies])
         self._sinks = Sinks(context.settings, self._folder, row.id, row.name)
         new, warm_start = policies[0].head_version is None, self._validator.warm_start
         job = JobContext(
@@ -100,7 +100,7 @@ class JobRunner:
             options=await self._validator.options(row.tenant, spec),
             chat=await self._chat(spec.base_model),
             policy=PolicyVersions(context, policies[0], spec.checkpoints),
-            progress=Progress(context, row, spec, MetricsLog(self._folder)),
+            progress=Progress(context, row, spec, MetricsExport(self._folder)),
             warm_start=await warm_start(row.tenant, spec, policies[0]) if new else None,
         )
         return Job(job)
@@ -127,7 +127,7 @@ class JobRunner:
 
     async def close(self) -> None:
         """The task ends."""
-        self._context.billing.close(self.row.id)
+        self._context.usage.close(self.row.id)
         if self._sinks is not None and self._sinks.used:
             await asyncio.to_thread(self._sinks.close)
 

@@ -32,7 +32,7 @@ from rookery.controller.sessions.operations import (
     encode,
 )
 from rookery.errors import NotFound, RookeryError, StorageFull, Unavailable, UserError
-from rookery.storage.rows import FutureRow
+from rookery.storage.models import FutureRow
 
 log = logging.getLogger("rookery.controller.sessions.futures")
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from rookery import protocol
-from rookery.storage.rows import CheckpointKind
+from rookery.storage.models import CheckpointKind
 
 
 class Operation(msgspec.Struct, omit_defaults=True, kw_only=True, tag=True):

@@ -20,7 +20,7 @@ from rookery.controller.sessions.futures import Future, FutureExpired, Futures, 
 from rookery.controller.sessions.operations import AnyResult, OperationFailed, Sample, SampledSequence, SampleResult
 from rookery.controller.weights.refs import adapter_ref
 from rookery.errors import NotFound, UserError
-from rookery.storage.rows import CheckpointRow, ModelRow, PolicyRow, SamplerRow, VersionRow
+from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow, SamplerRow, VersionRow
 
 log = logging.getLogger("rookery.controller.sessions.samplers")
 
@@ -126,7 +126,7 @@ class Samplers:
         ):
             if row.id not in sampling:
                 self._used.pop(row.id, None)
-                await context.collector.delete_unnamed(context.store.database.let_sampler_go, row.id)
+                await context.collector.delete_unnamed(context.store.database.release_sampler, row.id)
 
     def _status(self, row: SamplerRow) -> QueueStatus:
         fleet = self._context.fleet

@@ -33,7 +33,7 @@ from rookery.controller.training.slots import TrainerSlots
 from rookery.controller.validation import JobValidator
 from rookery.errors import NotFound, RookeryError, UserError
 from rookery.spec.policy import TARGETS
-from rookery.storage.rows import ModelRow, NewPolicy, SamplerRow, SessionRow
+from rookery.storage.models import ModelRow, PolicyRow, SamplerRow, SessionRow
 
 log = logging.getLogger("rookery.controller.sessions.sessions")
 
@@ -236,7 +236,7 @@ class Sessions:
         try:
             await context.store.get_model(tenant, id)
         except NotFound:
-            new = NewPolicy(id=policy, name=id, rank=rank, alpha=alpha, targets=targets)
+            new = PolicyRow(id=policy, tenant=tenant, name=id, rank=rank, alpha=alpha, targets=targets)
             await context.store.add_model(row, new)
         self._provide(name)
         return await self.submit(tenant, id, 0, operation)

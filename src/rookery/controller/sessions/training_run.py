@@ -49,7 +49,7 @@ from rookery.controller.training.slots import SlotHolder, TrainerSlots
 from rookery.controller.weights.refs import adapter_ref
 from rookery.errors import CorruptArtifact, UserError
 from rookery.scheduling.reorder import ReorderBuffer
-from rookery.storage.rows import CheckpointRow, ModelRow, PolicyRow, VersionRow
+from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow, VersionRow
 
 log = logging.getLogger("rookery.controller.sessions.training_run")
 
@@ -389,7 +389,6 @@ class TrainingRun:
             lease=self._trainer.lease,
             manifest=manifest,
             step=step if discard else step + self._trainer.uncommitted,
-            metrics=result.metrics if isinstance(result, OptimStepResult) else {},
             uploaded=uploaded,
         )
         self._corrupt = ""

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
-
-import msgspec
+from dataclasses import replace
 
 from rookery import protocol
 from rookery.controller.context import ControllerContext
@@ -23,17 +21,9 @@ from rookery.controller.weights.refs import adapter_ref
 from rookery.errors import Conflict, CorruptArtifact, NotFound, UserError
 from rookery.scheduling.retention import RetentionCandidate, training_rewards, versions_to_delete
 from rookery.spec.job import CheckpointSpec
-from rookery.storage.rows import PolicyRow, VersionRow
+from rookery.storage.models import PolicyRow, VersionRow
 
 log = logging.getLogger("rookery.controller.training.policy_versions")
-
-EARLIER = "earlier_steps"
-"""The key under which a version's metrics keep the rows of the steps before its last, so that a crash loses none."""
-
-
-def steps_of(version: VersionRow) -> list[Mapping[str, Any]]:
-    """The metrics of each step that led from the version's parent to ``version``."""
-    return [*version.metrics.get(EARLIER, []), version.metrics] if version.metrics else []
 
 
 class PolicyVersions:
@@ -143,16 +133,15 @@ class PolicyVersions:
         lease: int,
         manifest: protocol.Manifest,
         step: int,
-        metrics: Mapping[str, Any],
         uploaded: bool = True,
     ) -> protocol.AdapterRef:
         """Commit the next version in one transaction, which ``write`` runs with the arguments ``policy``, ``lease``,
-        ``parent``, ``manifest``, ``step``, ``metrics`` and ``time`` added; then it is the head. ``uploaded`` is False
+        ``parent``, ``manifest``, ``step`` and ``time`` added; then it is the head. ``uploaded`` is False
         for an artifact that a version or a checkpoint names already."""
         world, parent = self._world, self.head.version if self.head is not None else None
         async with world.training.with_ticket(self.row.id, manifest.hash) if uploaded else nullcontext():
             row = await write(
-                policy=self.row.id, lease=lease, parent=parent, manifest=manifest, step=step, metrics=metrics,
+                policy=self.row.id, lease=lease, parent=parent, manifest=manifest, step=step,
                 time=world.clock.time(),
             )  # fmt: skip
         self._versions[row.version] = self.head = row
@@ -167,7 +156,7 @@ class PolicyVersions:
 
     def evaluated(self, version: int, mean: float) -> None:
         row = self._versions[version]
-        self._versions[version] = msgspec.structs.replace(row, evaluation=mean)
+        self._versions[version] = replace(row, evaluation=mean)
 
     async def retire(self) -> None:
         """Delete the versions that retention does not keep."""
@@ -175,7 +164,7 @@ class PolicyVersions:
         kept = [row for row in self._versions.values() if row.kept]
         scores = {row.version: row.evaluation for row in kept}
         if not any(score is not None for score in scores.values()):  # the two do not compare: they are of other prompts
-            scores |= training_rewards((row.parent, _best(row)) for row in self._versions.values())
+            scores |= training_rewards((row.parent, row.reward) for row in self._versions.values())
         in_use = [version for version, users in self._pinned.items() if users]
         going = versions_to_delete(
             [RetentionCandidate(row.version, scores[row.version]) for row in kept],
@@ -185,12 +174,6 @@ class PolicyVersions:
         )
         for version in going:
             await world.collector.delete_unnamed(world.store.database.retire_version, self.row.id, version)
-            self._versions[version] = msgspec.structs.replace(self._versions[version], kept=False)
+            self._versions[version] = replace(self._versions[version], kept=False)
         if checkpoints is None:
             self._versions = {version: row for version, row in self._versions.items() if row.kept}
-
-
-def _best(version: VersionRow) -> float | None:
-    """The best mean reward among the steps that led to the version."""
-    rewards = [metrics["reward"] for metrics in steps_of(version) if "reward" in metrics]
-    return max(rewards, default=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rookery import protocol
-from rookery.storage.rows import CheckpointRow, PolicyRow, VersionRow
+from rookery.storage.models import CheckpointRow, PolicyRow, VersionRow
 
 
 def adapter_ref(policy: PolicyRow, row: VersionRow | CheckpointRow) -> protocol.AdapterRef:

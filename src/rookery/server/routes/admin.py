@@ -16,7 +16,7 @@ from rookery.server.auth import Administrator, AuthenticatedRoute, KeyHash, Serv
 from rookery.server.responses import ERRORS
 from rookery.server.schemas import Costs, CreatedKey, KeyView, NewKey, NewTenant, TenantView, WorkerView
 from rookery.storage.data_dir import hash_key, new_key
-from rookery.storage.rows import KeyRow, TenantRow
+from rookery.storage.models import KeyRow, TenantRow
 
 KEY_ID = 16
 """Hex digits of a key's hash in its id: enough that no two keys share them."""

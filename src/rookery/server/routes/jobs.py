@@ -37,7 +37,7 @@ from rookery.server.schemas import (
     VersionView,
 )
 from rookery.spec.parsing import SpecError
-from rookery.storage.rows import FINAL_JOB_STATES
+from rookery.storage.models import FINAL_JOB_STATES
 
 routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=ERRORS)
 

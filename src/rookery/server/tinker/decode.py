@@ -19,7 +19,7 @@ from rookery.controller.sessions.operations import ForwardBackward, LoadState, O
 from rookery.errors import UserError
 from rookery.server.tinker import schemas
 from rookery.spec.job import LOSS_PARAMETERS
-from rookery.storage.rows import CheckpointKind
+from rookery.storage.models import CheckpointKind
 
 RATIO = ("target_tokens", "logprobs", "advantages")
 

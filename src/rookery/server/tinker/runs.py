@@ -15,7 +15,7 @@ from rookery.server.peft_archive import ADAPTER_FILES, pack
 from rookery.server.responses import json_response
 from rookery.server.tinker import schemas
 from rookery.server.tinker.decode import check_ttl
-from rookery.storage.rows import CheckpointRow, ModelRow, TenantRow
+from rookery.storage.models import CheckpointRow, ModelRow, TenantRow
 
 routes = APIRouter()
 

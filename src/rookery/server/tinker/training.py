@@ -19,7 +19,7 @@ from rookery.server.auth import Owner, Service
 from rookery.server.responses import json_response
 from rookery.server.tinker import decode, schemas
 from rookery.server.tinker.protobuf import OLDEST, PROTOBUF, SUPPORTED, load
-from rookery.storage.rows import TenantRow
+from rookery.storage.models import TenantRow
 from rookery.tokenization.registry import model_folder, resolve
 
 routes = APIRouter()

@@ -29,7 +29,7 @@ from rookery.simulation.fakes.text import Length, chat
 from rookery.simulation.fakes.worker import FakeWorker, Identity
 from rookery.simulation.profiles import Machine
 from rookery.storage.artifacts import Artifacts
-from rookery.storage.database import Database
+from rookery.storage.db import Database
 from rookery.storage.store import Store
 from rookery.tokenization.chat import Chat
 

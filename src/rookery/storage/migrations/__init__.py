@@ -1,7 +1,7 @@
 """Versions of the database's schema and the way from one to the next, with Alembic.
 
-* A new database gets the tables of :mod:`rookery.storage.models` and is marked with the newest revision. An older one is
-  migrated. One of a newer Rookery is left as it is.
+* A new database gets the tables of :mod:`rookery.storage.models` and is marked with the newest revision. An older one
+  is migrated. One of a newer Rookery is left as it is.
 * The first revision is the schema that was marked ``schema = 3`` in the table ``meta``, before there were migrations.
 * A change of the models needs a revision in ``versions/`` and a new :data:`HEAD`. A test compares a migrated database
   with the models.
@@ -39,7 +39,10 @@ def upgrade(connection: Connection) -> str:
     elif "meta" in tables:
         schema = connection.execute(select(Fact.value).filter_by(name="schema")).scalar()
         if schema != BASELINE_SCHEMA:
-            return f"has schema {schema}, which this Rookery cannot migrate; use the version that wrote it, or another data folder"
+            return (
+                f"has schema {schema}, this Rookery migrates schema {BASELINE_SCHEMA} and later;"
+                " use the version that wrote it, or another data folder"
+            )
         found = None
     else:
         Base.metadata.create_all(connection)
@@ -56,7 +59,10 @@ def upgrade(connection: Connection) -> str:
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
     if found is not None and found not in known:
-        return f"has schema revision {found}, this Rookery knows revisions up to {HEAD}; use a newer Rookery, or another data folder"
+        return (
+            f"has schema revision {found}, this Rookery knows revisions up to {HEAD};"
+            " use the version that wrote it, or another data folder"
+        )
     if found is None:
         command.stamp(config, BASELINE)
     command.upgrade(config, HEAD)

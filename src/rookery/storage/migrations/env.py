@@ -1,4 +1,4 @@
-"""Alembic's entry point: runs the migrations on the connection that :func:`rookery.storage.migrations.upgrade` gives."""
+"""Alembic's entry point: runs migrations on the connection of :func:`rookery.storage.migrations.upgrade`."""
 
 from alembic import context
 

@@ -1,14 +1,17 @@
-"""Metrics of steps in a table of their own; usage in seconds and price units.
+"""Metrics of steps in a table of their own; usage in seconds and price units; names in stored values.
 
 * ``steps`` gets the metrics that the versions carried, of the head and its ancestors; a version keeps its best reward.
 * ``bills`` becomes ``usage``: nanoseconds and billionths of the price unit become seconds and price units.
+* Clients' calls and outcomes, counters and metrics get their new names.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 from alembic import op
 
@@ -17,6 +20,23 @@ down_revision = "0001"
 
 EARLIER = "earlier_steps"
 """The key under which a version's metrics had the rows of the steps before its last."""
+
+CALLS = {
+    "Compute": "ForwardBackward",
+    "Refused": "InvalidOperation",
+    "Step": "OptimStep",
+    "Failed": "OperationFailed",
+    "Created": "ModelCreated",
+    "Computed": "ForwardBackwardResult",
+    "Stepped": "OptimStepResult",
+    "Saved": "StateSaved",
+    "SamplerMade": "SamplerSaved",
+    "Loaded": "StateLoaded",
+    "Answered": "SampleResult",
+}
+"""Types of clients' calls and of their outcomes."""
+
+COUNTERS = {"groups_no_variance": "zero_variance_groups", "splits": "trajectory_splits"}
 
 
 def upgrade() -> None:
@@ -34,30 +54,35 @@ def upgrade() -> None:
     op.drop_column("versions", "metrics")
     op.rename_table("bills", "usage")
     _convert_usage(op.get_bind())
+    _rename_calls(op.get_bind())
+    _rename_counters(op.get_bind())
     op.execute("UPDATE meta SET value = 'migrations' WHERE name = 'schema'")
+
+
+_INSERT_STEP = (
+    "INSERT INTO steps (job, step, tenant, version, reward, metrics)"
+    " VALUES (:job, :step, :tenant, :version, :reward, :metrics)"
+)
 
 
 def _move_metrics(connection: sa.Connection) -> None:
     policies = "SELECT id, tenant, job, head_version FROM policies WHERE job IS NOT NULL ORDER BY name"
     for policy, tenant, job, head in connection.execute(sa.text(policies)).all():
-        found = sa.text("SELECT version, parent, metrics FROM versions WHERE policy = :policy")
-        versions = {version: (parent, json.loads(metrics)) for version, parent, metrics in connection.execute(found, {"policy": policy})}
-        steps = {version: [*metrics.pop(EARLIER, []), metrics] for version, (_, metrics) in versions.items() if metrics}
-        for version, rows in steps.items():
-            best = max((row["reward"] for row in rows if "reward" in row), default=None)
-            change = sa.text("UPDATE versions SET reward = :best WHERE policy = :policy AND version = :version")
-            connection.execute(change, {"best": best, "policy": policy, "version": version})
+        query = sa.text("SELECT version, parent, metrics FROM versions WHERE policy = :policy")
+        parents, steps = {}, {}
+        for version, parent, content in connection.execute(query, {"policy": policy}).all():
+            metrics = _renamed(json.loads(content))
+            parents[version] = parent
+            steps[version] = [*map(_renamed, metrics.pop(EARLIER, [])), metrics] if metrics else []
+            rewards = [row["reward"] for row in steps[version] if "reward" in row]
+            change = sa.text("UPDATE versions SET reward = :reward WHERE policy = :policy AND version = :version")
+            connection.execute(change, {"reward": max(rewards, default=None), "policy": policy, "version": version})
         while head is not None:
-            for row in steps.get(head, []):
-                values = {"job": job, "step": row["step"], "tenant": tenant, "version": head, "reward": row.get("reward"), "metrics": json.dumps(row)}
-                connection.execute(
-                    sa.text(
-                        "INSERT INTO steps (job, step, tenant, version, reward, metrics)"
-                        " VALUES (:job, :step, :tenant, :version, :reward, :metrics)"
-                    ),
-                    values,
-                )
-            head = versions[head][0]
+            for row in steps[head]:
+                values = {"job": job, "step": row["step"], "tenant": tenant, "version": head}
+                values |= {"reward": row.get("reward"), "metrics": json.dumps(row)}
+                connection.execute(sa.text(_INSERT_STEP), values)
+            head = parents[head]
 
 
 def _convert_usage(connection: sa.Connection) -> None:
@@ -65,25 +90,49 @@ def _convert_usage(connection: sa.Connection) -> None:
         new = {kind: _record(record) for kind, record in json.loads(used).items()}
         change = sa.text('UPDATE "usage" SET used = :used WHERE tenant = :tenant AND job = :job')
         connection.execute(change, {"used": json.dumps(new), "tenant": tenant, "job": job})
-    fleet = connection.execute(sa.text("SELECT value FROM meta WHERE name = 'fleet'")).scalar()
-    if fleet is not None:
-        new = {
-            model: {
-                kind: {
-                    "seconds": paid.get("time", 0) / 1e9,
-                    "cost": paid.get("money", 0) / 1e9,
-                    "idle": paid.get("idle", 0) / 1e9,
-                    "used": _record(paid.get("used", {})),
-                }
-                for kind, paid in kinds.items()
-            }
-            for model, kinds in json.loads(fleet).items()
+    found = connection.execute(sa.text("SELECT value FROM meta WHERE name = 'fleet'")).scalar()
+    if found is not None:
+        fleet = {
+            model: {kind: _scaled(paid) | {"used": _record(paid.get("used", {}))} for kind, paid in kinds.items()}
+            for model, kinds in json.loads(found).items()
         }
-        connection.execute(sa.text("UPDATE meta SET value = :fleet WHERE name = 'fleet'"), {"fleet": json.dumps(new)})
+        connection.execute(sa.text("UPDATE meta SET value = :fleet WHERE name = 'fleet'"), {"fleet": json.dumps(fleet)})
 
 
 def _record(old: dict[str, Any]) -> dict[str, Any]:
-    return {
-        sort: {"seconds": work.get("time", 0) / 1e9, "cost": work.get("money", 0) / 1e9, "tokens": work.get("tokens", 0)}
-        for sort, work in old.items()
-    }
+    return {sort: _scaled(work) | {"tokens": work.get("tokens", 0)} for sort, work in old.items()}
+
+
+def _scaled(old: dict[str, int]) -> dict[str, float]:
+    names = {"time": "seconds", "money": "cost", "idle": "idle"}
+    return {names[name]: value / 1e9 for name, value in old.items() if name in names}
+
+
+def _rename_calls(connection: sa.Connection) -> None:
+    query = sa.text("SELECT id, call, outcome, digest FROM futures")
+    for id, call, outcome, digest in connection.execute(query).all():
+        values = {"id": id, "call": _retyped(call), "outcome": _retyped(outcome), "digest": digest}
+        if call:  # the digest of a call that makes a sampler leaves out the sampler's number
+            content = msgspec.msgpack.decode(values["call"])
+            if content["type"] == "SaveSampler":
+                content.pop("sampler", None)
+            values["digest"] = hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
+        change = "UPDATE futures SET call = :call, outcome = :outcome, digest = :digest WHERE id = :id"
+        connection.execute(sa.text(change), values)
+
+
+def _retyped(content: bytes | None) -> bytes | None:
+    if not content:
+        return content
+    value = msgspec.msgpack.decode(content)
+    return msgspec.msgpack.encode({**value, "type": CALLS.get(value["type"], value["type"])})
+
+
+def _rename_counters(connection: sa.Connection) -> None:
+    for id, counters in connection.execute(sa.text("SELECT id, counters FROM jobs")).all():
+        change = sa.text("UPDATE jobs SET counters = :counters WHERE id = :id")
+        connection.execute(change, {"counters": json.dumps(_renamed(json.loads(counters))), "id": id})
+
+
+def _renamed(counters: dict[str, Any]) -> dict[str, Any]:
+    return {COUNTERS.get(name, name): value for name, value in counters.items()}

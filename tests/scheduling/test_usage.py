@@ -1,4 +1,5 @@
-"""What work costs: nothing of a worker's paid time is lost or counted twice, whoever pays; bills survive restarts."""
+"""Usage accounting: no paid time of a worker is lost or counted twice, whoever it is charged to; counters survive
+restarts."""
 
 from __future__ import annotations
 
@@ -21,64 +22,51 @@ from rookery.controller.rollout.scheduler import SamplingRequest
 from rookery.controller.training.policy_trainer import ForwardRequest, PolicyTrainer
 from rookery.controller.views import JobView
 from rookery.errors import Unavailable
-from rookery.scheduling.cost import (
-    HOUR,
-    LINGER,
-    SECOND,
-    UNIT,
-    Meter,
-    ResourceUsage,
-    SettledUsage,
+from rookery.scheduling.usage import (
+    PENDING_SECONDS,
+    Interval,
+    UsageRecord,
     WorkDone,
+    WorkerMeter,
     reserved_alone,
-    split,
 )
 from rookery.spec.job import JobSpec
+from rookery.storage.tenants import TENANT_TOTAL
 
-# --- sharing out ------------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 10**18), st.lists(st.integers(0, 10**15), min_size=1).filter(any))
-def test_a_split_is_exact_and_fair(total: int, weights: list[int]) -> None:
-    shares = split(total, weights)
-    assert sum(shares) == total
-    whole = sum(weights)
-    for share, weight in zip(shares, weights, strict=True):
-        assert abs(share * whole - total * weight) <= whole, "no share is off by more than the smallest coin"
+# --- sharing an interval ----------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Paying:
-    """A worker that is there, and what the account says of it."""
+class Metered:
+    """A connected worker and the sums of its intervals."""
 
     price: float
     began: float
-    meter: Meter[str]
+    meter: WorkerMeter[str]
     seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    last: float = 0.0
-    money: int = 0
-    time: int = 0
+    paid: float = 0.0
+    time: float = 0.0
     used: Counter[str] = field(default_factory=Counter)
-    computed: int = 0
-    idle: int = 0
+    computed: float = 0.0
+    idle: float = 0.0
 
-    def add(self, settled: SettledUsage[str]) -> None:
-        self.money += settled.money
-        self.time += settled.time
-        self.idle += settled.idle
-        for payer, used in settled.used.items():
-            self.used[payer] += used.money
-            self.computed += used.time
-            assert used.money >= 0 and used.time >= 0
-        assert settled.money >= 0 and settled.time >= 0 and settled.idle >= 0
+    def add(self, interval: Interval[str]) -> None:
+        self.paid += interval.cost
+        self.time += interval.seconds
+        self.idle += interval.idle
+        for account, used in interval.used.items():
+            self.used[account] += used.cost  # type: ignore[assignment]
+            self.computed += used.seconds
+            assert used.cost >= 0 and used.seconds >= 0
+        assert interval.cost >= 0 and interval.seconds >= 0 and interval.idle >= 0
 
     def check(self, now: float) -> None:
-        """All money is somebody's, nobody's or waits, and it is price × time."""
-        time = round((now - self.began) * SECOND)
-        assert self.time == time
-        assert self.money == round(self.price * UNIT) * time // HOUR
-        assert sum(self.used.values()) + self.idle + self.meter.waiting == self.money
-        assert self.computed <= time
+        """All cost is used, idle or pending, and it is price × time."""
+        close = partial(pytest.approx, rel=1e-9, abs=1e-9)
+        assert self.time == close(now - self.began)
+        assert self.paid == close(self.price * (now - self.began) / 3600)
+        assert sum(self.used.values()) + self.idle + self.meter.pending == close(self.paid)
+        assert self.computed <= self.time * (1 + 1e-9)
 
 
 seconds = st.floats(0, 1e4) | st.sampled_from([0.0, 1e-9, 2.0, 1e7, float("nan"), float("inf"), -1.0])
@@ -97,23 +85,23 @@ events = st.lists(
 
 @settings(max_examples=300)
 @given(events)
-def test_all_money_is_somebodys_nobodys_or_waits(history: list[tuple[str, Any, Any]]) -> None:
+def test_all_cost_is_used_idle_or_pending(history: list[tuple[str, Any, Any]]) -> None:
     now, here = 1000.0, []
     for what, which, more in history:
         if what == "pass":
             now += which
         elif what == "join":
-            here.append(Paying(which, now, Meter(which, now)))
+            here.append(Metered(which, now, WorkerMeter(which, now)))
         elif here:
             worker = here[which % len(here)]
             if what == "leave":
                 worker.add(worker.meter.close(now))
-                assert worker.meter.waiting == 0
+                assert worker.meter.pending == 0
                 worker.check(now)
                 here.remove(worker)
             elif what == "beat":
                 worker.seconds = [then + new for then, new in zip(worker.seconds, more[:2], strict=True)]
-                worker.add(worker.meter.beat(now, *worker.seconds, decoding=more[2], training=more[3]))
+                worker.add(worker.meter.heartbeat(now, *worker.seconds, decoding=more[2], training=more[3]))
                 worker.check(now)
             elif what == "sampled":
                 worker.meter.sampled(*more)
@@ -124,32 +112,32 @@ def test_all_money_is_somebodys_nobodys_or_waits(history: list[tuple[str, Any, A
         worker.check(now)
 
 
-def shares(settled: SettledUsage[str]) -> dict[str, tuple[float, float]]:
-    """By payer, seconds of decoding and of training."""
-    return {who: (used.decode.time / SECOND, used.train.time / SECOND) for who, used in settled.used.items()}
+def shares(interval: Interval[str]) -> dict[str, tuple[float, float]]:
+    """By account, seconds of decoding and of training."""
+    return {account: (used.decode.seconds, used.train.seconds) for account, used in interval.used.items()}
 
 
-def test_decoding_is_paid_by_tokens_training_by_its_operations_seconds() -> None:
-    meter: Meter[str] = Meter(3600.0, 0.0)
-    meter.beat(0.0, 5.0, 7.0, decoding=False, training=False)  # a process that had worked before this connection
+def test_decoding_is_charged_by_tokens_and_training_by_seconds() -> None:
+    meter: WorkerMeter[str] = WorkerMeter(3600.0, 0.0)
+    meter.heartbeat(0.0, 5.0, 7.0, decoding=False, training=False)  # a process that had worked before this connection
     meter.sampled("a", 30)
     meter.sampled("b", 10)
     meter.trained("a", 500, 1.0)
-    settled = meter.beat(10.0, 9.0, 10.0, decoding=True, training=True)
-    assert shares(settled) == {"a": (3.0, 1.0), "b": (1.0, 0.0)}
-    assert settled.money == 10 * UNIT and settled.idle == 3 * UNIT
-    assert meter.waiting == 2 * UNIT, "two seconds of training are of operations that go on"
-    assert settled.used["a"].money == 4 * UNIT and settled.used["a"].train.tokens == 500
+    interval = meter.heartbeat(10.0, 9.0, 10.0, decoding=True, training=True)
+    assert shares(interval) == {"a": (3.0, 1.0), "b": (1.0, 0.0)}
+    assert interval.cost == 10 and interval.idle == 3
+    assert meter.pending == 2, "two seconds of training belong to operations that are not finished"
+    assert interval.used["a"].cost == 4 and interval.used["a"].train.tokens == 500
     meter.trained("b", 500, 2.5)
-    settled = meter.beat(12.0, 9.0, 10.5, decoding=True, training=True)
-    assert shares(settled) == {"b": (0.0, 2.5)}
+    interval = meter.heartbeat(12.0, 9.0, 10.5, decoding=True, training=True)
+    assert shares(interval) == {"b": (0.0, 2.5)}
 
 
-def test_one_tenants_long_operation_is_not_paid_by_whoever_ends_first() -> None:
-    """Both train for 30 of 60 seconds, turn by turn; a's answer comes at 60 s, b's just after."""
-    meter: Meter[str] = Meter(3600.0, 0.0)
-    meter.beat(0.0, 0.0, 0.0, decoding=False, training=False)
-    paid: Counter[str] = Counter()
+def test_a_long_operation_is_not_charged_to_the_account_that_finishes_first() -> None:
+    """Both train for 30 of 60 seconds, in turns; a's answer comes at 60 s, b's just after."""
+    meter: WorkerMeter[str] = WorkerMeter(3600.0, 0.0)
+    meter.heartbeat(0.0, 0.0, 0.0, decoding=False, training=False)
+    charged: Counter[str] = Counter()
     for round_ in range(4):
         for beat in range(1, 31):
             at = 60.0 * round_ + 2 * beat
@@ -157,35 +145,35 @@ def test_one_tenants_long_operation_is_not_paid_by_whoever_ends_first() -> None:
                 meter.trained("a", 1, 30.0)
             if beat == 1 and round_:
                 meter.trained("b", 1, 30.0)
-            for who, used in meter.beat(at, 0.0, at, decoding=False, training=True).used.items():
-                paid[who] += used.money
-    assert paid == {"a": 120 * UNIT, "b": 90 * UNIT}
+            for account, used in meter.heartbeat(at, 0.0, at, decoding=False, training=True).used.items():
+                charged[account] += used.cost  # type: ignore[assignment]
+    assert charged == {"a": 120, "b": 90}
 
 
 def test_work_whose_result_never_comes_is_idle() -> None:
-    meter: Meter[str] = Meter(3600.0, 0.0)
-    meter.beat(0.0, 0.0, 0.0, decoding=False, training=False)
-    meter.beat(5.0, 0.0, 5.0, decoding=False, training=True)
-    settled = meter.beat(6.0, 0.0, 5.0, decoding=False, training=False)
-    assert meter.waiting == 5 * UNIT and settled.idle == 1 * UNIT
-    late = 7.0 + LINGER / SECOND
-    assert meter.beat(late, 0.0, 5.0, decoding=False, training=False).idle == (late - 6 + 5) * UNIT
-    meter.beat(late + 2, 2.0, 5.0, decoding=True, training=False)
-    settled = meter.close(late + 3)
-    assert (settled.idle, meter.waiting) == (3 * UNIT, 0), "it died before it sent a token"
+    meter: WorkerMeter[str] = WorkerMeter(3600.0, 0.0)
+    meter.heartbeat(0.0, 0.0, 0.0, decoding=False, training=False)
+    meter.heartbeat(5.0, 0.0, 5.0, decoding=False, training=True)
+    interval = meter.heartbeat(6.0, 0.0, 5.0, decoding=False, training=False)
+    assert meter.pending == 5 and interval.idle == 1
+    late = 7.0 + PENDING_SECONDS
+    assert meter.heartbeat(late, 0.0, 5.0, decoding=False, training=False).idle == late - 6 + 5
+    meter.heartbeat(late + 2, 2.0, 5.0, decoding=True, training=False)
+    interval = meter.close(late + 3)
+    assert (interval.idle, meter.pending) == (3, 0), "it died before it sent a token"
 
 
 def test_busy_seconds_beyond_the_interval_are_scaled_down() -> None:
-    meter: Meter[str] = Meter(3600.0, 0.0)
-    meter.beat(0.0, 0.0, 0.0, decoding=False, training=False)
+    meter: WorkerMeter[str] = WorkerMeter(3600.0, 0.0)
+    meter.heartbeat(0.0, 0.0, 0.0, decoding=False, training=False)
     meter.sampled("a", 1)
     meter.trained("a", 1, 9.0)
-    assert shares(meter.beat(4.0, 3.0, 9.0, decoding=True, training=True)) == {"a": (1.0, 3.0)}
+    assert shares(meter.heartbeat(4.0, 3.0, 9.0, decoding=True, training=True)) == {"a": (1.0, 3.0)}
 
 
-def used(decode: tuple[float, float, int], train: tuple[float, float, int] = (0, 0, 0)) -> ResourceUsage:
-    """(seconds, money, tokens) of each."""
-    return ResourceUsage(*(WorkDone(round(s * SECOND), round(m * UNIT), t) for s, m, t in (decode, train)))
+def used(decode: tuple[float, float, int], train: tuple[float, float, int] = (0, 0, 0)) -> UsageRecord:
+    """(seconds, cost, tokens) of each."""
+    return UsageRecord(*(WorkDone(*work) for work in (decode, train)))
 
 
 def test_on_reserved_capacity_alone() -> None:
@@ -193,18 +181,18 @@ def test_on_reserved_capacity_alone() -> None:
     assert reserved_alone(mine, {"preemptible": used((100, 10, 1000))}) is None
     # Reserved workers cost 0.4 a second and were never seen to decode: as fast as the others.
     everybody = {"preemptible": used((100, 10, 1000)), "reserved": used((0, 0, 0), (50, 20, 500))}
-    assert reserved_alone(mine, everybody) == (20 + 100 * 0.4) * UNIT
+    assert reserved_alone(mine, everybody) == 20 + 100 * 0.4
     # They decode twice as fast as preemptible workers: half the seconds.
     everybody = {"preemptible": used((1000, 10, 1000)), "reserved": used((500, 200, 1000))}
-    assert reserved_alone(mine, everybody) == (20 + 50 * 0.4) * UNIT
+    assert reserved_alone(mine, everybody) == 20 + 50 * 0.4
     assert reserved_alone({}, everybody) == 0
 
 
-# --- bills ------------------------------------------------------------------------------------------------------------
+# --- the counters -----------------------------------------------------------------------------------------------------
 
 
 class Busy:
-    """A worker of the service, whose beats say what a test wants. Prices are per second."""
+    """A worker of the service, whose heartbeats a test chooses. Prices are per second."""
 
     def __init__(self, service: Service, name: str, price: float, kind: str = "reserved", **script: Any) -> None:
         self.worker = service.worker(name, **script)
@@ -242,7 +230,7 @@ def question(tenant: str = "bob", name: str = "sample-1") -> SamplingRequest:
 
 
 async def trained(service: Service, busy: Busy) -> JobView:
-    """A job that ran on ``busy`` alone, four seconds of training in four operations of a second each; not yet paid."""
+    """A job that ran on ``busy`` alone: four seconds of training in four operations, not yet charged."""
     await service.host().join()
 
     async def answer(op: Any) -> protocol.OperationDone:
@@ -254,7 +242,7 @@ async def trained(service: Service, busy: Busy) -> JobView:
     return await service.ends(view.id)
 
 
-async def test_a_job_pays_for_what_it_used_and_idle_time_is_the_fleets(service: Service) -> None:
+async def test_a_job_is_charged_for_its_work_and_idle_time_is_the_fleets(service: Service) -> None:
     busy = await Busy(service, "worker", 2.0).join()
     view = await trained(service, busy)
     operations = sum(isinstance(op, protocol.ForwardBackward | protocol.OptimStep) for op in busy.worker.operations)
@@ -274,7 +262,7 @@ async def test_a_job_pays_for_what_it_used_and_idle_time_is_the_fleets(service: 
     assert service.controller.queries.health()["gauges"]["price_per_hour"] == 7200.0
 
 
-async def test_a_spot_workers_job_shows_what_reserved_ones_would_have_cost(service: Service) -> None:
+async def test_a_job_on_preemptible_workers_shows_its_cost_on_reserved_ones(service: Service) -> None:
     reserved = await Busy(service, "reserved", 4.0, roles=["train"]).join()
     spot = await Busy(service, "spot", 1.0, "preemptible", roles=["rollout"]).join()
     view = await trained(service, reserved)
@@ -286,7 +274,7 @@ async def test_a_spot_workers_job_shows_what_reserved_ones_would_have_cost(servi
     assert seen.reserved_alone == 4.0 + 20.0 * 4.0, "no reserved worker decoded: as fast as the spot one"
 
 
-async def test_questions_and_clients_models_are_their_tenants(service: Service) -> None:
+async def test_chat_requests_and_clients_models_are_charged_to_their_tenants(service: Service) -> None:
     busy = await Busy(service, "worker", 1.0).join()
     rollouts, training = service.controller.context.rollouts, service.controller.context.training
     reply = await rollouts.sample(question())
@@ -306,16 +294,16 @@ async def test_questions_and_clients_models_are_their_tenants(service: Service) 
     )
     service.clock.now += 10.0
     await busy.beat(decode=2.0, train=3.0)
-    billing = service.controller.context.billing
-    assert billing.whole("bob").cost == 5.0 and billing.whole("alice").cost == 0.0
-    assert list(await billing.bills("bob")) == [""]
+    usage = service.controller.context.usage
+    assert usage.tenant_view("bob").cost == 5.0 and usage.tenant_view("alice").cost == 0.0
+    assert list(await usage.by_job("bob")) == [TENANT_TOTAL]
 
 
 async def lease() -> int:
     return 1
 
 
-async def test_bills_outlive_the_service_and_a_crash_loses_only_what_was_not_stored(tmp_path: Path) -> None:
+async def test_counters_survive_a_restart_and_a_crash_loses_only_those_not_stored(tmp_path: Path) -> None:
     service = Service(tmp_path, usage_flush_seconds=1.0)
     await service.start()
     busy = await Busy(service, "worker", 1.0).join()
@@ -325,7 +313,7 @@ async def test_bills_outlive_the_service_and_a_crash_loses_only_what_was_not_sto
     await service.close()
     controller = await service.start()
     assert (await controller.queries.show("alice", view.id)).cost.cost == 4.0
-    assert controller.context.billing.whole("alice").cost == 4.0
+    assert controller.context.usage.tenant_view("alice").cost == 4.0
     (fleet,) = (await controller.queries.costs())["workers"]
     assert (fleet.cost, fleet.used, fleet.idle, fleet.waiting) == (10.0, 4.0, 6.0, 0.0)
     assert controller.queries.health()["totals"]["cost_used"] == 0, "of this process"
@@ -334,16 +322,16 @@ async def test_bills_outlive_the_service_and_a_crash_loses_only_what_was_not_sto
     await controller.context.rollouts.sample(question("alice", "sample-2"))
     service.clock.now += 10.0
     await busy.beat(decode=3.0)
-    stored = lambda: service.database.all_whole_bills()["alice"]["reserved"]["decode"]["money"]  # noqa: E731
+    stored = lambda: service.database.usage_totals()["alice"]["reserved"]["decode"]["cost"]  # noqa: E731
     await service.clock.advance(2.0)
-    await eventually(lambda: stored() == 7 * UNIT)
+    await eventually(lambda: stored() == 7)
     await controller.context.rollouts.sample(question("alice", "sample-3"))
     service.clock.now += 10.0
     await busy.beat(decode=5.0)
-    assert controller.context.billing.whole("alice").cost == 12.0
+    assert controller.context.usage.tenant_view("alice").cost == 12.0
     await service.crash()
     controller = await service.start()
-    assert controller.context.billing.whole("alice").cost == 7.0
+    assert controller.context.usage.tenant_view("alice").cost == 7.0
     (fleet,) = (await controller.queries.costs())["workers"]
     assert fleet.waiting == 0.0 and fleet.cost == fleet.used + fleet.idle
     await service.close()
@@ -360,38 +348,38 @@ async def test_a_draining_worker_is_paid_for_until_it_is_gone(service: Service) 
     service.clock.now += 5.0
     await busy.worker.die()
     await eventually(lambda: worker.state == "gone")
-    assert service.controller.context.billing.fleet()[0].cost == 15.0
+    assert service.controller.context.usage.fleet()[0].cost == 15.0
     service.clock.now += 5.0
-    assert service.controller.context.billing.price() == 0.0
+    assert service.controller.context.usage.price() == 0.0
 
 
-async def test_a_database_that_is_away_delays_the_account_alone(
+async def test_an_unavailable_database_delays_only_the_counters(
     service: Service, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy = await Busy(service, "worker", 1.0).join()
     await service.controller.context.rollouts.sample(question())
     service.clock.now += 10.0
     await busy.beat(decode=4.0)
-    save = service.database.save_bills
+    save = service.database.save_usage
 
     def away(*arguments: Any) -> None:
         raise Unavailable("the database does not answer")
 
-    monkeypatch.setattr(service.database, "save_bills", away)
+    monkeypatch.setattr(service.database, "save_usage", away)
     await service.clock.advance(40.0)
-    await eventually(lambda: "the account of costs is not stored yet" in caplog.text)
-    monkeypatch.setattr(service.database, "save_bills", save)
-    await service.controller.context.billing.save()
-    assert service.database.bill("bob", "")["reserved"]["decode"]["money"] == 4 * UNIT
+    await eventually(lambda: "usage is not stored yet" in caplog.text)
+    monkeypatch.setattr(service.database, "save_usage", save)
+    await service.controller.context.usage.save()
+    assert service.database.job_usage("bob", TENANT_TOTAL)["reserved"]["decode"]["cost"] == 4
 
 
-async def test_a_price_that_is_none_is_refused(service: Service) -> None:
+async def test_an_invalid_price_is_refused(service: Service) -> None:
     for price in (-1.0, float("nan"), float("inf")):
         with pytest.raises(PermissionError, match="price"):
             await Busy(service, "worker", price).worker.join()
 
 
-def test_jobs_show_tells_what_a_job_cost() -> None:
+def test_jobs_show_prints_the_cost_of_a_job() -> None:
     nothing = {"cost": 0.0, "reserved": 0.0, "preemptible": 0.0, "seconds": 0.0, "tokens_per_unit": None,
                "reserved_alone": None}  # fmt: skip
     assert cost_lines(nothing) == []

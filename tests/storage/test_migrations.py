@@ -1,0 +1,189 @@
+"""A data folder of an earlier version opens, is migrated, and its jobs and clients continue.
+
+``tests/data/data_folder_schema_3.tar.xz`` is a data folder that commit 9af9a04, the last one before there were
+migrations, left after a ``kill -9``. It was made with that commit's ``tests/peers.py`` and ``tests/driven.py``:
+
+1. ``Service(folder, bill_seconds=1.0)`` with one ``AddingWorker`` at a price of 3600 an hour, and one host;
+2. keys ``tml-alice`` of alice, ``tml-old`` of bob (revoked at 2.0);
+3. a job of alice with ``evaluation={"prompts": 2}`` that ran to its end (two steps);
+4. a beat after 10 s with 4 s of decoding;
+5. a client of bob: gradient, step, checkpoints ``kept`` (weights) and ``sampled`` (sampler weights), one more gradient,
+   a sampler of ``sampled`` and one sample from it; a beat after 10 s with 1 s of decoding;
+6. a second job of alice, ``stop__steps=6``, ``max_staleness=2``, ``commit_every=2``, up to its second step; a beat as
+   before; the usage was saved and the process crashed.
+
+``postgresql.sql`` in it are the tables of that commit as it made them on PostgreSQL.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import Connection, MetaData, create_engine, insert, inspect, select, text
+from tests.support.driven import Client, join
+from tests.support.peers import Service
+from tests.support.storing import connected, running_postgres
+
+from rookery.controller.sessions import operations
+from rookery.errors import UserError
+from rookery.storage.columns import Base
+from rookery.storage.data_dir import hash_key
+from rookery.storage.db import Database
+from rookery.storage.migrations import HEAD
+
+FINISHED, UNFINISHED = "job-1027c4d1c386bbc4cd613e30", "job-c69d4bd8b3fa7aa7e1fab9d7"
+SESSION = "session-e1ea24c4f9341c68966baea1"
+MODEL, SAMPLER = f"{SESSION}:train:0", f"{SESSION}:sample:0"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    archive = Path(__file__).parents[1] / "data" / "data_folder_schema_3.tar.xz"
+    with tarfile.open(archive) as file:
+        file.extractall(tmp_path, filter="data")
+    return tmp_path
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def old_url(request: pytest.FixtureRequest, folder: Path) -> Iterator[str]:
+    """The database of the earlier version."""
+    sqlite = f"sqlite:///{folder}/rookery.db"
+    if request.param == "sqlite":
+        yield sqlite
+        return
+    with running_postgres() as server:
+        url = server.replace("NAME", "postgres")
+        copy(sqlite, url, (folder / "postgresql.sql").read_text())
+        yield url
+
+
+def copy(source: str, target: str, tables: str) -> None:
+    """Every row of ``source`` in ``target``, whose ``tables`` are made."""
+    reader = create_engine(source)
+    with reader.begin() as old, connected(target) as new:
+        new.exec_driver_sql(tables)
+        found, made = MetaData(), MetaData()
+        found.reflect(old)
+        made.reflect(new)
+        for table in made.sorted_tables:
+            booleans = {column.name for column in table.columns if column.type.python_type is bool}
+            rows = [
+                {name: bool(value) if name in booleans else value for name, value in row._mapping.items()}
+                for row in old.execute(select(found.tables[table.name]))
+            ]
+            if rows:
+                new.execute(insert(table), rows)
+        new.execute(text("SELECT setval(pg_get_serial_sequence('events', 'id'), (SELECT max(id) FROM events))"))
+    reader.dispose()
+
+
+@contextmanager
+def opened(url: str) -> Iterator[Database]:
+    database = Database(url)
+    try:
+        database.create()
+        yield database
+    finally:
+        database.close()
+
+
+def differences(connection: Connection) -> list[object]:
+    """Between the schema and the models."""
+    context = MigrationContext.configure(connection, opts={"compare_type": True})
+    return list(compare_metadata(context, Base.metadata))
+
+
+def test_an_old_database_gets_the_schema_of_the_models(old_url: str) -> None:
+    with opened(old_url) as database:
+        database.create()
+        with database.reading() as connection:
+            assert differences(connection) == []
+            assert connection.execute(text("SELECT version_num FROM alembic_version")).scalar() == HEAD
+        check_rows(database)
+        database.add_event("alice", None, 0.0, "kind", "text")
+
+
+def check_rows(database: Database) -> None:
+    """Everything that the earlier version stored is there."""
+    tenant = database.tenant_of_key(hash_key("tml-alice"))
+    assert tenant is not None and tenant.id == "alice"
+    assert database.tenant_of_key(hash_key("tml-old")) is None
+    rows = database.steps("alice", FINISHED)
+    assert [(row["step"], row["version"], row["reward"]) for row in rows] == [(1, 1, 1.75), (2, 2, 2.0)]
+    rows = database.steps("alice", UNFINISHED)
+    assert [(row["step"], row["version"], row["reward"]) for row in rows] == [(1, 1, 1.75), (2, 1, 2.0)]
+    counters = database.get_job("alice", FINISHED).counters
+    assert {"zero_variance_groups", "trajectory_splits"} & counters.keys() and "groups_no_variance" not in counters
+    (policy,) = database.policies("alice", UNFINISHED)
+    assert [version.reward for version in database.versions("alice", policy.id)] == [None, 2.0]
+    assert database.recent_rewards("alice", 64) == {FINISHED: [1.75, 2.0], UNFINISHED: [1.75, 2.0]}
+    assert [row.version for row in database.evaluations("alice", FINISHED)] == [0, 2]
+    totals = {tenant: used["reserved"]["decode"] for tenant, used in database.usage_totals().items()}
+    assert totals == {
+        "alice": {"seconds": 5.0, "cost": 5.0, "tokens": 117},
+        "bob": {"seconds": 1.0, "cost": 1.0, "tokens": 7},
+    }
+    assert database.job_usage("alice", FINISHED)["reserved"]["decode"]["cost"] == 4.0
+    (fleet,) = database.fleet_usage().values()
+    assert (fleet["reserved"]["seconds"], fleet["reserved"]["cost"], fleet["reserved"]["idle"]) == (30.0, 30.0, 16.0)
+    for row in database.futures_behind(MODEL, -1):
+        assert row.outcome is not None and operations.outcomes.decode(row.outcome)
+        assert not row.call or operations.calls.decode(row.call)
+
+
+async def test_jobs_and_clients_of_an_old_folder_continue(folder: Path) -> None:
+    service = Service(folder)
+    controller = await service.start()
+    await join(service)
+    await service.host(instance="another").join()
+    view = await service.ends(UNFINISHED)
+    assert view.step == 6 and view.rewards[:2] == [1.75, 2.0]
+    service.check_history(UNFINISHED)
+    assert [row["step"] for row in await controller.queries.metrics("alice", UNFINISHED)] == [1, 2, 3, 4, 5, 6]
+    assert (await controller.queries.show("alice", FINISHED)).cost.cost == 4.0
+    assert controller.context.usage.tenant_view("bob").cost == 1.0
+
+    client = Client(service, "bob")
+    client.session, client.model = SESSION, MODEL
+    _, policy = service.database.get_model("bob", MODEL)
+    client._seq = max(future.seq for future in service.database.futures_behind(MODEL, -1))
+    assert isinstance(await client.step(), operations.OptimStepResult), "the stored gradient is computed again"
+    after = service.database.get_model("bob", MODEL)[1]
+    assert (after.head_version or 0) == (policy.head_version or 0) + 1
+    outcome = await client.outcome(await client.sample(SAMPLER, 1))
+    assert isinstance(outcome, operations.SampleResult)
+    await service.close()
+    service.database.close()
+
+
+def test_a_new_database_has_the_schema_of_the_models() -> None:
+    with opened("sqlite://") as database, database.reading() as connection:
+        assert differences(connection) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("UPDATE meta SET value = '2' WHERE name = 'schema'", "has schema 2, this Rookery migrates schema 3 and later"),
+        ("UPDATE meta SET value = '4' WHERE name = 'schema'", "has schema 4, this Rookery migrates"),
+        ("UPDATE alembic_version SET version_num = '9999'", f"has schema revision 9999, .* up to {HEAD}"),
+    ],
+)
+def test_a_database_of_another_version_is_refused_and_not_changed(old_url: str, change: str, message: str) -> None:
+    if "alembic" in change:
+        with opened(old_url):
+            pass
+    with connected(old_url) as connection:
+        connection.execute(text(change))
+        tables = inspect(connection).get_table_names()
+    with pytest.raises(UserError, match=message) as refused, opened(old_url):
+        pass
+    assert "\n" not in str(refused.value)
+    with connected(old_url) as connection:
+        assert inspect(connection).get_table_names() == tables
