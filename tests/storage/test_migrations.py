@@ -133,8 +133,8 @@ def check_rows(database: Database) -> None:
     (fleet,) = database.fleet_usage().values()
     assert (fleet["reserved"]["seconds"], fleet["reserved"]["cost"], fleet["reserved"]["idle"]) == (30.0, 30.0, 16.0)
     for row in database.futures_behind(MODEL, -1):
-        assert row.outcome is not None and operations.outcomes.decode(row.outcome)
-        assert not row.call or operations.calls.decode(row.call)
+        assert row.outcome is not None and operations.decode_result(row.outcome)
+        assert not row.call or operations.decode_operation(row.call)
 
 
 async def test_jobs_and_clients_of_an_old_folder_continue(folder: Path) -> None:

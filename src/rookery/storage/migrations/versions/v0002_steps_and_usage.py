@@ -1,17 +1,15 @@
-"""Metrics of steps in a table of their own; usage in seconds and price units; names in stored values.
+"""Metrics of steps in a table of their own; usage in seconds and price units; names of counters.
 
 * ``steps`` gets the metrics that the versions carried, of the head and its ancestors; a version keeps its best reward.
 * ``bills`` becomes ``usage``: nanoseconds and billionths of the price unit become seconds and price units.
-* Clients' calls and outcomes, counters and metrics get their new names.
+* Counters get their new names.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import Any
 
-import msgspec
 import sqlalchemy as sa
 from alembic import op
 
@@ -20,21 +18,6 @@ down_revision = "0001"
 
 EARLIER = "earlier_steps"
 """The key under which a version's metrics had the rows of the steps before its last."""
-
-CALLS = {
-    "Compute": "ForwardBackward",
-    "Refused": "InvalidOperation",
-    "Step": "OptimStep",
-    "Failed": "OperationFailed",
-    "Created": "ModelCreated",
-    "Computed": "ForwardBackwardResult",
-    "Stepped": "OptimStepResult",
-    "Saved": "StateSaved",
-    "SamplerMade": "SamplerSaved",
-    "Loaded": "StateLoaded",
-    "Answered": "SampleResult",
-}
-"""Types of clients' calls and of their outcomes."""
 
 COUNTERS = {"groups_no_variance": "zero_variance_groups", "splits": "trajectory_splits"}
 
@@ -54,7 +37,6 @@ def upgrade() -> None:
     op.drop_column("versions", "metrics")
     op.rename_table("bills", "usage")
     _convert_usage(op.get_bind())
-    _rename_calls(op.get_bind())
     _rename_counters(op.get_bind())
     op.execute("UPDATE meta SET value = 'migrations' WHERE name = 'schema'")
 
@@ -106,26 +88,6 @@ def _record(old: dict[str, Any]) -> dict[str, Any]:
 def _scaled(old: dict[str, int]) -> dict[str, float]:
     names = {"time": "seconds", "money": "cost", "idle": "idle"}
     return {names[name]: value / 1e9 for name, value in old.items() if name in names}
-
-
-def _rename_calls(connection: sa.Connection) -> None:
-    query = sa.text("SELECT id, call, outcome, digest FROM futures")
-    for id, call, outcome, digest in connection.execute(query).all():
-        values = {"id": id, "call": _retyped(call), "outcome": _retyped(outcome), "digest": digest}
-        if call:  # the digest of a call that makes a sampler leaves out the sampler's number
-            content = msgspec.msgpack.decode(values["call"])
-            if content["type"] == "SaveSampler":
-                content.pop("sampler", None)
-            values["digest"] = hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
-        change = "UPDATE futures SET call = :call, outcome = :outcome, digest = :digest WHERE id = :id"
-        connection.execute(sa.text(change), values)
-
-
-def _retyped(content: bytes | None) -> bytes | None:
-    if not content:
-        return content
-    value = msgspec.msgpack.decode(content)
-    return msgspec.msgpack.encode({**value, "type": CALLS.get(value["type"], value["type"])})
 
 
 def _rename_counters(connection: sa.Connection) -> None:
