@@ -100,7 +100,7 @@ class Controller:
             on_metrics=self._on_metrics,
         )
         self.jobs = JobRegistry()
-        self.queries = JobQueries(self.context, self.jobs, jobs_folder)
+        self.queries = JobQueries(self.context, self.jobs)
         self._validator = JobValidator(self.context)
         self.completions = Completions(self.context, self._validator, self._pinned)
         self.sessions = Sessions(self.context, self._validator, provide)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -33,11 +32,10 @@ EVENTS_SHOWN = 1000
 
 
 class JobQueries:
-    def __init__(self, context: ControllerContext, jobs: JobRegistry, jobs_folder: Path) -> None:
+    def __init__(self, context: ControllerContext, jobs: JobRegistry) -> None:
         self._context = context
         self._store = context.store
         self._jobs = jobs
-        self._jobs_folder = jobs_folder
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
