@@ -78,7 +78,7 @@ async def test_a_follower_is_woken_by_its_own_job_alone(service: Service, monkey
     states = [await show("alice", job) for job in jobs]
     while any(view.state != "running" for view in states):
         states = [await show("alice", job) for job in jobs]
-    waiting = [asyncio.ensure_future(service.controller.wait("alice", job)) for job in jobs]
+    waiting = [asyncio.ensure_future(service.controller.queries.wait("alice", job)) for job in jobs]
     await eventually(lambda: looks == Counter(dict.fromkeys(jobs, 1)))
     for _ in range(3):
         await service.controller.pause("alice", jobs[1])
