@@ -89,4 +89,4 @@ async def test_a_follower_is_woken_by_its_own_job_alone(service: Service, monkey
     for job, task in zip(jobs, waiting, strict=True):
         await service.controller.cancel("alice", job)
         assert (await task).state == "cancelled"
-    assert not service.controller._pulses, "nobody follows them any more"
+    assert service.controller.jobs.followed() == 0, "nobody follows them any more"
