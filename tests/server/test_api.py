@@ -170,6 +170,7 @@ def test_pause_resume_and_cancel(faces: Faces) -> None:
         ({"algorithm": {"groupsize": 8}}, "algorithm.groupsize"),
         ({"stop": {}}, "at least one of steps"),
         ({"environment": {"id": "jsonl", "rows": [{"prompt": "?", "answer": "!"}], "verifier": "magic"}}, "verifier"),
+        ({"environment": {"id": "jsonll", "path": "sums.jsonl", "verifier": "exact"}}, "did you mean jsonl?"),
         ({"environment": {"id": "jsonl", "path": "/etc/passwd", "verifier": "exact"}}, "upload"),
         ({"environment": {"id": "jsonl", "dataset": "0" * 64, "verifier": "exact"}}, "dataset"),
         ({"environment": {"hosted": "x", "seed": 2**64}}, "environment.seed"),

@@ -34,7 +34,15 @@ REFUSED: list[tuple[Any, str]] = [
         main(optimizer={"schedule": {"nam": 1}}),
         "policies.main.optimizer.schedule.nam: unknown field; did you mean name?",
     ),
-    (job_of(sampling__top_k=3), "sampling.top_k: unknown field; "),
+    (
+        job_of(sampling__top_k=3),
+        "sampling.top_k: top_k is not supported: a trainer cannot reproduce it exactly; use samp",
+    ),
+    (
+        job_of(top_p=0.9),
+        "top_p: top_p is not supported: a trainer cannot reproduce it exactly; use sampling.temperature",
+    ),
+    (job_of(temperature=0.9), "temperature: unknown field; did you mean sampling.temperature?"),
     (job_of(name="-bad"), 'name: given "-bad", allowed: match pattern'),
     (job_of(base_model=""), 'base_model: given "", allowed: have at least 1 character'),
     (job_of(seed=-1), "seed: given -1, allowed: greater than or equal to 0"),
@@ -195,7 +203,15 @@ def test_durations(number: int, unit: tuple[str, int]) -> None:
 
 
 def test_files_that_are_no_jobs(tmp_path: Path) -> None:
-    for content, problem in ((b"a: [", "neither YAML nor JSON"), (b"- 1", "holds list"), (b"\xff", "neither YAML nor")):
+    for content, problem in (
+        (b"a: [", "neither YAML nor JSON"),
+        (b"- 1", "holds list"),
+        (b"\xff", "neither YAML nor"),
+        (b"", "the file is empty"),
+        (b"# only a comment", "the file is empty"),
+        (b"name: a\nstop: {steps: 1}\nname: b", "line 3: name is given twice"),
+        (b'{"stop": {"steps": 1, "steps": 2}}', "line 1: steps is given twice"),
+    ):
         (tmp_path / "job.yaml").write_bytes(content)
         with pytest.raises(UserError, match=problem):
             read_job(tmp_path / "job.yaml")

@@ -65,7 +65,8 @@ class JobValidator:
             if spec.environment.id is not None:
                 await asyncio.to_thread(world.check_environment, spec.environment.id, options)
         except UserError as error:
-            problems.append(f"environment: {error}")
+            line = str(error)
+            problems.append(line if line.startswith("environment.") else f"environment: {line}")
         if problems:
             raise SpecError(problems)
         spec = spec.model_copy(update={"base_model": model})
@@ -89,7 +90,7 @@ class JobValidator:
         """The environment's options as its host gets them: uploads replaced by where their bytes lie."""
         world = self._world
         options = spec.environment.options
-        if spec.environment.id is None:
+        if spec.environment.id != "jsonl":
             return options
         for field, path in (("dataset", "path"), ("eval_dataset", "eval_path")):
             if path in options:

@@ -19,6 +19,9 @@ from pydantic_core import ErrorDetails
 from rookery.errors import UserError, short
 from rookery.spec.job import JobSpec
 
+UNSUPPORTED_SAMPLING = ("top_p", "top_k", "min_p")
+"""Sampling options that a trainer cannot reproduce exactly, which losses with ratios need."""
+
 INTEGERS = range(-(2**63), 2**64)
 """Integers that an environment's options may hold: those that a message to its host can carry."""
 
@@ -52,7 +55,11 @@ def problem_line(error: ErrorDetails, path: str, known: Sequence[str]) -> str:
     """One mistake found by pydantic as a line: the field's path, the given value, what is allowed. ``known`` are the
     fields that exist at ``path``."""
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(str(error["loc"][-1]), known, 1)
+        name = str(error["loc"][-1])
+        if name in UNSUPPORTED_SAMPLING:
+            reason = "a trainer cannot reproduce it exactly; use sampling.temperature"
+            return f"{path}: {name} is not supported: {reason}"
+        near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}?" if near else "allowed: " + ", ".join(known) if known else "no such field"
         return f"{path}: unknown field; {hint}"
     if error["type"] == "missing":
@@ -67,6 +74,10 @@ def problem_line(error: ErrorDetails, path: str, known: Sequence[str]) -> str:
 
 def _job_problem(error: ErrorDetails) -> str:
     path = ".".join(str(part) for part in error["loc"]) or "job"
+    if error["type"] == "extra_forbidden" and len(error["loc"]) == 1:
+        for section, field in JobSpec.model_fields.items():
+            if isinstance(field.annotation, type) and path in getattr(field.annotation, "model_fields", ()):
+                return f"{path}: unknown field; did you mean {section}.{path}?"
     return problem_line(error, path, _known_fields(tuple(error["loc"])))
 
 
@@ -111,14 +122,32 @@ def _leaves(data: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield path, value
 
 
+class _JobLoader(yaml.SafeLoader):
+    """YAML without duplicate keys, of which the last would silently win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    line = key.start_mark.line + 1
+                    raise UserError(f"line {line}: {key.value} is given twice; keep one of them")
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def read_job(path: Path) -> dict[str, Any]:
     """The mapping in a YAML or JSON job file. Raises :class:`UserError` for anything else."""
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = yaml.load(path.read_text(encoding="utf-8"), _JobLoader)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); give the path of a job file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: is neither YAML nor JSON ({' '.join(str(error).split())})") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    if data is None:
+        raise UserError(f"{path}: the file is empty; a job needs at least name, base_model, environment and stop")
     if not isinstance(data, dict):
         raise UserError(f"{path}: holds {type(data).__name__}, not a mapping of fields (name, base_model, …)")
     return data
