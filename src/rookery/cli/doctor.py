@@ -1,4 +1,4 @@
-"""``rookery doctor``: what this machine can do, what is missing, and the command that mends it."""
+"""``rookery doctor``: checks what this machine can do, and shows the command that installs what is missing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import psutil
 import typer
 from rich.text import Text
 
-from rookery.cli.common import FAILED, Data, Json, Key, Url, console, print_json, settings_of
+from rookery.cli.common import FAILED, Cli, console, print_json, with_options
 from rookery.client import Client
 from rookery.cluster.base import PRELOAD, preloaded
 from rookery.errors import RookeryError, installs
@@ -44,12 +44,13 @@ EXTRAS = {
     "tensorboard": "metrics in TensorBoard",
     "wandb": "metrics in Weights & Biases",
 }
-"""What each is for; what it installs stands in this package's metadata."""
+"""The purpose of each extra; this package's metadata lists its packages."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """``mend`` says what to do, empty where nothing is wrong. That an optional thing is missing is no fault."""
+    """The result of one check. ``mend`` is the command or action that fixes it, empty where nothing is wrong; a missing
+    optional part is not a fault."""
 
     what: str
     state: Literal["good", "optional", "bad"]
@@ -57,18 +58,17 @@ class Finding:
     mend: str = ""
 
 
+@with_options
 def doctor(
-    url: Url = None,
-    key: Key = None,
-    data: Data = None,
-    cache: Annotated[Path | None, typer.Option(help="Where base models lie.", envvar="ROOKERY_CACHE")] = None,
-    json: Json = False,
+    cli: Cli,
+    cache: Annotated[Path | None, typer.Option(help="The folder of base models.", envvar="ROOKERY_CACHE")] = None,
 ) -> None:
-    """What this machine can do, and the command that mends what is missing. Exit code 1 if something needed is."""
-    findings = examine(settings_of(url, key, data, cache=cache))
+    """Check what this machine can do, and show how to fix what is missing. Exit code 1 if something required is."""
+    settings = cli.settings if cache is None else cli.settings.replace(cache=cache.expanduser().absolute())
+    findings = examine(settings)
     out = console()
     for finding in findings:
-        if json:
+        if cli.json:
             print_json(asdict(finding))
             continue
         mark, style = {"good": ("ok", "green"), "optional": ("--", "yellow"), "bad": ("!!", "bold red")}[finding.state]
@@ -106,7 +106,7 @@ def _cores() -> Finding:
 
 
 def _processor_flags() -> set[str] | None:
-    """The processor's instruction sets; None where the system does not say."""
+    """The processor's instruction sets; None where the system does not report them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -120,7 +120,7 @@ def _processor_flags() -> set[str] | None:
 
 def _bf16(flags: set[str] | None) -> Finding:
     if flags is None:
-        return Finding("bf16 instructions", "optional", "this system does not say; a worker finds out by itself")
+        return Finding("bf16 instructions", "optional", "not reported by this system; a worker detects them")
     names = [name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in flags]
     if names:
         return Finding("bf16 instructions", "good", ", ".join(names))
@@ -142,27 +142,29 @@ def _accelerator() -> Finding:
     query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=30)
     if done.returncode != 0 or not done.stdout.strip():
-        said = (done.stdout or done.stderr).strip().splitlines()
-        return Finding("GPU", "optional", f"nvidia-smi fails: {said[0] if said else 'no output'}", "repair the driver")
+        output = (done.stdout or done.stderr).strip().splitlines()
+        return Finding(
+            "GPU", "optional", f"nvidia-smi fails: {output[0] if output else 'no output'}", "repair the driver"
+        )
     return Finding("GPU", "good", "; ".join(line.strip() for line in done.stdout.strip().splitlines()))
 
 
 def _allocator(name: str) -> Finding:
     if not name:
-        return Finding("allocator", "optional", "the C library's, as ROOKERY_ALLOCATOR says; tcmalloc is quicker")
+        return Finding("allocator", "optional", "the C library's, by ROOKERY_ALLOCATOR; tcmalloc is faster")
     if found := preloaded({}, name).get(PRELOAD):
         return Finding("allocator", "good", found)
     return Finding("allocator", "optional", f"no {name} here: workers are some 10% slower", ALLOCATOR_PACKAGE)
 
 
 def _disk(what: str, folder: Path) -> Finding:
-    there = folder
-    while not there.exists():
-        there = there.parent
-    if not os.access(there, os.W_OK | os.X_OK):
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    if not os.access(existing, os.W_OK | os.X_OK):
         variable = "ROOKERY_DATA" if what.startswith("data") else "ROOKERY_CACHE"
-        return Finding(what, "bad", f"{folder} cannot be written", f"set {variable} to a folder that can")
-    free = shutil.disk_usage(there).free
+        return Finding(what, "bad", f"{folder} cannot be written", f"set {variable} to a writable folder")
+    free = shutil.disk_usage(existing).free
     text = f"{folder} ({free / GIGABYTE:.1f} GB free)"
     if free < NEEDED_DISK:
         return Finding(what, "bad", text, f"free {NEEDED_DISK / GIGABYTE:.0f} GB there")
@@ -175,7 +177,7 @@ def _model(cache: Path, name: str) -> Finding:
         return Finding(f"model {name}", "good", f"prepared in {known.folder}")
     if known.state == "refused":
         return Finding(f"model {name}", "bad", known.reason, "set ROOKERY_MODELS to a model that can be used")
-    return Finding(f"model {name}", "optional", "fetched when first used", f"rookery models --get {name}")
+    return Finding(f"model {name}", "optional", "fetched at first use", f"rookery models --get {name}")
 
 
 def _extra(extra: str, use: str) -> Finding:

@@ -1,4 +1,4 @@
-"""``rookery jobs …``: look at jobs and steer them."""
+"""``rookery jobs …``: list, show, follow and control jobs."""
 
 from __future__ import annotations
 
@@ -7,51 +7,38 @@ from typing import Annotated, Any
 
 import typer
 
-from rookery.cli.common import (
-    ENDINGS,
-    INTERRUPTED,
-    Data,
-    Json,
-    Key,
-    Url,
-    client_of,
-    console,
-    figures,
-    print_json,
-    time_of,
-)
+from rookery.cli.common import ENDINGS, INTERRUPTED, Cli, console, figures, print_json, time_of, with_options
 from rookery.client import Job
 from rookery.telemetry.table import job_list, job_table, sparkline
 
-app = typer.Typer(help="Look at jobs and steer them.", no_args_is_help=True)
+app = typer.Typer(help="List, show, follow and control jobs.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its name where only one is called so.")]
+Name = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its name where only one has it.")]
 
 STEP_FIGURES = ("reward", "loss", "kl", "entropy", "staleness_mean", "logp_diff_mean", "seconds/train")
-"""What one line of a step shows where a row has it; --json shows all."""
+"""Metrics in the line of a step where its row has them; --json prints all."""
 
 
 @app.command("list")
-def list_jobs(url: Url = None, key: Key = None, data: Data = None, json: Json = False) -> None:
+@with_options
+def list_jobs(cli: Cli) -> None:
     """All jobs of this key's tenant."""
-    with client_of(url, key, data) as client:
+    with cli.client() as client:
         views = client.views()
-    if json:
-        for view in views:
-            print_json(view)
-    elif views:
-        console().print(job_list(views))
+    if views or cli.json:
+        cli.show_rows(views, lambda: job_list(views))
     else:
         console().print("no jobs yet; rookery run job.yaml submits one")
 
 
 @app.command("show")
-def show(job: Name, url: Url = None, key: Key = None, data: Data = None, json: Json = False) -> None:
-    """One job: where it stands, its policies, what was counted, its evaluations."""
-    with client_of(url, key, data) as client:
+@with_options
+def show(cli: Cli, job: Name) -> None:
+    """One job: its progress, policies, counters and evaluations."""
+    with cli.client() as client:
         found = client.job(job)
         view, evaluations = found.show(), found.evaluations()
-    if json:
+    if cli.json:
         print_json({**view, "evaluations": evaluations})
         return
     out = console()
@@ -77,88 +64,79 @@ def show(job: Name, url: Url = None, key: Key = None, data: Data = None, json: J
 
 
 @app.command("pause")
-def pause(job: Name, url: Url = None, key: Key = None, data: Data = None, json: Json = False) -> None:
-    """Stop working on a job until it is resumed; nothing is lost."""
-    _act("pause", job, url, key, data, json)
+@with_options
+def pause(cli: Cli, job: Name) -> None:
+    """Pause a job until it is resumed; nothing is lost."""
+    _act(cli, "pause", job)
 
 
 @app.command("resume")
-def resume(job: Name, url: Url = None, key: Key = None, data: Data = None, json: Json = False) -> None:
-    """Let a paused job go on."""
-    _act("resume", job, url, key, data, json)
+@with_options
+def resume(cli: Cli, job: Name) -> None:
+    """Resume a paused job."""
+    _act(cli, "resume", job)
 
 
 @app.command("cancel")
-def cancel(job: Name, url: Url = None, key: Key = None, data: Data = None, json: Json = False) -> None:
+@with_options
+def cancel(cli: Cli, job: Name) -> None:
     """End a job for good; its versions stay."""
-    _act("cancel", job, url, key, data, json)
+    _act(cli, "cancel", job)
 
 
 @app.command("logs")
+@with_options
 def logs(
+    cli: Cli,
     job: Name,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has ended.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job has ended.")] = False,
     limit: Annotated[int, typer.Option(help="How many events to show.", min=1, max=1000)] = 100,
-    url: Url = None,
-    key: Key = None,
-    data: Data = None,
-    json: Json = False,
 ) -> None:
-    """What happened to a job, then its steps; with -f the exit code says how it ended."""
-    with client_of(url, key, data) as client:
+    """A job's events, then its steps; with -f the exit code says how it ended."""
+    with cli.client() as client:
         found = client.job(job)
         for event in found.events(limit):
-            if json:
-                print_json({"event": event})
-            else:
-                console().print(f"{time_of(event.time)}  {event.kind}: {event.text}", markup=False)
+            cli.show({"event": event}, f"{time_of(event.time)}  {event.kind}: {event.text}")
         if not follow:
             for row in found.metrics(follow=False):
-                print_step(row, json)
+                print_step(cli, row)
             return
         try:
-            code = _follow(found, json)
+            code = _follow(cli, found)
         except KeyboardInterrupt:
             code = INTERRUPTED
     raise typer.Exit(code)
 
 
-def _follow(job: Job, json: bool) -> int:
-    """Until the job has ended; the exit code that says how."""
+def _follow(cli: Cli, job: Job) -> int:
+    """Follow a job until it has ended; returns the exit code of how it ended."""
     state = ""
     for kind, data in job.follow():
         if kind == "metrics":
-            print_step(data, json)
+            print_step(cli, data)
         elif kind in ("job", "end"):
-            if json:
-                print_json({"job": data})
-            else:
-                console().print(
-                    f"{job.name} is {data.state}" + (f": {data.reason}" if data.reason else ""), markup=False
-                )
+            cli.show({"job": data}, _state_line(job.name, data))
             state = data.state
     return ENDINGS[state]
 
 
-def print_step(row: dict[str, Any], json: bool) -> None:
+def print_step(cli: Cli, row: dict[str, Any]) -> None:
     """A metrics row on one line."""
-    if json:
-        print_json({"metrics": row})
-    else:
-        console().print(f"step {row['step']:>5}  {figures(row, STEP_FIGURES)}", markup=False)
+    cli.show({"metrics": row}, f"step {row['step']:>5}  {figures(row, STEP_FIGURES)}")
 
 
-def _act(action: str, job: str, url: str | None, key: str | None, data: Any, json: bool) -> None:
-    with client_of(url, key, data) as client:
+def _act(cli: Cli, action: str, job: str) -> None:
+    with cli.client() as client:
         view = getattr(client.job(job), action)()
-    if json:
-        print_json(view)
-    else:
-        console().print(f"{view.name} is {view.state}" + (f": {view.reason}" if view.reason else ""), markup=False)
+    cli.show(view, _state_line(view.name, view))
+
+
+def _state_line(name: str, view: Any) -> str:
+    return f"{name} is {view.state}" + (f": {view.reason}" if view.reason else "")
 
 
 def cost_lines(cost: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What a job cost, where anything did; else how long workers computed for it."""
+    """A job's compute time, and its cost where workers have a price."""
     lines = [("compute", f"{cost['seconds']:,.0f} s")] if cost["seconds"] else []
     if cost["cost"]:
         shares = f"{cost['reserved']:.4g} reserved, {cost['preemptible']:.4g} preemptible"

@@ -1,64 +1,55 @@
-"""``rookery models``: which base models there are, and where they stand."""
+"""``rookery models``: the base models and their states."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from rookery.cli.common import Data, Json, Key, Url, console, plain_table, print_json, settings_of, show
-from rookery.client import Client
+from rookery.cli.common import Cli, plain_table, with_options
 from rookery.errors import Unavailable, UserError
-from rookery.settings import Settings
 from rookery.tokenization.registry import CATALOGUE, resolve, status
 
 
+@with_options
 def models(
-    url: Url = None,
-    key: Key = None,
-    data: Data = None,
+    cli: Cli,
     get: Annotated[str | None, typer.Option("--get", help="Fetch and prepare this model now.")] = None,
-    json: Json = False,
 ) -> None:
-    """Base models: loaded, prepared, known, or refused and why. Without a service, what is on this machine."""
-    settings = settings_of(url, key, data)
+    """Base models: loaded, prepared, known, or refused with the reason. Without a service, those on this machine."""
     if get is not None:
-        prepare(settings, get, json)
+        prepare(cli, get)
         return
-    rows = _rows(settings)
-    if json:
-        for row in rows:
-            print_json(row)
-        return
+    rows = _rows(cli)
     table = plain_table()
     for column in ("model", "state", "notes"):
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(str(row["name"]), str(row["state"]), str(row["reason"] or row["note"]))
-    console().print(table)
+    cli.show_rows(rows, lambda: table)
 
 
-def prepare(settings: Settings, name: str, json: bool = False) -> None:
-    """Fetches and converts a model into the cache, in a process of its own, which may take torch. Raises
-    :class:`UserError` with that process's last line."""
-    resolve(name)  # what cannot be a model is refused before a process is started for it
-    command = [sys.executable, "-m", "rookery.worker.model.convert", name, "--cache", str(settings.cache)]
+def prepare(cli: Cli, name: str) -> None:
+    """Fetches and converts a model into the cache, in a child process, because that needs torch. Raises
+    :class:`UserError` with the last line of that process."""
+    resolve(name)  # refuses an impossible name before a process is started for it
+    command = [sys.executable, "-m", "rookery.worker.model.convert", name, "--cache", str(cli.settings.cache)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
         raise UserError(lines[-1] if lines else f"preparing {name} ended with {done.returncode}")
     folder = done.stdout.strip()
-    show({"name": name, "state": "prepared", "folder": folder}, json, f"{name} is prepared: {folder}")
+    cli.show({"name": name, "state": "prepared", "folder": folder}, f"{name} is prepared: {folder}")
 
 
-def _rows(settings: Settings) -> list[dict[str, object]]:
+def _rows(cli: Cli) -> list[dict[str, Any]]:
     try:
-        with Client(settings=settings) as client:
+        with cli.client() as client:
             return [dict(row) for row in client.models()]
     except Unavailable:
-        if settings.server.url:
+        if cli.settings.server.url:
             raise
-    found = [status(settings.cache, name) for name in CATALOGUE]
+    found = [status(cli.settings.cache, name) for name in CATALOGUE]
     return [{"name": row.name, "state": row.state, "reason": row.reason, "note": row.note} for row in found]

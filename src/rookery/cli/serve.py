@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-from rookery.cli.common import Data, settings_of
+from rookery.cli.common import DataOption
 from rookery.cluster.base import preloaded
-from rookery.settings import TOKEN_VARIABLE
+from rookery.settings import TOKEN_VARIABLE, Settings
 
 
 def serve(
-    data: Data = None,
+    data: DataOption = None,
     host: Annotated[str | None, typer.Option(help="The address to listen on.", envvar="ROOKERY_HOST")] = None,
     port: Annotated[int | None, typer.Option(help="The port to listen on; 0 takes a free one.")] = None,
     models: Annotated[
@@ -27,7 +27,7 @@ def serve(
     """Run the service until Ctrl-C: unfinished jobs go on, workers and environment hosts dial in."""
     from rookery.server.launcher import serve as run_service
 
-    settings = settings_of(data=data, host=host, port=port, models=models, workers=workers)
+    settings = Settings.load(data=data, host=host, port=port, models=models, workers=workers)
     asyncio.run(run_service(settings))
 
 
@@ -51,7 +51,7 @@ def worker(
     cache: Annotated[Path | None, typer.Option(help="Where base models lie.", envvar="ROOKERY_CACHE")] = None,
 ) -> None:
     """Hold a base model and work for a service, here or elsewhere. Ctrl-C or SIGTERM drains first."""
-    settings = settings_of(cache=cache)
+    settings = Settings.load(cache=cache)
     arguments = ["--connect", connect, "--model", model, "--roles", roles]
     arguments += ["--cache", str(settings.cache)]
     if preemptible:

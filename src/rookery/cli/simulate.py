@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rookery.cli.common import Json, console, print_json
+from rookery.cli.common import JsonOption, console, print_json
 from rookery.errors import installs
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def simulate(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same run, event by event.")] = 0,
     out: Annotated[Path | None, typer.Option(help="A folder for results.json and the plots.")] = None,
-    json: Json = False,
+    json: JsonOption = False,
 ) -> None:
     """Compare ways of using reserved and preemptible machines, in virtual time. Nothing real is computed."""
     from rookery.simulation.profiles import load_profile

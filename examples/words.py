@@ -1,0 +1,28 @@
+"""Words, and chat messages, that the example tasks share."""
+
+from __future__ import annotations
+
+PEOPLE = (
+    "Maria John Anna Peter Lucy Omar Nina Paul Rosa Kenji Ivan Elsa Mina Carl Dora Emil Faye Gita Hans Igor Jana Karl"
+    " Lena Milo Nora Otto Pia Ravi Sara Theo Uma Vera Walt Yara Zoe"
+).split()
+CITIES = (
+    "Paris Rome Cairo Oslo Delhi Tokyo Madrid Berlin Dublin Athens Lisbon Vienna Prague Boston Denver Turin Quito Seoul"
+    " Perth Bonn Bern Riga Kyiv Lyon"
+).split()
+THINGS = (
+    "apple river stone garden window silver monkey bridge candle forest pencil rocket island butter castle"
+    " dragon planet guitar tunnel velvet anchor basket button camera carpet cheese circle coffee copper desert"
+    " dinner doctor engine farmer feather finger flower hammer honey jacket jungle kitten ladder lemon letter"
+    " market meadow mirror mountain needle ocean orange paper parrot pepper pillow pocket potato rabbit ribbon"
+    " saddle salmon school shadow signal spider spring summer sugar sunset temple thunder ticket tiger tomato"
+    " tower turtle valley violin wagon walnut water whale winter wizard wolf yellow zebra"
+).split()
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}

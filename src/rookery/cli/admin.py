@@ -1,0 +1,98 @@
+"""``rookery tenants …``, ``rookery workers``, ``rookery costs``: commands for the administrator's key."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rookery.cli.common import Cli, console, plain_table, time_of, with_options
+from rookery.telemetry.table import worker_table
+
+app = typer.Typer(help="Tenants, their keys, what they cost. Needs the administrator's key.", no_args_is_help=True)
+
+Tenant = Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id, or its name where only one has it.")]
+
+
+@app.command("list")
+@with_options
+def list_tenants(cli: Cli) -> None:
+    """Every tenant with its costs."""
+    with cli.client() as client:
+        costs = {row.tenant: row.cost for row in client.costs().tenants}
+        tenants = [{**row, "cost": costs.get(row.id)} for row in client.tenants()]
+    table = plain_table(("tenant", "since", "id"), ("cost", "reserved", "preemptible", "compute hours"))
+    for row in tenants:
+        cost = costs[row["id"]]
+        numbers = (cost.cost, cost.reserved, cost.preemptible, cost.seconds / 3600)
+        table.add_row(row["name"], time_of(row["created"]), row["id"], *(f"{number:.4g}" for number in numbers))
+    cli.show_rows(tenants, lambda: table)
+
+
+@app.command("add")
+@with_options
+def add(cli: Cli, name: Annotated[str, typer.Argument(help="The tenant's name.")]) -> None:
+    """Create a tenant. It needs a key next."""
+    with cli.client() as client:
+        made = client.add_tenant(name)
+    cli.show(made, f"{made.name} is tenant {made.id}; rookery tenants key {made.name} creates a key")
+
+
+@app.command("keys")
+@with_options
+def keys(cli: Cli, tenant: Tenant) -> None:
+    """A tenant's keys: labels and ids, never their texts."""
+    with cli.client() as client:
+        rows = client.keys(tenant)
+    table = plain_table(("key", "label", "created", "revoked"))
+    for row in rows:
+        table.add_row(row.id, row.label, time_of(row.created), time_of(row.revoked or 0))
+    cli.show_rows(rows, lambda: table)
+
+
+@app.command("key")
+@with_options
+def new_key(
+    cli: Cli, tenant: Tenant, label: Annotated[str, typer.Option(help="A note on the key's purpose.")] = ""
+) -> None:
+    """Create a key for a tenant. It is shown once: keep it."""
+    with cli.client() as client:
+        made = client.add_key(tenant, label)
+    cli.show(made, made.key)
+
+
+@app.command("revoke")
+@with_options
+def revoke(
+    cli: Cli,
+    tenant: Tenant,
+    id: Annotated[str, typer.Argument(metavar="ID", help="The key's id, as rookery tenants keys shows it.")],
+) -> None:
+    """Revoke a key. Its tenant's data stays."""
+    with cli.client() as client:
+        key = client.revoke_key(tenant, id)
+    cli.show(key, f"key {key.id} ({key.label or 'no label'}) is revoked")
+
+
+@with_options
+def costs(cli: Cli) -> None:
+    """The cost of the workers by base model and kind: used by tenants, idle, and in progress. Needs the administrator's
+    key."""
+    with cli.client() as client:
+        found = client.costs()
+    table = plain_table(("base model", "kind"), ("hours", "cost", "used", "idle", "in progress"))
+    for row in found.workers:
+        numbers = (row.hours, row.cost, row.used, row.idle, row.waiting)
+        table.add_row(row.model, row.kind, *(f"{number:.4g}" for number in numbers))
+    cli.show_rows([found], lambda: table)
+
+
+@with_options
+def workers(cli: Cli) -> None:
+    """The workers that have connected, in any state. Needs the administrator's key."""
+    with cli.client() as client:
+        rows = client.workers()
+    if rows or cli.json:
+        cli.show_rows(rows, lambda: worker_table(rows))
+    else:
+        console().print("no worker has connected; rookery worker --connect URL starts one")
