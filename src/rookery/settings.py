@@ -188,7 +188,10 @@ class SessionSettings(Section):
     """Calls that wait for one with a lower number fail when it has not arrived for this long; clients retry for five
     minutes."""
     session_idle_seconds: float = Field(120.0, gt=0)
-    """A client without a heartbeat for this long is idle: its models give up their slots until it returns."""
+    """A client without a heartbeat for this long is idle: its models give up their slots and its queued operations
+    wait, until it returns."""
+    session_abandon_seconds: float = Field(3600.0, gt=0)
+    """Queued operations of a client without a heartbeat for this long are dropped; each gets an error as its result."""
     session_expire_seconds: float = Field(30 * 86400.0, gt=0)
     """A client without any call for this long is finished; unnamed state of its models is deleted
     `session_result_seconds` later."""

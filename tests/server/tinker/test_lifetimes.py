@@ -468,3 +468,58 @@ async def test_a_damaged_head_is_named_and_another_state_can_be_loaded(service: 
     assert isinstance(loaded, operations.StateLoaded)
     await visitor.gradient()
     assert isinstance(await visitor.step(), operations.OptimStepResult)
+
+
+# --- clients that are away --------------------------------------------------------------------------------------------
+
+
+async def test_queued_operations_of_a_killed_client_wait_and_are_dropped(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its operations wait once its heartbeats stop, run on its return, and are dropped with an error after an hour."""
+    [worker] = service.peers
+    killed, other = await Client(service).begin(), await Client(service, "bob").begin()
+    sampler, free = await killed.sampler(None), asyncio.Event()
+
+    async def hold(op: Any) -> None:
+        if isinstance(op, protocol.ForwardBackward) and op.policy == policy.id:
+            await free.wait()
+
+    _, policy = await killed.store.get_model("alice", killed.model)
+    worker.answer = hold
+    trained = [await killed.send(forward([1, 2, number])) for number in range(3)]
+    worker.generating.clear()
+    sampled = [await killed.sample(sampler, number) for number in range(120)]
+    await eventually(lambda: service.controller.world.rollouts.waiting() > 0)
+    running = len(worker.generates)
+    await wait(service, 110.0)
+    free.set()
+    worker.generating.set()
+    await wait(service, 30.0)
+    assert service.controller.world.rollouts.waiting() == 0
+    assert len(worker.generates) == running, "no further request starts"
+    computed = sum(isinstance(op, protocol.ForwardBackward) for op in worker.operations)
+    assert computed == 1, "the operation that ran ends, and none starts"
+    for request in (trained[-1], sampled[-1]):
+        status = await killed.sessions.futures.wait("alice", request)
+        assert isinstance(status, QueueStatus) and status.paused and "heartbeat" in status.reason
+    assert isinstance(await other.gradient(), operations.ForwardBackwardResult)
+    assert isinstance(await other.step(), operations.OptimStepResult)
+
+    await killed.sessions.heartbeat("alice", killed.session)
+    assert isinstance(await killed.outcome(sampled[-1]), operations.SampleResult)
+    assert isinstance(await killed.outcome(trained[-1]), operations.ForwardBackwardResult)
+
+    await killed.sessions.heartbeat("alice", killed.session)
+    free.clear()
+    late = [await killed.send(forward([1, 2, 3])) for _ in range(3)]
+    await wait(service, 110.0)
+    free.set()
+    await wait(service, HOUR)
+    for request in late[1:]:
+        dropped = await killed.outcome(request)
+        assert isinstance(dropped, operations.OperationFailed) and "no heartbeat for 3600 s" in dropped.error
+    [record] = [record for record in caplog.records if "operations dropped" in record.getMessage()]
+    assert record.__dict__["tenant"] == "alice" and record.getMessage().startswith("2 operations")
+    refused = await killed.step()
+    assert isinstance(refused, operations.OperationFailed) and "no step was taken" in refused.error

@@ -144,6 +144,11 @@ class RolloutScheduler:
         positions = (queue.common.position(tenant, job) for queue in self._queues.values())
         return min((position for position in positions if position is not None), default=None)
 
+    def unstarted(self, request: str) -> bool:
+        """Whether the request waits for a worker and has no tokens yet."""
+        inflight = self._inflight.get(request)
+        return inflight is not None and inflight.worker is None and not inflight.result.tokens
+
     def outstanding(self, worker: Worker) -> int:
         """Requests that the worker was given and has not ended."""
         return self._pool.outstanding(worker)

@@ -62,6 +62,9 @@ class QueueStatus:
     reason: str = ""
 
 
+CLIENT_AWAY = QueueStatus(paused=True, reason="waits for its client, whose heartbeats stopped; the next one resumes it")
+
+
 @dataclass(eq=False)
 class Future:
     id: str

@@ -3,6 +3,7 @@
 * A sample that was acknowledged is answered, also by a later process: its requests keep their ids, so the tokens that a
   worker sampled meanwhile are used.
 * A sampler keeps its weights while it is used. Idle samplers without a name lose them.
+* While a session is suspended, its requests that no worker runs yet wait.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from dataclasses import dataclass
 from math import nan
+from typing import Any
 
 from rookery import protocol
 from rookery.aio import TaskGroup
 from rookery.controller.context import ControllerContext
-from rookery.controller.rollout.scheduler import SamplingRequest
-from rookery.controller.sessions.futures import Future, FutureExpired, Futures, QueueStatus, failure
+from rookery.controller.rollout.request import SamplingRequest, SamplingResult
+from rookery.controller.sessions.futures import CLIENT_AWAY, Future, FutureExpired, Futures, QueueStatus, failure
 from rookery.controller.sessions.operations import AnyResult, OperationFailed, Sample, SampledSequence, SampleResult
 from rookery.controller.weights.refs import adapter_ref
 from rookery.errors import NotFound, UserError
@@ -25,6 +28,8 @@ from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow, SamplerRo
 log = logging.getLogger("rookery.controller.sessions.samplers")
 
 SCHEME = "tinker://"
+
+CANCELLED = "cancelled by its client"
 
 USED_SECONDS = 60.0
 """A sampler's use is stored this often: far below ``sampler_idle_seconds``."""
@@ -64,16 +69,33 @@ def sampler_row(
     )  # fmt: skip
 
 
+@dataclass(eq=False)
+class _RunningSample:
+    """``work`` samples; ``task`` waits for it and delivers the result."""
+
+    row: SamplerRow
+    work: asyncio.Task[SampleResult]
+    task: asyncio.Task[None]
+    error: str = ""
+    """The result if ``work`` is cancelled."""
+
+
 class Samplers:
     def __init__(self, context: ControllerContext, futures: Futures) -> None:
         self._context = context
         self._futures = futures
         self._used: dict[str, float] = {}
         """When each sampler's use was last stored."""
-        self._running: dict[str, tuple[SamplerRow, asyncio.Task[None]]] = {}
+        self._running: dict[str, _RunningSample] = {}
+        self._requests: dict[asyncio.Task[SamplingResult], SamplingRequest] = {}
+        """The requests that the rollout scheduler has."""
+        self._suspended: dict[str, asyncio.Event] = {}
+        """By suspended session: set when it resumes."""
 
     async def stop(self) -> None:
-        tasks = [task for _, task in self._running.values()]
+        tasks: list[asyncio.Task[Any]] = []
+        for sample in self._running.values():
+            tasks += [sample.task, sample.work]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -100,27 +122,54 @@ class Samplers:
     def start(self, future: Future, operation: Sample, row: SamplerRow) -> None:
         """Sample; the result goes to ``future``."""
         future.status = lambda: self._status(row)
-        task = asyncio.create_task(self._execute(future, operation, row), name=f"sample {future.id}")
-        self._running[future.id] = (row, task)
-        task.add_done_callback(lambda done: self._running.pop(future.id, None))
+        work = asyncio.create_task(self._sample(future, operation, row), name=f"sample {future.id}")
+        task = asyncio.create_task(self._deliver(future), name=f"result of {future.id}")
+        self._running[future.id] = _RunningSample(row, work, task)
+        task.add_done_callback(lambda done: self._running.pop(future.id))
 
     async def cancel(self, tenant: str, request: str) -> None:
         """Give up a sample; others continue."""
-        future, running = self._futures.find(tenant, request), self._running.get(request)
-        if future is not None and running is not None:
-            running[1].cancel()
-            await asyncio.gather(running[1], return_exceptions=True)
-            await self._futures.finish(future, OperationFailed(error="cancelled by its client", category="user"))
+        sample = self._running.get(request)
+        if sample is not None and self._futures.find(tenant, request) is not None:
+            self._cancel(sample, CANCELLED)
+            await asyncio.gather(sample.task, return_exceptions=True)
 
     async def end(self, session: str) -> None:
         """The session is finished: cancel its samples."""
-        for request, (row, _) in list(self._running.items()):
-            if row.session == session:
-                await self.cancel(row.tenant, request)
+        tasks = [sample.task for sample in self._running.values() if sample.row.session == session]
+        self.drop(session, CANCELLED)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def drop(self, session: str, error: str) -> int:
+        """Give up the session's samples: ``error`` is their result. Returns how many."""
+        return sum(self._cancel(sample, error) for sample in self._running.values() if sample.row.session == session)
+
+    @staticmethod
+    def _cancel(sample: _RunningSample, error: str) -> bool:
+        if sample.error:
+            return False
+        sample.error = error
+        return sample.work.cancel()
+
+    @property
+    def sessions(self) -> set[str]:
+        """Sessions whose samples run or wait."""
+        return {sample.row.session for sample in self._running.values()}
+
+    def suspend(self, session: str) -> None:
+        """Take the session's requests that no worker runs yet out of the scheduler, until :meth:`resume`."""
+        self._suspended.setdefault(session, asyncio.Event())
+        for task, request in list(self._requests.items()):
+            if request.job == session and self._context.rollouts.unstarted(request.id):
+                task.cancel()
+
+    def resume(self, session: str) -> None:
+        if (resumed := self._suspended.pop(session, None)) is not None:
+            resumed.set()
 
     async def retire(self) -> None:
         """Delete the weights of samplers without a name that were idle for ``sampler_idle_seconds``."""
-        context, sampling = self._context, {row.id for row, _ in self._running.values()}
+        context, sampling = self._context, {sample.row.id for sample in self._running.values()}
         for row in await context.store.idle_samplers(
             context.clock.time() - context.settings.sessions.sampler_idle_seconds
         ):
@@ -130,22 +179,32 @@ class Samplers:
 
     def _status(self, row: SamplerRow) -> QueueStatus:
         fleet = self._context.fleet
+        if row.session in self._suspended:
+            return CLIENT_AWAY
         if not fleet.serving("rollout", row.base_model):
             return QueueStatus(paused=True, reason=fleet.missing("rollout", row.base_model))
         before = self._context.rollouts.position(row.tenant, row.session)
         return QueueStatus(reason="" if before is None else f"{before} requests wait for a worker before this one")
 
-    async def _execute(self, future: Future, operation: Sample, row: SamplerRow) -> None:
+    async def _deliver(self, future: Future) -> None:
+        sample = self._running[future.id]
         result: AnyResult
         try:
-            adapter = await self._adapter(row)
-            async with self._context.collector.reading(adapter):
-                result = await self._sample(future, operation, row, adapter)
+            result = await sample.work
+        except asyncio.CancelledError:
+            if not sample.error:
+                raise
+            result = OperationFailed(error=sample.error, category="user")
         except Exception as error:
             result = failure(future, error)
         await self._futures.finish(future, result)
 
-    async def _sample(
+    async def _sample(self, future: Future, operation: Sample, row: SamplerRow) -> SampleResult:
+        adapter = await self._adapter(row)
+        async with self._context.collector.reading(adapter):
+            return await self._generate_all(future, operation, row, adapter)
+
+    async def _generate_all(
         self, future: Future, operation: Sample, row: SamplerRow, adapter: protocol.AdapterRef | None
     ) -> SampleResult:
         context, prompt, scored = self._context, operation.prompt, 0
@@ -174,9 +233,7 @@ class Samplers:
         ]
         async with TaskGroup() as group:
             tasks = [
-                group.create_task(
-                    context.rollouts.sample(SamplingRequest(row.tenant, row.session, row.base_model, request))
-                )
+                group.create_task(self._generate(SamplingRequest(row.tenant, row.session, row.base_model, request)))
                 for request in requests
             ]
         replies = [task.result() for task in tasks]
@@ -186,6 +243,21 @@ class Samplers:
             prompt_logprobs=[*[nan] * unscored, *(s.logprob for s in scores)] if operation.prompt_logprobs else None,
             topk=[*[[]] * unscored, *(s.top for s in scores)] if operation.topk else None,
         )
+
+    async def _generate(self, request: SamplingRequest) -> SamplingResult:
+        while True:
+            if (resumed := self._suspended.get(request.job)) is not None:
+                await resumed.wait()
+            task = asyncio.ensure_future(self._context.rollouts.sample(request))
+            self._requests[task] = request
+            try:
+                return await task
+            except asyncio.CancelledError:
+                current = asyncio.current_task()
+                if current is None or current.cancelling():  # else suspend() cancelled the request alone
+                    raise
+            finally:
+                del self._requests[task]
 
     async def _adapter(self, row: SamplerRow) -> protocol.AdapterRef | None:
         """The weights to sample with now. Raises :class:`FutureExpired` if they were deleted."""

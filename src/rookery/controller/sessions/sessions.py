@@ -3,9 +3,10 @@
 * Every training run and sampler belongs to a session, every session to a tenant. Another tenant's answer as unknown.
 * A request is answered with its id as soon as it is durable; the client asks for the result by that id. Ids follow from
   the client's own numbers (``<run>/<seq>``), so a request that is sent again is the same request.
-* A finished session accepts no more operations; of its runs only checkpoints and samplers stay. A session whose client
-  is silent for ``session_idle_seconds`` releases its trainer slots and nothing else; one that is silent for
-  ``session_expire_seconds`` is finished.
+* A finished session accepts no more operations; of its runs only checkpoints and samplers stay.
+* A session without a heartbeat for ``session_idle_seconds`` is suspended until the next one: it releases its trainer
+  slots, and its queued operations wait. They are dropped after ``session_abandon_seconds``; after
+  ``session_expire_seconds`` the session is finished.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Sessions:
         self._open: dict[str, SessionRow] = {}
         """Rows of sessions that are not finished."""
         self._seen: dict[str, float] = {}
+        self._suspended: set[str] = set()
         self._stored: dict[str, float] = {}
         """When each session's last sign of life was stored."""
 
@@ -80,6 +82,7 @@ class Sessions:
                 future, operation = self.futures.reopen(row)
                 assert isinstance(operation, Sample)
                 sampler = await store.get_sampler(row.tenant, operation.sampler)
+                await self._row(row.tenant, sampler.session)
                 self._provide(sampler.base_model)
                 self._context.rollouts.expect_resumptions()
                 self.samplers.start(future, operation, sampler)
@@ -95,11 +98,10 @@ class Sessions:
         while True:
             await clock.sleep(settings.worker.heartbeat_seconds)
             self._slots.review()
-            now = clock.monotonic()
             for run in list(self.runs.values()):
                 run.expire_gap(settings.sessions.session_seq_gap_seconds)
-                if now - self._seen.setdefault(run.row.session, now) > settings.sessions.session_idle_seconds:
-                    run.release_slot()
+            self._suspend_silent()
+            now = clock.monotonic()
             if now - swept > SWEEP_SECONDS:
                 try:
                     await self.sweep()
@@ -107,6 +109,31 @@ class Sessions:
                 except Exception as error:
                     unforeseen = None if isinstance(error, RookeryError) else error
                     log.error("the sweep of expired sessions and results failed: %s", error, exc_info=unforeseen)
+
+    def _suspend_silent(self) -> None:
+        """Suspend the sessions without a heartbeat, and drop the operations of those that are silent for too long. A
+        session that its client finished runs its last operations."""
+        settings, now = self._context.settings.sessions, self._context.clock.monotonic()
+        for session in {run.row.session for run in self.runs.values()} | self.samplers.sessions:
+            silent, runs = now - self._seen.setdefault(session, now), self._runs_of(session)
+            if silent <= settings.session_idle_seconds:
+                continue
+            if session not in self._open:
+                for run in runs:
+                    run.release_slot()
+                continue
+            for run in runs:
+                run.suspend()
+            self.samplers.suspend(session)
+            self._suspended.add(session)
+            if silent > settings.session_abandon_seconds:
+                error = f"dropped: session {session} had no heartbeat for {settings.session_abandon_seconds:.0f} s"
+                count = sum(run.drop(error) for run in runs) + self.samplers.drop(session, error)
+                if count:
+                    log.warning("%d operations %s", count, error, extra={"tenant": self._open[session].tenant})
+
+    def _runs_of(self, session: str) -> list[TrainingRun]:
+        return [run for run in self.runs.values() if run.row.session == session]
 
     async def sweep(self) -> None:
         """Delete what has expired: results, checkpoints, weights of idle samplers, lost and finished sessions."""
@@ -137,11 +164,12 @@ class Sessions:
                 del self.runs[id]
                 await run.close()
         away = self._context.clock.monotonic() - self._context.settings.sessions.session_idle_seconds
-        used = {run.row.session for run in self.runs.values()}
+        used = {run.row.session for run in self.runs.values()} | self.samplers.sessions
         for session in [id for id, seen in self._seen.items() if seen < away and id not in used]:
             del self._seen[session]
             self._stored.pop(session, None)
             self._open.pop(session, None)
+            self._suspended.discard(session)
 
     def _time(self) -> float:
         return self._context.clock.time()
@@ -168,7 +196,15 @@ class Sessions:
             self._stored[id] = now
             row = await self._row(tenant, id)  # it may have been finished meanwhile
         self._seen[id] = now
+        self._resume(id)
         return row
+
+    def _resume(self, session: str) -> None:
+        if session in self._suspended:
+            self._suspended.discard(session)
+            self.samplers.resume(session)
+            for run in self._runs_of(session):
+                run.resume()
 
     async def heartbeat(self, tenant: str, id: str) -> None:
         """Raises :class:`FutureExpired` for a finished session."""
@@ -182,10 +218,10 @@ class Sessions:
             await self._context.store.finish_session(id, status, self._time())
         finally:
             self._open.pop(id, None)  # the database may have stored it and failed to answer
+        self._resume(id)
         await self.samplers.end(id)
-        for run in list(self.runs.values()):
-            if run.row.session == id:
-                run.release_slot()
+        for run in self._runs_of(id):
+            run.release_slot()
 
     async def _row(self, tenant: str, id: str) -> SessionRow:
         row = self._open.get(id)
@@ -249,6 +285,7 @@ class Sessions:
                 run = self.runs.get(id)
                 if run is None:
                     row, policy = await self._context.store.get_model(tenant, id)
+                    await self._row(tenant, row.session)
                     run = TrainingRun(self._context, self.futures, self._slots, row, policy)
                     await run.load()
                     self.runs[id] = run

@@ -18,7 +18,7 @@ from functools import partial
 
 from rookery import protocol
 from rookery.controller.context import ControllerContext
-from rookery.controller.sessions.futures import Future, Futures, QueueStatus, failure
+from rookery.controller.sessions.futures import CLIENT_AWAY, Future, Futures, QueueStatus, failure
 from rookery.controller.sessions.operations import (
     AnyOperation,
     AnyResult,
@@ -87,7 +87,8 @@ class TrainingRun:
         )
         self._task: asyncio.Task[None] | None = None
         self._idle = False
-        """The task waits for an operation."""
+        """The task waits for an operation, or for the client."""
+        self._suspended = False
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -143,9 +144,26 @@ class TrainingRun:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def release_slot(self) -> None:
-        """The client is away: release the trainer slot if no operation runs or waits."""
-        if self.resting:
+        """Release the trainer slot if no operation runs or is about to."""
+        if self.resting or (self._idle and self._suspended):
             self._slots.release(self._holder)
+
+    def suspend(self) -> None:
+        """The client is away: start no operation until :meth:`resume`."""
+        self._suspended = True
+        self.release_slot()
+
+    def resume(self) -> None:
+        if self._suspended:
+            self._suspended = False
+            self._arrived.set()
+
+    def drop(self, error: str) -> int:
+        """Give up the queued operations: ``error`` is their result. Returns how many."""
+        count = len(self._queue)
+        if count:
+            self._give_up(error)
+        return count
 
     # --- the queue ----------------------------------------------------------------------------------------------------
 
@@ -165,6 +183,8 @@ class TrainingRun:
 
     def _status(self, future: Future) -> QueueStatus:
         fleet, model, missing = self._context.fleet, self.row.base_model, self._queue.missing
+        if self._suspended:
+            return CLIENT_AWAY
         if reason := self._slots.reason(self._holder):
             return QueueStatus(paused=True, reason=reason)
         if not fleet.serving("train", model):
@@ -192,7 +212,7 @@ class TrainingRun:
     async def _run(self) -> None:
         while True:
             self._arrived.clear()
-            while (item := self._given_up.popleft() if self._given_up else self._queue.pop()) is not None:
+            while (item := self._next()) is not None:
                 await self._execute(*item)
                 if self._holder.busy and self._slots.wanted(self.row.base_model) and not self._trainer.begun:
                     self._slots.release(self._holder)  # after a step, other runs that wait go first
@@ -201,6 +221,11 @@ class TrainingRun:
             self._idle = True
             await self._arrived.wait()
             self._idle = False
+
+    def _next(self) -> tuple[Future, AnyOperation] | None:
+        if self._given_up:
+            return self._given_up.popleft()
+        return None if self._suspended else self._queue.pop()
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
