@@ -490,13 +490,13 @@ async def test_queued_operations_of_a_killed_client_wait_and_are_dropped(
     trained = [await killed.send(forward([1, 2, number])) for number in range(3)]
     worker.generating.clear()
     sampled = [await killed.sample(sampler, number) for number in range(120)]
-    await eventually(lambda: service.controller.world.rollouts.waiting() > 0)
+    await eventually(lambda: service.controller.context.rollouts.waiting() > 0)
     running = len(worker.generates)
     await wait(service, 110.0)
     free.set()
     worker.generating.set()
     await wait(service, 30.0)
-    assert service.controller.world.rollouts.waiting() == 0
+    assert service.controller.context.rollouts.waiting() == 0
     assert len(worker.generates) == running, "no further request starts"
     computed = sum(isinstance(op, protocol.ForwardBackward) for op in worker.operations)
     assert computed == 1, "the operation that ran ends, and none starts"
