@@ -1,5 +1,5 @@
-"""The Python SDK against a real service: a user's own environment learns (as far as a scripted engine can), results are
-followed and fetched, errors are one line."""
+"""The Python SDK against a real service with a scripted worker: hosting, following, fetching results, one-line
+errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, serve
 
 import rookery
 from rookery.client import Client, JobTimeout, Record, RequestRefused
-from rookery.client.connection import Connection, ConnectionBroken
+from rookery.client.connection import ConnectionBroken, HttpConnection
 from rookery.errors import Conflict, NotFound, RookeryError, Unauthorized, Unavailable, UserError
 from rookery.server.embedded import EmbeddedService
 from rookery.settings import Settings
@@ -55,7 +55,7 @@ PARTS: dict[str, Any] = {
 }
 
 
-def test_an_environment_of_ones_own_trains_a_job(client: Client, tmp_path: Path) -> None:
+def test_user_environment_trains_a_job(client: Client, tmp_path: Path) -> None:
     trained = client.train(base_model=MODEL, environment=Adder(), stop={"steps": 2}, **PARTS)
     assert trained.name == "adder"
     rows = list(trained.metrics())
@@ -81,7 +81,7 @@ def _trainer_step(folder: Path) -> float:
     return float(next(iter(weights.values())).flat[0])
 
 
-def test_a_class_and_options_beside_it_are_taken(client: Client) -> None:
+def test_environment_class_with_options_is_accepted(client: Client) -> None:
     wanted = {"hosted": Adder, "max_turns": 3}
     first = client.train(base_model=MODEL, environment=wanted, name="twice", stop={"steps": 1}, **PARTS)
     second = client.train(base_model=MODEL, environment=Adder(), name="twice", stop={"steps": 1}, **PARTS)
@@ -89,21 +89,21 @@ def test_a_class_and_options_beside_it_are_taken(client: Client) -> None:
     hosted = {job.show().spec.environment.hosted for job in (first, second)}
     assert len(hosted) == 2 and all(name.startswith("twice-") for name in hosted)
     assert first.wait(30).state == second.wait(30).state == "completed"
-    with pytest.raises(Conflict, match="2 jobs"):
+    with pytest.raises(Conflict, match="2 jobs have the name"):
         client.job("twice")
     assert client.job(first.id).id == first.id and first.id in [job.id for job in client.jobs()]
 
 
-def test_an_environment_is_offered_again_for_a_job_whose_process_ended(
+def test_environment_can_be_served_again_for_a_job_whose_process_ended(
     client: Client, service: EmbeddedService
 ) -> None:
-    """The first client is gone before its job has its prompts; another process offers the environment by its name."""
+    """The first client closes before its job has its prompts; a second client serves the environment by its name."""
     steps = {**PARTS, "stop": {"steps": 2}}
     with Client(service.url, service.key) as first:
         left = first.train(base_model=MODEL, environment={"hosted": Adder(), "return_timeout": 30}, **steps)
         name = left.show().spec.environment.hosted
     client.host(name, Adder)
-    with pytest.raises(RookeryError, match="offers"):
+    with pytest.raises(RookeryError, match="already offers"):
         client.host(name, Adder)
     assert client.job(left.id).wait(timeout=60).state == "completed"
 
@@ -112,7 +112,7 @@ def test_files_that_a_job_names_are_uploaded(client: Client, tmp_path: Path) -> 
     (tmp_path / "rows.jsonl").write_text('{"prompt": "2+2?", "answer": "4"}\n')
     (tmp_path / "held.jsonl").write_text('{"prompt": "1+3?", "answer": "4"}\n')
     (tmp_path / "peft").mkdir()
-    for name, content in adapter_files(1.0).items():  # as the hub's cache has them: links
+    for name, content in adapter_files(1.0).items():  # symbolic links, as in the hub's cache
         (tmp_path / f"blob-{name}").write_bytes(content)
         (tmp_path / "peft" / name).symlink_to(tmp_path / f"blob-{name}")
     environment = {"id": "jsonl", "path": "rows.jsonl", "eval_path": "held.jsonl", "verifier": "exact"}
@@ -128,14 +128,14 @@ def test_files_that_a_job_names_are_uploaded(client: Client, tmp_path: Path) -> 
         client.submit(job(environment={**environment, "path": "nothing.jsonl"}), folder=tmp_path)
 
 
-def test_submitting_under_one_key_makes_one_job(client: Client) -> None:
+def test_submitting_twice_with_one_key_creates_one_job(client: Client) -> None:
     spec = job(name="once", stop={"steps": 1})
     assert client.submit(spec, key="once").id == client.submit(spec, key="once").id
     assert client.submit(spec).id != client.submit(spec).id
 
 
-def test_a_job_with_rare_line_ends_in_its_rows_is_followed_to_its_end(client: Client) -> None:
-    """JSON leaves them as they are inside a string; only a newline ends a line of the stream."""
+def test_rows_with_unicode_line_separators_do_not_break_the_stream(client: Client) -> None:
+    """JSON keeps them inside a string; only a newline ends a line of the stream."""
     rows = [{"prompt": f"{a}+{a}?\u2028line\u2029paragraph\x85next", "answer": "4"} for a in range(4)]
     environment = {"id": "jsonl", "rows": rows, "verifier": "exact"}
     submitted = client.submit(job(name="lines", environment=environment, stop={"steps": 1}))
@@ -145,7 +145,7 @@ def test_a_job_with_rare_line_ends_in_its_rows_is_followed_to_its_end(client: Cl
 
 
 @pytest.mark.parametrize("data", [b'{"step": 1', b'{"text": "\xff"}'], ids=["cut off", "no UTF-8"])
-def test_an_event_that_is_no_json_is_a_broken_connection(data: bytes) -> None:
+def test_event_that_is_not_json_is_a_broken_connection(data: bytes) -> None:
     class Events(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -157,7 +157,7 @@ def test_an_event_that_is_no_json_is_a_broken_connection(data: bytes) -> None:
 
     with HTTPServer(("127.0.0.1", 0), Events) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
-        connection = Connection(f"http://127.0.0.1:{server.server_port}", None)
+        connection = HttpConnection(f"http://127.0.0.1:{server.server_port}", None)
         events = connection.stream("/")
         assert next(events) == ("metrics", {"step": 0})
         with pytest.raises(ConnectionBroken, match=r"try again$"):
@@ -165,9 +165,9 @@ def test_an_event_that_is_no_json_is_a_broken_connection(data: bytes) -> None:
         connection.close()
 
 
-def test_steering_and_waiting(client: Client) -> None:
+def test_pause_resume_cancel_and_wait(client: Client) -> None:
     stuck = client.submit(job(name="stuck", environment={"hosted": "nobody"}))
-    with pytest.raises(JobTimeout, match="goes on"):
+    with pytest.raises(JobTimeout, match="it continues"):
         stuck.wait(timeout=0.1)
     assert stuck.pause().state == "paused"
     assert stuck.resume().state in ("queued", "running")
@@ -175,7 +175,7 @@ def test_steering_and_waiting(client: Client) -> None:
     assert stuck.wait(10).state == "cancelled" and list(stuck.metrics()) == []
 
 
-def test_refusals_are_one_line_each_and_leave_nothing_hosted(client: Client) -> None:
+def test_refused_submit_raises_one_line_and_hosts_nothing(client: Client) -> None:
     with pytest.raises(RequestRefused) as caught:
         client.train(base_model=MODEL, environment=Adder(), stop={}, algorithm={"groupsize": 2})
     assert len(caught.value.problems) == 2 and "algorithm.groupsize" in str(caught.value)
@@ -189,7 +189,7 @@ def test_refusals_are_one_line_each_and_leave_nothing_hosted(client: Client) -> 
         _ = Record(step=1).reward
 
 
-def test_finding_the_service_and_the_key(
+def test_service_and_key_are_found_from_settings_and_variables(
     service: EmbeddedService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = Path(service.settings.data)
@@ -199,7 +199,7 @@ def test_finding_the_service_and_the_key(
     monkeypatch.setenv("ROOKERY_KEY", service.key)
     with rookery.Client() as found:
         assert found.models()
-    monkeypatch.setenv("ROOKERY_KEY", f"{service.key}\n")  # as a file has it
+    monkeypatch.setenv("ROOKERY_KEY", f"{service.key}\n")  # as read from a file
     with rookery.Client() as found:
         assert found.models()
     with Client(service.url, "tml-wrong") as wrong, pytest.raises(Unauthorized):
@@ -210,7 +210,7 @@ def test_finding_the_service_and_the_key(
         Client(settings=Settings.load({}, url="http://127.0.0.1:9", data=tmp_path))
 
 
-def test_a_key_that_no_header_takes_is_refused_and_not_shown(service: EmbeddedService) -> None:
+def test_key_that_is_not_a_valid_header_is_refused_and_not_shown(service: EmbeddedService) -> None:
     with Client(service.url, f"{service.key}\nmore") as broken:
         for ask in (broken.jobs, lambda: list(broken.stream(MODEL, "2+2?"))):
             with pytest.raises(UserError, match="ROOKERY_KEY") as caught:
@@ -218,7 +218,7 @@ def test_a_key_that_no_header_takes_is_refused_and_not_shown(service: EmbeddedSe
             assert service.key not in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_following_goes_on_after_the_service_was_away(tmp_path: Path) -> None:
+def test_following_resumes_after_the_service_restarts(tmp_path: Path) -> None:
     with served(tmp_path) as first:
         port = int(first.url.rsplit(":", 1)[1])
         client = Client(first.url, first.key)

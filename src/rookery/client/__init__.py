@@ -1,12 +1,12 @@
-"""The Python SDK: submit jobs to a service, follow them, use what they learned.
+"""The Python SDK: submit jobs to a service, follow them, and use the trained policies.
 
 * Every error is a :class:`~rookery.errors.RookeryError` with one line that says what to do.
-* A connection that breaks while something is followed is taken up again where it was; a submit that is sent twice makes
-  one job.
+* When the connection breaks while a job is followed, following resumes at the same row; a submit that is sent twice
+  creates one job.
 * Files that a job names (a dataset's ``path``, a ``warm_start.peft`` folder) are read here and uploaded: the service
-  never reads a path of ours.
-* An :class:`~rookery.Environment` that is given runs in this process, in threads of its own, until its job has ended or
-  the client is closed.
+  never reads a path of the client's machine.
+* An :class:`~rookery.Environment` runs in this process, in a separate thread, until its job has ended or the client is
+  closed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The way in: find the service and the key, submit jobs, host environments."""
+"""The client: finds the service and the key, submits jobs, hosts environments."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
-from rookery.client.connection import Connection, Record
-from rookery.client.hosting import Hosting
+from rookery.client.connection import HttpConnection, Record
+from rookery.client.environment_server import EnvironmentServer
 from rookery.client.job import Job, sample, stream
-from rookery.client.uploads import uploaded
+from rookery.client.uploads import upload_files
 from rookery.environments.base import Environment
 from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError
 from rookery.settings import Settings
@@ -23,17 +23,17 @@ class Client:
     """A connection to a Rookery service, by default the one on this machine.
 
     ``url``: else ``ROOKERY_URL``, else the default address. ``key``: else ``ROOKERY_KEY``, else the admin key in the
-    data folder, which a service on this machine makes. Raises :class:`~rookery.errors.Unauthorized` where there is no
-    key to use, :class:`~rookery.errors.Unavailable` where there is none because no service runs. Space around a key is
-    none of it: one that was read from a file has its newline.
+    data folder, which a service on this machine creates. White space around a key is removed. Raises
+    :class:`~rookery.errors.Unauthorized` if there is no key, :class:`~rookery.errors.Unavailable` if there is no key
+    and no service answers.
     """
 
     def __init__(self, url: str | None = None, key: str | None = None, *, settings: Settings | None = None) -> None:
         settings = settings if settings is not None else Settings.load()
         self.url = (url or settings.base_url).rstrip("/")
         self._key = (key or settings.server.key).strip() or read_secret(settings.data, ADMIN_KEY_FILE) or ""
-        self._connection = Connection(self.url, self._key or None)
-        self._hosted: dict[str, Hosting] = {}
+        self._connection = HttpConnection(self.url, self._key or None)
+        self._hosted: dict[str, EnvironmentServer] = {}
         if not self._key:
             self.health()
             where = settings.data / ADMIN_KEY_FILE
@@ -47,49 +47,48 @@ class Client:
         base_model: str,
         environment: Environment | type[Environment] | Mapping[str, Any],
         name: str | None = None,
-        **parts: Any,
+        **fields: Any,
     ) -> Job:
-        """Submit a job. ``environment``: an object or class of yours, which runs in this process, or a mapping as in a
-        job file (``{"hosted": Mine(), "max_turns": 4}`` gives options to yours). ``parts``: the job file's other
-        fields, like ``stop={"steps": 40}``. Raises :class:`Refused`."""
+        """Submit a job. ``environment``: an object or a class, which runs in this process, or a mapping as in a job
+        file (``{"hosted": Mine(), "max_turns": 4}`` sets options of an object). ``fields``: the job file's other
+        fields, such as ``stop={"steps": 40}``. Raises :class:`RequestRefused`."""
         wanted: dict[str, Any] = dict(environment) if isinstance(environment, Mapping) else {"hosted": environment}
         own = wanted.get("hosted")
         if isinstance(own, type) and issubclass(own, Environment):
             own = own()
         if not isinstance(own, Environment):
             name = name or str(wanted.get("hosted") or wanted.get("id") or "job")
-            return self.submit({"name": name, "base_model": base_model, "environment": wanted, **parts})
+            return self.submit({"name": name, "base_model": base_model, "environment": wanted, **fields})
         name = name or type(own).__name__.lower()
-        hosting = self._host(name, own)
-        wanted["hosted"] = hosting.name
+        server = self._host(name, own)
+        wanted["hosted"] = server.name
         try:
-            job = self.submit({"name": name, "base_model": base_model, "environment": wanted, **parts})
+            job = self.submit({"name": name, "base_model": base_model, "environment": wanted, **fields})
         except BaseException:
-            self._unhost(hosting)
+            self._unhost(server)
             raise
-        return Job(self._connection, job.id, job.name, ended=lambda: self._unhost(hosting))
+        return Job(self._connection, job.id, job.name, on_end=lambda: self._unhost(server))
 
     def host(self, name: str, environment: Environment | type[Environment]) -> None:
-        """Offer an environment under ``name``, in this process, until the client is closed: for jobs that say
-        ``{"hosted": name}``, such as one whose own process ended (its ``show().spec`` has the name)."""
+        """Serve an environment under ``name`` from this process until the client is closed: for jobs with
+        ``{"hosted": name}``, such as a job whose first process ended (its ``show().spec`` has the name)."""
         if name in self._hosted:
-            raise UserError(f"this client offers {name!r} already; give another name")
+            raise UserError(f"this client already offers {name!r}; give another name")
         own = environment() if isinstance(environment, type) else environment
-        self._hosted[name] = Hosting(self.url, self._key, name, own)
+        self._hosted[name] = EnvironmentServer(self.url, self._key, name, own)
 
     def submit(self, spec: Mapping[str, Any], *, folder: Path | None = None, key: str | None = None) -> Job:
-        """Submit a job as a job file has it. Relative paths in it start at ``folder``, the working directory unless
-        given. ``key``: submitting again under the same one gives the job that it made the first time. Raises
-        :class:`Refused`."""
+        """Submit a job with the fields of a job file. Relative paths start at ``folder``, by default the working
+        directory. ``key``: a second submit with the same key returns the existing job. Raises
+        :class:`RequestRefused`."""
         headers = {"Idempotency-Key": key or uuid.uuid4().hex}
-        sent = uploaded(self._connection, spec, folder if folder is not None else Path())
+        sent = upload_files(self._connection, spec, folder if folder is not None else Path())
         return self._job(self._connection.call("POST", "/api/v1/jobs", json=sent, headers=headers))
 
     def dry_run(self, spec: Mapping[str, Any], *, folder: Path | None = None) -> Record:
-        """What the job would be: every default filled in, three prompts rendered. Raises :class:`Refused`."""
-        sent = uploaded(self._connection, spec, folder if folder is not None else Path())
-        resolved: Record = self._connection.call("POST", "/api/v1/jobs/dry-run", json=sent)
-        return resolved
+        """The job with every default filled in and three rendered prompts. Raises :class:`RequestRefused`."""
+        sent = upload_files(self._connection, spec, folder if folder is not None else Path())
+        return self._connection.call("POST", "/api/v1/jobs/dry-run", json=sent)
 
     def job(self, id: str) -> Job:
         """The job with this id, or the only one with this name. Raises :class:`~rookery.errors.NotFound`."""
@@ -98,7 +97,7 @@ class Client:
         if not found:
             raise NotFound(f"no job {id!r}; rookery jobs list shows yours")
         if len(found) > 1:
-            raise Conflict(f"{len(found)} jobs are called {id!r}; give one's id: {', '.join(v.id for v in found)}")
+            raise Conflict(f"{len(found)} jobs have the name {id!r}; give an id: {', '.join(v.id for v in found)}")
         return self._job(found[0])
 
     def jobs(self) -> list[Job]:
@@ -106,76 +105,67 @@ class Client:
         return [self._job(view) for view in self.views()]
 
     def views(self) -> list[Record]:
-        """The same as they are now, in one request."""
-        found: list[Record] = self._connection.call("GET", "/api/v1/jobs")
-        return found
+        """The current state of all jobs, in one request."""
+        return self._connection.call("GET", "/api/v1/jobs")
 
     # --- models and the service ---------------------------------------------------------------------------------------
 
     def models(self) -> list[Record]:
         """Base models: loaded, known, or refused and why."""
-        found: list[Record] = self._connection.call("GET", "/api/v1/models")
-        return found
+        return self._connection.call("GET", "/api/v1/models")
 
     def workers(self) -> list[Record]:
-        """The workers, in whatever state; for the administrator's key."""
-        found: list[Record] = self._connection.call("GET", "/api/v1/workers")
-        return found
+        """The workers, in any state; for the administrator's key."""
+        return self._connection.call("GET", "/api/v1/workers")
 
     def tenants(self) -> list[Record]:
-        """Every tenant; this and what follows is for the administrator's key."""
-        found: list[Record] = self._connection.call("GET", "/api/v1/tenants")
-        return found
+        """Every tenant; for the administrator's key, as are the methods below."""
+        return self._connection.call("GET", "/api/v1/tenants")
 
     def add_tenant(self, name: str) -> Record:
-        made: Record = self._connection.call("POST", "/api/v1/tenants", json={"name": name})
-        return made
+        return self._connection.call("POST", "/api/v1/tenants", json={"name": name})
 
     def keys(self, tenant: str) -> list[Record]:
-        """A tenant's keys by their ids: never their texts. ``tenant``: its id, or its name where only one is called
-        so."""
-        found: list[Record] = self._connection.call("GET", f"/api/v1/tenants/{self._tenant(tenant)}/keys")
-        return found
+        """A tenant's keys: ids and labels, never their texts. ``tenant``: its id, or its name where only one has it."""
+        return self._connection.call("GET", f"/api/v1/tenants/{self._tenant(tenant)}/keys")
 
     def add_key(self, tenant: str, label: str = "") -> Record:
-        """A new key; its text is in the answer and never again."""
+        """A new key; its text is returned only here."""
         path = f"/api/v1/tenants/{self._tenant(tenant)}/keys"
-        made: Record = self._connection.call("POST", path, json={"label": label})
-        return made
+        return self._connection.call("POST", path, json={"label": label})
 
     def revoke_key(self, tenant: str, key: str) -> Record:
-        """The key with this id opens nothing any more."""
+        """Revoke the key with this id."""
         path = f"/api/v1/tenants/{self._tenant(tenant)}/keys/{quote(key, safe='')}"
-        gone: Record = self._connection.call("DELETE", path)
-        return gone
+        return self._connection.call("DELETE", path)
 
     def costs(self) -> Record:
-        """What every tenant used (``tenants``), and what the workers cost (``workers``)."""
-        found: Record = self._connection.call("GET", "/api/v1/costs")
-        return found
+        """The costs of every tenant (``tenants``) and of the workers (``workers``)."""
+        return self._connection.call("GET", "/api/v1/costs")
 
     def sample(self, target: str, messages: list[dict[str, str]] | str, **sampling: Any) -> Record:
         """One completion. ``target``: a base model, ``JOB`` or ``JOB@VERSION``; ``sampling``: max_tokens, temperature,
-        seed, stop. Answers text, tokens, logprobs, finish, version."""
+        seed, stop. Returns text, tokens, logprobs, finish, version."""
         return sample(self._connection, target, messages, **sampling)
 
     def stream(self, target: str, messages: list[dict[str, str]] | str, **sampling: Any) -> Iterator[str]:
-        """The text of one completion, piece by piece as it is sampled. Left early, its generation ends."""
+        """The text of one completion in chunks as it is sampled. Closing the iterator ends the generation."""
         return stream(self._connection, target, messages, **sampling)
 
     def health(self) -> Record:
-        """Raises :class:`~rookery.errors.Unavailable` where no Rookery service answers."""
+        """Raises :class:`~rookery.errors.Unavailable` if no Rookery service answers."""
         found = self._connection.call("GET", "/healthz")
         if not isinstance(found, dict) or found.get("service") != "rookery":
-            raise Unavailable(f"what answers at {self.url} is no Rookery service; set ROOKERY_URL")
+            raise Unavailable(f"the server at {self.url} is not a Rookery service; set ROOKERY_URL")
         return Record(found)
 
     # --- the client itself --------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the environments hosted here and the connection. Jobs go on; those whose environment was here pause."""
-        for hosting in list(self._hosted.values()):
-            self._unhost(hosting)
+        """Stop the environments hosted here and close the connection. Jobs continue; those whose environment was here
+        pause."""
+        for server in list(self._hosted.values()):
+            self._unhost(server)
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -191,18 +181,18 @@ class Client:
         if not found:
             raise NotFound(f"no tenant {wanted!r}; rookery tenants list shows them")
         if len(found) > 1:
-            raise Conflict(f"{len(found)} tenants are called {wanted!r}; give one's id: {', '.join(found)}")
+            raise Conflict(f"{len(found)} tenants have the name {wanted!r}; give an id: {', '.join(found)}")
         return str(found[0])
 
     def _job(self, view: Record) -> Job:
         return Job(self._connection, view.id, view.name)
 
-    def _host(self, name: str, environment: Environment) -> Hosting:
-        """Under a name of its own: two programs that train a class of the same name never serve each other's jobs."""
-        own = f"{name}-{uuid.uuid4().hex[:8]}"
-        self._hosted[own] = Hosting(self.url, self._key, own, environment)
-        return self._hosted[own]
+    def _host(self, name: str, environment: Environment) -> EnvironmentServer:
+        """Under a unique name: two programs that train a class of the same name never serve each other's jobs."""
+        unique = f"{name}-{uuid.uuid4().hex[:8]}"
+        self._hosted[unique] = EnvironmentServer(self.url, self._key, unique, environment)
+        return self._hosted[unique]
 
-    def _unhost(self, hosting: Hosting) -> None:
-        self._hosted.pop(hosting.name, None)
-        hosting.stop()
+    def _unhost(self, server: EnvironmentServer) -> None:
+        self._hosted.pop(server.name, None)
+        server.stop()

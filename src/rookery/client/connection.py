@@ -1,4 +1,4 @@
-"""HTTP to one service: JSON in and out, refusals as :class:`~rookery.errors.RookeryError`."""
+"""HTTP requests to one service: JSON in and out, errors as :class:`~rookery.errors.RookeryError`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import httpx
 from rookery import errors
 
 TIMEOUT = httpx.Timeout(60.0, connect=5.0, read=600.0)
-"""A sample waits in the engine's queue and a dry run prepares a model: minutes are honest."""
+"""Reads may take minutes: a sample waits in the engine's queue, and a dry run may prepare a model."""
 
 QUIET_SECONDS = 30.0
-"""A stream says something every few seconds; after this long without a word the connection counts as dead."""
+"""A stream without an event or heartbeat for this long counts as broken."""
 
 
 class RequestRefused(errors.UserError):
-    """The service refused it; ``problems`` has one line per reason."""
+    """The service refused the request; ``problems`` has one line per reason."""
 
     def __init__(self, message: str, problems: list[str]) -> None:
         super().__init__(message)
@@ -26,11 +26,11 @@ class RequestRefused(errors.UserError):
 
 
 class ConnectionBroken(errors.Unavailable):
-    """The connection broke, or there was none: what was asked may be asked again."""
+    """The connection broke or could not be made; the request may be sent again."""
 
 
 class Record(dict[str, Any]):
-    """JSON of the service whose fields are attributes too: ``row.reward``, ``row["reward/format"]``."""
+    """A JSON object whose fields are also attributes: ``row.reward``, ``row["reward/format"]``."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -46,9 +46,10 @@ def record(value: Any) -> Any:
     return [record(inner) for inner in value] if isinstance(value, list) else value
 
 
-class Connection:
-    """Requests to the service at ``url`` with ``key``. Raises :class:`Broken` where it is not there, :class:`Refused`
-    or the error of :mod:`rookery.errors` that the answer's status stands for. No error shows the key."""
+class HttpConnection:
+    """Requests to the service at ``url`` with ``key``. They raise :class:`ConnectionBroken` if it cannot be reached,
+    else :class:`RequestRefused` or the error of :mod:`rookery.errors` for the response's status. No error shows the
+    key."""
 
     def __init__(self, url: str, key: str | None) -> None:
         self.url = url.rstrip("/")
@@ -62,24 +63,24 @@ class Connection:
             ) from None
 
     def call(self, method: str, path: str, **request: Any) -> Any:
-        """The answer's JSON, its mappings as records."""
+        """The response's JSON, with its objects as records."""
         try:
-            return record(self._answered(method, path, **request).json())
+            return record(self._send(method, path, **request).json())
         except ValueError:
-            raise errors.Unavailable(f"what answers at {self.url} is no Rookery service; set ROOKERY_URL") from None
+            raise errors.Unavailable(f"the server at {self.url} is not a Rookery service; set ROOKERY_URL") from None
 
     def download(self, path: str) -> bytes:
-        return self._answered("GET", path).content
+        return self._send("GET", path).content
 
     def stream(self, path: str, method: str = "GET", **request: Any) -> Iterator[tuple[str, Record]]:
-        """Server-sent events as (kind, data); comments are ``("beat", {})``. One that is no JSON is a broken
-        connection."""
+        """Server-sent events as (kind, data); comments are ``("heartbeat", {})``. Data that is not JSON counts as a
+        broken connection."""
         timeout = httpx.Timeout(5.0, read=QUIET_SECONDS)
         try:
             with self._http.stream(method, path, timeout=timeout, **request) as response:
                 if response.status_code >= 400:
                     response.read()
-                    _refuse(response)
+                    _raise_error(response)
                 kind = ""
                 for line in _lines(response.iter_bytes()):
                     if line.startswith(b"event: "):
@@ -89,20 +90,20 @@ class Connection:
                     elif line.startswith(b"data: "):
                         yield kind, self._data(line.removeprefix(b"data: "))
                     elif line.startswith(b":"):
-                        yield "beat", Record()
+                        yield "heartbeat", Record()
         except httpx.TransportError as error:
             raise self._broken(error) from None
 
     def close(self) -> None:
         self._http.close()
 
-    def _answered(self, method: str, path: str, **request: Any) -> httpx.Response:
+    def _send(self, method: str, path: str, **request: Any) -> httpx.Response:
         try:
             response = self._http.request(method, path, **request)
         except (httpx.TransportError, httpx.InvalidURL) as error:
             raise self._broken(error) from None
         if response.status_code >= 400:
-            _refuse(response)
+            _raise_error(response)
         return response
 
     def _data(self, line: bytes) -> Record:
@@ -113,7 +114,7 @@ class Connection:
         return data
 
     def _broken(self, error: Exception) -> errors.RookeryError:
-        if isinstance(error, httpx.LocalProtocolError):  # its text would show the whole header, which may be the key
+        if isinstance(error, httpx.LocalProtocolError):  # its text contains the header, which may be the key
             return errors.UserError(
                 f"a request to {self.url} cannot be sent: a key may have no line breaks or control characters;"
                 " check ROOKERY_KEY"
@@ -126,18 +127,18 @@ class Connection:
 
 
 def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The whole lines of a stream, each without its end. Only a newline ends one: ``str.splitlines``, and httpx after
-    it, would also cut at characters that may stand inside a JSON string."""
-    begun: list[bytes] = []
+    """The complete lines of a stream without their ends. Only a newline ends a line: ``str.splitlines``, which httpx
+    uses, would also split at characters that may be part of a JSON string."""
+    parts: list[bytes] = []
     for chunk in chunks:
         *ends, rest = chunk.split(b"\n")
         for end in ends:
-            yield b"".join([*begun, end])
-            begun.clear()
-        begun.append(rest)
+            yield b"".join([*parts, end])
+            parts.clear()
+        parts.append(rest)
 
 
-_KINDS = {
+_ERRORS = {
     kind.status: kind
     for kind in (
         errors.Unauthorized,
@@ -150,17 +151,17 @@ _KINDS = {
 }
 
 
-def _refuse(response: httpx.Response) -> None:
-    """Raises the error that a refusal stands for."""
+def _raise_error(response: httpx.Response) -> None:
+    """Raises the error for a response's status."""
     try:
         body = response.json()
-        told = body["error"]  # of the OpenAI API an object, else a text
-        message = str(told["message"] if isinstance(told, dict) else told)
+        error = body["error"]  # an object in the OpenAI API, else a text
+        message = str(error["message"] if isinstance(error, dict) else error)
         problems = [str(line) for line in body.get("problems") or []]
     except (ValueError, KeyError, TypeError, AttributeError):
-        message, problems = f"{response.request.url} answered {response.status_code}: is that a Rookery service?", []
-    if response.status_code in _KINDS:
-        raise _KINDS[response.status_code](message)
+        message, problems = f"{response.request.url} returned {response.status_code}: is that a Rookery service?", []
+    if response.status_code in _ERRORS:
+        raise _ERRORS[response.status_code](message)
     if response.status_code < 500:
         raise RequestRefused(message, problems or [message])
     raise errors.RookeryError(message)

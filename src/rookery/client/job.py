@@ -1,55 +1,56 @@
-"""A job on a service: what it does, what it learned, and how to steer it."""
+"""A job on a service: its progress, its results, and its control."""
 
 from __future__ import annotations
 
 import io
 import logging
 import tarfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rookery.client.connection import Connection, ConnectionBroken, Record
+from rookery.client.connection import ConnectionBroken, HttpConnection, Record
 from rookery.errors import RookeryError, StorageFull
 
 log = logging.getLogger("rookery.client")
 
-RETURN_SECONDS = 120.0
-"""How long a followed job's service may be away (a restart) before that is an error."""
+RECONNECT_SECONDS = 120.0
+"""Longest absence of the service, such as a restart, that following a job tolerates."""
 
 RETRY_SECONDS = 1.0
-"""Between attempts to take up a broken stream: gentle on a service that is just starting."""
+"""Pause between attempts to resume a broken stream."""
 
 
 class JobTimeout(RookeryError, TimeoutError):
-    """The job had not ended when the time given to ``wait`` was over. It goes on."""
+    """The job did not end within the timeout of ``wait``. It continues."""
 
 
 class Job:
-    """``id`` and ``name`` never change; everything else is asked for. ``ended`` is called when the job is seen to have
-    ended."""
+    """``id`` and ``name`` never change; everything else is requested from the service. ``on_end`` is called when the
+    client learns that the job has ended."""
 
-    def __init__(self, connection: Connection, id: str, name: str, ended: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, connection: HttpConnection, id: str, name: str, on_end: Callable[[], None] = lambda: None
+    ) -> None:
         self.id = id
         self.name = name
         self._connection = connection
         self._path = f"/api/v1/jobs/{id}"
-        self._ended = ended
+        self._on_end = on_end
 
     def __repr__(self) -> str:
         return f"Job({self.name!r}, {self.id!r})"
 
-    # --- what it does -------------------------------------------------------------------------------------------------
+    # --- progress -------------------------------------------------------------------------------------------------
 
     def show(self) -> Record:
-        """The job as it is now: state, step, reward, what it waits for, …"""
-        view: Record = self._connection.call("GET", self._path)
-        return view
+        """The current state of the job: state, step, reward, the resource that it waits for, …"""
+        return self._connection.call("GET", self._path)
 
     def metrics(self, after: int = -1, follow: bool = True) -> Iterator[Record]:
-        """One row per optimizer step, as they come, until the job has ended (or only those that are there)."""
+        """One row per optimizer step, as they arrive, until the job has ended; without ``follow`` only the present
+        rows."""
         if not follow:
             yield from self._connection.call("GET", f"{self._path}/metrics", params={"after": after})
             return
@@ -57,47 +58,46 @@ class Job:
             if kind == "metrics":
                 yield data
             elif kind == "job" and data.state == "paused":
-                log.warning("job %s is paused: %s; job.resume() lets it go on", self.name, data.reason)
+                log.warning("job %s is paused: %s; job.resume() resumes it", self.name, data.reason)
 
     def wait(self, timeout: float | None = None) -> Record:
-        """Blocks until the job has ended; answers it (``state``: completed, failed or cancelled, ``reason``). Raises
-        :class:`WaitedTooLong` when it has not after ``timeout`` seconds, give or take a heartbeat."""
+        """Blocks until the job has ended; returns it (``state``: completed, failed or cancelled, ``reason``). Raises
+        :class:`JobTimeout` if it has not ended after ``timeout`` seconds, within a heartbeat."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for kind, data in self.follow(after=2**31):
             if kind == "end":
                 return data
             if deadline is not None and time.monotonic() > deadline:
-                raise JobTimeout(f"job {self.name} had not ended after {timeout} s; it goes on")
+                raise JobTimeout(f"job {self.name} had not ended after {timeout} s; it continues")
         return self.show()
 
     def follow(self, after: int = -1) -> Iterator[tuple[str, Record]]:
-        """What the service says of the job: ``("metrics", row)``, ``("job", view)`` first and when its state changes,
-        ``("beat", {})`` every few seconds, and last ``("end", view)``. Goes on after a broken connection, and after a
-        full disk of the service's; raises what it was when that lasts."""
-        last_word = time.monotonic()
-        pause = threading.Event()
+        """The job's events: ``("metrics", row)``, ``("job", view)`` first and when its state changes, ``("heartbeat",
+        {})`` every few seconds, and last ``("end", view)``. Resumes after a broken connection, and while the service's
+        disk is full; raises the error if that lasts."""
+        last_event = time.monotonic()
         while True:
             try:
                 for kind, data in self._connection.stream(f"{self._path}/metrics/stream", params={"after": after}):
-                    last_word = time.monotonic()
+                    last_event = time.monotonic()
                     if kind == "metrics":
                         after = data["step"]
                     if kind == "end":
-                        self._ended()
+                        self._on_end()
                     yield kind, data
                     if kind == "end":
                         return
             except (ConnectionBroken, StorageFull) as error:
-                if time.monotonic() - last_word > RETURN_SECONDS:
+                if time.monotonic() - last_event > RECONNECT_SECONDS:
                     raise
                 log.debug("following %s: %s", self.name, error)
-            pause.wait(RETRY_SECONDS)
+            time.sleep(RETRY_SECONDS)
 
     def events(self, limit: int = 100) -> list[Record]:
-        """What happened to the job, newest last."""
+        """The job's event log, newest last."""
         return self._rows("events", limit=limit)
 
-    # --- steering it --------------------------------------------------------------------------------------------------
+    # --- control --------------------------------------------------------------------------------------------------
 
     def pause(self) -> Record:
         return self._act("pause")
@@ -107,13 +107,13 @@ class Job:
 
     def cancel(self) -> Record:
         view = self._act("cancel")
-        self._ended()
+        self._on_end()
         return view
 
-    # --- what it learned ----------------------------------------------------------------------------------------------
+    # --- results ----------------------------------------------------------------------------------------------
 
     def sample(self, messages: list[dict[str, str]] | str, version: int | None = None, **sampling: object) -> Record:
-        """One completion of this job's policy, its newest version unless another is named. ``sampling``: max_tokens,
+        """One completion of this job's policy, by default of its newest version. ``sampling``: max_tokens,
         temperature, seed, stop."""
         return sample(self._connection, self.id if version is None else f"{self.id}@{version}", messages, **sampling)
 
@@ -126,7 +126,7 @@ class Job:
         return self._rows(f"policies/{policy}/versions")
 
     def evaluations(self) -> list[Record]:
-        """Held-out figures of the versions that were evaluated."""
+        """Evaluations on held-out prompts, by version."""
         return self._rows("evaluations")
 
     def adapter(self, version: int | None = None, policy: str = "main") -> AdapterFolder:
@@ -135,23 +135,21 @@ class Job:
         return AdapterFolder(self._connection, f"{self._path}/policies/{policy}/versions/{number}/adapter")
 
     def _act(self, action: str) -> Record:
-        view: Record = self._connection.call("POST", f"{self._path}/{action}")
-        return view
+        return self._connection.call("POST", f"{self._path}/{action}")
 
-    def _rows(self, what: str, **params: int) -> list[Record]:
-        rows: list[Record] = self._connection.call("GET", f"{self._path}/{what}", params=params)
-        return rows
+    def _rows(self, path: str, **params: int) -> list[Record]:
+        return self._connection.call("GET", f"{self._path}/{path}", params=params)
 
 
 class AdapterFolder:
     """A version's adapter, not yet downloaded."""
 
-    def __init__(self, connection: Connection, path: str) -> None:
+    def __init__(self, connection: HttpConnection, path: str) -> None:
         self._connection = connection
         self._path = path
 
     def download(self, folder: str | Path) -> Path:
-        """Writes the PEFT folder's files into ``folder``, which is made; answers it."""
+        """Writes the files of the PEFT folder into ``folder``, which is created if necessary; returns it."""
         target = Path(folder).expanduser()
         content = self._connection.download(self._path)
         target.mkdir(parents=True, exist_ok=True)
@@ -160,19 +158,18 @@ class AdapterFolder:
         return target
 
 
-def sample(connection: Connection, target: str, messages: list[dict[str, str]] | str, **sampling: object) -> Record:
-    """One completion. A text alone is one message of the user."""
-    asked = {"target": target, "messages": _messages(messages), **sampling}
-    completion: Record = connection.call("POST", "/api/v1/sample", json=asked)
-    return completion
+def sample(connection: HttpConnection, target: str, messages: list[dict[str, str]] | str, **sampling: object) -> Record:
+    """One completion. A text is one user message."""
+    request = {"target": target, "messages": _messages(messages), **sampling}
+    return connection.call("POST", "/api/v1/sample", json=request)
 
 
 def stream(
-    connection: Connection, target: str, messages: list[dict[str, str]] | str, **sampling: object
+    connection: HttpConnection, target: str, messages: list[dict[str, str]] | str, **sampling: object
 ) -> Iterator[str]:
-    """The text of one completion, piece by piece as it is sampled."""
-    asked: dict[str, Any] = {"model": target, "messages": _messages(messages), "stream": True, **sampling}
-    for _, data in connection.stream("/v1/chat/completions", "POST", json=asked):
+    """The text of one completion in chunks as it is sampled."""
+    request: dict[str, Any] = {"model": target, "messages": _messages(messages), "stream": True, **sampling}
+    for _, data in connection.stream("/v1/chat/completions", "POST", json=request):
         if "error" in data:
             raise RookeryError(str(data.error.message))
         yield "".join(choice.delta.get("content") or "" for choice in data.get("choices", []))

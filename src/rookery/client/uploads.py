@@ -1,4 +1,4 @@
-"""Files that a job names, read on this machine and brought to the service."""
+"""Uploads the files that a job names from this machine to the service."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rookery.client.connection import Connection
+from rookery.client.connection import HttpConnection
 from rookery.errors import UserError
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 DATASETS = {"path": "dataset", "eval_path": "eval_dataset"}
-"""Options of a ``jsonl`` environment that name a file here, and what names its upload."""
+"""Options of a ``jsonl`` environment that name a local file, with the option that names its upload."""
 
 
-def add_dataset(connection: Connection, path: Path) -> str:
-    """Uploads a JSONL file; answers the hash that ``environment.dataset`` takes."""
+def add_dataset(connection: HttpConnection, path: Path) -> str:
+    """Uploads a JSONL file; returns the hash for ``environment.dataset``."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -27,8 +27,8 @@ def add_dataset(connection: Connection, path: Path) -> str:
     return str(connection.call("POST", "/api/v1/datasets", content=content)["dataset"])
 
 
-def add_adapter(connection: Connection, folder: Path) -> str:
-    """Uploads a PEFT folder; answers the hash that ``warm_start.upload`` takes."""
+def add_adapter(connection: HttpConnection, folder: Path) -> str:
+    """Uploads a PEFT folder; returns the hash for ``warm_start.upload``."""
     tar = io.BytesIO()
     with tarfile.open(fileobj=tar, mode="w", dereference=True) as archive:
         for name in ADAPTER_FILES:
@@ -39,9 +39,9 @@ def add_adapter(connection: Connection, folder: Path) -> str:
     return str(connection.call("POST", "/api/v1/adapters", content=tar.getvalue())["adapter"])
 
 
-def uploaded(connection: Connection, spec: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """``spec`` with the files that it names uploaded and their hashes in their place. Relative paths start at
-    ``folder``. What is no path is left for the service to judge."""
+def upload_files(connection: HttpConnection, spec: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Uploads the files that ``spec`` names; returns it with their hashes instead of their paths. Relative paths start
+    at ``folder``. A value that is not a path is left for the service to refuse."""
     sent: dict[str, Any] = copy.deepcopy(dict(spec))
     environment = sent.get("environment")
     if isinstance(environment, dict) and environment.get("id") == "jsonl":

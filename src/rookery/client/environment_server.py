@@ -1,4 +1,4 @@
-"""An environment of the user's own, hosted in the user's own process, in a thread beside whatever else runs there."""
+"""Runs a user's environment in the user's process, in a thread, and serves it to a Rookery service."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rookery.environments.host import Host
 log = logging.getLogger("rookery.client")
 
 STOP_SECONDS = 5.0
-"""How long the thread gets to close its episodes; an environment that blocks longer ends with the process."""
+"""Time that the thread has to close its episodes; an environment that blocks longer ends with the process."""
 
 
-class Hosting:
-    """Offers ``environment`` to the service at ``url`` as ``name`` until :meth:`stop`, or until the process ends: the
-    thread keeps nothing alive."""
+class EnvironmentServer:
+    """Offers ``environment`` to the service at ``url`` as ``name`` until :meth:`stop` or the end of the process, which
+    the thread does not delay."""
 
     def __init__(self, url: str, key: str, name: str, environment: Environment) -> None:
         self.name = name
@@ -30,9 +30,9 @@ class Hosting:
         self._thread.start()
 
     def stop(self) -> None:
-        """Calling it twice is fine; so is calling it from the environment's own thread."""
+        """May be called twice, and from the environment's own thread."""
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            with contextlib.suppress(RuntimeError):  # the loop closed just now, by itself
+            with contextlib.suppress(RuntimeError):  # the loop has just closed
                 self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(STOP_SECONDS)
 
@@ -48,4 +48,4 @@ class Hosting:
             task.cancel()
         ended, _ = await asyncio.gather(hosted, stopping, return_exceptions=True)
         if isinstance(ended, Exception):
-            log.error("environment %s is not hosted any more: %s", self.name, ended, exc_info=ended)
+            log.error("environment %s is no longer hosted: %s", self.name, ended, exc_info=ended)
