@@ -400,7 +400,7 @@ class Run:
             return
         world = controller.context
         left = self.requests.left()
-        holding = [worker.name for worker in world.fleet.all() if world.rollouts.outstanding(worker)]
+        holding = [worker.name for worker in world.fleet.all() if world.rollouts.pool.outstanding(worker)]
         if left or holding or world.rollouts.waiting():
             self.events.fail("once", f"requests {left} are left, workers {holding} hold some", *left[:1])
         if world.training.pinned:

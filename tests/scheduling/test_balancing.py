@@ -282,7 +282,7 @@ async def test_a_worker_that_joins_gets_what_waits_elsewhere_at_once(tmp_path: P
     await settle()
     known = room.fleet.named("old")
     assert known is not None
-    assert (room.rollouts.executing(known), room.rollouts.outstanding(known)) == (4, 10)
+    assert (room.rollouts.pool.executing(known), room.rollouts.pool.outstanding(known)) == (4, 10)
     new = await frozen(room, "new", 4)
     await eventually(lambda: len(new.active) == 4)
     await eventually(lambda: len(old.active) == 6)
@@ -413,10 +413,10 @@ async def test_a_frame_looks_at_no_more_jobs_and_workers_than_it_moves(tmp_path:
     await eventually(lambda: all(worker.active for worker in workers))
     assert room.rollouts.waiting() == 40
     looks: list[str] = []
-    desks = room.rollouts._pool
-    choose, put = desks.choose, desks._reindex
-    desks.choose = lambda live, ahead: (looks.append("choose"), choose(live, ahead))[1]  # type: ignore[method-assign]
-    desks._reindex = lambda *given: (looks.append("put"), put(*given))[1]  # type: ignore[method-assign]
+    pool = room.rollouts.pool
+    choose, put = pool.choose, pool._reindex
+    pool.choose = lambda live, ahead: (looks.append("choose"), choose(live, ahead))[1]  # type: ignore[method-assign]
+    pool._reindex = lambda *given: (looks.append("put"), put(*given))[1]  # type: ignore[method-assign]
     [first] = workers[0].active
     for _ in range(11):
         await say(workers[0], first)

@@ -20,8 +20,8 @@ from rookery.controller.fleet.env_hosts import BUILTIN, SERVICE
 from rookery.controller.jobs.progress import SHOWN_REWARDS
 from rookery.controller.jobs.runner import COUNTED, JobRegistry
 from rookery.controller.jobs.trajectory import outcome_decoder
+from rookery.controller.validation import find_version
 from rookery.controller.views import JobView, PolicyView
-from rookery.errors import NotFound
 from rookery.scheduling.usage import Usage
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, PolicyRow, TenantRow
 from rookery.telemetry.metrics import finite
@@ -144,15 +144,7 @@ class JobQueries:
     async def adapter(self, tenant: str, job: str, policy: str, version: int | None) -> protocol.Manifest:
         """The artifact of a version (the newest for None). Raises :class:`NotFound` where it is not kept,
         :class:`CorruptArtifact` where its bytes are not what its hash says."""
-        row = await self._store.get_policy(tenant, job, policy)
-        number = row.head_version if version is None else version
-        if number is None:
-            raise NotFound(f"job {job} has no version yet")
-        found = await self._store.version(tenant, row.id, number)
-        if not found.kept:
-            raise NotFound(
-                f"version {number} of job {job} is not kept any more; checkpoints.keep_last says how many are"
-            )
+        _, found = await find_version(self._store, tenant, job, policy, version)
         return await asyncio.to_thread(self._context.artifacts.verify, found.hash)
 
     def _view(
@@ -217,7 +209,7 @@ class JobQueries:
                 "name": worker.name, "state": worker.state, "seconds": now - worker.since, "model": hello.model,
                 "roles": hello.roles, "kind": hello.kind, "price": hello.price, "address": hello.address,
                 "device": hello.device, "host": hello.host, "pid": hello.pid, "adapters": len(worker.cached),
-                "requests": context.rollouts.outstanding(worker),
+                "requests": context.rollouts.pool.outstanding(worker),
                 "tokens_per_second": worker.tokens_per_second() if worker.working else 0.0,
                 "note": worker.status_message,
                 "max_flush_tokens": worker.max_flush_tokens,
@@ -259,7 +251,7 @@ class JobQueries:
             },
             "gauges": {
                 "requests_waiting": rollouts.waiting(),
-                "requests_running": sum(rollouts.outstanding(worker) for worker in fleet.all()),
+                "requests_running": sum(rollouts.pool.outstanding(worker) for worker in fleet.all()),
                 "environment_hosts": context.hosts.count(),
                 "decoding_rows": sum(beat.active for beat in beats),
                 "training_operations": sum(beat.training for beat in beats),

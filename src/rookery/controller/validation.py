@@ -1,7 +1,7 @@
-"""What comes in from outside, checked against what is there: jobs, uploads, names of things to sample from.
+"""Validation of job specs, uploads and the names of sampling targets against the service's state.
 
-Nothing is created for a job that is refused; a refusal names the field, what was given and what is allowed. Things of
-another tenant are as if they were not there.
+Nothing is created for a rejected job; the error names the field, the given value and the allowed ones. Another tenant's
+objects answer "not found".
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from rookery.errors import NotFound, Unavailable, UserError
 from rookery.spec.job import JobSpec
 from rookery.spec.parsing import SpecError, parse_job
 from rookery.spec.policy import TARGETS, PolicySpec
-from rookery.storage.models import PolicyRow, UploadKind
+from rookery.storage.models import PolicyRow, UploadKind, VersionRow
+from rookery.storage.store import Store
 from rookery.tokenization.registry import CATALOGUE, resolve, status
 
 PREVIEWED = 3
-"""Prompts that a dry run renders."""
+"""Prompts that a dry run shows."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What answers: a base model, or one version of a policy on it. ``name`` names it wholly."""
+    """A base model, or one version of a policy on it. ``name`` identifies it uniquely."""
 
     name: str
     model: str
@@ -40,13 +41,13 @@ class Target:
 
 
 class JobValidator:
-    def __init__(self, world: ControllerContext) -> None:
-        self._world = world
+    def __init__(self, context: ControllerContext) -> None:
+        self._context = context
 
     async def check(self, tenant: str, data: Any) -> tuple[JobSpec, list[PolicyRow]]:
-        """The job in ``data`` with its model's proper name, and its policies, whose ``job`` is set once it has an id.
-        Raises :class:`SpecError`."""
-        world = self._world
+        """The job spec in ``data`` with its model's canonical name, and its policies, whose ``job`` is set once it has
+        an id. Raises :class:`SpecError`."""
+        context = self._context
         spec = parse_job(data)
         problems = []
         model = spec.base_model
@@ -55,15 +56,15 @@ class JobValidator:
         except UserError as error:
             problems.append(str(error))
         name, policy = spec.policy
-        if policy.rank > world.settings.engine.max_rank:
+        if policy.rank > context.settings.engine.max_rank:
             problems.append(
-                f"policies.{name}.rank: given {policy.rank}, allowed: at most {world.settings.engine.max_rank}"
+                f"policies.{name}.rank: given {policy.rank}, allowed: at most {context.settings.engine.max_rank}"
                 " (the service's ROOKERY_MAX_RANK)"
             )
         try:
             options = await self.options(tenant, spec)
             if spec.environment.id is not None:
-                await asyncio.to_thread(world.check_environment, spec.environment.id, options)
+                await asyncio.to_thread(context.check_environment, spec.environment.id, options)
         except UserError as error:
             line = str(error)
             problems.append(line if line.startswith("environment.") else f"environment: {line}")
@@ -71,24 +72,24 @@ class JobValidator:
             raise SpecError(problems)
         spec = spec.model_copy(update={"base_model": model})
         new = PolicyRow(
-            id=world.ids.new("policy"), tenant=tenant, name=name, rank=policy.rank, alpha=policy.scale_alpha,
+            id=context.ids.new("policy"), tenant=tenant, name=name, rank=policy.rank, alpha=policy.scale_alpha,
             targets=list(policy.targets),
         )  # fmt: skip
         await self.warm_start(tenant, spec, new)
         return spec, [new]
 
     async def model(self, tenant: str, name: str) -> str:
-        """The proper name of a base model that this tenant may ask for."""
-        owner = await self._world.store.get_tenant(tenant)
-        model = resolve(name, folders=owner.admin)  # what lies on the service's disk is the administrator's business
-        found = await asyncio.to_thread(status, self._world.settings.cache, model.name)
+        """The canonical name of a base model that this tenant may use. Raises :class:`UserError`."""
+        owner = await self._context.store.get_tenant(tenant)
+        model = resolve(name, folders=owner.admin)  # only administrators may name folders of the service
+        found = await asyncio.to_thread(status, self._context.settings.cache, model.name)
         if found.state == "refused":
             raise UserError(found.reason)
         return model.name
 
     async def options(self, tenant: str, spec: JobSpec) -> dict[str, Any]:
-        """The environment's options as its host gets them: uploads replaced by where their bytes lie."""
-        world = self._world
+        """The environment's options as its host gets them: uploads replaced by the paths of their files."""
+        context = self._context
         options = spec.environment.options
         if spec.environment.id != "jsonl":
             return options
@@ -98,15 +99,15 @@ class JobValidator:
             if field in options:
                 digest = str(options.pop(field))
                 try:
-                    await world.store.get_upload(tenant, "dataset", digest)
-                    options[path] = str(await world.store.run(world.artifacts.path, digest, "rows.jsonl"))
+                    await context.store.get_upload(tenant, "dataset", digest)
+                    options[path] = str(await context.store.run(context.artifacts.path, digest, "rows.jsonl"))
                 except NotFound:
                     raise UserError(f"{field}: no dataset {digest!r} of yours; upload it first") from None
         return options
 
     async def warm_start(self, tenant: str, spec: JobSpec, policy: PolicyRow) -> protocol.AdapterRef | None:
-        """The weights to begin from, as workers find them. Raises :class:`SpecError`."""
-        world = self._world
+        """The reference to the weights to start from, None for a new adapter. Raises :class:`SpecError`."""
+        context = self._context
         name, asked = spec.policy
         start = asked.warm_start
         if start is None:
@@ -116,22 +117,16 @@ class JobValidator:
             raise SpecError([f"{where}.peft: the service reads no files of yours; upload the folder and give upload"])
         try:
             if start.upload is not None:
-                digest = (await world.store.get_upload(tenant, "adapter", start.upload)).hash
+                digest = (await context.store.get_upload(tenant, "adapter", start.upload)).hash
             else:
                 assert start.job is not None
-                row = await world.store.get_job(tenant, start.job)
+                row = await context.store.get_job(tenant, start.job)
                 if row.spec["base_model"] != spec.base_model:
                     raise SpecError([f"{where}.job: trained {row.spec['base_model']}, this job {spec.base_model}"])
-                source = await world.store.get_policy(tenant, start.job, start.policy)
-                number = source.head_version if start.version is None else start.version
-                if number is None:
-                    raise NotFound(f"job {start.job} has no version yet")
-                found = await world.store.version(tenant, source.id, number)
-                if not found.kept:
-                    raise NotFound(f"version {number} of job {start.job} is not kept any more")
+                _, found = await find_version(context.store, tenant, start.job, start.policy, start.version)
                 digest = found.hash
-            config = await world.store.run(world.artifacts.path, digest, "adapter_config.json")
-            problems = _unlike(await asyncio.to_thread(config.read_bytes), name, asked)
+            config = await context.store.run(context.artifacts.path, digest, "adapter_config.json")
+            problems = _differences(await asyncio.to_thread(config.read_bytes), name, asked)
         except NotFound as error:
             raise SpecError([f"{where}: {error}"]) from None
         if problems:
@@ -140,43 +135,43 @@ class JobValidator:
 
     async def preview(self, tenant: str, spec: JobSpec) -> list[dict[str, Any]]:
         """The first training prompts as the policy would read them."""
-        world, environment = self._world, spec.environment
+        context, environment = self._context, spec.environment
         owner = tenant if environment.hosted is not None else SERVICE
         options = await self.options(tenant, spec)
-        chat = await world.chat(spec.base_model)
-        name = world.ids.new("preview")
+        chat = await context.chat(spec.base_model)
+        name = context.ids.new("preview")
         limits = {"timeout": environment.step_timeout, "return_timeout": environment.return_timeout}
         message = protocol.GetPrompts(
             call="", job=name, environment=environment.name, options=options, split="train", start=0, count=PREVIEWED,
             seed=spec.seed, shuffle=spec.shuffle,
         )  # fmt: skip
-        prompts = await world.hosts.prompts(owner, environment.name, message, **limits)
+        prompts = await context.hosts.prompts(owner, environment.name, message, **limits)
         shown = []
         for number, prompt in enumerate(prompts.prompts):
-            host = await world.hosts.host_for(owner, environment.name, environment.return_timeout)
+            host = await context.hosts.host_for(owner, environment.name, environment.return_timeout)
             reset = protocol.Reset(
                 call="", episode=f"{name}-{number}", job=name, environment=environment.name, options=options,
                 prompt=prompt, seed=number,
             )  # fmt: skip
             try:
-                observed = await world.hosts.observe(host, environment.name, reset, **limits)
+                observed = await context.hosts.observe(host, environment.name, reset, **limits)
             finally:
-                world.hosts.close_episode(host, reset.episode)
+                context.hosts.close_episode(host, reset.episode)
             messages = [{"role": turn.role, "content": turn.content} for turn in observed.messages]
             text = chat.render(messages)
             shown.append({"messages": messages, "text": text, "tokens": len(chat.encode(text))})
         return shown
 
     async def target(self, tenant: str, target: str) -> Target:
-        """What answers to a base model's name, ``JOB`` (also written ``JOB:latest``), ``JOB@VERSION``, or a client's
-        checkpoint ``tinker://…``."""
-        world = self._world
+        """The target that a base model's name, ``JOB`` (also ``JOB:latest``), ``JOB@VERSION`` or a client's checkpoint
+        ``tinker://…`` names. Raises :class:`NotFound`, :class:`UserError`, or :class:`Unavailable`."""
+        context = self._context
         if target.startswith(SCHEME):
-            checkpoint, run, policy = await find_checkpoint(world, tenant, target)
+            checkpoint, run, policy = await find_checkpoint(context, tenant, target)
             return Target(checkpoint.path, run.base_model, adapter_ref(policy, checkpoint))
         job, _, version = target.removesuffix(":latest").partition("@")
         try:
-            row = await world.store.get_job(tenant, job)
+            row = await context.store.get_job(tenant, job)
         except NotFound:
             try:
                 model = await self.model(tenant, target)
@@ -184,8 +179,8 @@ class JobValidator:
                 raise NotFound(
                     f"no job and no base model {target!r}; give a model's name, JOB or JOB@VERSION"
                 ) from None
-            if not world.fleet.expects("rollout", model):
-                if model not in CATALOGUE and status(world.settings.cache, model).state != "prepared":
+            if not context.fleet.expects("rollout", model):
+                if model not in CATALOGUE and status(context.settings.cache, model).state != "prepared":
                     raise NotFound(
                         f"no base model {target!r} here: no worker has it and it was never prepared; rookery models"
                         " lists the base models"
@@ -194,34 +189,44 @@ class JobValidator:
             return Target(model, model, None)
         if version and version != "latest" and not NUMBER.fullmatch(version):
             raise UserError(f"{target!r}: after the @ comes a version's number, or latest")
-        spec = JobSpec.model_validate(row.spec)
-        policy = await world.store.get_policy(tenant, job, spec.policy[0])
-        number = int(version) if NUMBER.fullmatch(version) else policy.head_version
-        if number is None:
-            raise NotFound(f"job {job} has no version yet")
-        found = await world.store.version(tenant, policy.id, number)
-        if not found.kept:
-            raise NotFound(f"version {number} of job {job} is not kept any more")
-        return Target(f"{job}@{number}", spec.base_model, adapter_ref(policy, found))
+        policy = (await context.store.policies(tenant, job))[0]
+        number = int(version) if NUMBER.fullmatch(version) else None
+        policy, found = await find_version(context.store, tenant, job, policy.name, number)
+        return Target(f"{job}@{found.version}", row.spec["base_model"], adapter_ref(policy, found))
 
     async def upload(self, tenant: str, kind: UploadKind, files: Mapping[str, bytes]) -> str:
-        """Keep ``files`` as an artifact of the tenant's; answers its hash."""
-        world = self._world
+        """Store ``files`` as an artifact of the tenant; returns its hash."""
+        context = self._context
 
         def store() -> protocol.Manifest:
-            with world.artifacts.begin() as staging:
+            with context.artifacts.begin() as staging:
                 for name, content in files.items():
                     staging.write(name, [content])
                 return staging.commit()
 
-        manifest = await world.store.run(store)
+        manifest = await context.store.run(store)
         size = sum(shard.size for shard in manifest.shards)
-        await world.store.add_upload(tenant, kind, manifest.hash, size, world.clock.time())
+        await context.store.add_upload(tenant, kind, manifest.hash, size, context.clock.time())
         return manifest.hash
 
 
-def _unlike(config: bytes, name: str, asked: PolicySpec) -> list[str]:
-    """Where a PEFT configuration is not the adapter that a policy asks for, a line each."""
+async def find_version(
+    store: Store, tenant: str, job: str, policy: str, number: int | None
+) -> tuple[PolicyRow, VersionRow]:
+    """A policy of a job and its version ``number``, the newest for None. Raises :class:`NotFound` where the version
+    does not exist or its artifact was deleted."""
+    row = await store.get_policy(tenant, job, policy)
+    number = row.head_version if number is None else number
+    if number is None:
+        raise NotFound(f"job {job} has no version yet")
+    version = await store.version(tenant, row.id, number)
+    if not version.kept:
+        raise NotFound(f"version {number} of job {job} is not kept any more; checkpoints.keep_last says how many are")
+    return row, version
+
+
+def _differences(config: bytes, name: str, asked: PolicySpec) -> list[str]:
+    """The differences between a PEFT configuration and the adapter that a policy asks for, a line each."""
     try:
         about = msgspec.json.decode(config, type=dict[str, Any])
         targets = [target for target in TARGETS if f"{target}_proj" in about["target_modules"]]

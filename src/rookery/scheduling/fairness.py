@@ -1,9 +1,9 @@
-"""Equal shares by deficit round-robin (Shreedhar & Varghese, SIGCOMM 1995): tenants take turns of so many items, within
-a tenant its jobs take turns, within a job first come first.
+"""Equal shares by deficit round-robin (Shreedhar & Varghese, SIGCOMM 1995): tenants take turns of several items, within
+a tenant its jobs take turns, within a job items are first come, first served.
 
-Of two tenants for whom something always waits, none is ahead by more than a turn. What somebody waits for goes ahead of
-the rest, within a bound. Every item put in comes out exactly once, or is removed exactly once. Putting, removing and
-taking what is ready first cost the same however many wait.
+Of two tenants with waiting items, neither gets ahead by more than a turn. Interactive items precede the others, within
+a bound. Every item that is put in is taken exactly once or removed exactly once. Putting, removing and taking the first
+ready item cost the same however many wait.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ T = TypeVar("T", bound=Hashable)
 
 
 class DeficitRoundRobin(Generic[T]):
-    """Queues nested as tenant → job → items, which are distinct. ``take`` stays with a tenant and its job for a turn,
-    then rotates both levels; a job that is through before leaves the rest of the turn to the tenant's next one."""
+    """Queues nested as tenant → job → distinct items. ``take`` stays with a tenant and its job for a turn, then rotates
+    both levels; a job that runs out of items earlier leaves the rest of the turn to the tenant's next job."""
 
     def __init__(self, turn: int = 1) -> None:
         self.turn = turn
-        """Items. What is changed holds from the next turns on."""
+        """Items per turn. A change applies from each tenant's next turn on."""
         self._tenants: OrderedDict[str, OrderedDict[str, OrderedDict[T, None]]] = OrderedDict()
         self._deficits: dict[str, int] = {}
-        """Of a tenant's turn that has begun: the items that it may still take."""
+        """By tenant: items that remain of a turn that has begun."""
         self._size = 0
 
     def __len__(self) -> int:
@@ -36,7 +36,7 @@ class DeficitRoundRobin(Generic[T]):
                 yield from items
 
     def put(self, tenant: str, job: str, item: T, *, first: bool = False) -> None:
-        """Append ``item``; ``first`` puts it before its job's others (it has waited already)."""
+        """Append ``item``; ``first`` puts it before its job's other items."""
         items = self._tenants.setdefault(tenant, OrderedDict()).setdefault(job, OrderedDict())
         items[item] = None
         if first:
@@ -44,7 +44,7 @@ class DeficitRoundRobin(Generic[T]):
         self._size += 1
 
     def take(self, ready: Callable[[T], bool]) -> T | None:
-        """The next item for which ``ready``; of each job only the first is looked at, so that its order holds."""
+        """The next item for which ``ready`` holds. Of each job only the first item is considered: its order holds."""
         for tenant, jobs in self._tenants.items():
             for job, items in jobs.items():
                 item = next(iter(items))
@@ -62,7 +62,7 @@ class DeficitRoundRobin(Generic[T]):
         return None
 
     def position(self, tenant: str, job: str) -> int | None:
-        """How many items will be taken before the job's first one, if all are ready; None when it has none."""
+        """How many items will be taken before the job's first one, if all are ready; None when it has no items."""
         if job not in self._tenants.get(tenant, ()):
             return None
         count, turns = self._items_before(tenant, job)
@@ -74,23 +74,23 @@ class DeficitRoundRobin(Generic[T]):
         return count
 
     def _items_before(self, tenant: str, job: str) -> tuple[int, int]:
-        """How many of a tenant's items come before the first one of its ``job``, and how many of its turns end
-        before."""
+        """``(items, turns)``: how many of the tenant's items precede the first one of its ``job``, and how many of its
+        turns end before."""
         waiting = deque((name, len(items)) for name, items in self._tenants[tenant].items())
-        left = self._deficits.get(tenant, self.turn)
+        remaining = self._deficits.get(tenant, self.turn)
         count = turns = 0
         while waiting[0][0] != job:
             name, length = waiting.popleft()
-            taken = min(length, left)
-            count, left = count + taken, left - taken
-            if not left:
-                turns, left = turns + 1, self.turn
+            taken = min(length, remaining)
+            count, remaining = count + taken, remaining - taken
+            if not remaining:
+                turns, remaining = turns + 1, self.turn
                 if length > taken:
                     waiting.append((name, length - taken))
         return count, turns
 
     def remove(self, tenant: str, job: str, item: T) -> bool:
-        """Take ``item`` out, wherever it stands; False when it is not there."""
+        """Remove ``item`` from any position; False when it is not queued."""
         items = self._tenants.get(tenant, OrderedDict()).get(job)
         if items is None or item not in items:
             return False
@@ -109,8 +109,8 @@ class DeficitRoundRobin(Generic[T]):
 
 
 class PriorityQueues(Generic[T]):
-    """Two round-robins. The express lane goes first where it has room of its own; then the common lane; what room that
-    leaves is the express lane's too. So neither lane can keep the other waiting for ever."""
+    """Two round-robins. The express queue goes first where it has reserved room; then the common queue; the express
+    queue gets the room that is left, too. So neither queue can starve the other."""
 
     def __init__(self) -> None:
         self.express: DeficitRoundRobin[T] = DeficitRoundRobin()
@@ -123,11 +123,11 @@ class PriorityQueues(Generic[T]):
         yield from self.express
         yield from self.common
 
-    def take(self, ahead: Callable[[T], bool] | None, ready: Callable[[T], bool] | None) -> tuple[T, bool] | None:
-        """The next item, and whether it goes ahead: ``ahead`` tells for one of the express lane whether its own room
-        takes it, ``ready`` for any whether the common room does. None for either: there is no such room at all."""
-        for lane, fits in ((self.express, ahead), (self.common, ready), (self.express, ready)):
-            item = lane.take(fits) if fits is not None else None
+    def take(self, reserved: Callable[[T], bool] | None, ready: Callable[[T], bool] | None) -> tuple[T, bool] | None:
+        """The next item, and whether it gets reserved room. ``reserved`` says whether an express item fits the reserved
+        room, ``ready`` whether an item fits the common room; None means that there is no such room."""
+        for queue, fits in ((self.express, reserved), (self.common, ready), (self.express, ready)):
+            item = queue.take(fits) if fits is not None else None
             if item is not None:
-                return item, fits is ahead
+                return item, fits is reserved
         return None

@@ -1,14 +1,14 @@
-"""From which batch size on a worker's throughput is flat: the B of RLBoost's Algorithm 2, learned from its beats.
+"""The batch size from which a worker's throughput is flat: the B of RLBoost's Algorithm 2, learned from heartbeats.
 
-Two beats between which about equally many rows decoded give a sample (rows, tokens per second of decoding). Samples are
-kept by half-octaves of rows, the newest of each. The medians of those half-octaves that have enough of them are points
-b₁ < b₂ < … < bₙ with rates; r₁ ≤ r₂ ≤ … ≤ rₙ is the growing curve nearest to the rates in squares. Then
+Two heartbeats between which about equally many rows decoded give a sample (rows, tokens per second of decoding).
+Samples are kept by half-octaves of rows, the newest of each. The medians of the half-octaves that have enough samples
+are points b₁ < b₂ < … < bₙ with rates; r₁ ≤ r₂ ≤ … ≤ rₙ is the growing curve nearest to the rates in squares. Then
 
     B = min { bᵢ : rᵢ ≥ FLAT · rₙ },  known once bₙ ≥ 2 · B
 
 Until twice as many rows have been seen to give hardly more, throughput may still be growing, and B is None. Medians
-keep single beats (a prompt among the decoding, a machine that did something else) from deciding, the growing curve
-single points; old samples go, so a class of workers that changes is learned anew.
+remove single outliers (a prompt among the decoding rows, another load of the machine), the growing curve removes single
+outlying points. Old samples are dropped, so a class of workers that changes is learned again.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from collections import deque
 from statistics import median
 
 FLAT = 0.9
-"""The share of the best throughput that counts as all of it: what a machine's own noise hides."""
+"""The share of the best throughput that counts as all of it: the rest is within a machine's noise."""
 
 STEADY = 0.25
-"""Rows at the two beats differ by at most this share: else the sample belongs to no batch size."""
+"""Rows at the two heartbeats differ by at most this share: else the sample belongs to no batch size."""
 
 LEAST_SECONDS = 0.2
-"""Decoding between two beats that is worth a sample: about ten steps."""
+"""Least decoding time of a sample: about ten steps."""
 
 ENOUGH = 5
 """Samples of a half-octave before its median counts."""
 
 KEPT = 25
-"""Samples kept of each half-octave: under a minute of beats."""
+"""Samples kept of each half-octave: under a minute of heartbeats."""
 
 
 class SaturationEstimator:
-    """One class of workers: equal model and device."""
+    """The saturation of one class of workers: equal model, device and kind."""
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[tuple[float, float]]] = {}
@@ -43,12 +43,12 @@ class SaturationEstimator:
 
     @property
     def saturated_rows(self) -> int | None:
-        """B in rows, or None while it is not known."""
+        """B in rows, None while unknown."""
         return self._saturated_rows
 
     def add(self, before: int, after: int, tokens: int, seconds: float) -> None:
-        """Between two beats of one worker with ``before`` and ``after`` rows active, ``tokens`` were sampled in
-        ``seconds`` of decoding."""
+        """Add a sample: between two heartbeats of one worker, with ``before`` and ``after`` active rows, ``tokens``
+        were sampled in ``seconds`` of decoding."""
         rows = (before + after) / 2
         if min(before, after) < 1 or abs(before - after) > STEADY * rows or seconds < LEAST_SECONDS or tokens < 1:
             return

@@ -125,7 +125,7 @@ def test_no_token_is_lost_or_sampled_twice(
         assert set(sampled.values()) == {1}
         assert len(sampled) == room.rollouts.sampled_tokens == sum(len(text_of(n, 12)[0]) for n in range(requests))
         assert not room.rollouts.waiting()
-        assert not any(room.rollouts.outstanding(worker) for worker in room.fleet.all())
+        assert not any(room.rollouts.pool.outstanding(worker) for worker in room.fleet.all())
         await room.close()
 
     asyncio.run(run())
@@ -563,7 +563,7 @@ async def test_a_closed_gate_lets_in_who_is_waited_for_alone(tmp_path: Path) -> 
     await settle()
     assert room.rollouts.waiting() == 3
     [known] = room.fleet.all()
-    assert room.rollouts.idle(known)
+    assert not room.rollouts.pool.outstanding(known)
     closed.clear()
     room.rollouts.dispatch(known)
     for number, reply in enumerate(await asyncio.gather(*replies)):
@@ -588,9 +588,9 @@ async def test_what_is_handed_off_goes_on_elsewhere_with_its_tokens(tmp_path: Pa
     room.rollouts.gate = lambda worker: worker.name not in closed
     room.rollouts.dispatch()
     [first] = room.fleet.all()
-    assert room.rollouts.outstanding(first) == 5
+    assert room.rollouts.pool.outstanding(first) == 5
     assert room.rollouts.migrate(first, limit=2) == 2
-    assert (room.rollouts.outstanding(first), room.rollouts.waiting()) == (3, 2)
+    assert (room.rollouts.pool.outstanding(first), room.rollouts.waiting()) == (3, 2)
     two = await room.worker("two", chunk=2)
     assert room.rollouts.migrate(first) == 2
     assert room.rollouts.migrate(first) == 0, "the chat is all that is left"
@@ -673,7 +673,7 @@ def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Pa
                 case 6 if alive:
                     known = room.fleet.named(random.choice(alive).name)
                     assert known is not None
-                    before = rollouts.outstanding(known)
+                    before = rollouts.pool.outstanding(known)
                     limit = random.choice([None, 0, 1, 2])
                     assert rollouts.migrate(known, limit) <= min(before, before if limit is None else limit)
                 case 7 if alive:
@@ -714,7 +714,9 @@ def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Pa
                 assert set(reply.versions) == {begun}
         await settle()
         assert not rollouts.waiting() and not rollouts._inflight and not rollouts._by_job
-        assert not any(rollouts.outstanding(worker) or rollouts.executing(worker) for worker in room.fleet.all())
+        assert not any(
+            rollouts.pool.outstanding(worker) or rollouts.pool.executing(worker) for worker in room.fleet.all()
+        )
         kept = sum(len(text_of(number, 12)[0]) for number in asked)
         assert rollouts.sampled_tokens >= kept
         # only interactive requests drop tokens: when they are cancelled

@@ -21,9 +21,11 @@ from rookery.tokenization.chat import Chat
 @dataclass(frozen=True)
 class JobContext:
     controller: ControllerContext
+    """The services of the controller."""
     row: JobRow
     """The job as it was stored when this process took it up."""
     spec: JobSpec
+    """The validated job spec."""
     owner: str
     """Whose environment hosts may run its episodes: the tenant's id, or the service's own hosts."""
     options: dict[str, Any]
@@ -31,6 +33,8 @@ class JobContext:
     chat: Chat
     """The chat template and tokenizer of the base model."""
     policy: PolicyVersions
+    """The committed versions of the policy that it trains."""
     progress: Progress
+    """Its counters, metrics and rewards."""
     warm_start: protocol.AdapterRef | None = None
     """The weights from which a policy without a version begins."""

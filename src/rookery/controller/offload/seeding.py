@@ -74,7 +74,7 @@ class Seeding:
         """Where a policy trains."""
         self._learned: dict[str, Algorithm] = {}
         """By the worker's name: it may dial in anew."""
-        self._remotes: defaultdict[str, RemotePool] = defaultdict(lambda: RemotePool(clock, rollouts.busy_seconds))
+        self._remotes: defaultdict[str, RemotePool] = defaultdict(lambda: RemotePool(clock, rollouts.pool.busy_seconds))
         """By base model."""
         self._unopened = 0
         """Cycles without a token so far."""
@@ -266,10 +266,10 @@ class Seeding:
     def _hand_off(self, trainer: _Trainer) -> None:
         """What it generates still goes on elsewhere, as far as it would begin there at once."""
         worker, rollouts = trainer.worker, self._rollouts
-        if rollouts.idle(worker):
+        if not rollouts.pool.outstanding(worker):
             return
         others = [other for other in self._fleet.serving("rollout", trainer.model) if other not in self._gated]
-        free = sum(max(0, other.hello.max_rows - rollouts.outstanding(other)) for other in others)
+        free = sum(max(0, other.hello.max_rows - rollouts.pool.outstanding(other)) for other in others)
         if free:
             rollouts.migrate(worker, free)
 

@@ -1,8 +1,8 @@
-"""Answers to whoever asks a base model or a policy directly: chat, the OpenAI API, samples.
+"""Direct completions of a base model or a policy: chat, the OpenAI API, samples.
 
-* They come from the engines that the rollouts use, through the same queue; where the setting says so they go first.
-* The same seed gives the same answer. Who asks sees only base models and policies of their own.
-* A running job's retention leaves the version alone that an answer comes from.
+* They use the same engines and the same queue as rollouts; with ``interactive_priority`` they go first.
+* The same seed gives the same completion. A tenant sees base models and its own policies only.
+* The retention of a running job keeps the version of a running completion.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from rookery.tokenization.chat import Chat
 Message = Mapping[str, str]
 
 SEED_BITS = 48
-"""Of a seed that is drawn here."""
+"""Size of a seed that is drawn here."""
 
 
 class PromptTooLong(UserError):
-    """There is no room for an answer behind the prompt."""
+    """The prompt leaves no room for a completion in the model's context."""
 
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A prompt that fits its model, and who is asked."""
+    """A tokenized prompt that fits its target's context."""
 
     target: Target
     chat: Chat
@@ -41,37 +41,37 @@ class PreparedPrompt:
 class Completions:
     def __init__(
         self,
-        world: ControllerContext,
-        intake: JobValidator,
+        context: ControllerContext,
+        validator: JobValidator,
         pinned: Callable[[protocol.AdapterRef | None], AbstractContextManager[object]],
     ) -> None:
-        """Within ``pinned(ref)`` the version is not retired."""
-        self._world = world
-        self._intake = intake
+        """Within ``pinned(ref)`` retention keeps the version."""
+        self._context = context
+        self._validator = validator
         self._pinned = pinned
 
     async def open(self, tenant: str, target: str) -> tuple[Target, Chat]:
-        """Who is asked, and how it reads and writes. Raises :class:`UserError`, :class:`NotFound`, or
+        """The target of that name and its chat template. Raises :class:`UserError`, :class:`NotFound`, or
         :class:`Unavailable` for a base model that no worker has."""
         found = await self.find(tenant, target)
-        return found, await self._world.chat(found.model)
+        return found, await self._context.chat(found.model)
 
     async def find(self, tenant: str, target: str) -> Target:
-        """What a name means to this tenant. Raises as :meth:`open`."""
-        return await self._intake.target(tenant, target)
+        """The target of that name. Raises as :meth:`open` does."""
+        return await self._validator.target(tenant, target)
 
     @staticmethod
-    def prepare(target: Target, chat: Chat, asked: Sequence[Message] | str | Sequence[int]) -> PreparedPrompt:
-        """``asked`` is a conversation, a text to go on with, or its token ids. Raises :class:`UserError`."""
-        if isinstance(asked, str):
-            prompt = chat.encode(asked)
-        elif asked and isinstance(asked[0], int):
-            prompt = [token for token in asked if isinstance(token, int)]
+    def prepare(target: Target, chat: Chat, source: Sequence[Message] | str | Sequence[int]) -> PreparedPrompt:
+        """``source`` is a conversation, a text to complete, or its token ids. Raises :class:`UserError`."""
+        if isinstance(source, str):
+            prompt = chat.encode(source)
+        elif source and isinstance(source[0], int):
+            prompt = [token for token in source if isinstance(token, int)]
             unknown = next((token for token in prompt if not chat.token_bytes.known(token)), None)
             if unknown is not None:
                 raise UserError(f"the prompt has the token id {unknown}, which {target.model} does not have")
         else:
-            prompt = chat.prompt([dict(message) for message in asked if isinstance(message, Mapping)])
+            prompt = chat.prompt([dict(message) for message in source if isinstance(message, Mapping)])
         if not prompt:
             raise UserError("the prompt is empty: an answer needs at least one token to follow")
         if len(prompt) >= chat.context:
@@ -83,7 +83,7 @@ class Completions:
     async def generate(
         self,
         tenant: str,
-        question: PreparedPrompt,
+        prepared: PreparedPrompt,
         *,
         max_tokens: int | None,
         temperature: float,
@@ -93,49 +93,51 @@ class Completions:
     ) -> SamplingResult:
         """One completion; ``on_tokens`` is called with it each time that tokens have arrived. A cancellation ends its
         generation."""
-        world, target, chat = self._world, question.target, question.chat
-        name = world.ids.new("sample")
-        most = world.settings.server.answer_tokens if max_tokens is None else max_tokens
+        context, target, chat = self._context, prepared.target, prepared.chat
+        name = context.ids.new("sample")
+        most = context.settings.server.answer_tokens if max_tokens is None else max_tokens
         generate = protocol.Generate(
             request=name,
             adapter=target.adapter,
-            prompt=question.prompt,
-            shared_prefix=len(question.prompt),
-            max_tokens=min(most, chat.context - len(question.prompt)),
+            prompt=prepared.prompt,
+            shared_prefix=len(prepared.prompt),
+            max_tokens=min(most, chat.context - len(prepared.prompt)),
             temperature=temperature,
             seed=seed if seed is not None else self.draw_seed(),
             stop_tokens=chat.stop_tokens,
             stop=list(stop),
-            interactive=world.settings.engine.interactive_priority,
+            interactive=context.settings.engine.interactive_priority,
         )
-        async with world.collector.reading(target.adapter):
+        async with context.collector.reading(target.adapter):
             with self._pinned(target.adapter):
-                return await world.rollouts.sample(SamplingRequest(tenant, name, target.model, generate), on_tokens)
+                return await context.rollouts.sample(SamplingRequest(tenant, name, target.model, generate), on_tokens)
 
     def draw_seed(self) -> int:
-        """A seed for who gave none."""
-        return int(self._world.ids.new("seed")[-SEED_BITS // 4 :], 16)
+        """A seed for a request without one."""
+        return int(self._context.ids.new("seed")[-SEED_BITS // 4 :], 16)
 
     async def targets(self, tenant: str) -> list[dict[str, Any]]:
-        """What can be asked now: base models with a worker, then the newest and every kept version of the tenant's
-        jobs, the newest job first, then the checkpoints of its clients. Each with its ``name``, when it was made and by
-        whom."""
-        world = self._world
-        loaded = {worker.hello.model for worker in world.fleet.all() if worker.has_role("rollout", worker.hello.model)}
-        owner = await world.store.get_tenant(tenant)
+        """All present targets: base models with a worker, then the newest and every kept version of the tenant's jobs,
+        the newest job first, then the checkpoints of its clients. Each with ``name``, ``created`` (Unix seconds, 0 for
+        base models) and ``owner``."""
+        context = self._context
+        loaded = {
+            worker.hello.model for worker in context.fleet.all() if worker.has_role("rollout", worker.hello.model)
+        }
+        owner = await context.store.get_tenant(tenant)
         rows: list[dict[str, Any]] = [{"name": name, "created": 0.0, "owner": "rookery"} for name in sorted(loaded)]
-        for job in await world.store.list_jobs(tenant):
-            for policy in await world.store.policies(tenant, job.id):
-                kept = [v for v in await world.store.versions(tenant, policy.id) if v.kept]
+        for job in await context.store.list_jobs(tenant):
+            for policy in await context.store.policies(tenant, job.id):
+                kept = [v for v in await context.store.versions(tenant, policy.id) if v.kept]
                 if kept:
                     rows.append({"name": f"{job.id}:latest", "created": kept[-1].created, "owner": owner.name})
                 rows += [
                     {"name": f"{job.id}@{v.version}", "created": v.created, "owner": owner.name} for v in reversed(kept)
                 ]
-        now = world.clock.time()
+        now = context.clock.time()
         rows += [
             {"name": saved.path, "created": saved.created, "owner": owner.name}
-            for saved in await world.store.list_checkpoints(tenant, None)
+            for saved in await context.store.list_checkpoints(tenant, None)
             if saved.expires is None or saved.expires > now
         ]
         return rows

@@ -125,24 +125,21 @@ class WorkerPool:
 
     # --- their requests -----------------------------------------------------------------------------------------------
 
-    def requests(self, worker: Worker) -> list[InflightRequest]:
-        """The requests that it was given and has not ended, in the order of their assignment."""
-        slots = self._find(worker)
-        return list(slots.requests) if slots is not None else []
+    def slots(self, worker: Worker) -> WorkerSlots:
+        """The worker's slots; empty ones for a worker that was never given requests or was lost."""
+        return self._find(worker) or WorkerSlots(worker)
 
     def outstanding(self, worker: Worker) -> int:
-        slots = self._find(worker)
-        return len(slots.requests) if slots is not None else 0
+        """Requests that it was given and has not ended."""
+        return len(self.slots(worker).requests)
 
     def executing(self, worker: Worker) -> int:
-        slots = self._find(worker)
-        return slots.load[1] if slots is not None else 0
+        """Those of them that it decodes, as far as is known (:func:`rookery.scheduling.balancing.load`)."""
+        return self.slots(worker).load[1]
 
     def busy_seconds(self, worker: Worker) -> float:
         """Seconds for which it has had at least one request, on this connection."""
-        slots = self._find(worker)
-        if slots is None:
-            return 0.0
+        slots = self.slots(worker)
         return slots.busy_seconds + (self._clock.monotonic() - slots.busy_since if slots.requests else 0.0)
 
     def assign(self, inflight: InflightRequest, worker: Worker, express: bool) -> None:

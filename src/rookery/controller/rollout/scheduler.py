@@ -57,7 +57,7 @@ class RolloutScheduler:
         self._fleet = fleet
         self._settings = settings
         self._clock = clock
-        self._pool = WorkerPool(settings, clock)
+        self.pool = WorkerPool(settings, clock)
         self._queues: defaultdict[str, PriorityQueues[InflightRequest]] = defaultdict(PriorityQueues)
         """By base model."""
         self._inflight: dict[str, InflightRequest] = {}
@@ -149,21 +149,6 @@ class RolloutScheduler:
         inflight = self._inflight.get(request)
         return inflight is not None and inflight.worker is None and not inflight.result.tokens
 
-    def outstanding(self, worker: Worker) -> int:
-        """Requests that the worker was given and has not ended."""
-        return self._pool.outstanding(worker)
-
-    def executing(self, worker: Worker) -> int:
-        """Those of them that it decodes, as far as is known (:func:`rookery.scheduling.balancing.load`)."""
-        return self._pool.executing(worker)
-
-    def idle(self, worker: Worker) -> bool:
-        return not self._pool.outstanding(worker)
-
-    def busy_seconds(self, worker: Worker) -> float:
-        """Seconds for which the worker has had requests, on this connection."""
-        return self._pool.busy_seconds(worker)
-
     # --- decisions of other rooms -------------------------------------------------------------------------------------
 
     def close_job(self, job: str) -> None:
@@ -174,9 +159,9 @@ class RolloutScheduler:
 
     def dispatch(self, *workers: Worker) -> None:
         """The gate has changed, for these workers or for all."""
-        changed = workers or self._pool.workers()
+        changed = workers or self.pool.workers()
         for worker in changed:
-            self._pool.update(worker, self.gate(worker))
+            self.pool.update(worker, self.gate(worker))
         for model in sorted({worker.hello.model for worker in changed}):
             self._dispatch(model)
 
@@ -200,7 +185,7 @@ class RolloutScheduler:
         were taken. Close the gate before, or they come back; interactive requests stay."""
         able = [
             inflight
-            for inflight in self._pool.requests(worker)
+            for inflight in self.pool.slots(worker).requests
             if not inflight.request.generate.interactive and not inflight.done.done()
         ]
         able.sort(key=lambda inflight: (inflight.decoding, len(inflight.result.tokens)))
@@ -245,7 +230,7 @@ class RolloutScheduler:
 
     def _dispatch(self, model: str) -> None:
         """Assign waiting requests to workers with room; then move requests that could begin sooner elsewhere."""
-        queue, pool = self._queues[model], self._pool
+        queue, pool = self._queues[model], self.pool
 
         def fits(express: bool) -> Callable[[InflightRequest], bool] | None:
             if not pool.has_capacity(model, express):
@@ -281,7 +266,7 @@ class RolloutScheduler:
             inflight.reassignments += 1
             inflight.wire_name = f"{request.id}{REASSIGNED}{inflight.reassignments}"
         self._assigned[inflight.wire_name] = inflight
-        self._pool.assign(inflight, worker, express)
+        self.pool.assign(inflight, worker, express)
         generate = msgspec.structs.replace(
             request.generate,
             request=inflight.wire_name,
@@ -295,7 +280,7 @@ class RolloutScheduler:
 
     def _on_worker_state(self, worker: Worker) -> None:
         """Its state, or the set of requests that it accepts, has changed."""
-        self._pool.update(worker, self.gate(worker))
+        self.pool.update(worker, self.gate(worker))
         if not worker.has_role("rollout", worker.hello.model):
             return
         for wire_name in sorted(worker.active_requests):  # resumptions need no room and no gate: they run already
@@ -320,7 +305,7 @@ class RolloutScheduler:
         return self._clock.monotonic() - resumption.since <= self._settings.worker.resume_seconds
 
     def _on_heartbeat(self, worker: Worker, beat: protocol.Heartbeat) -> None:
-        self._pool.on_heartbeat(worker, beat)
+        self.pool.on_heartbeat(worker, beat)
         self._dispatch(worker.hello.model)
 
     def _on_output(self, worker: Worker, message: protocol.Output) -> None:
@@ -351,7 +336,7 @@ class RolloutScheduler:
         result.versions.extend([chunk.version] * len(tokens))
         self.sampled_tokens += len(tokens)
         if tokens:
-            self._pool.mark_decoding(inflight)
+            self.pool.mark_decoding(inflight)
             for callback in self._on_sampled:
                 callback(worker, inflight.request, len(tokens))
         if chunk.finish == "abort":  # the worker's decision: a request that this side aborts is not in flight any more
@@ -370,7 +355,7 @@ class RolloutScheduler:
     def _on_worker_lost(self, worker: Worker) -> None:
         for request in [request for request, held in self._resumptions.items() if held.worker is worker]:
             del self._resumptions[request]
-        for inflight in reversed(self._pool.remove(worker)):
+        for inflight in reversed(self.pool.remove(worker)):
             self._requeue(inflight, "lost")
         self._dispatch(worker.hello.model)
 
@@ -397,7 +382,7 @@ class RolloutScheduler:
         """Its worker has the request no more."""
         if inflight.worker is not None:
             del self._assigned[inflight.wire_name]
-            self._pool.release(inflight)
+            self.pool.release(inflight)
 
     def _finish(self, inflight: InflightRequest) -> None:
         """The caller has the result, or gave up."""
