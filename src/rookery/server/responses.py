@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
 from rookery.errors import RookeryError
@@ -87,10 +88,14 @@ def add_exception_handlers(app: FastAPI) -> None:
         line = f"{request.method} {request.url.path}: {error.detail}"
         return error_response(error.status_code, line, headers=headers)
 
+    async def disconnected(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # no client reads it
+
     async def unexpected(request: Request, error: Exception) -> Response:
         return error_response(500, f"internal error ({type(error).__name__}); the service's log has the traceback")
 
     app.add_exception_handler(RookeryError, known)
+    app.add_exception_handler(ClientDisconnect, disconnected)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(Exception, unexpected)

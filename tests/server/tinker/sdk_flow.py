@@ -6,9 +6,12 @@ of the SDK has; ``test_tinker_sdks.py`` runs it with the oldest and the newest.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
+import tarfile
+import urllib.request
 from typing import Any
 
 import tinker
@@ -88,6 +91,8 @@ def main(url: str, key: str, model: str) -> dict[str, Any]:
     run = state.removeprefix("tinker://").split("/")[0]
     listed = rest.list_checkpoints(run).result(PATIENCE).checkpoints
     got["listed"] = sorted(found.checkpoint_id for found in listed)
+    get_archive_url = getattr(rest, "get_checkpoint_archive_url_from_tinker_path", None)  # of older SDKs
+    got["archive"] = get_archive_url is None or archived(get_archive_url(named).result(PATIENCE).url)
     rest.delete_checkpoint_from_tinker_path(named).result(PATIENCE)
     got["left"] = [found.checkpoint_id for found in rest.list_checkpoints(run).result(PATIENCE).checkpoints]
     try:
@@ -95,6 +100,12 @@ def main(url: str, key: str, model: str) -> dict[str, Any]:
     except tinker.RequestFailedError as error:
         got["refused"] = "no_such_loss" in str(error)
     return got
+
+
+def archived(url: str) -> bool:
+    """Whether there is a PEFT folder's tar at ``url``."""
+    with urllib.request.urlopen(url) as reply, tarfile.open(fileobj=io.BytesIO(reply.read())) as tar:
+        return tar.getnames() == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import socket
+import tarfile
 import time
 from collections.abc import Iterator
 
@@ -14,6 +17,7 @@ from tinker import types
 from rookery.controller.sessions.futures import Futures
 from rookery.errors import StorageFull
 from rookery.server.embedded import EmbeddedService
+from rookery.server.peft_archive import ADAPTER_FILES
 
 TOKENS = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
 PROMPT = types.ModelInput.from_ints(TOKENS)
@@ -170,6 +174,12 @@ def test_listings_ttl_deletion_and_information(
     assert found[named].checkpoint_type == "sampler" and found[kept].user_metadata == {"a": "b"}
     assert found[short].expires_at is not None and found[kept].expires_at is None
     assert (found[kept].size_bytes or 0) > 1000
+    for path in (kept, named):
+        url = f"{service.url}/tinker/api/v1/training_runs/{run}/checkpoints/{path.partition(f'{run}/')[2]}/archive"
+        archive = httpx.get(url, headers={"X-API-Key": service.key}).raise_for_status().json()
+        content = httpx.get(archive["url"]).raise_for_status().content  # needs no key
+        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+            assert tar.getnames() == list(ADAPTER_FILES)
     rest.set_checkpoint_ttl_from_tinker_path(kept, 7200).result(PATIENCE)
     rest.set_checkpoint_ttl_from_tinker_path(short, None).result(PATIENCE)
     found = {c.tinker_path: c for c in rest.list_user_checkpoints().result(PATIENCE).checkpoints}
@@ -270,6 +280,24 @@ def test_a_question_for_a_result_is_never_answered_with_500(
     reply = httpx.post(url, headers=headers, json={"request_id": "any"})
     assert reply.status_code == 200
     assert told.items() <= reply.json().items()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_clients_that_disconnect_leave_no_traceback(
+    service: EmbeddedService, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], whole: bool
+) -> None:
+    """As when a client is killed: while it sends a request, or while it waits for the answer."""
+    body = b'{"request_id": "nothing"}'
+    address = service.url.removeprefix("http://").split(":")
+    for path in ("retrieve_future", "forward_backward", "asample", "optim_step"):
+        with socket.create_connection((address[0], int(address[1]))) as client:
+            head = f"POST /tinker/api/v1/{path} HTTP/1.1\r\nHost: x\r\nX-API-Key: {service.key}\r\n"
+            head += f"Content-Type: application/x-protobuf\r\nContent-Length: {len(body)}\r\n\r\n"
+            client.sendall(head.encode() + (body if whole else body[:9]))
+            time.sleep(0.1)
+    time.sleep(0.5)
+    assert not [record for record in caplog.records if record.exc_info]
+    assert "Traceback" not in "".join(capfd.readouterr())
 
 
 def test_unknown_fields_and_models_are_refused(service: EmbeddedService, visitor: tinker.ServiceClient) -> None:

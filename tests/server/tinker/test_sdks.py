@@ -48,7 +48,7 @@ def newest(service: EmbeddedService) -> dict[str, Any]:
 
 
 def test_the_newest_sdk(newest: dict[str, Any]) -> None:
-    assert newest["models"] and newest["named texts"] and newest["refused"]
+    assert newest["models"] and newest["named texts"] and newest["refused"] and newest["archive"]
     assert newest["rank"] == 4 and newest["many"][0] == 1100
     assert newest["resumed"] == newest["loaded"]
     assert (newest["listed"], newest["left"]) == (["sampler_weights/named", "weights/state"], ["weights/state"])

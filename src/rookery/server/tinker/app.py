@@ -7,19 +7,14 @@ model is reported by the operation's result, because the model's later operation
 
 from __future__ import annotations
 
-import logging
-
 from fastapi import FastAPI, Request, Response
-from starlette.exceptions import HTTPException
 
-from rookery.errors import Conflict, RookeryError, UserError
+from rookery.errors import Conflict, UserError
 from rookery.server.auth import ServiceContext
-from rookery.server.responses import error_response, json_response
+from rookery.server.responses import add_exception_handlers, error_response
 from rookery.server.routes import openai
 from rookery.server.tinker import runs, samplers, sessions, training
 from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, load
-
-log = logging.getLogger("rookery.server.tinker")
 
 UNSUPPORTED = {
     "publish": "publishing checkpoints is not supported: there is no public catalogue here",
@@ -45,9 +40,8 @@ def build(context: ServiceContext) -> FastAPI:
         app.include_router(routes, prefix="/api/v1")
     app.include_router(openai.routes, prefix="/oai/api")
     app.add_api_route("/{path:path}", unknown, methods=["GET", "POST", "PUT", "DELETE", "PATCH"])
-    app.add_exception_handler(RookeryError, known)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, unforeseen)
+    add_exception_handlers(app)
+    app.add_exception_handler(Conflict, conflict)
     return app
 
 
@@ -58,20 +52,5 @@ async def unknown(path: str) -> Response:
     return error_response(404, f"nothing at {path}; this server is tested with SDK {OLDEST} to {SUPPORTED}")
 
 
-async def known(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RookeryError)
-    if error.status >= 500:
-        log.warning("%s %s: %s", request.method, request.url.path, error)
-    status = UserError.status if isinstance(error, Conflict) else error.status
-    return error_response(status, str(error))
-
-
-async def http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return error_response(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-
-
-async def unforeseen(request: Request, error: Exception) -> Response:
-    return json_response(
-        {"error": f"internal error ({type(error).__name__}); the service's log has the traceback"}, 500
-    )
+async def conflict(request: Request, error: Exception) -> Response:
+    return error_response(UserError.status, str(error))
