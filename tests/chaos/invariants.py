@@ -23,6 +23,7 @@ from tests.chaos.texts import text
 
 from rookery import protocol
 from rookery.controller.controller import Controller
+from rookery.controller.fleet.fleet import FleetListener
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.scheduler import REASSIGNED, GenerationFailed, SamplingRequest, SamplingResult
 from rookery.settings import Settings
@@ -69,7 +70,7 @@ class Account:
     ended: bool = False
 
 
-class Requests:
+class Requests(FleetListener):
     """The accounts of one controller's life; what outlives it is in ``lasting``."""
 
     def __init__(self, controller: Controller, events: Events, settings: Settings, lasting: Lasting) -> None:
@@ -84,8 +85,7 @@ class Requests:
         world = controller.context
         self._fleet, self._rollouts = world.fleet, world.rollouts
         self._sample = world.rollouts.sample
-        world.fleet.on_joined(self._joined)
-        world.fleet._on_lost.insert(0, self._lost)  # first: before what the others make of it
+        world.fleet.listeners.insert(0, self)  # first: before the reactions of the others
         setattr(world.rollouts, "sample", self.sample)  # noqa: B010 (a method for an instance)
 
     def end(self) -> None:
@@ -177,7 +177,7 @@ class Requests:
 
     # --- frames to workers --------------------------------------------------------------------------------------------
 
-    def _joined(self, worker: Worker) -> None:
+    def on_worker_joined(self, worker: Worker) -> None:
         connection = Connection(worker, worker.epoch)
         assert isinstance(worker.connection, Wire)
         worker.connection.owner = connection
@@ -238,7 +238,7 @@ class Requests:
         if len(connection.requests) > connection.worker.hello.max_rows + self._ahead + len(claims):
             self._events.fail("room", f"{name} holds {len(connection.requests)} requests", name)
 
-    def _lost(self, worker: Worker, reason: str) -> None:
+    def on_worker_lost(self, worker: Worker, reason: str) -> None:
         connection = worker.connection.owner if isinstance(worker.connection, Wire) else None
         if connection is None or self._over:
             return
@@ -279,7 +279,9 @@ class Requests:
 
     def _state(self, connection: Connection) -> tuple[Any, ...]:
         worker = connection.worker
-        heard = worker.last_beat if worker.state in ("suspect", "gone") else 0.0  # one that drains is heard still
+        heard = (
+            worker.outbox.last_frame if worker.state in ("suspect", "gone") else 0.0
+        )  # one that drains is heard still
         return (self._rollouts.sampled_tokens, self._rollouts.migrated, self._fleet.losses, worker.state, heard)
 
     def _output(self, connection: Connection, message: protocol.Output) -> None:

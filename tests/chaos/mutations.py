@@ -61,7 +61,7 @@ MUTATIONS = [
         "frames of a connection given up count", Fleet, "_deliver", ' or worker.state in ("suspect", "gone")', "",
         "epochs", half_opens=0.05, slow_latency=4.0,
     ),
-    _one("epochs do not grow", Fleet, "_greet", "self._epoch += 1", "pass", "epochs"),
+    _one("epochs do not grow", Fleet, "_register", "self._epoch += 1", "pass", "epochs"),
     _one(
         "acknowledge before the commit", Job, "_commit_version", "ref = await", COMMITTED_EARLY, "durable",
     ),
@@ -89,7 +89,7 @@ MUTATIONS = [
         "epochs",
     ),
     _one(
-        "forget to requeue what a lost worker had", RolloutScheduler, "_on_worker_lost",
+        "forget to requeue what a lost worker had", RolloutScheduler, "on_worker_lost",
         'self._requeue(inflight, "lost")', "self._release(inflight)", "jobs",
     ),
     _one(

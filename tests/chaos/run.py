@@ -403,8 +403,8 @@ class Run:
         holding = [worker.name for worker in world.fleet.all() if world.rollouts.pool.outstanding(worker)]
         if left or holding or world.rollouts.waiting():
             self.events.fail("once", f"requests {left} are left, workers {holding} hold some", *left[:1])
-        if world.training.pinned:
-            self.events.fail("durable", f"artifacts {dict(world.training.pinned)} were never named")
+        if world.collector.pins:
+            self.events.fail("durable", f"artifacts {dict(world.collector.pins)} were never named")
 
     def _outcome(self) -> ChaosResult:
         counts, live = dict(sorted(self.events.counts.items())), self._controller

@@ -280,7 +280,7 @@ async def test_a_worker_that_joins_gets_what_waits_elsewhere_at_once(tmp_path: P
     for seed in seeds[:4]:
         await say(old, f"job-{seed}")
     await settle()
-    known = room.fleet.named("old")
+    known = room.fleet.get("old")
     assert known is not None
     assert (room.rollouts.pool.executing(known), room.rollouts.pool.outstanding(known)) == (4, 10)
     new = await frozen(room, "new", 4)

@@ -209,7 +209,7 @@ class Busy:
         """After so many seconds more of each."""
         self.decode += decode
         self.train += train
-        known = self.service.controller.context.fleet.named(self.worker.name)
+        known = self.service.controller.context.fleet.get(self.worker.name)
         assert known is not None
         before = known.beat
         await self.worker.say(
@@ -342,7 +342,7 @@ async def test_a_draining_worker_is_paid_for_until_it_is_gone(service: Service) 
     busy = await Busy(service, "worker", 1.0).join()
     service.clock.now += 10.0
     await busy.worker.say(protocol.Draining(epoch=0))
-    worker = service.controller.context.fleet.named("worker")
+    worker = service.controller.context.fleet.get("worker")
     assert worker is not None
     await eventually(lambda: worker.state == "draining")
     service.clock.now += 5.0

@@ -475,12 +475,12 @@ def host_hello(token: str, environment: str = "adas") -> bytes:
 def test_an_api_key_is_no_worker_token(town: Town) -> None:
     for token in (town.keys["bob"], town.service.key, "", "wröng", town.token[:-1], "\ud7ff" * 40):
         answer = greeted(town, "/wire/worker", hello(token))
-        assert isinstance(answer, protocol.HelloRejected) and "token is wrong" in answer.reason, (token, answer)
+        assert isinstance(answer, protocol.HelloRejected) and "wrong worker token" in answer.reason, (token, answer)
         assert town.token not in answer.reason
     assert [worker["name"] for worker in town.admin.get("/api/v1/workers").json()] == ["scripted"]
     for token in ("", "wröng", town.keys["bob"][:-1]):
         answer = greeted(town, "/wire/host", host_hello(token))
-        assert answer == protocol.HelloRejected(reason="the key is not known to this service")
+        assert answer == protocol.HelloRejected(reason="the service does not know this key")
     answer = greeted(town, "/wire/host", host_hello(town.keys["bob"], "builtin:jsonl"))
     assert isinstance(answer, protocol.HelloRejected) and "belong to the service" in answer.reason
     assert isinstance(greeted(town, "/wire/host", host_hello(town.keys["bob"])), protocol.HostWelcome)

@@ -310,7 +310,7 @@ def test_costs_and_the_break_even_discount_add_up(outcomes: dict[str, ReplayResu
 def test_an_ablation_leaves_out_one_thing(name: str, seconds: float | None, remembers: bool) -> None:
     part = MODES[name].seeding
     assert isinstance(part, type) and issubclass(part, Seeding)
-    learner = part.algorithm(initial=10.0, eta=3.0, reserved=1)
+    learner = part.planner(initial=10.0, eta=3.0, reserved=1)
     cycle = Cycle(seeded=10.0, trainer_wait=9.0, remote_wait=3.0, train=20.0, remote=10.0, instances=2.0)
     for _ in range(3):
         learner.learn(replace(cycle, seeded=learner.seconds), available=2, reserved=1)

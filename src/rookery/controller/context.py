@@ -13,6 +13,7 @@ from rookery.controller.offload.seeding import Seeding
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.usage import UsageMeter
+from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
@@ -28,6 +29,7 @@ class ControllerContext:
     store: Store
     artifacts: Artifacts
     fleet: Fleet
+    residency: AdapterResidency
     rollouts: RolloutScheduler
     training: TrainingDispatcher
     seeding: Seeding

@@ -35,8 +35,9 @@ from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.usage import UsageMeter
 from rookery.controller.validation import JobValidator
 from rookery.controller.views import Completion, JobState, JobView
+from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
-from rookery.controller.weights.pull_failures import PullFailures
+from rookery.controller.weights.peers import PeerDirectory
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import Conflict, StorageFull, Unavailable
 from rookery.protocol.connection import Connection
@@ -77,11 +78,13 @@ class Controller:
         self._provide = provide
         self._jobs_folder = jobs_folder
         self.tickets = Tickets(artifacts, clock, settings.server.ticket_seconds, random_bytes)
-        fleet = Fleet(settings, clock, worker_token, self.tickets)
-        rollouts = scheduler(fleet, settings, clock)
-        training = TrainingDispatcher(fleet, self.tickets, settings, clock, ids, store.run)
-        collector = ArtifactCollector(store, artifacts, fleet, training.pinned)
-        training.on_stray(collector.delete_stray)
+        fleet = Fleet(settings, clock, worker_token)
+        peers = PeerDirectory(self.tickets, clock, settings.server.ticket_seconds)
+        residency = AdapterResidency(fleet, peers, artifacts, store.run, clock)
+        residency.in_use = self._in_use
+        collector = ArtifactCollector(store, artifacts, residency)
+        rollouts = scheduler(fleet, residency, settings, clock)
+        training = TrainingDispatcher(fleet, residency, collector, self.tickets, settings, clock, ids, store.run)
         self.context = ControllerContext(
             settings=settings,
             clock=clock,
@@ -89,11 +92,12 @@ class Controller:
             store=store,
             artifacts=artifacts,
             fleet=fleet,
+            residency=residency,
             rollouts=rollouts,
             training=training,
             seeding=seeding(fleet, rollouts, training, settings, clock),
             hosts=EnvironmentHosts(settings, clock, ids, authenticate, store.unfinished_job_ids),
-            usage=UsageMeter(fleet, rollouts, training, settings, clock, store),
+            usage=UsageMeter(fleet, settings, clock, store),
             collector=collector,
             chat=chat,
             check_environment=check_environment,
@@ -104,8 +108,6 @@ class Controller:
         self._validator = JobValidator(self.context)
         self.completions = Completions(self.context, self._validator, self._pinned)
         self.sessions = Sessions(self.context, self._validator, provide)
-        self._pull_failures = PullFailures(fleet, artifacts, store.run)
-        fleet.in_use = self._in_use
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -116,10 +118,7 @@ class Controller:
         """Delete what a crash left half-written, resume every unfinished job, start the background tasks."""
         context, store = self.context, self.context.store
         await store.fence()
-        await store.run(context.artifacts.sweep)
-        live = await store.live_hashes()
-        for digest in await store.run(context.artifacts.prune, live):
-            log.info("deleted artifact %s: it was never committed", digest)
+        await context.collector.collect_all()
         await context.usage.start()
         for watch in (context.fleet.watch, context.rollouts.watch, context.seeding.watch, context.hosts.watch,
                       self.sessions.watch, context.usage.watch):  # fmt: skip
@@ -139,7 +138,7 @@ class Controller:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.sessions.stop()
-        await self._pull_failures.close()
+        await self.context.residency.close()
         await self.context.usage.stop()
 
     async def serve_worker(self, link: Connection) -> None:

@@ -243,7 +243,7 @@ class JobQueries:
                 "worker_losses": fleet.losses,
                 "trainer_wait_seconds": context.seeding.waits["trainer"],
                 "remote_wait_seconds": context.seeding.waits["remote"],
-                "failed_pulls": fleet.failed_pulls,
+                "failed_pulls": context.residency.failed_pulls,
                 "frames_ignored": fleet.ignored_frames,
                 "frames_bad": fleet.bad_frames,
                 **context.usage.totals(),

@@ -16,9 +16,10 @@ import msgspec
 
 from rookery import protocol
 from rookery.aio import Clock
-from rookery.controller.fleet.fleet import Fleet, Worker
-from rookery.controller.rollout.scheduler import RolloutScheduler, SamplingRequest
-from rookery.controller.training.dispatcher import TrainingDispatcher
+from rookery.controller.fleet.fleet import Fleet, FleetListener
+from rookery.controller.fleet.worker import Worker
+from rookery.controller.rollout.scheduler import SamplingRequest
+from rookery.controller.training.dispatcher import Operation
 from rookery.controller.views import CostView, FleetCost
 from rookery.errors import RookeryError
 from rookery.scheduling.usage import HOUR, Interval, Kind, Usage, UsageRecord, WorkerMeter, reserved_alone
@@ -45,14 +46,12 @@ FleetUsages = dict[str, dict[Kind, FleetUsage]]
 """By base model and kind."""
 
 
-class UsageMeter:
+class UsageMeter(FleetListener):
     """The counters of every tenant and of the open jobs, and the fleet's."""
 
     def __init__(
         self,
         fleet: Fleet,
-        rollouts: RolloutScheduler,
-        training: TrainingDispatcher,
         settings: Settings,
         clock: Clock,
         store: Store,
@@ -68,11 +67,7 @@ class UsageMeter:
         self._fleet: FleetUsages = {}
         self._before = (0.0, 0.0)
         """Used and idle cost when this process started."""
-        fleet.on_joined(self._joined)
-        fleet.on_beat(self._heartbeat)
-        fleet.on_lost(lambda worker, reason: self._lost(worker))
-        rollouts.on_sampled(self._sampled)
-        training.on_trained(self._trained)
+        fleet.listeners.append(self)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -133,17 +128,17 @@ class UsageMeter:
 
     # --- metering -----------------------------------------------------------------------------------------------------
 
-    def _joined(self, worker: Worker) -> None:
+    def on_worker_joined(self, worker: Worker) -> None:
         self._meters[worker] = WorkerMeter(worker.hello.price, self._clock.monotonic())
 
-    def _heartbeat(self, worker: Worker, beat: protocol.Heartbeat) -> None:
+    def on_heartbeat(self, worker: Worker, beat: protocol.Heartbeat) -> None:
         meter = self._meters.get(worker)
         if meter is not None:
             decoding, training = beat.active + beat.waiting > 0, beat.training > 0
             now, decoded, trained = self._clock.monotonic(), beat.decode_seconds, beat.train_seconds
             self._add(worker, meter.heartbeat(now, decoded, trained, decoding=decoding, training=training))
 
-    def _lost(self, worker: Worker) -> None:
+    def on_worker_lost(self, worker: Worker, reason: str) -> None:
         if worker.state != "draining":  # a draining worker is paid for until its connection ends
             self._close(worker)
 
@@ -152,14 +147,16 @@ class UsageMeter:
         if meter is not None:
             self._add(worker, meter.close(self._clock.monotonic()))
 
-    def _sampled(self, worker: Worker, request: SamplingRequest, tokens: int) -> None:
+    def on_tokens(self, worker: Worker, request: SamplingRequest, tokens: int) -> None:
         if worker in self._meters:
             job = request.job if (request.tenant, request.job) in self._usage else TENANT_TOTAL
             self._meters[worker].sampled((request.tenant, job), tokens)
 
-    def _trained(self, worker: Worker, tenant: str, policy: str, tokens: float, seconds: float) -> None:
-        if worker in self._meters:
-            self._meters[worker].trained((tenant, self._jobs.get(policy, TENANT_TOTAL)), tokens, seconds)
+    def on_operation(self, worker: Worker, operation: Operation, done: protocol.OperationDone | None) -> None:
+        if done is None or isinstance(operation, protocol.InitAdapter) or worker not in self._meters:
+            return
+        payer = (operation.tenant, self._jobs.get(operation.policy, TENANT_TOTAL))
+        self._meters[worker].trained(payer, done.metrics.get("tokens", 0.0), done.metrics.get("seconds", 0.0))
 
     def _add(self, worker: Worker, interval: Interval[Account]) -> None:
         kind = worker.hello.kind

@@ -18,7 +18,7 @@ from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.sessions.samplers import SCHEME, find_checkpoint
 from rookery.controller.views import NUMBER
-from rookery.controller.weights.refs import adapter_ref
+from rookery.controller.weights.distribution import adapter_ref
 from rookery.errors import NotFound, Unavailable, UserError
 from rookery.spec.job import JobSpec
 from rookery.spec.parsing import SpecError, parse_job

@@ -128,11 +128,13 @@ async def serve_peer(
     *,
     register: Callable[[Any, Connection], Awaitable[P]],
     deliver: Callable[[P, Any], None],
+    bad_frame: Callable[[P | None, BadFrame], None],
     closed: Callable[[P, Connection], Awaitable[None]],
 ) -> None:
     """Serve one connection until it ends. ``register(hello, connection)`` answers the peer, its welcome posted, or
-    raises :class:`RegistrationRefused`; ``deliver(peer, message)`` takes every later message; ``closed(peer,
-    connection)`` is called once for a registered peer. Raises :class:`BadFrame` after a frame that is no message."""
+    raises :class:`RegistrationRefused`; ``deliver(peer, message)`` takes every later message.
+    ``bad_frame(peer, error)`` is called for a frame that is no message, which ends the connection (peer is None before
+    the registration); ``closed(peer, connection)`` at the end, for a registered peer."""
     peer = writer = None
     try:
         async with asyncio.timeout(HELLO_SECONDS):
@@ -144,6 +146,8 @@ async def serve_peer(
     except RegistrationRefused as refusal:
         with contextlib.suppress(ConnectionClosed):
             await connection.send(encode(HelloRejected(reason=str(refusal))))
+    except BadFrame as error:
+        bad_frame(peer, error)
     except (ConnectionClosed, TimeoutError):
         pass
     finally:

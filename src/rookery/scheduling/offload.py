@@ -2,7 +2,7 @@
 it trains, and how many preemptible workers pay off.
 
 A *cycle* of a training worker is a seed phase, in which it generates (*seeding*), then a train phase, in which it
-leaves that to others. With one on-policy job a cycle is the paper's step. Per cycle, as published::
+leaves generation to others. With one on-policy job a cycle is the paper's step. Per cycle, as published::
 
     T_seed += (trainer_wait - remote_wait) / eta
     N_prem  = (t_remote * n + T_seed * N_reserved) / t_train
@@ -10,9 +10,9 @@ leaves that to others. With one on-policy job a cycle is the paper's step. Per c
     if n' in memory: T_seed = memory[n']
 
 n is the mean number of remote instances during the cycle, n' how many the next one begins with. N_prem is how many of
-them would do all the generating in the time that training takes: more would wait. What the paper leaves open is settled
-thus: T_seed is never below 0, and what is corrected is the time for which the cycle did generate, where that ended
-before T_seed was over; N_prem is rounded up, at least 1, and stays as it is by a cycle in which nothing was generated
+them would do all the generating in the time that training takes: more would wait. Where the paper is silent: T_seed is
+never below 0; the correction applies to the time for which the cycle did generate, where that ended before T_seed was
+over; N_prem is rounded up, at least 1, and stays as it is by a cycle in which nothing was generated
 or trained.
 
 A change d of T_seed changes trainer_wait - remote_wait by -(1 + r) d, where r is the training worker's generation speed
@@ -25,14 +25,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-SAME = 1e-9
-"""Relative: a mean of equal counts is that count, but for rounding."""
+RELATIVE_TOLERANCE = 1e-9
+"""Rounding error of a mean of equal counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cycle:
-    """What was measured of one cycle, between the first token that was generated in it and its end. Times are
-    seconds."""
+    """Measurements of one cycle, from the first token generated in it to its end. Times are in seconds."""
 
     seeded: float
     """In the seed phase: T_seed, or the whole cycle where that was shorter."""
@@ -48,8 +47,8 @@ class Cycle:
     """Remote instances in use, the mean over the cycle (n)."""
 
 
-class Seeding:
-    """The algorithm's state for one training worker."""
+class OffloadPlanner:
+    """State of Algorithm 1 for one training worker: how long it seeds, and how many remote workers pay off."""
 
     def __init__(self, *, initial: float, eta: float, reserved: int) -> None:
         """``initial`` is T_init in seconds; ``reserved`` is N_reserved, which N_prem begins with."""
@@ -62,20 +61,20 @@ class Seeding:
         self._eta = eta
 
     @property
-    def most(self) -> int:
-        """Remote instances that are worth using."""
-        return max(1, math.ceil(self.worthwhile * (1 - SAME)))
+    def max_remote(self) -> int:
+        """Remote instances that are worth using: N_prem, rounded up, at least 1."""
+        return max(1, math.ceil(self.worthwhile * (1 - RELATIVE_TOLERANCE)))
 
     def learn(self, cycle: Cycle, *, available: int, reserved: int) -> None:
-        """A cycle is over. ``available`` remote instances are there for the next one, of which at most :attr:`most` are
-        used; ``reserved`` is N_reserved now."""
+        """Update from a finished cycle. The next one has ``available`` remote instances, of which at most
+        :attr:`max_remote` are used; ``reserved`` is N_reserved now."""
         change = (cycle.trainer_wait - cycle.remote_wait) / self._eta
         self.seconds = max(0.0, min(self.seconds, cycle.seeded) + change)
         work = cycle.remote * cycle.instances + self.seconds * reserved
         if work > 0 and cycle.train > 0:
             self.worthwhile = work / cycle.train
-        following = min(available, self.most)
-        if math.isclose(cycle.instances, following, rel_tol=SAME):
+        following = min(available, self.max_remote)
+        if math.isclose(cycle.instances, following, rel_tol=RELATIVE_TOLERANCE):
             self.memory[following] = self.seconds
         self.begin(following)
 

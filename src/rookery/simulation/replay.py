@@ -15,7 +15,7 @@ from rookery.controller.offload.seeding import Seeding
 from rookery.controller.rollout.request import InflightRequest
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.errors import UserError
-from rookery.scheduling.offload import Seeding as Algorithm
+from rookery.scheduling.offload import OffloadPlanner
 from rookery.settings import Settings
 from rookery.simulation.clock import EPOCH, run
 from rookery.simulation.fakes.service import MEMORY, MODEL, SimulatedService
@@ -320,14 +320,14 @@ class RestartingScheduler(RolloutScheduler):
         super()._requeue(inflight, reason)
 
 
-class _NoSeeding(Algorithm):
+class _NoSeeding(OffloadPlanner):
     """T_seed is 0. The number of instances that pay off is learned all the same."""
 
     def begin(self, instances: int) -> None:
         self.seconds = 0.0
 
 
-class _NoMemory(Algorithm):
+class _NoMemory(OffloadPlanner):
     """T_seed is what the cycle before made of it, however many instances there are now."""
 
     def begin(self, instances: int) -> None:
@@ -337,13 +337,13 @@ class _NoMemory(Algorithm):
 class NeverSeeding(Seeding):
     """Training workers generate only while nobody else can."""
 
-    algorithm = _NoSeeding
+    planner = _NoSeeding
 
 
 class SeedingWithoutMemory(Seeding):
     """T_seed is learned anew whenever the number of instances changes."""
 
-    algorithm = _NoMemory
+    planner = _NoMemory
 
 
 @dataclass(frozen=True)

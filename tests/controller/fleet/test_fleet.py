@@ -10,7 +10,8 @@ import pytest
 from tests.support.peers import WORKER_TOKEN, ManualClock, ScriptedWorker, connection_pair, eventually, settle
 
 from rookery import protocol
-from rookery.controller.fleet.fleet import Fleet, Worker
+from rookery.controller.fleet.fleet import Fleet, FleetListener
+from rookery.controller.fleet.worker import Worker
 from rookery.controller.weights.tickets import Tickets
 from rookery.protocol.connection import ConnectionClosed
 from rookery.settings import Settings
@@ -19,7 +20,7 @@ from rookery.storage.artifacts import Artifacts
 MODEL = "smollm2-135m-instruct"
 
 
-class Room:
+class Room(FleetListener):
     def __init__(self, folder: Path) -> None:
         self.clock = ManualClock()
         self.settings = Settings(
@@ -31,17 +32,19 @@ class Room:
             stuck_seconds=120,
         )
         self.tickets = Tickets(Artifacts(folder / "artifacts"), self.clock, 600)
-        self.fleet = Fleet(self.settings, self.clock, WORKER_TOKEN, self.tickets)
+        self.fleet = Fleet(self.settings, self.clock, WORKER_TOKEN)
         self.lost: list[tuple[str, str]] = []
         self.changes = 0
-        self.fleet.on_lost(lambda worker, reason: self.lost.append((worker.name, reason)))
-        self.fleet.on_change(self._changed)
+        self.fleet.listeners.append(self)
         self.outputs: list[Worker] = []
-        self.fleet.handle(protocol.Output, lambda worker, message: self.outputs.append(worker))
-        self.fleet.handle(protocol.OperationDone, lambda worker, message: None)
+        self.fleet.route(protocol.Output, lambda worker, message: self.outputs.append(worker))
+        self.fleet.route(protocol.OperationDone, lambda worker, message: None)
 
-    def _changed(self) -> None:
-        self.changes += 1
+    def on_worker_changed(self, worker: Worker) -> None:
+        self.changes += worker.state == "serving"
+
+    def on_worker_lost(self, worker: Worker, reason: str) -> None:
+        self.lost.append((worker.name, reason))
 
     def worker(self, name: str = "worker", **script: object) -> ScriptedWorker:
         return ScriptedWorker(self.fleet.serve, self.tickets, name, **script)  # type: ignore[arg-type]
@@ -92,7 +95,7 @@ async def test_coming_back_gets_a_new_epoch(room: Room) -> None:
     await worker.say(beat(), epoch=first)
     await settle()
     assert room.fleet.ignored_frames == 1
-    later = Fleet(room.settings, ManualClock(), WORKER_TOKEN, room.tickets)
+    later = Fleet(room.settings, ManualClock(), WORKER_TOKEN)
     assert later._epoch >= int(room.clock.time() * 1000), "a later process gives later epochs"
     await worker.die()
 
@@ -100,7 +103,7 @@ async def test_coming_back_gets_a_new_epoch(room: Room) -> None:
 async def test_connecting_twice_ends_the_first_connection(room: Room) -> None:
     first = await room.worker(instance="one").join()
     second = await room.worker(instance="one").join()
-    assert room.lost == [("worker", "it connected anew")]
+    assert room.lost == [("worker", "it reconnected")]
     await first.say(protocol.Output(epoch=0, chunks=[]))
     await second.say(protocol.Output(epoch=0, chunks=[]))
     await eventually(lambda: bool(room.outputs))
@@ -131,7 +134,7 @@ async def test_who_does_not_beat_is_suspect(room: Room) -> None:
     assert quiet.link is not None
     assert quiet.link.closed, "its connection is closed: it shall dial in again"
     assert room.lost == [("quiet", room.lost[0][1])]
-    assert "no beat for" in room.lost[0][1]
+    assert "no heartbeat for" in room.lost[0][1]
     await quiet.join()
     assert room.states()["quiet"] == "serving"
     for worker in (quiet, lively):
@@ -174,13 +177,13 @@ async def test_garbage_closes_the_link(room: Room, frame: bytes) -> None:
 
 
 async def test_who_may_not_join_is_told_why(room: Room) -> None:
-    with pytest.raises(PermissionError, match="the worker token is wrong"):
+    with pytest.raises(PermissionError, match="wrong worker token"):
         await room.worker().join(token="guess")
     ours, theirs = connection_pair()
     serving = asyncio.create_task(room.fleet.serve(theirs))
     await ours.send(protocol.encode(beat()))
     refused = protocol.decode(protocol.to_worker, await ours.receive())
-    assert refused == protocol.HelloRejected(reason="the first frame is a Hello")
+    assert refused == protocol.HelloRejected(reason="the first frame must be a Hello")
     await serving
     ours, theirs = connection_pair()
     serving = asyncio.create_task(room.fleet.serve(theirs))
@@ -191,7 +194,7 @@ async def test_who_may_not_join_is_told_why(room: Room) -> None:
     await ours.send(protocol.encode(hello))
     refused = protocol.decode(protocol.to_worker, await ours.receive())
     assert isinstance(refused, protocol.HelloRejected)
-    assert "protocol 99 is not spoken here" in refused.reason
+    assert "protocol 99 is not supported" in refused.reason
     await serving
     assert room.states() == {}
 
@@ -235,7 +238,7 @@ async def test_a_worker_that_does_not_read_delays_nobody(room: Room) -> None:
     )  # fmt: skip
     await ours.send(protocol.encode(hello))
     await stuck.sending.wait()
-    deaf = room.fleet.named("deaf")
+    deaf = room.fleet.get("deaf")
     assert deaf is not None
     for _ in range(100):
         deaf.post(protocol.Abort(request="x"))

@@ -754,7 +754,7 @@ async def test_a_version_stays_until_its_evaluation_is_known(service: Service, m
 def uploads(service: Service) -> tuple[set[str], int, int]:
     """What lies in the artifact store, how much of it is half-written, how much is about to be named."""
     staged = len(list((service.folder / "artifacts" / ".staging").iterdir()))
-    return service.artifacts.hashes(), staged, sum(service.controller.context.training.pinned.values())
+    return service.artifacts.hashes(), staged, sum(service.controller.context.collector.pins.values())
 
 
 @pytest.mark.parametrize("step", [0, 2])
@@ -997,7 +997,7 @@ async def test_the_source_of_a_warm_start_stays_until_it_is_read(service: Servic
     await service.ends(job)
     zero = service.check_history(job)[0]
     assert service.artifacts.path(zero.hash, ADAPTER).read_bytes() == content
-    assert not world.collector.readers and not world.collector.deferred
+    assert not world.collector.pins and not world.collector.deferred
 
 
 async def test_others_answer_as_if_nothing_were_there(service: Service) -> None:
@@ -1039,7 +1039,7 @@ async def test_a_host_serves_its_owner_only(service: Service) -> None:
     job = await run(service, environment__return_timeout=0.05)
     view = await service.ends(job, "paused")
     assert view.reason == "no environment host offers 'task': waited 0 s for one"
-    with pytest.raises(PermissionError, match="the key is not known"):
+    with pytest.raises(PermissionError, match="does not know this key"):
         await service.host(key="guess").join()
     service.peers.pop()
     with pytest.raises(PermissionError, match="names that begin with builtin: belong to the service"):

@@ -18,8 +18,8 @@ from rookery import protocol
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.offload.pool import RemotePool
 from rookery.controller.offload.seeding import Seeding
-from rookery.scheduling.offload import Cycle
-from rookery.scheduling.offload import Seeding as Algorithm
+from rookery.protocol.connection import Outbox
+from rookery.scheduling.offload import Cycle, OffloadPlanner
 from rookery.simulation.clock import run
 from rookery.simulation.fakes.connection import connection_pair
 from rookery.simulation.fakes.service import MEMORY, MODEL, SimulatedService
@@ -45,19 +45,19 @@ def test_the_published_update(
     initial: float, eta: float, trainer_wait: float, remote_wait: float, remote: float, train: float,
     instances: float, reserved: int,
 ) -> None:  # fmt: skip
-    at = Algorithm(initial=initial, eta=eta, reserved=reserved)
+    at = OffloadPlanner(initial=initial, eta=eta, reserved=reserved)
     assert (at.seconds, at.worthwhile, at.memory) == (initial, reserved, {})
     given = cycle(trainer_wait=trainer_wait, remote_wait=remote_wait, remote=remote, train=train, instances=instances)
     at.learn(given, available=100, reserved=reserved)
     assert at.seconds == pytest.approx(max(0.0, initial + (trainer_wait - remote_wait) / eta))
     if work := remote * instances + at.seconds * reserved:
         assert at.worthwhile == pytest.approx(work / train)
-    assert 1 <= at.most <= max(1, at.worthwhile + 1)
-    assert at.most >= at.worthwhile * (1 - 1e-6)
+    assert 1 <= at.max_remote <= max(1, at.worthwhile + 1)
+    assert at.max_remote >= at.worthwhile * (1 - 1e-6)
 
 
 def test_what_did_not_generate_for_all_of_its_time_is_corrected_from_what_it_did() -> None:
-    at = Algorithm(initial=50.0, eta=3.0, reserved=1)
+    at = OffloadPlanner(initial=50.0, eta=3.0, reserved=1)
     at.learn(cycle(seeded=8.0, remote_wait=3.0), available=9, reserved=1)
     assert at.seconds == 7.0
     at.learn(cycle(seeded=7.0, trainer_wait=3.0), available=9, reserved=1)
@@ -65,7 +65,7 @@ def test_what_did_not_generate_for_all_of_its_time_is_corrected_from_what_it_did
 
 
 def test_what_was_not_measured_changes_nothing() -> None:
-    at = Algorithm(initial=0.0, eta=3.0, reserved=4)
+    at = OffloadPlanner(initial=0.0, eta=3.0, reserved=4)
     at.learn(cycle(remote=0.0), available=9, reserved=4)
     assert at.worthwhile == 4
     at.learn(cycle(train=0.0), available=9, reserved=4)
@@ -74,7 +74,7 @@ def test_what_was_not_measured_changes_nothing() -> None:
 
 def test_memory() -> None:
     """3 → 1 → 3: stored where the number held for a whole cycle and holds on, taken where it is known."""
-    at = Algorithm(initial=10.0, eta=3.0, reserved=1)
+    at = OffloadPlanner(initial=10.0, eta=3.0, reserved=1)
     at.learn(cycle(instances=3.0, trainer_wait=6.0, remote=100), available=3, reserved=1)
     assert at.memory == {3: 12.0}
     at.learn(cycle(instances=3.0, trainer_wait=3.0, remote=100), available=1, reserved=1)
@@ -92,9 +92,9 @@ def test_memory() -> None:
 
 
 def test_no_more_than_pay_off_begin_the_next_cycle() -> None:
-    at = Algorithm(initial=0.0, eta=3.0, reserved=1)
+    at = OffloadPlanner(initial=0.0, eta=3.0, reserved=1)
     at.learn(cycle(instances=5.0, remote=4.0, train=10.0), available=5, reserved=1)
-    assert (at.worthwhile, at.most) == (2.0, 2)
+    assert (at.worthwhile, at.max_remote) == (2.0, 2)
     assert 5 not in at.memory, "2 are used from now on"
     at.learn(cycle(instances=2.0, remote=10.0, train=10.0), available=5, reserved=1)
     assert at.memory == {2: 0.0}
@@ -120,7 +120,7 @@ def test_five_times_off_recovers(factor: float, reserved: float, instances: int)
     """The training worker generates at most twice as fast as all others: a few steps, as the module says."""
     work, train = 60.0 * instances, 20.0
     right = (work - train * instances) / (reserved + instances)
-    at = Algorithm(initial=factor * right, eta=3.0, reserved=1)
+    at = OffloadPlanner(initial=factor * right, eta=3.0, reserved=1)
     steps = 0
     while True:
         step = play_step(at.seconds, work, reserved, 1.0, instances, train)
@@ -140,7 +140,7 @@ def test_it_settles_wherever_it_says_so(ratio: float, instances: int, train: flo
     """For every ratio of speeds below 2 eta - 1."""
     work = 4 * train * instances
     right = (work - train * instances) / (instances * (1 + ratio))
-    at = Algorithm(initial=initial, eta=3.0, reserved=1)
+    at = OffloadPlanner(initial=initial, eta=3.0, reserved=1)
     for _ in range(400):
         at.learn(play_step(at.seconds, work, ratio * instances, 1.0, instances, train), available=99, reserved=1)
     assert at.seconds == pytest.approx(right, rel=0.02)
@@ -169,7 +169,7 @@ def someone(number: int, kind: str) -> Worker:
         protocol=protocol.PROTOCOL, token="", name=f"w{number}", instance=f"i{number}", model=MODEL, model_hash="",
         roles=["rollout"], kind=kind, max_rows=1, max_context=1, max_rank=1, device="", dtype="",
     )  # fmt: skip
-    return Worker(hello, number, connection_pair()[0], "serving", 0.0, 0.0)
+    return Worker(hello, Outbox(connection_pair()[0], number, Stopped()), 0.0, 0.0, "serving")
 
 
 @given(
@@ -192,7 +192,7 @@ def test_the_first_that_came_are_used_and_their_time_is_summed(events: list[tupl
                 there.append(someone(number, "preemptible" if value else "reserved"))
                 remotes.add(there[-1])
             elif what == "drop" and there:
-                remotes.drop(there.pop(value % len(there)))
+                remotes.remove(there.pop(value % len(there)))
             elif what == "limit":
                 most = value
                 remotes.limit(value)
@@ -265,8 +265,8 @@ class World:
                 break
         return rows
 
-    def learned(self) -> Algorithm:
-        return self.site.controller.context.seeding._learned["reserved"]
+    def learned(self) -> OffloadPlanner:
+        return self.site.controller.context.seeding.planners["reserved"]
 
 
 def step_seconds(rows: list[dict[str, Any]], since: int = 3) -> float:
@@ -381,13 +381,13 @@ def test_workers_that_would_not_pay_off_are_not_used_and_it_is_said() -> None:
     async def act(world: World) -> None:
         await world.reach(4)
         seeding = world.site.controller.context.seeding
-        most = world.learned().most
+        most = world.learned().max_remote
         assert most == 2
         gauges = world.site.controller.queries.health()["gauges"]
         assert (gauges["remote_workers_used"], gauges["remote_workers_unused"]) == (2, 3)
         notes = {row["name"]: row["note"] for row in world.site.controller.queries.workers()}
         for number in range(5):
-            left = "not used: beside 2 others it would not pay off at present" if number >= most else ""
+            left = "standby: in addition to 2 others it would not pay off now" if number >= most else ""
             assert notes[f"spot-{number}"] == left
         generated = [worker.engine.generated for worker in world.preemptible]
         await asyncio.sleep(0.3)
@@ -400,7 +400,7 @@ def test_workers_that_would_not_pay_off_are_not_used_and_it_is_said() -> None:
         assert world.preemptible[1].engine.generated > generated[2], "the next one takes its place"
         await world.site.controller.cancel("alice", world.job)
         assert not any(row["note"] for row in world.site.controller.queries.workers())
-        assert not seeding._gated
+        assert not seeding.closed
 
     play(act, preemptible=5, train_token=0.0016, dispatch_ahead=0)
 
@@ -434,12 +434,12 @@ def test_when_all_remote_workers_vanish_the_training_worker_generates_again() ->
         rows = await world.reach(3)
         seeding = world.site.controller.context.seeding
         for _ in range(200):  # into a train phase
-            if seeding._gated:
+            if seeding.closed:
                 break
             await asyncio.sleep(0.05)
-        assert {worker.name for worker in seeding._gated} == {"reserved"}
+        assert {worker.name for worker in seeding.closed} == {"reserved"}
         await world.rent(0)
-        assert not seeding._gated
+        assert not seeding.closed
         rows = await world.reach(6)
         assert "remote_workers" not in rows[-1]
         assert world.learned().memory, "what was learned stays"

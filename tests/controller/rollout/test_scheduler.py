@@ -17,9 +17,12 @@ from tests.support.peers import ManualClock, ScriptedWorker, eventually, settle,
 from rookery import protocol
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.rollout.scheduler import GenerationFailed, RolloutScheduler, SamplingRequest, SamplingResult
+from rookery.controller.weights.distribution import AdapterResidency
+from rookery.controller.weights.peers import PeerDirectory
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import Unavailable
 from rookery.settings import Settings
+from rookery.simulation.clock import InlineWriter
 from rookery.storage.artifacts import Artifacts
 
 ADAPTER = protocol.AdapterRef(policy="p", version=7, hash="0" * 64, rank=8, alpha=16.0)
@@ -32,8 +35,10 @@ class Room:
         self.clock = ManualClock()
         self.settings = Settings(data=folder, cache=folder, **changes)
         self.tickets = Tickets(Artifacts(folder / "artifacts"), self.clock, 600)
-        self.fleet = Fleet(self.settings, self.clock, "worker-token", self.tickets)
-        self.rollouts = RolloutScheduler(self.fleet, self.settings, self.clock)
+        self.fleet = Fleet(self.settings, self.clock, "worker-token")
+        artifacts, peers = self.tickets.artifacts, PeerDirectory(self.tickets, self.clock, 600)
+        self.residency = AdapterResidency(self.fleet, peers, artifacts, InlineWriter(), self.clock)
+        self.rollouts = RolloutScheduler(self.fleet, self.residency, self.settings, self.clock)
         self.watches = [asyncio.create_task(watch()) for watch in (self.fleet.watch, self.rollouts.watch)]
         self.workers: list[ScriptedWorker] = []
 
@@ -607,7 +612,7 @@ async def test_what_is_handed_off_goes_on_elsewhere_with_its_tokens(tmp_path: Pa
 
 async def test_who_catches_up_takes_what_it_holds(tmp_path: Path) -> None:
     room = Room(tmp_path)
-    room.fleet.in_use = lambda model: [ADAPTER, NEWER]
+    room.residency.in_use = lambda model: [ADAPTER, NEWER]
     worker = ScriptedWorker(room.fleet.serve, room.tickets)
     worker.pulling.clear()
     worker.adapters.add(ADAPTER.hash)
@@ -671,7 +676,7 @@ def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Pa
                     closed.symmetric_difference_update({random.choice(alive).name})
                     rollouts.dispatch()
                 case 6 if alive:
-                    known = room.fleet.named(random.choice(alive).name)
+                    known = room.fleet.get(random.choice(alive).name)
                     assert known is not None
                     before = rollouts.pool.outstanding(known)
                     limit = random.choice([None, 0, 1, 2])

@@ -17,10 +17,15 @@ from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.training.dispatcher import TrainingDispatcher, TrainingFailed
 from rookery.controller.training.policy_trainer import ForwardRequest, PolicyTrainer
 from rookery.controller.training.slots import SlotHolder, TrainerSlots
+from rookery.controller.weights.distribution import AdapterResidency
+from rookery.controller.weights.gc import ArtifactCollector
+from rookery.controller.weights.peers import PeerDirectory
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import Unavailable
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
+from rookery.storage.db import Database
+from rookery.storage.store import Store
 from rookery.storage.writer import StorageWriter
 
 MODEL = "smollm2-135m-instruct"
@@ -34,13 +39,18 @@ class Room:
         self.settings = Settings(data=folder, cache=folder, **changes)
         self.artifacts = Artifacts(folder / "artifacts")
         self.tickets = Tickets(self.artifacts, self.clock, 600)
-        self.fleet = Fleet(self.settings, self.clock, "worker-token", self.tickets)
+        self.fleet = Fleet(self.settings, self.clock, "worker-token")
         self.writer = StorageWriter()
+        peers = PeerDirectory(self.tickets, self.clock, 600)
+        residency = AdapterResidency(self.fleet, peers, self.artifacts, self.writer, self.clock)
+        database = Database(f"sqlite:///{folder}/rookery.db")
+        database.create()
+        store = Store(database, self.writer)
+        self.collector = ArtifactCollector(store, self.artifacts, residency)
         self.training = TrainingDispatcher(
-            self.fleet, self.tickets, self.settings, self.clock, RandomIds(), self.writer
+            self.fleet, residency, self.collector, self.tickets, self.settings, self.clock, RandomIds(), self.writer
         )
-        self.fleet.handle(protocol.Output, lambda worker, message: None)
-        self.fleet.handle(protocol.TicketRequest, lambda worker, message: None)
+        self.fleet.route(protocol.Output, lambda worker, message: None)
         self.workers: list[ScriptedWorker] = []
         self.leases: dict[str, int] = {}
         self.versions = 0
@@ -272,7 +282,7 @@ async def test_a_commit_must_be_what_was_uploaded(room: Room, lie: str) -> None:
     liar.answer = answer
     with pytest.raises(Unavailable, match="worker a uploaded"):
         await step(trainee, ref, 1, commit=True)
-    assert sum(room.training.pinned.values()) == 1, "version 0 alone, which this test names nowhere else"
+    assert sum(room.collector.pins.values()) == 1, "version 0 alone, which this test names nowhere else"
 
 
 async def test_late_answers_are_ignored(room: Room) -> None:
@@ -346,11 +356,11 @@ async def test_a_policy_comes_back_to_where_its_state_rests(room: Room) -> None:
     later = by_name["b"]
     assert (await room.training.worker_for(later, MODEL)).name == "b"
     for _ in range(2):
-        room.training.forget_policy(later, aside=True)
-    room.training.forget_policy(by_name["a"])
+        room.training.evict_policy(later, offload=True)
+    room.training.evict_policy(by_name["a"])
     assert (await room.training.worker_for(later, MODEL)).name == "b"
-    room.training.forget_policy(later, aside=True)
-    room.training.forget_policy(later)
+    room.training.evict_policy(later, offload=True)
+    room.training.evict_policy(later)
     assert (await room.training.worker_for(later, MODEL)).name == "a"
 
 
@@ -446,7 +456,7 @@ async def test_places_are_those_of_the_workers_that_are_given_policies(tmp_path:
     places, rested, begun = TrainerSlots(room.fleet, room.settings, room.clock), list[str](), {"one"}
 
     def guest(name: str) -> SlotHolder:
-        return SlotHolder(name, "alice", name, MODEL, rest=lambda: rested.append(name), gradient=lambda: name in begun)
+        return SlotHolder(name, "alice", name, MODEL, lambda: rested.append(name), lambda: name in begun)
 
     one, two = guest("one"), guest("two")
     for name in ("spot", "another"):
@@ -460,7 +470,7 @@ async def test_places_are_those_of_the_workers_that_are_given_policies(tmp_path:
     coming = asyncio.create_task(places.acquire(one))
     await settle()
     assert not coming.done() and not one.busy
-    assert places.reason(one) == f"all 1 training places for {MODEL} are in use; 0 others wait before this one"
+    assert places.reason(one) == f"all 1 training slots for {MODEL} are in use; 0 others wait before this one"
     assert rested == ["one"]
     places.idle(two)
     await asyncio.wait_for(coming, 1)

@@ -28,9 +28,10 @@ from tests.support.peers import (
 from tests.support.virtual import by_number, machine
 
 from rookery import protocol
-from rookery.controller.fleet.fleet import Fleet, Worker
-from rookery.controller.weights.peers import LOOKED_AT, PEERS
-from rookery.controller.weights.pull_failures import PullFailures
+from rookery.controller.fleet.fleet import Fleet, FleetListener
+from rookery.controller.fleet.worker import Worker
+from rookery.controller.weights.distribution import AdapterResidency
+from rookery.controller.weights.peers import CANDIDATES, PEERS_PER_GRANT, PeerDirectory
 from rookery.controller.weights.tickets import Tickets
 from rookery.protocol.connection import ConnectionClosed
 from rookery.scheduling.placement import PeerCandidate, select_peers
@@ -41,7 +42,7 @@ from rookery.simulation.fakes.text import whole
 from rookery.storage.artifacts import Artifacts
 
 
-class Room:
+class Room(FleetListener):
     """A fleet, and the versions that jobs sample from."""
 
     def __init__(self, folder: Path) -> None:
@@ -56,13 +57,17 @@ class Room:
         )
         self.artifacts = Artifacts(folder / "artifacts")
         self.tickets = Tickets(self.artifacts, self.clock, 600)
-        self.fleet = Fleet(self.settings, self.clock, WORKER_TOKEN, self.tickets)
-        self.absences = PullFailures(self.fleet, self.artifacts, InlineWriter())
+        self.fleet = Fleet(self.settings, self.clock, WORKER_TOKEN)
+        peers = PeerDirectory(self.tickets, self.clock, self.settings.server.ticket_seconds)
+        self.residency = AdapterResidency(self.fleet, peers, self.artifacts, InlineWriter(), self.clock)
         self.used: list[protocol.AdapterRef] = []
-        self.fleet.in_use = lambda model: [ref for ref in self.used if model == MODEL]
+        self.residency.in_use = lambda model: [ref for ref in self.used if model == MODEL]
         self.lost: list[tuple[str, str]] = []
-        self.fleet.on_lost(lambda worker, reason: self.lost.append((worker.name, reason)))
+        self.fleet.listeners.append(self)
         self.workers: list[ScriptedWorker] = []
+
+    def on_worker_lost(self, worker: Worker, reason: str) -> None:
+        self.lost.append((worker.name, reason))
 
     def worker(self, name: str = "worker", **script: object) -> ScriptedWorker:
         self.workers.append(ScriptedWorker(self.fleet.serve, self.tickets, name, **script))  # type: ignore[arg-type]
@@ -74,7 +79,7 @@ class Room:
         return protocol.AdapterRef(policy=policy, version=version, hash=staging.commit().hash, rank=4, alpha=8.0)
 
     def __getitem__(self, name: str) -> Worker:
-        worker = self.fleet.named(name)
+        worker = self.fleet.get(name)
         assert worker is not None
         return worker
 
@@ -95,7 +100,7 @@ async def room(tmp_path: Path) -> AsyncIterator[Room]:
     for worker in room.workers:
         if worker.link is not None:
             await worker.die()
-    await room.absences.close()
+    await room.residency.close()
 
 
 def ready() -> protocol.Ready:
@@ -181,7 +186,7 @@ async def test_a_newer_version_takes_an_older_ones_place(room: Room) -> None:
     worker = room.worker()
     worker.pulling.clear()
     await worker.join()
-    room.fleet.announce(MODEL, new)
+    room.residency.announce(MODEL, new)
     await worker.say(protocol.AdaptersCached(epoch=0, hashes=[new.hash]))
     await eventually(lambda: room["worker"].accepts(new))
     assert room.states() == {"worker": "catching up"}, "the other policy's is still to come"
@@ -195,7 +200,7 @@ async def test_what_is_forgotten_need_not_come(room: Room) -> None:
     worker.pulling.clear()
     await worker.join()
     assert room.states() == {"worker": "catching up"}
-    room.fleet.evict([room.used[0].hash])
+    room.residency.evict([room.used[0].hash])
     assert room.states() == {"worker": "serving"}
     await eventually(lambda: any(isinstance(message, protocol.EvictArtifacts) for message in worker.other))
 
@@ -243,8 +248,8 @@ async def test_a_published_version_is_announced_to_who_generates_and_lacks_it(ro
     new = room.ref(3)
     holding.adapters = {new.hash}
     await holding.join()
-    room.fleet.announce("another model", room.ref(9))
-    room.fleet.announce(MODEL, new)
+    room.residency.announce("another model", room.ref(9))
+    room.residency.announce(MODEL, new)
     await eventually(lambda: [bare(ref) for ref in held(lacking)] == [new])
     assert held(holding) == held(trainer) == []
     await eventually(lambda: new.hash in room["lacking"].cached)
@@ -254,20 +259,20 @@ async def test_who_is_slow_to_get_versions_is_given_no_request_for_them_meanwhil
     quick, slow = await room.worker("quick").join(), await room.worker("slow").join()
     slow.pulling.clear()
     first, second = room.ref(1), room.ref(2)
-    room.fleet.announce(MODEL, first)
+    room.residency.announce(MODEL, first)
     assert room["slow"].accepts(first), "nobody knows yet that it is slow"
     await eventually(lambda: first.hash in room["quick"].cached)
     await room.clock.advance(5, steps=1)
     slow.pulling.set()
     await eventually(lambda: first.hash in room["slow"].cached)
     slow.pulling.clear()
-    room.fleet.announce(MODEL, second)
+    room.residency.announce(MODEL, second)
     await eventually(lambda: second.hash in room["quick"].cached)
     here = room["slow"]
     assert (here.accepts(second), here.accepts(first), here.accepts(None)) == (False, True, True)
     slow.pulling.set()
     await eventually(lambda: here.accepts(second))
-    room.fleet.announce(MODEL, room.ref(3))
+    room.residency.announce(MODEL, room.ref(3))
     await eventually(lambda: not here.prefetch_requests)
     assert not here.slow, "this time it was as quick as the other"
     assert room.states() == {"quick": "serving", "slow": "serving"}
@@ -278,7 +283,7 @@ async def test_who_is_overtaken_by_the_next_version_is_slow(room: Room) -> None:
     slow = await room.worker("slow").join()
     slow.pulling.clear()
     for version in (1, 2, 3):
-        room.fleet.announce(MODEL, room.ref(version))
+        room.residency.announce(MODEL, room.ref(version))
     here = room["slow"]
     assert here.slow
     assert [asked.ref.version for asked in here.prefetch_requests.values()] == [3]
@@ -295,7 +300,7 @@ async def test_who_does_not_read_its_frames_is_suspect(room: Room) -> None:
         await asyncio.Event().wait()
 
     link.send = never  # type: ignore[method-assign]
-    room.fleet.announce(MODEL, room.ref(1))
+    room.residency.announce(MODEL, room.ref(1))
     await hangs.wait()
     for _ in range(6):
         for worker in (deaf, other):
@@ -368,7 +373,7 @@ async def test_who_cannot_pull_what_is_intact_is_suspect(room: Room) -> None:
     await other.join()
     await worker.say(protocol.PullFailed(epoch=0, hash=room.used[0].hash, error="HTTP 500"))
     await eventually(lambda: room.states() == {"worker": "suspect", "other": "serving"})
-    assert "which is here: HTTP 500" in room.lost[0][1]
+    assert "which the service has: HTTP 500" in room.lost[0][1]
     await worker.die()
     worker.pulling.set()
     await worker.join()
@@ -409,7 +414,7 @@ async def test_a_complaint_about_what_nobody_named_is_nothing(room: Room) -> Non
     await worker.say(protocol.PullFailed(epoch=0, hash=ref.hash, error="I want it"))
     await settle()
     assert room.states() == {"worker": "serving"}
-    assert room.fleet.failed_pulls == 0
+    assert room.residency.failed_pulls == 0
 
 
 # --- lending ----------------------------------------------------------------------------------------------------------
@@ -430,39 +435,39 @@ async def test_peers_are_told_to_lend_for_the_ticket_that_the_asker_gets(room: R
     lenders_ = [await lending(room, name, ref) for name in ("a", "b", "c")]
     await lending(room, "mute", ref, address="")
     asker = await room.worker("asker").join()
-    granted = room.fleet.adapter_ref(room["asker"], ref)
-    assert len(granted.peers) == PEERS
+    granted = room.residency.adapter_ref(room["asker"], ref)
+    assert len(granted.peers) == PEERS_PER_GRANT
     assert room.tickets.reads(granted.ticket, ref.hash), "the service honours it too"
     await settle()
     asked = [worker for worker in lenders_ if lent(worker)]
     assert sorted(f"http://{worker.name}:1" for worker in asked) == sorted(granted.peers)
     assert {(loan.hash, loan.ticket) for worker in asked for loan in lent(worker)} == {(ref.hash, granted.ticket)}
     assert all(0 < loan.seconds <= 600 for worker in asked for loan in lent(worker))
-    again = room.fleet.adapter_ref(room["asker"], ref)
+    again = room.residency.adapter_ref(room["asker"], ref)
     assert set(again.peers) - set(granted.peers), "the one that has lent nothing goes first"
     for _ in range(20):
-        room.fleet.adapter_ref(room["asker"], ref)
+        room.residency.adapter_ref(room["asker"], ref)
     await settle()
     assert [len(lent(worker)) for worker in lenders_] == [1, 1, 1], "a ticket is told once"
     await asker.say(protocol.TicketRequest(epoch=0, hash=ref.hash))
     await eventually(lambda: any(isinstance(message, protocol.TicketGrant) for message in asker.other))
-    assert room.fleet.adapter_ref(room["a"], ref).peers == [], "who has it needs nobody"
+    assert room.residency.adapter_ref(room["a"], ref).peers == [], "who has it needs nobody"
 
 
 async def test_who_is_lost_or_leaves_or_was_told_to_forget_lends_no_more(room: Room) -> None:
     ref = room.ref(1)
     a, b = await lending(room, "a", ref), await lending(room, "b", ref)
     asker = await room.worker("asker").join()
-    assert len(room.fleet.adapter_ref(room["asker"], ref).peers) == 2
+    assert len(room.residency.adapter_ref(room["asker"], ref).peers) == 2
     await a.die()
-    assert room.fleet.adapter_ref(room["asker"], ref).peers == ["http://b:1"]
+    assert room.residency.adapter_ref(room["asker"], ref).peers == ["http://b:1"]
     await b.say(protocol.Draining(epoch=0))
     await settle()
-    assert room.fleet.adapter_ref(room["asker"], ref).peers == []
+    assert room.residency.adapter_ref(room["asker"], ref).peers == []
     await a.join()
-    assert room.fleet.adapter_ref(room["asker"], ref).peers == ["http://a:1"]
-    room.fleet.evict([ref.hash])
-    assert room.fleet.adapter_ref(room["asker"], ref).peers == []
+    assert room.residency.adapter_ref(room["asker"], ref).peers == ["http://a:1"]
+    room.residency.evict([ref.hash])
+    assert room.residency.adapter_ref(room["asker"], ref).peers == []
     await asker.die()
 
 
@@ -470,22 +475,22 @@ async def test_who_pulled_lends_in_its_turn(room: Room) -> None:
     ref = room.ref(1)
     await lending(room, "a", ref)
     second = await room.worker("second", address="http://second:1").join()
-    room.fleet.announce(MODEL, ref)
+    room.residency.announce(MODEL, ref)
     await eventually(lambda: ref.hash in room["second"].cached)
     assert held(second)[0].peers == ["http://a:1"]
     await room.worker("third").join()
-    assert set(room.fleet.adapter_ref(room["third"], ref).peers) == {"http://a:1", "http://second:1"}
+    assert set(room.residency.adapter_ref(room["third"], ref).peers) == {"http://a:1", "http://second:1"}
 
 
 async def test_a_grant_looks_at_few_lenders_however_many_there_are(room: Room) -> None:
     ref = room.ref(1)
-    for number in range(2 * LOOKED_AT):
+    for number in range(2 * CANDIDATES):
         await lending(room, f"far{number:02}", ref, host="far")
     await lending(room, "near", ref, host="here")
     await room.worker("asker", host="here").join()
-    named = [set(room.fleet.adapter_ref(room["asker"], ref).peers) for _ in range(LOOKED_AT + 1)]
+    named = [set(room.residency.adapter_ref(room["asker"], ref).peers) for _ in range(CANDIDATES + 1)]
     assert any("http://near:1" in peers for peers in named), "it comes up in its turn"
-    assert len(set.union(*named)) > LOOKED_AT
+    assert len(set.union(*named)) > CANDIDATES
 
 
 WORKERS = st.builds(PeerCandidate, st.text("abc", min_size=1), st.booleans(), st.floats(0, 10))

@@ -175,7 +175,7 @@ def crowd(root: Path, data: str, count: int, **more: Any) -> tuple[np.ndarray, i
 
         with ThreadPoolExecutor(count) as pool:
             losses = list(pool.map(work, range(count)))
-        assert any("all 8 training places" in reason and "wait before this one" in reason for reason in queued)
+        assert any("all 8 training slots" in reason and "wait before this one" in reason for reason in queued)
     logs = [path.read_text() for path in (root / data / "logs").glob(f"worker-{MODEL}*.log")]
     return np.array(losses), sum(log.count("pulled trainer_state.safetensors") for log in logs)
 

@@ -76,7 +76,7 @@ async def test_a_silent_client_gives_its_place_back_and_may_return(service: Serv
     await silent.gradient(1, 2, 3)  # begun: it would keep its place
     request = await eager.send(forward([1, 2, 3]))
     waiting = await service.controller.sessions.futures.wait("bob", request)
-    assert isinstance(waiting, QueueStatus) and waiting.paused and "all 1 training places" in waiting.reason
+    assert isinstance(waiting, QueueStatus) and waiting.paused and "all 1 training slots" in waiting.reason
     for _ in range(4):  # the eager one beats, the silent one does not
         await wait(service, 30.0)
         await eager.sessions.heartbeat("bob", eager.session)
@@ -176,7 +176,7 @@ async def test_a_checkpoint_that_is_being_loaded_stays_until_it_is_the_models(
         monkeypatch.setattr(PolicyTrainer, name, late(getattr(PolicyTrainer, name)))
     loaded = await visitor.do(operations.LoadState(path=path, optimizer=optimizer))
     assert isinstance(loaded, operations.StateLoaded), loaded
-    await eventually(lambda: not service.controller.context.collector.readers)
+    await eventually(lambda: not service.controller.context.collector.pins)
     await wait(service, 1)  # what nothing names is removed in the writer thread
     checkpoints = {row.hash for row in await visitor.store.list_checkpoints("alice")}
     assert service.artifacts.hashes() == await heads(visitor) | checkpoints

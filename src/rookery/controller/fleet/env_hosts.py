@@ -1,14 +1,14 @@
-"""The environment hosts that dialled in, and the episodes that run in them.
+"""The connected environment hosts, and the episodes that run in them.
 
 * A host is known by its ``instance``, drawn once per process. When its connection breaks, its episodes wait for the
-  same instance; its outstanding calls are sent again, and a host answers a call that it has already carried out from
-  memory, so nothing happens twice in an environment. A job that rests keeps its episodes there until it ends.
-* An episode that is closed while its host is away is closed there when the host comes back, also to another process of
-  the service: a host says which episodes it still has, and hears which of them nobody will go on with.
-* :class:`HostLost` is raised to an episode whose instance does not come back in time, at once when another host offers
+  same instance; its unanswered calls are sent again, and a host answers a repeated call from memory, so nothing happens
+  twice in an environment. The episodes of a paused job stay there until the job ends.
+* An episode that is closed while its host is away is closed when the host reconnects, also to another process of the
+  service: a host lists its live episodes in its hello, and is sent a close for those that will not continue.
+* :class:`HostLost` is raised to an episode whose instance does not return in time, at once when another host offers
   the environment and either the environment is deterministic (the episode can be replayed there) or that host is the
   successor of the lost one.
-* Every call has a deadline. A tenant's host serves that tenant only; built-ins come from the service's own hosts.
+* Every call has a deadline. A tenant's host serves that tenant only; built-ins come from the service's hosts.
 """
 
 from __future__ import annotations
@@ -25,28 +25,25 @@ import msgspec
 from rookery import protocol
 from rookery.aio import Clock, IdGenerator
 from rookery.errors import RookeryError, Unavailable
-from rookery.protocol.connection import Connection, ConnectionClosed
+from rookery.protocol.connection import Connection, Outbox, RegistrationRefused, serve_peer
 from rookery.settings import Settings
 
 log = logging.getLogger("rookery.controller.fleet.env_hosts")
 
-HELLO_SECONDS = 30.0
-"""A connection that has not said hello by then is closed."""
-
 SERVICE = ""
-"""Owner of the hosts that the service spawned."""
+"""Owner of the hosts that the service spawns."""
 
 BUILTIN = "builtin:"
 
 
 class EnvironmentFailed(RookeryError):
-    """The environment raised, answered nonsense, or not at all: this episode is over."""
+    """The environment raised, returned an invalid answer, or none: this episode is over."""
 
     status = 422
 
 
 class HostLost(Exception):
-    """The host instance that held an episode will not go on with it."""
+    """The host instance that runs an episode will not continue it."""
 
     def __init__(self, reason: str, deterministic: bool) -> None:
         super().__init__(reason)
@@ -55,19 +52,20 @@ class HostLost(Exception):
 
 @dataclass(eq=False)
 class EnvironmentHost:
+    """One host process. While it is not ``connected``, its episodes and calls wait for it to reconnect."""
+
     owner: str
     hello: protocol.HostHello
-    epoch: int
-    connection: Connection
+    outbox: Outbox
     joined: float
-    last_beat: float
+    """When it first connected (monotonic seconds)."""
     connected: bool = True
     left: float = 0.0
+    """When its connection ended."""
     episodes: set[str] = field(default_factory=set)
-    """Those that may be gone on with there; the host may still have others, which it hears of when it is back."""
+    """Those that may continue there; the host may have others, and is sent a close for them when it reconnects."""
     calls: dict[str, asyncio.Future[Any]] = field(default_factory=dict)
-    """Calls without an answer; None is answered for a connection that ended."""
-    outbox: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
+    """Unanswered calls. The result None means that the connection ended."""
 
     def offers(self, owner: str, environment: str) -> bool:
         return self.owner == owner and any(offer.name == environment for offer in self.hello.environments)
@@ -76,7 +74,7 @@ class EnvironmentHost:
         return any(offer.name == environment and offer.deterministic for offer in self.hello.environments)
 
     def interrupt(self) -> None:
-        """The connection is over: what was sent on it has to be sent again."""
+        """The connection ended: its calls must be sent again."""
         for future in self.calls.values():
             if not future.done():
                 future.set_result(None)
@@ -91,8 +89,8 @@ class EnvironmentHosts:
         authenticate: Callable[[str], Awaitable[str | None]],
         unfinished: Callable[[], Awaitable[Collection[str]]],
     ) -> None:
-        """``authenticate(token)`` answers the tenant, :data:`SERVICE` for the service's own token, None for neither;
-        ``unfinished()`` the jobs that have not ended, those that rest included."""
+        """``authenticate(token)`` returns the tenant, :data:`SERVICE` for the service's token, None for neither;
+        ``unfinished()`` the jobs that have not ended, including paused ones."""
         self._settings = settings
         self._clock = clock
         self._ids = ids
@@ -104,119 +102,101 @@ class EnvironmentHosts:
 
     # --- connections --------------------------------------------------------------------------------------------------
 
-    async def serve(self, link: Connection) -> None:
-        """Speak with one host until its connection is over."""
-        host = None
-        writer = None
-        try:
-            host = await self._greet(link)
-            if host is None:
-                return
-            writer = asyncio.create_task(self._write(link, host.outbox))
-            while True:
-                self._deliver(host, protocol.decode(protocol.from_host, await link.receive()))
-        except (ConnectionClosed, TimeoutError):
-            pass
-        except protocol.BadFrame as error:
-            name, owner = (host.hello.instance, host.owner) if host else ("?", "")
-            log.warning("environment host %s sent a bad frame: %s", name, error, extra={"tenant": owner})
-        finally:
-            if writer is not None:
-                writer.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
-            await link.close("bye")
-            if host is not None and host.connection is link and host.connected:
-                host.connected = False
-                host.left = self._clock.monotonic()
-                host.interrupt()
-                log.info("environment host %s left", host.hello.instance, extra={"tenant": host.owner})
-                async with self._change:
-                    self._change.notify_all()
+    async def serve(self, connection: Connection) -> None:
+        """Serve one host until its connection ends."""
+        await serve_peer(
+            connection,
+            protocol.from_host,
+            register=self._register,
+            deliver=self._deliver,
+            bad_frame=self._bad_frame,
+            closed=self._closed,
+        )
 
-    @staticmethod
-    async def _write(link: Connection, outbox: asyncio.Queue[bytes]) -> None:
-        with contextlib.suppress(ConnectionClosed):  # the reader of the same link hears of it
-            while True:
-                await link.send(await outbox.get())
-
-    async def _greet(self, link: Connection) -> EnvironmentHost | None:
-        async with asyncio.timeout(HELLO_SECONDS):
-            hello = protocol.decode(protocol.from_host, await link.receive())
-        owner, reason = await self._check(hello)
-        if reason or owner is None:
-            await link.send(protocol.encode(protocol.HelloRejected(reason=reason)))
-            return None
-        assert isinstance(hello, protocol.HostHello)
-        wanted = await self._wanted(hello)
-        known = self._hosts.get(hello.instance)
-        if known is not None and known.owner != owner:
-            await link.send(protocol.encode(protocol.HelloRejected(reason="this instance name is taken")))
-            return None
+    async def _register(self, hello: Any, connection: Connection) -> EnvironmentHost:
+        owner = await self._check(hello)
+        continuing = await self._continuing(hello)
+        host = self._hosts.get(hello.instance)
+        if host is not None and host.owner != owner:
+            raise RegistrationRefused("this instance name is taken")
         self._epoch += 1
-        now = self._clock.monotonic()
-        if known is None:
-            known = EnvironmentHost(owner, hello, self._epoch, link, joined=now, last_beat=now, episodes=wanted)
-            self._hosts[hello.instance] = known
+        outbox = Outbox(connection, self._epoch, self._clock)
+        if host is None:
+            host = EnvironmentHost(owner, hello, outbox, self._clock.monotonic(), episodes=continuing)
+            self._hosts[hello.instance] = host
         else:
-            known.hello, known.epoch, known.connection, known.last_beat = hello, self._epoch, link, now
-            known.outbox = asyncio.Queue()
-            known.interrupt()
-        known.connected = True
-        welcome = protocol.HostWelcome(epoch=self._epoch, heartbeat_seconds=self._settings.worker.heartbeat_seconds)
-        known.outbox.put_nowait(protocol.encode(welcome))
+            host.hello, host.outbox, host.connected = hello, outbox, True
+            host.interrupt()
+        outbox.post(protocol.HostWelcome(epoch=self._epoch, heartbeat_seconds=self._settings.worker.heartbeat_seconds))
         for episode in hello.episodes:
-            if episode not in known.episodes:
-                self.close_episode(known, episode)
+            if episode not in host.episodes:
+                self.close_episode(host, episode)
         offered = ", ".join(offer.name for offer in hello.environments)
         log.info("environment host %s offers %s", hello.instance, offered, extra={"tenant": owner})
+        await self._notify()
+        return host
+
+    @staticmethod
+    def _bad_frame(host: EnvironmentHost | None, error: protocol.BadFrame) -> None:
+        name, owner = (host.hello.instance, host.owner) if host is not None else ("?", "")
+        log.warning("environment host %s sent a bad frame: %s", name, error, extra={"tenant": owner})
+
+    async def _closed(self, host: EnvironmentHost, connection: Connection) -> None:
+        if host.outbox.connection is connection and host.connected:
+            host.connected = False
+            host.left = self._clock.monotonic()
+            host.interrupt()
+            log.info("environment host %s left", host.hello.instance, extra={"tenant": host.owner})
+            await self._notify()
+
+    async def _notify(self) -> None:
         async with self._change:
             self._change.notify_all()
-        return known
 
-    async def _wanted(self, hello: protocol.HostHello) -> set[str]:
-        """Of the episodes that a host brings along from before this process, those that may be gone on with: their
-        jobs have not ended. Nothing is awaited from this answer until the host is known, so that a job which ends
-        finds them there."""
+    async def _continuing(self, hello: protocol.HostHello) -> set[str]:
+        """Of the episodes that a host has from before this process, those whose jobs have not ended. Nothing is awaited
+        between this answer and the host's registration, so that a job which ends finds them there."""
         if not hello.episodes or hello.instance in self._hosts:
             return set()
         unfinished = set(await self._unfinished())
         return {name for name in hello.episodes if name.rsplit("-", 2)[0] in unfinished}  # JOB-GROUP-MEMBER
 
-    async def _check(self, hello: Any) -> tuple[str | None, str]:
+    async def _check(self, hello: Any) -> str:
+        """The owner of the host. Raises :class:`RegistrationRefused`."""
         if not isinstance(hello, protocol.HostHello):
-            return None, "the first frame is a HostHello"
+            raise RegistrationRefused("the first frame must be a HostHello")
         if hello.protocol != protocol.PROTOCOL:
-            return (
-                None,
-                f"protocol {hello.protocol} is not spoken here ({protocol.PROTOCOL} is): use the service's version",
+            raise RegistrationRefused(
+                f"protocol {hello.protocol} is not supported (the service uses {protocol.PROTOCOL}): "
+                "install the service's version"
             )
         owner = await self._authenticate(hello.token)
         if owner is None:
-            return None, "the key is not known to this service"
+            raise RegistrationRefused("the service does not know this key")
         if owner != SERVICE and any(offer.name.startswith(BUILTIN) for offer in hello.environments):
-            return None, f"names that begin with {BUILTIN} belong to the service"
-        return owner, ""
+            raise RegistrationRefused(f"names that begin with {BUILTIN} belong to the service")
+        return owner
 
     def _deliver(self, host: EnvironmentHost, message: Any) -> None:
-        if isinstance(message, protocol.HostHello) or message.epoch != host.epoch:
+        if isinstance(message, protocol.HostHello) or message.epoch != host.outbox.epoch:
             return
-        host.last_beat = self._clock.monotonic()
+        host.outbox.last_frame = self._clock.monotonic()
         if isinstance(message, protocol.Prompts | protocol.Observation):
             future = host.calls.get(message.call)
             if future is not None and not future.done():
                 future.set_result(message)
 
     async def watch(self) -> None:
-        """Close connections whose host has gone silent, for ever."""
+        """Close connections of silent hosts and remove those that stay away, until cancelled."""
+        limits = self._settings.worker
         while True:
-            await self._clock.sleep(self._settings.worker.heartbeat_seconds)
+            await self._clock.sleep(limits.heartbeat_seconds)
             now = self._clock.monotonic()
             for host in list(self._hosts.values()):
-                if host.connected and now - host.last_beat > self._settings.worker.suspect_seconds:
-                    await host.connection.close("no heartbeat")
-                elif (
-                    not host.connected and not host.episodes and now - host.left > self._settings.worker.rejoin_seconds
-                ):
+                if host.connected:
+                    if reason := host.outbox.problem(limits.suspect_seconds):
+                        await host.outbox.connection.close(reason)
+                elif not host.episodes and now - host.left > limits.rejoin_seconds:
                     del self._hosts[host.hello.instance]
 
     def offers(self, owner: str, environment: str) -> bool:
@@ -243,8 +223,8 @@ class EnvironmentHosts:
             raise Unavailable(f"no environment host offers {shown!r}{waited}") from None
 
     async def holder(self, owner: str, environment: str, instance: str, timeout: float) -> EnvironmentHost:
-        """The host that holds an episode, connected or not. When this process has not heard of it: once it dials in, or
-        any host that can replay the episode does, or the time is over. Raises :class:`Unavailable`."""
+        """The host that runs an episode, connected or not. When this process does not know it yet: waits until it
+        connects, or any host that can replay the episode, or the timeout. Raises :class:`Unavailable`."""
 
         def found() -> EnvironmentHost | None:
             known = self._hosts.get(instance)
@@ -261,7 +241,7 @@ class EnvironmentHosts:
     async def prompts(
         self, owner: str, environment: str, message: protocol.GetPrompts, *, timeout: float, return_timeout: float
     ) -> protocol.Prompts:
-        """Prompts from any host that offers the environment; another one is asked when the first goes away."""
+        """Prompts from any host that offers the environment; from another one when the first leaves."""
         while True:
             host = await self.host_for(owner, environment, return_timeout)
             try:
@@ -282,7 +262,7 @@ class EnvironmentHosts:
         timeout: float,
         return_timeout: float,
     ) -> protocol.Observation:
-        """What the episode's environment answers. Raises :class:`EnvironmentFailed` or :class:`HostLost`."""
+        """The answer of the episode's environment. Raises :class:`EnvironmentFailed` or :class:`HostLost`."""
         host.episodes.add(message.episode)
         answer = await self._call(host, environment, message, timeout, return_timeout)
         assert isinstance(answer, protocol.Observation)
@@ -293,10 +273,10 @@ class EnvironmentHosts:
     def close_episode(self, host: EnvironmentHost, episode: str) -> None:
         host.episodes.discard(episode)
         if host.connected:
-            host.outbox.put_nowait(protocol.encode(protocol.CloseEpisode(episode=episode)))
+            host.outbox.post(protocol.CloseEpisode(episode=episode))
 
     def close_job(self, job: str) -> None:
-        """The job has ended: so have the episodes that its hosts still keep."""
+        """The job has ended: close the episodes that its hosts still run."""
         for host in self._hosts.values():
             for episode in sorted(name for name in host.episodes if name.startswith(f"{job}-")):
                 self.close_episode(host, episode)
@@ -310,29 +290,29 @@ class EnvironmentHosts:
         return_timeout: float,
     ) -> Any:
         message = msgspec.structs.replace(message, call=self._ids.new("call"))
-        what = type(message).__name__.removesuffix("Episode").lower()
+        kind = type(message).__name__.removesuffix("Episode").lower()
         frame = protocol.encode(message)
-        if len(frame) > protocol.MAX_FRAME:  # the host would end the link, and with it everybody's calls
-            most = f"at most {protocol.MAX_FRAME >> 20} MB can be sent to a host; make prompts and messages shorter"
-            raise EnvironmentFailed(f"{what} has {len(frame)} bytes, {most}")
+        if len(frame) > protocol.MAX_FRAME:  # the host would close the connection, which carries all calls
+            limit = f"at most {protocol.MAX_FRAME >> 20} MB can be sent to a host; make prompts and messages shorter"
+            raise EnvironmentFailed(f"{kind} has {len(frame)} bytes, {limit}")
         try:
             while True:
-                await self._back(host, environment, return_timeout)
+                await self._reconnected(host, environment, return_timeout)
                 future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
                 host.calls[message.call] = future
-                host.outbox.put_nowait(frame)
+                host.outbox.post_frame(frame)
                 try:
                     async with asyncio.timeout(timeout):
                         answer = await future
                 except TimeoutError:
-                    raise EnvironmentFailed(f"{what} was not answered within {timeout:g} s") from None
+                    raise EnvironmentFailed(f"{kind} was not answered within {timeout:g} s") from None
                 if answer is not None:
                     return answer
         finally:
             host.calls.pop(message.call, None)
 
-    async def _back(self, host: EnvironmentHost, environment: str, timeout: float) -> None:
-        """Until ``host`` is connected. Raises :class:`HostLost` when it will not be."""
+    async def _reconnected(self, host: EnvironmentHost, environment: str, timeout: float) -> None:
+        """Return when ``host`` is connected. Raises :class:`HostLost` when it does not reconnect."""
         if host.connected:
             return
         deterministic = host.deterministic(environment)
@@ -345,6 +325,6 @@ class EnvironmentHosts:
             async with asyncio.timeout(timeout), self._change:
                 await self._change.wait_for(lambda: host.connected or replaced())
         except TimeoutError:
-            raise HostLost(f"its environment host did not come back within {timeout:g} s", deterministic) from None
+            raise HostLost(f"its environment host did not reconnect within {timeout:g} s", deterministic) from None
         if not host.connected:
-            raise HostLost("its environment host went away", deterministic)
+            raise HostLost("its environment host left", deterministic)

@@ -1,26 +1,43 @@
-"""A worker as the controller knows it, on one of its connections."""
+"""A worker as the controller knows it on one of its connections, and the life cycle of that connection.
+
+The life cycle is the table :data:`TRANSITIONS`. A worker is *joining* until its base model is loaded, *catching up*
+while it pulls the versions that jobs sample from, then *serving*. A worker that announces its end is *draining*. One
+whose connection fails is *suspect*: its work moves to others at once, and its process may reconnect as a new
+:class:`Worker` until it is *gone*.
+"""
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from rookery import protocol
-from rookery.protocol.connection import Connection
+from rookery.protocol.connection import Connection, Outbox
 
 State = Literal["joining", "catching up", "serving", "suspect", "draining", "gone"]
+Event = Literal["lagging", "ready", "drain", "lost", "expire"]
 
-LINKED = ("joining", "catching up", "serving", "draining")
-"""States of a worker whose link is thought to be up."""
+CONNECTED = ("joining", "catching up", "serving", "draining")
+"""States of a worker whose connection is believed to be up."""
 
-RATE_BEATS = 6
-"""Beats over which a worker's tokens per second are taken: ten seconds at the usual interval."""
+TRANSITIONS: dict[tuple[State, Event], State] = {
+    ("joining", "lagging"): "catching up",  # its model is loaded, and versions in use are missing
+    ("joining", "ready"): "serving",  # its model is loaded
+    ("catching up", "ready"): "serving",  # no version in use is missing any more
+    **{(state, "drain"): "draining" for state in ("joining", "catching up", "serving")},
+    **{(state, "lost"): "suspect" for state in ("joining", "catching up", "serving")},
+    ("draining", "lost"): "gone",
+    ("suspect", "expire"): "gone",  # its process has not reconnected in time
+}
+"""The next state by state and event. Any other event leaves the state as it is."""
+
+RATE_HEARTBEATS = 6
+"""Heartbeats over which a worker's tokens per second are averaged: ten seconds at the usual interval."""
 
 
 class AdapterRequested(NamedTuple):
-    """What a worker was asked to have, and since when."""
+    """A version that a worker was asked to cache, and when (monotonic seconds)."""
 
     ref: protocol.AdapterRef
     since: float
@@ -31,40 +48,45 @@ class Worker:
     """One connection of a worker's process: another connection of the same process is another object."""
 
     hello: protocol.Hello
-    epoch: int
-    connection: Connection
-    state: State
+    outbox: Outbox
     since: float
-    last_beat: float
+    """When it entered its state (monotonic seconds, as all times here)."""
+    last_progress: float
+    """When its compute progress last moved, or it last had nothing to compute."""
+    state: State = "joining"
     beat: protocol.Heartbeat | None = None
-    last_progress: float = 0.0
+    """The latest heartbeat."""
     max_flush_tokens: int = 0
-    """The most tokens that one of its flushes brought on this connection: what its death just before had cost."""
-    outbox: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
-    """Frames on their way out: a worker that does not read delays nobody but itself."""
-    sending: float | None = None
-    """Since when its link has been taking one of them."""
-    named: set[str] = field(default_factory=set)
-    """Hashes of artifacts that its work named: what it may ask a new ticket for."""
+    """The most tokens that one flush brought on this connection: the loss if it had died just before."""
+    authorized: set[str] = field(default_factory=set)
+    """Hashes of artifacts that its work names: it may request new tickets for these."""
     active_requests: set[str] = field(default_factory=set)
-    """Requests that the process brought along from a controller before this one."""
+    """Requests that the process still holds from an earlier controller."""
     cached: set[str] = field(default_factory=set)
-    """Hashes of the adapters that it said it has. Its cache is bounded, so one of them may be gone again: then it pulls
-    that once more when work names it."""
+    """Hashes of the adapters that it reported. Its cache is bounded, so one may be evicted again: the worker then pulls
+    it again when work names it."""
     prefetch_requests: dict[str, AdapterRequested] = field(default_factory=dict)
-    """By hash, what it was asked to have and has not said it has."""
+    """By hash, versions that it was asked to cache and has not reported."""
     lagging: set[str] = field(default_factory=set)
-    """Those of them without which it is catching up."""
+    """Those of them that keep it catching up."""
     slow: bool = False
-    """Whether it takes much longer than others to get what it is asked to have."""
+    """Whether it takes much longer than others to cache a version."""
     status_message: str = ""
-    """What an operator should know about it beside its state, such as why it is given nothing."""
-    generated: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_BEATS))
-    """When its last beats came, and the tokens that they had counted."""
+    """Note for the operator beside the state, such as the reason why it gets no work."""
+    generated: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_HEARTBEATS))
+    """Times of its last heartbeats, and the token counts in them."""
 
     @property
     def name(self) -> str:
         return self.hello.name
+
+    @property
+    def epoch(self) -> int:
+        return self.outbox.epoch
+
+    @property
+    def connection(self) -> Connection:
+        return self.outbox.connection
 
     @property
     def working(self) -> bool:
@@ -72,29 +94,29 @@ class Worker:
         return self.state in ("serving", "catching up")
 
     def has_role(self, role: str, model: str) -> bool:
-        """Whether it may be given work of ``role``. One that catches up may be given rollouts that it :meth:`takes`."""
+        """Whether it may be given work of ``role``: while it catches up, rollouts that it :meth:`accepts`."""
         able = self.working if role == "rollout" else self.state == "serving"
         return able and role in self.hello.roles and self.hello.model == model
 
     @property
-    def missing_adapter(self) -> frozenset[str]:
-        """What a serving worker takes no requests for: others will have it long before."""
+    def missing_adapters(self) -> frozenset[str]:
+        """Adapters whose requests a slow serving worker does not get: others have them long before."""
         return frozenset(self.prefetch_requests) if self.slow else frozenset()
 
     def accepts(self, ref: protocol.AdapterRef | None) -> bool:
-        """Whether a request for this adapter (None: the base model) may be sent here now. While it catches up, it has
-        to hold the adapter; when it serves, it may have to pull it first, but not if it is slow at that."""
+        """Whether a request for this adapter (None: the base model) may be sent here now. While it catches up, it must
+        have the adapter; when it serves, it may pull it first, unless it is slow at that."""
         if ref is None or self.state != "catching up":
-            return self.working and (ref is None or ref.hash not in self.missing_adapter)
+            return self.working and (ref is None or ref.hash not in self.missing_adapters)
         return ref.hash in self.cached
 
     def tokens_per_second(self) -> float:
-        """Sampled, over its last beats."""
+        """Sampled tokens per second over its last heartbeats."""
         if len(self.generated) < 2:
             return 0.0
         (began, before), (ended, after) = self.generated[0], self.generated[-1]
         return (after - before) / (ended - began) if ended > began else 0.0
 
     def post(self, message: protocol.Message) -> None:
-        """Send ``message`` when the link takes it. If it never does, the worker is lost and ``lost`` tells."""
-        self.outbox.put_nowait(protocol.encode(message))
+        """Send ``message`` as soon as the connection accepts it. If it never does, the worker is reported lost."""
+        self.outbox.post(message)

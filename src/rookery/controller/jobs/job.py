@@ -105,11 +105,11 @@ class Job:
             await self.progress.add_event("corrupt", line)
         if policy.head is None:
             make = partial(init_adapter, self.spec, policy.row.id)
-            async with controller.collector.reading(source):  # the wait for a worker may be long
+            async with controller.collector.pin(source):  # the wait for a worker may be long
                 manifest = await self._trainer.init(make, source)
                 await self._commit_version(manifest, [], [])
         assert policy.head is not None
-        controller.fleet.announce(self.spec.base_model, policy.ref(policy.head.version))
+        controller.residency.announce(self.spec.base_model, policy.ref(policy.head.version))
         self.step = policy.head.step
         self._next = StepAccumulator(self.spec, self.step)
         await self.progress.recover()
@@ -235,7 +235,7 @@ class Job:
         assert self.policy.head is not None
         version = self.policy.head.version
         ref, in_flight = self.policy.ref(version), self.spec.algorithm.in_flight
-        self._controller.fleet.announce(self.spec.base_model, ref)
+        self._controller.residency.announce(self.spec.base_model, ref)
         if in_flight != "finish":
             self._controller.rollouts.switch(self._job.row.id, ref, recompute=in_flight == "recompute")
         for step in self._uncommitted:

@@ -1,5 +1,7 @@
 """The remote workers of one base model: those that generate and do not train, so that training workers may leave
-generating to them. No more are used than pay off; left out are, of those that may vanish, the ones that came last.
+generation to them.
+
+No more are used than pay off. The others stand by: of the preemptible ones, those that joined last.
 """
 
 from __future__ import annotations
@@ -14,95 +16,96 @@ from rookery.controller.fleet.worker import Worker
 
 @dataclass(frozen=True, slots=True)
 class UsageTotals:
-    """Seconds since the service started, summed over the workers in use: how long they were, and how long they had
-    something to generate."""
+    """Seconds since the service started, summed over the workers in use: in use, and with requests."""
 
     used: float
     busy: float
 
 
 class RemotePool:
-    def __init__(self, clock: Clock, busy: Callable[[Worker], float]) -> None:
-        """``busy(worker)`` is for how many seconds it has had something to generate."""
+    """Which remote workers are in use and which stand by, and the time that they were in use."""
+
+    def __init__(self, clock: Clock, busy_seconds: Callable[[Worker], float]) -> None:
+        """``busy_seconds(worker)`` is the time for which it has had requests."""
         self._clock = clock
-        self._busy = busy
+        self._busy_seconds = busy_seconds
         self._used: OrderedDict[Worker, tuple[float, float]] = OrderedDict()
-        """In the order in which they came: since when, and how busy they had been by then."""
-        self._spare: OrderedDict[Worker, None] = OrderedDict()
-        self._most: int | None = None
+        """In the order of joining: the time since when it is in use, and its busy seconds by then."""
+        self._standby: OrderedDict[Worker, None] = OrderedDict()
+        self._limit: int | None = None
         self._before = UsageTotals(0.0, 0.0)
 
     def __len__(self) -> int:
-        return len(self._used) + len(self._spare)
+        return len(self._used) + len(self._standby)
 
     def __contains__(self, worker: Worker) -> bool:
-        return worker in self._used or worker in self._spare
+        return worker in self._used or worker in self._standby
 
     @property
     def used(self) -> int:
+        """The number of workers in use."""
         return len(self._used)
 
     @property
     def full(self) -> bool:
-        """Whether one more would be left out."""
-        return self._most is not None and len(self._used) >= self._most
+        """Whether one more worker would stand by."""
+        return self._limit is not None and len(self._used) >= self._limit
 
     def standby(self, worker: Worker) -> bool:
-        """Whether it is left out."""
-        return worker in self._spare
+        return worker in self._standby
 
     def totals(self) -> UsageTotals:
         now, used, busy = self._clock.monotonic(), self._before.used, self._before.busy
         for worker, (since, before) in self._used.items():
             used += now - since
-            busy += self._busy(worker) - before
+            busy += self._busy_seconds(worker) - before
         return UsageTotals(used, busy)
 
     def add(self, worker: Worker) -> list[Worker]:
-        """It is there. This and the others answer whose part may have changed."""
+        """It joined. Returns the workers that may have changed between in use and standby."""
         if worker.hello.kind == "reserved":
             self._use(worker)
         else:
-            self._spare[worker] = None
-        return [worker, *self._settle()]
+            self._standby[worker] = None
+        return [worker, *self._apply_limit()]
 
-    def drop(self, worker: Worker) -> list[Worker]:
-        """It is there no more, or trains."""
+    def remove(self, worker: Worker) -> list[Worker]:
+        """It left, or trains now. Returns as :meth:`add`."""
         if worker in self._used:
             self._retire(worker)
         else:
-            del self._spare[worker]
-        return [worker, *self._settle()]
+            del self._standby[worker]
+        return [worker, *self._apply_limit()]
 
-    def limit(self, most: int | None) -> list[Worker]:
-        """Use at most so many, None: all. Those in use that change answer, and all that are left out."""
-        if most == self._most:
+    def limit(self, limit: int | None) -> list[Worker]:
+        """Use at most so many; None: all. Returns the workers that changed, and all on standby."""
+        if limit == self._limit:
             return []
-        self._most = most
-        return [*self._settle(), *self._spare]
+        self._limit = limit
+        return [*self._apply_limit(), *self._standby]
 
-    def _settle(self) -> list[Worker]:
+    def _apply_limit(self) -> list[Worker]:
         changed = []
-        most = len(self) if self._most is None else self._most
-        while self._spare and len(self._used) < most:
-            worker, _ = self._spare.popitem(last=False)
+        limit = len(self) if self._limit is None else self._limit
+        while self._standby and len(self._used) < limit:
+            worker, _ = self._standby.popitem(last=False)
             self._use(worker)
             changed.append(worker)
-        while len(self._used) > most and (last := self._last()) is not None:
+        while len(self._used) > limit and (last := self._last_preemptible()) is not None:
             self._retire(last)
-            self._spare[last] = None
-            self._spare.move_to_end(last, last=False)
+            self._standby[last] = None
+            self._standby.move_to_end(last, last=False)
             changed.append(last)
         return changed
 
-    def _last(self) -> Worker | None:
-        """Of those in use that may vanish, the one that came last."""
+    def _last_preemptible(self) -> Worker | None:
+        """Of the preemptible workers in use, the one that joined last."""
         return next((worker for worker in reversed(self._used) if worker.hello.kind == "preemptible"), None)
 
     def _use(self, worker: Worker) -> None:
-        self._used[worker] = self._clock.monotonic(), self._busy(worker)
+        self._used[worker] = self._clock.monotonic(), self._busy_seconds(worker)
 
     def _retire(self, worker: Worker) -> None:
         since, before = self._used.pop(worker)
-        now = self._clock.monotonic()
-        self._before = UsageTotals(self._before.used + now - since, self._before.busy + self._busy(worker) - before)
+        used, busy = self._clock.monotonic() - since, self._busy_seconds(worker) - before
+        self._before = UsageTotals(self._before.used + used, self._before.busy + busy)

@@ -1,18 +1,19 @@
-"""Seeding: training workers generate at the beginning of each cycle, then leave that to remote workers and train.
+"""Seeding (RLBoost): training workers generate at the beginning of each cycle, then leave generation to remote workers
+and train.
 
-* A training worker has cycles while a running job's policy trains there that can train while its rollouts run (in
-  portions, on older versions, or beside another policy), and while remote workers serve its base model: those that do
-  not train, and are preemptible or do rollouts only. Without them nothing here does anything.
-* A cycle begins when the one before ends. Its first phase, the seed phase, lasts until T_seed seconds after the first
-  token that was generated for one of the worker's policies; what the worker has not finished then goes on elsewhere, as
-  far as others have free rows for it. In the train phase it is given no rollouts, except what somebody waits for.
+* A training worker has cycles while it trains the policy of a running job that can train while its rollouts run (in
+  portions, on older versions, or interleaved with another policy), and while remote workers serve its base model: those
+  that do not train, and are preemptible or generate only. Otherwise this module changes nothing.
+* A cycle begins when the one before ends. Its seed phase lasts until T_seed seconds after the first token that was
+  generated for one of the worker's policies; its unfinished requests then move to other workers, as far as these have
+  free rows. In the train phase the worker gets interactive requests only.
 * A cycle ends when an optimizer step is answered and the worker has nothing else to train, or the step is the second
-  one of its policy in this cycle. With one on-policy job that is the paper's step.
-* T_seed and the number of remote workers that pay off are :mod:`rookery.scheduling.offload`'s. All is in memory: a
-  restarted service learns anew, from the first cycle on.
-* Times are measured from a cycle's first token on. *trainer_wait* is the train phase's time without an operation under
-  way at the training worker: its jobs then wait for rollouts. *remote_wait* is the mean time for which the remote
-  workers in use had no request: there was none for them, or they would have been given it.
+  one of its policy in this cycle. With one on-policy job a cycle is the paper's step.
+* :mod:`rookery.scheduling.offload` computes T_seed and the number of remote workers that pay off. All state is in
+  memory: a restarted service learns again from the first cycle.
+* Times are measured from a cycle's first token. *trainer_wait* is the time of the train phase without an operation in
+  flight at the training worker: its jobs then wait for rollouts. *remote_wait* is the mean time for which the remote
+  workers in use had no request.
 """
 
 from __future__ import annotations
@@ -26,16 +27,55 @@ from typing import Any
 
 from rookery import protocol
 from rookery.aio import Clock, Signal
-from rookery.controller.fleet.fleet import Fleet, Worker
-from rookery.controller.offload.cycle import CycleSample, CycleTimer
-from rookery.controller.offload.pool import RemotePool
+from rookery.controller.fleet.fleet import Fleet, FleetListener
+from rookery.controller.fleet.worker import Worker
+from rookery.controller.offload.pool import RemotePool, UsageTotals
 from rookery.controller.rollout.request import SamplingRequest
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.training.dispatcher import Operation, TrainingDispatcher
-from rookery.scheduling.offload import Seeding as Algorithm
+from rookery.scheduling.offload import Cycle, OffloadPlanner
 from rookery.settings import Settings
 
 log = logging.getLogger("rookery.controller.offload.seeding")
+
+
+@dataclass(frozen=True, slots=True)
+class CycleSample:
+    """Readings at one moment, in seconds: the clock, the training worker's busy time, the remote workers' usage."""
+
+    now: float
+    trained: float
+    remotes: UsageTotals
+
+
+@dataclass
+class CycleTimer:
+    """Measures one cycle of a training worker."""
+
+    began: CycleSample | None = None
+    """At its first token."""
+    trains: CycleSample | None = None
+    """At the begin of its train phase."""
+    stepped: set[str] = field(default_factory=set)
+    """Policies that took an optimizer step in it."""
+
+    def end(self, now: CycleSample) -> Cycle | None:
+        """The finished cycle; None where no token was generated, or no remote worker was there."""
+        began, trains = self.began, self.trains or now
+        if began is None or now.now <= began.now:
+            return None
+        used, busy = now.remotes.used - began.remotes.used, now.remotes.busy - began.remotes.busy
+        if used <= 0:
+            return None
+        instances = used / (now.now - began.now)
+        return Cycle(
+            seeded=trains.now - began.now,
+            trainer_wait=max(0.0, now.now - trains.now - (now.trained - trains.trained)),
+            remote_wait=max(0.0, used - busy) / instances,
+            train=now.trained - began.trained,
+            remote=busy / instances,
+            instances=instances,
+        )
 
 
 @dataclass(eq=False)
@@ -43,21 +83,23 @@ class _Trainer:
     """A training worker, and the policies of jobs that train there."""
 
     worker: Worker
-    algorithm: Algorithm
+    planner: OffloadPlanner
     policies: set[str] = field(default_factory=set)
     cycle: CycleTimer | None = None
-    """None while it has none: it generates whenever it can."""
+    """None while it has no cycles: it generates whenever it can."""
     figures: dict[str, float] = field(default_factory=dict)
-    """Of its last whole cycle."""
+    """Metrics of its last complete cycle."""
 
     @property
     def model(self) -> str:
         return self.worker.hello.model
 
 
-class Seeding:
-    algorithm = Algorithm
-    """What learns how long a training worker seeds."""
+class Seeding(FleetListener):
+    """Opens and closes workers for rollouts, by cycle."""
+
+    planner = OffloadPlanner
+    """The class that learns how long a training worker seeds."""
 
     def __init__(
         self, fleet: Fleet, rollouts: RolloutScheduler, training: TrainingDispatcher, settings: Settings, clock: Clock
@@ -70,24 +112,22 @@ class Seeding:
         self._jobs: dict[str, bool] = {}
         """Policies of running jobs, and whether they can train while their rollouts run."""
         self._trainers: dict[Worker, _Trainer] = {}
-        self._places: dict[str, _Trainer] = {}
-        """Where a policy trains."""
-        self._learned: dict[str, Algorithm] = {}
-        """By the worker's name: it may dial in anew."""
+        self._trainer_of: dict[str, _Trainer] = {}
+        """By policy."""
+        self.planners: dict[str, OffloadPlanner] = {}
+        """By the worker's name: it may reconnect."""
         self._remotes: defaultdict[str, RemotePool] = defaultdict(lambda: RemotePool(clock, rollouts.pool.busy_seconds))
         """By base model."""
         self._unopened = 0
         """Cycles without a token so far."""
-        self._gated: set[Worker] = set()
+        self.closed: set[Worker] = set()
+        """Workers that get no rollouts now."""
         self._due = Signal()
-        """Beats when a cycle has got its first token."""
+        """Notified when a cycle has got its first token."""
         self.waits = {"trainer": 0.0, "remote": 0.0}
         """Seconds, of all cycles so far."""
-        rollouts.gate = lambda worker: worker not in self._gated
-        rollouts.on_sampled(self._sampled)
-        training.on_operation(self._operation)
-        fleet.on_joined(self._joined)
-        fleet.on_state(self._seen)
+        rollouts.gate = lambda worker: worker not in self.closed
+        fleet.listeners.append(self)
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -96,64 +136,62 @@ class Seeding:
         self._jobs[policy] = overlaps
 
     def leave(self, policy: str) -> None:
-        """It trains no more; it may have said so before."""
+        """The job has ended or was paused; calling it twice is fine."""
         self._jobs.pop(policy, None)
         self._move(policy, None)
 
     def figures(self, policy: str) -> dict[str, float]:
-        """Of the last cycle of the worker that trains ``policy``, as a step's row shows them; empty without one."""
-        place = self._places.get(policy)
+        """Metrics of the last cycle of the worker that trains ``policy``; empty without one."""
+        place = self._trainer_of.get(policy)
         return dict(place.figures) if place is not None and place.cycle is not None else {}
 
     def gauges(self) -> dict[str, float]:
-        """The longest T_seed of the training workers that have cycles; remote workers in use and left out."""
+        """The longest T_seed of the training workers with cycles; remote workers in use and on standby."""
         cycling = [trainer for trainer in self._trainers.values() if trainer.cycle is not None]
         return {
-            "seed_seconds": max((trainer.algorithm.seconds for trainer in cycling), default=0.0),
+            "seed_seconds": max((trainer.planner.seconds for trainer in cycling), default=0.0),
             "remote_workers_used": sum(remotes.used for remotes in self._remotes.values()),
             "remote_workers_unused": sum(len(remotes) - remotes.used for remotes in self._remotes.values()),
         }
 
     def worthwhile(self, model: str) -> int | None:
-        """How many remote workers of a base model pay off at present; None where that is not known: all may."""
-        return max((trainer.algorithm.most for trainer in self._cycling(model)), default=None)
+        """How many remote workers of a base model pay off now; None where no worker has cycles: all may."""
+        return max((trainer.planner.max_remote for trainer in self._cycling(model)), default=None)
 
-    # --- who trains, and who does not ---------------------------------------------------------------------------------
+    # --- training workers and remote workers --------------------------------------------------------------------------
 
-    def _joined(self, worker: Worker) -> None:
-        """It dialled in: where it would be left out it begins so."""
+    def on_worker_joined(self, worker: Worker) -> None:
         if _remote(worker) and self._remotes[worker.hello.model].full:
-            self._gated.add(worker)
+            self.closed.add(worker)  # it would stand by: it gets no request in between
 
-    def _seen(self, worker: Worker) -> None:
-        """Its state has changed."""
+    def on_worker_changed(self, worker: Worker) -> None:
         trainer = self._trainers.get(worker)
         if trainer is not None and not worker.working:
             for policy in sorted(trainer.policies):
                 self._move(policy, None)
-        self._place(worker)
+        self._update_pool(worker)
         if not worker.working:
-            self._gated.discard(worker)
+            self.closed.discard(worker)
         if worker.state == "gone":
-            self._learned.pop(worker.name, None)
+            self.planners.pop(worker.name, None)
 
-    def _place(self, worker: Worker) -> None:
-        """Whether it is a remote worker now."""
+    def _update_pool(self, worker: Worker) -> None:
+        """Add it to the pool of remote workers, or remove it."""
         remotes = self._remotes[worker.hello.model]
         before = len(remotes)
         remote = _remote(worker) and worker.state == "serving" and worker not in self._trainers
         if remote and worker not in remotes:
-            self._tell(remotes, remotes.add(worker))
+            self._apply_pool(remotes, remotes.add(worker))
         elif not remote and worker in remotes:
-            self._tell(remotes, remotes.drop(worker))
+            self._apply_pool(remotes, remotes.remove(worker))
         if bool(before) != bool(remotes):
             for trainer in self._trainers.values():
                 if trainer.model == worker.hello.model:
                     self._review(trainer)
 
     def _move(self, policy: str, worker: Worker | None) -> None:
-        """``policy`` trains at ``worker`` from now on."""
-        before = self._places.pop(policy, None)
+        """``policy`` trains at ``worker`` from now on; None: nowhere."""
+        before = self._trainer_of.pop(policy, None)
         if before is not None:
             before.policies.discard(policy)
             if before.policies:
@@ -161,26 +199,26 @@ class Seeding:
             else:
                 self._stop(before)
                 del self._trainers[before.worker]
-                self._place(before.worker)
+                self._update_pool(before.worker)
         if worker is not None:
             trainer = self._trainers.get(worker)
             if trainer is None:
-                trainer = self._trainers[worker] = _Trainer(worker, self._algorithm(worker))
-                self._place(worker)
+                trainer = self._trainers[worker] = _Trainer(worker, self._planner(worker))
+                self._update_pool(worker)
             trainer.policies.add(policy)
-            self._places[policy] = trainer
+            self._trainer_of[policy] = trainer
             self._review(trainer)
 
-    def _algorithm(self, worker: Worker) -> Algorithm:
-        if worker.name not in self._learned:
+    def _planner(self, worker: Worker) -> OffloadPlanner:
+        if worker.name not in self.planners:
             settings, reserved = self._settings, 1 + len(self._cycling(worker.hello.model))
-            self._learned[worker.name] = self.algorithm(
+            self.planners[worker.name] = self.planner(
                 initial=settings.offload.seed_initial_seconds, eta=settings.offload.seed_eta, reserved=reserved
             )
-        return self._learned[worker.name]
+        return self.planners[worker.name]
 
     def _review(self, trainer: _Trainer) -> None:
-        """Whether it has cycles now."""
+        """Begin or end its cycles."""
         overlaps = len(trainer.policies) > 1 or any(self._jobs[policy] for policy in trainer.policies)
         cycles = overlaps and len(self._remotes[trainer.model]) > 0 and "rollout" in trainer.worker.hello.roles
         if cycles and trainer.cycle is None:
@@ -190,64 +228,64 @@ class Seeding:
             self._stop(trainer)
 
     def _cycling(self, model: str) -> list[_Trainer]:
-        """Training workers that have cycles."""
+        """Training workers with cycles."""
         return [t for t in self._trainers.values() if t.model == model and t.cycle is not None]
 
     def _limit(self, model: str) -> None:
-        """Use as many remote workers as pay off; all where nobody has cycles."""
+        """Use as many remote workers as pay off; all where no worker has cycles."""
         remotes = self._remotes[model]
-        self._tell(remotes, remotes.limit(self.worthwhile(model)))
+        self._apply_pool(remotes, remotes.limit(self.worthwhile(model)))
 
-    def _tell(self, remotes: RemotePool, changed: Iterable[Worker]) -> None:
-        """Give rollouts to those in use, and to no others; say why."""
+    def _apply_pool(self, remotes: RemotePool, changed: Iterable[Worker]) -> None:
+        """Open the remote workers in use, close those on standby, and note the reason in their status."""
         for worker in changed:
-            spare = remotes.standby(worker)
-            note = f"not used: beside {remotes.used} others it would not pay off at present" if spare else ""
+            standby = remotes.standby(worker)
+            note = f"standby: in addition to {remotes.used} others it would not pay off now" if standby else ""
             if note and not worker.status_message:
                 log.info("worker %s is %s", worker.name, note, extra={"worker": worker.name})
             worker.status_message = note
-            self._gate(worker, spare)
+            self._set_closed(worker, standby)
 
-    def _gate(self, worker: Worker, closed: bool) -> None:
-        if closed != (worker in self._gated):
-            (self._gated.add if closed else self._gated.discard)(worker)
+    def _set_closed(self, worker: Worker, closed: bool) -> None:
+        if closed != (worker in self.closed):
+            (self.closed.add if closed else self.closed.discard)(worker)
             self._rollouts.dispatch(worker)
 
     # --- cycles -------------------------------------------------------------------------------------------------------
 
     def _begin(self, trainer: _Trainer) -> None:
-        """The next cycle."""
+        """Begin the next cycle."""
         trainer.cycle = CycleTimer()
         self._unopened += 1
-        self._gate(trainer.worker, trainer.algorithm.seconds == 0)
+        self._set_closed(trainer.worker, trainer.planner.seconds == 0)
 
-    def _sampled(self, worker: Worker, request: SamplingRequest, tokens: int) -> None:
+    def on_tokens(self, worker: Worker, request: SamplingRequest, tokens: int) -> None:
         if not self._unopened or request.adapter is None:
             return
-        trainer = self._places.get(request.adapter.policy)
+        trainer = self._trainer_of.get(request.adapter.policy)
         if trainer is not None and (cycle := trainer.cycle) is not None and cycle.began is None:
             self._unopened -= 1
-            cycle.began = self._read(trainer)
-            trainer.algorithm.begin(self._remotes[trainer.model].used)
+            cycle.began = self._sample(trainer)
+            trainer.planner.begin(self._remotes[trainer.model].used)
             self._due.notify()
 
     async def watch(self) -> None:
-        """End seed phases in time, for ever."""
+        """End seed phases in time, until cancelled."""
         while True:
             change, left = self._due.next, []
             for trainer in list(self._trainers.values()):
                 cycle = trainer.cycle
                 if cycle is not None and cycle.began is not None and cycle.trains is None:
-                    seconds = cycle.began.now + trainer.algorithm.seconds - self._clock.monotonic()
+                    seconds = cycle.began.now + trainer.planner.seconds - self._clock.monotonic()
                     if seconds > 0:
                         left.append(seconds)
-                        self._gate(trainer.worker, False)
+                        self._set_closed(trainer.worker, False)
                     else:
                         self._train(trainer, cycle)
             await self._wait(change, min(left, default=None))
 
     async def _wait(self, change: asyncio.Event, seconds: float | None) -> None:
-        """Until that is set, or so long."""
+        """Return when ``change`` is set, or after ``seconds``."""
         waiting: list[asyncio.Future[Any]] = [asyncio.ensure_future(change.wait())]
         if seconds is not None:
             waiting.append(asyncio.ensure_future(self._clock.sleep(seconds)))
@@ -258,43 +296,42 @@ class Seeding:
                 one.cancel()
 
     def _train(self, trainer: _Trainer, cycle: CycleTimer) -> None:
-        """The seed phase is over."""
-        cycle.trains = self._read(trainer)
-        self._gate(trainer.worker, True)
-        self._hand_off(trainer)
+        """End the seed phase."""
+        cycle.trains = self._sample(trainer)
+        self._set_closed(trainer.worker, True)
+        self._migrate(trainer)
 
-    def _hand_off(self, trainer: _Trainer) -> None:
-        """What it generates still goes on elsewhere, as far as it would begin there at once."""
+    def _migrate(self, trainer: _Trainer) -> None:
+        """Move its running requests to other workers, as far as those have free rows."""
         worker, rollouts = trainer.worker, self._rollouts
         if not rollouts.pool.outstanding(worker):
             return
-        others = [other for other in self._fleet.serving("rollout", trainer.model) if other not in self._gated]
+        others = [other for other in self._fleet.serving("rollout", trainer.model) if other not in self.closed]
         free = sum(max(0, other.hello.max_rows - rollouts.pool.outstanding(other)) for other in others)
         if free:
             rollouts.migrate(worker, free)
 
-    def _operation(self, worker: Worker, message: Operation, done: protocol.OperationDone | None) -> None:
-        """Something is to be trained, or was."""
-        policy = message.policy
+    def on_operation(self, worker: Worker, operation: Operation, done: protocol.OperationDone | None) -> None:
+        policy = operation.policy
         if policy not in self._jobs:
             return
-        place = self._places.get(policy)
+        place = self._trainer_of.get(policy)
         if place is None or place.worker is not worker:
             self._move(policy, worker)
-        trainer = self._places[policy]
+        trainer = self._trainer_of[policy]
         if (cycle := trainer.cycle) is None:
             return
         if done is None and cycle.trains is not None:
-            self._hand_off(trainer)
-        elif done is not None and isinstance(message, protocol.OptimStep):
+            self._migrate(trainer)
+        elif done is not None and isinstance(operation, protocol.OptimStep):
             again = policy in cycle.stepped
             cycle.stepped.add(policy)
-            if again or not self._training.under_way(worker):
+            if again or not self._training.in_flight(worker):
                 self._end(trainer, cycle)
 
     def _end(self, trainer: _Trainer, cycle: CycleTimer) -> None:
-        """A cycle is over; learn from it, begin the next."""
-        measured = cycle.end(self._read(trainer))
+        """End a cycle: learn from it and begin the next."""
+        measured = cycle.end(self._sample(trainer))
         if measured is not None:
             self.waits["trainer"] += measured.trainer_wait
             self.waits["remote"] += measured.remote_wait
@@ -305,25 +342,25 @@ class Seeding:
                 "remote_workers": measured.instances,
             }
             available, reserved = len(self._remotes[trainer.model]), len(self._cycling(trainer.model))
-            trainer.algorithm.learn(measured, available=available, reserved=reserved)
+            trainer.planner.learn(measured, available=available, reserved=reserved)
             self._limit(trainer.model)
         self._unopened -= cycle.began is None
         self._begin(trainer)
 
-    def _read(self, trainer: _Trainer) -> CycleSample:
-        trained, remotes = self._training.busy(trainer.worker), self._remotes[trainer.model]
+    def _sample(self, trainer: _Trainer) -> CycleSample:
+        trained, remotes = self._training.busy_seconds(trainer.worker), self._remotes[trainer.model]
         return CycleSample(self._clock.monotonic(), trained, remotes.totals())
 
     def _stop(self, trainer: _Trainer) -> None:
-        """No cycles any more: it generates whenever it can."""
+        """End its cycles: it generates whenever it can."""
         if trainer.cycle is not None:
             self._unopened -= trainer.cycle.began is None
             trainer.cycle = None
-            self._gate(trainer.worker, False)
+            self._set_closed(trainer.worker, False)
             self._limit(trainer.model)
 
 
 def _remote(worker: Worker) -> bool:
-    """Whether it generates and need not train."""
+    """Whether it generates and need not train: it is preemptible, or has no training role."""
     hello = worker.hello
     return "rollout" in hello.roles and (hello.kind == "preemptible" or "train" not in hello.roles)

@@ -108,7 +108,7 @@ class Completions:
             stop=list(stop),
             interactive=context.settings.engine.interactive_priority,
         )
-        async with context.collector.reading(target.adapter):
+        async with context.collector.pin(target.adapter):
             with self._pinned(target.adapter):
                 return await context.rollouts.sample(SamplingRequest(tenant, name, target.model, generate), on_tokens)
 

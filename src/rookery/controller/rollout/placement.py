@@ -94,10 +94,10 @@ class WorkerPool:
         if not works:
             slots.lanes = frozenset()
         elif worker.state == "serving":
-            slots.lanes = frozenset({ANY, _missing_lane(worker.missing_adapter)})
+            slots.lanes = frozenset({ANY, _missing_lane(worker.missing_adapters)})
         else:
             slots.lanes = frozenset({ANY, BASE, *worker.cached})
-        self._count_missing(slots, worker.missing_adapter if worker.state == "serving" else None)
+        self._count_missing(slots, worker.missing_adapters if worker.state == "serving" else None)
         slots.accepts_rollouts = gate
         self._reindex(slots, express=True)
 

@@ -23,13 +23,14 @@ import msgspec
 
 from rookery import protocol
 from rookery.aio import Clock
-from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.placement import WorkerPool
 from rookery.controller.rollout.request import GenerationFailed as GenerationFailed
 from rookery.controller.rollout.request import InflightRequest
 from rookery.controller.rollout.request import SamplingRequest as SamplingRequest
 from rookery.controller.rollout.request import SamplingResult as SamplingResult
+from rookery.controller.weights.distribution import AdapterResidency
 from rookery.errors import Unavailable
 from rookery.scheduling.fairness import DeficitRoundRobin, PriorityQueues
 from rookery.settings import Settings
@@ -52,9 +53,10 @@ class Resumption:
     """When the worker connected."""
 
 
-class RolloutScheduler:
-    def __init__(self, fleet: Fleet, settings: Settings, clock: Clock) -> None:
+class RolloutScheduler(FleetListener):
+    def __init__(self, fleet: Fleet, residency: AdapterResidency, settings: Settings, clock: Clock) -> None:
         self._fleet = fleet
+        self._residency = residency
         self._settings = settings
         self._clock = clock
         self.pool = WorkerPool(settings, clock)
@@ -71,7 +73,6 @@ class RolloutScheduler:
         """By the request's id, until it is submitted."""
         self._resume_until = 0.0
         """Until then, workers that hold requests of an earlier controller are reconnecting."""
-        self._on_sampled: list[Callable[[Worker, SamplingRequest, int], None]] = []
         self.gate: Callable[[Worker], bool] = lambda worker: True
         """Whether a worker accepts rollouts now; interactive requests pass all the same. Call :meth:`dispatch` whenever
         its answers change."""
@@ -81,10 +82,8 @@ class RolloutScheduler:
         """Requests that moved to another worker, by reason."""
         self.late_chunks = 0
         """Chunks for requests that are no longer with their sender."""
-        fleet.handle(protocol.Output, self._on_output)
-        fleet.on_state(self._on_worker_state)
-        fleet.on_beat(self._on_heartbeat)
-        fleet.on_lost(lambda worker, reason: self._on_worker_lost(worker))
+        fleet.listeners.append(self)
+        fleet.route(protocol.Output, self._on_output)
 
     async def sample(
         self, request: SamplingRequest, on_tokens: Callable[[SamplingResult], None] | None = None
@@ -123,10 +122,6 @@ class RolloutScheduler:
             raise
         finally:
             self._finish(inflight)
-
-    def on_sampled(self, callback: Callable[[Worker, SamplingRequest, int], None]) -> None:
-        """Have ``callback`` called with the worker, the request and the number of its tokens that arrived."""
-        self._on_sampled.append(callback)
 
     # --- state --------------------------------------------------------------------------------------------------------
 
@@ -175,7 +170,7 @@ class RolloutScheduler:
             inflight.request = inflight.request.with_adapter(ref)
             if inflight.worker is not None and not inflight.done.done():
                 inflight.allowed_versions.add(ref.version)
-                adapter = self._fleet.adapter_ref(inflight.worker, ref)
+                adapter = self._residency.adapter_ref(inflight.worker, ref)
                 message = protocol.SwitchAdapter(request=inflight.wire_name, adapter=adapter, recompute=recompute)
                 inflight.worker.post(message)
 
@@ -255,7 +250,7 @@ class RolloutScheduler:
 
     def _assign(self, inflight: InflightRequest, worker: Worker, express: bool) -> None:
         request = inflight.request
-        adapter = self._fleet.adapter_ref(worker, request.adapter) if request.adapter is not None else None
+        adapter = self._residency.adapter_ref(worker, request.adapter) if request.adapter is not None else None
         inflight.last_activity = self._clock.monotonic()
         inflight.result.queue_seconds += inflight.last_activity - inflight.queued_at
         inflight.allowed_versions = {inflight.policy_version[1]}
@@ -278,7 +273,7 @@ class RolloutScheduler:
 
     # --- events of workers --------------------------------------------------------------------------------------------
 
-    def _on_worker_state(self, worker: Worker) -> None:
+    def on_worker_changed(self, worker: Worker) -> None:
         """Its state, or the set of requests that it accepts, has changed."""
         self.pool.update(worker, self.gate(worker))
         if not worker.has_role("rollout", worker.hello.model):
@@ -304,7 +299,7 @@ class RolloutScheduler:
         """Whether the worker is sure to hold the request still: one submitted later goes where there is room."""
         return self._clock.monotonic() - resumption.since <= self._settings.worker.resume_seconds
 
-    def _on_heartbeat(self, worker: Worker, beat: protocol.Heartbeat) -> None:
+    def on_heartbeat(self, worker: Worker, beat: protocol.Heartbeat) -> None:
         self.pool.on_heartbeat(worker, beat)
         self._dispatch(worker.hello.model)
 
@@ -337,8 +332,8 @@ class RolloutScheduler:
         self.sampled_tokens += len(tokens)
         if tokens:
             self.pool.mark_decoding(inflight)
-            for callback in self._on_sampled:
-                callback(worker, inflight.request, len(tokens))
+            for listener in self._fleet.listeners:
+                listener.on_tokens(worker, inflight.request, len(tokens))
         if chunk.finish == "abort":  # the worker's decision: a request that this side aborts is not in flight any more
             self._requeue(inflight, "rejected")
         elif chunk.finish:
@@ -352,7 +347,7 @@ class RolloutScheduler:
         inflight.done.set_exception(GenerationFailed(problem))
         self._release(inflight)
 
-    def _on_worker_lost(self, worker: Worker) -> None:
+    def on_worker_lost(self, worker: Worker, reason: str) -> None:
         for request in [request for request, held in self._resumptions.items() if held.worker is worker]:
             del self._resumptions[request]
         for inflight in reversed(self.pool.remove(worker)):

@@ -21,7 +21,7 @@ from rookery.controller.context import ControllerContext
 from rookery.controller.rollout.request import SamplingRequest, SamplingResult
 from rookery.controller.sessions.futures import CLIENT_AWAY, Future, FutureExpired, Futures, QueueStatus, failure
 from rookery.controller.sessions.operations import AnyResult, OperationFailed, Sample, SampledSequence, SampleResult
-from rookery.controller.weights.refs import adapter_ref
+from rookery.controller.weights.distribution import adapter_ref
 from rookery.errors import NotFound, UserError
 from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow, SamplerRow, VersionRow
 
@@ -201,7 +201,7 @@ class Samplers:
 
     async def _sample(self, future: Future, operation: Sample, row: SamplerRow) -> SampleResult:
         adapter = await self._adapter(row)
-        async with self._context.collector.reading(adapter):
+        async with self._context.collector.pin(adapter):
             return await self._generate_all(future, operation, row, adapter)
 
     async def _generate_all(

@@ -46,7 +46,7 @@ from rookery.controller.training.dispatcher import TrainingFailed
 from rookery.controller.training.policy_trainer import ForwardRequest, OptimRequest, PolicyTrainer
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.training.slots import SlotHolder, TrainerSlots
-from rookery.controller.weights.refs import adapter_ref
+from rookery.controller.weights.distribution import adapter_ref
 from rookery.errors import CorruptArtifact, UserError
 from rookery.scheduling.reorder import ReorderBuffer
 from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow, VersionRow
@@ -354,7 +354,7 @@ class TrainingRun:
         ref = protocol.AdapterRef(
             policy=self.policy.id, version=0, hash=source.hash, rank=policy.rank, alpha=policy.alpha
         )
-        async with context.collector.reading(ref):  # the checkpoint may expire or be deleted meanwhile
+        async with context.collector.pin(ref):  # the checkpoint may expire or be deleted meanwhile
             await find_checkpoint(context, tenant, operation.path)
             if operation.optimizer:
                 manifest = source.manifest

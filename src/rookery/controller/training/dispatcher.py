@@ -1,16 +1,16 @@
-"""Training workers: which one trains a policy, and what it is asked and answers.
+"""Sends training operations to workers: assignment of policies, retries, durable uploads.
 
-* A policy trains on one worker at a time; when that is lost, or holds something else than an operation names, the next
-  attempt is another's.
-* What a worker uploaded is durable, and what it said it is, before anybody hears of it.
-* What was uploaded and no version came to name goes again, however its step ended.
+* A policy trains on one worker at a time; when that is lost, or does not hold the state that an operation names, the
+  next attempt goes to another worker.
+* An uploaded artifact is durable, and its hash checked against the worker's report, before anybody learns of it.
+* An upload that no version came to name is deleted, however its step ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -20,8 +20,11 @@ import msgspec
 
 from rookery import protocol
 from rookery.aio import Clock, IdGenerator
-from rookery.controller.fleet.fleet import Fleet, Worker
-from rookery.controller.training.assignments import PolicyAssignments
+from rookery.controller.fleet.fleet import Fleet, FleetListener
+from rookery.controller.fleet.worker import Worker
+from rookery.controller.training.slots import PolicyAssignments
+from rookery.controller.weights.distribution import AdapterResidency
+from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable
 from rookery.scheduling.placement import assign_trainer, is_overloaded
@@ -36,16 +39,16 @@ Operation = protocol.ForwardBackward | protocol.OptimStep | protocol.InitAdapter
 
 
 class TrainingFailed(RookeryError):
-    """An operation that no other worker would do better."""
+    """The operation cannot succeed: another worker would fail too."""
 
 
-class _TryElsewhere(Exception):
-    """The worker is gone, or does not hold what the operation names."""
+class _RetryElsewhere(Exception):
+    """The worker is lost, or does not hold the state that the operation names."""
 
 
 @dataclass
-class _Work:
-    """Operations under way at one worker, and since when there were any."""
+class _BusyTime:
+    """Operations in flight at one worker, and the time with at least one."""
 
     operations: int = 0
     _since: float = 0.0
@@ -64,116 +67,153 @@ class _Work:
 
 @dataclass
 class _Upload:
-    """An artifact on its way in. Only the writer thread changes it, so it stays right when the caller is cancelled."""
+    """An artifact that a worker uploads. Only the writer thread changes it, so it stays right when the caller is
+    cancelled."""
 
     ticket: str = ""
     staging: Staging | None = None
-    brought: tuple[str, str] | None = None
-    """The policy and the artifact's hash, once that is durable."""
+    published: tuple[str, str] | None = None
+    """The policy and the artifact's hash, once it is durable."""
 
 
-class TrainingDispatcher:
+class TrainingDispatcher(FleetListener):
     """Sends operations to training workers and matches their answers."""
 
     def __init__(
-        self, fleet: Fleet, tickets: Tickets, settings: Settings, clock: Clock, ids: IdGenerator, writer: Writer
+        self,
+        fleet: Fleet,
+        residency: AdapterResidency,
+        collector: ArtifactCollector,
+        tickets: Tickets,
+        settings: Settings,
+        clock: Clock,
+        ids: IdGenerator,
+        writer: Writer,
     ) -> None:
+        self.retries = 0
+        """Operations that moved to another worker."""
         self._fleet = fleet
+        self._residency = residency
+        self._collector = collector
         self._tickets = tickets
         self._settings = settings
         self._clock = clock
         self._ids = ids
         self._writer = writer
-        self._waiting: dict[Worker, dict[str, asyncio.Future[protocol.OperationDone]]] = {}
-        """By worker, what it was asked and has not answered."""
-        self._leases = PolicyAssignments()
-        self._aside = PolicyAssignments()
-        self._serves: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._in_flight: dict[Worker, dict[str, asyncio.Future[protocol.OperationDone]]] = {}
+        """By worker and operation, those without an answer."""
+        self._assigned = PolicyAssignments()
+        self._offloaded = PolicyAssignments()
+        """Policies without a worker, at the worker that keeps their state in main memory."""
+        self._serving: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         """By base model: set when a worker begins to train it."""
-        self._on_trained: list[Callable[[Worker, str, str, float, float], None]] = []
-        self._on_operation: list[Callable[[Worker, Operation, protocol.OperationDone | None], None]] = []
-        self._work: dict[Worker, _Work] = {}
-        self.pinned: Counter[str] = Counter()
-        """Artifacts that are durable and that a version is about to name. Equal content is one artifact, so retention
-        must not delete one that another job just brought."""
-        self._on_stray: list[Callable[[str, str], None]] = []
-        self.retries = 0
-        fleet.handle(protocol.OperationDone, self._answered)
-        fleet.on_state(self._seen)
-        fleet.on_lost(lambda worker, reason: self._lost(worker))
+        self._busy: dict[Worker, _BusyTime] = {}
+        fleet.listeners.append(self)
+        fleet.route(protocol.OperationDone, self._on_done)
 
-    def on_trained(self, callback: Callable[[Worker, str, str, float, float], None]) -> None:
-        """Called with the worker, the tenant, the policy, and what the worker says of an operation that it carried
-        out: tokens that carried the loss, seconds of computing."""
-        self._on_trained.append(callback)
+    def in_flight(self, worker: Worker) -> int:
+        """The number of its operations without an answer."""
+        busy = self._busy.get(worker)
+        return busy.operations if busy is not None else 0
 
-    def on_operation(self, callback: Callable[[Worker, Operation, protocol.OperationDone | None], None]) -> None:
-        """Called when a worker was given an operation, without an answer, and again with its answer if that is good."""
-        self._on_operation.append(callback)
+    def busy_seconds(self, worker: Worker) -> float:
+        """Seconds with at least one operation in flight, on this connection."""
+        busy = self._busy.get(worker)
+        return busy.seconds(self._clock.monotonic()) if busy is not None else 0.0
 
-    def on_stray(self, callback: Callable[[str, str], None]) -> None:
-        """Called in the writer thread with a policy and an artifact uploaded for it, when no version came to name
-        that as far as is known."""
-        self._on_stray.append(callback)
-
-    def under_way(self, worker: Worker) -> int:
-        """Operations that it was given and that are not over."""
-        work = self._work.get(worker)
-        return work.operations if work is not None else 0
-
-    def busy(self, worker: Worker) -> float:
-        """Seconds for which it has had at least one operation under way, on this connection."""
-        work = self._work.get(worker)
-        return work.seconds(self._clock.monotonic()) if work is not None else 0.0
+    # --- assignment ---------------------------------------------------------------------------------------------------
 
     async def worker_for(self, policy: str, model: str) -> Worker:
-        """The worker that trains ``policy``: the one that does already, else of the reserved ones, or where there are
-        none of all, the one with the fewest policies. Waits for one; raises :class:`Unavailable` when none came in
-        time."""
+        """The worker that trains ``policy``: its present one, else the one with the fewest policies among the reserved
+        workers, or among all where none is reserved. Waits for one; raises :class:`Unavailable` after
+        ``worker_wait_seconds``."""
         deadline = self._clock.monotonic() + self._settings.server.worker_wait_seconds
         while True:
-            held = self._leases.get(policy)
+            held = self._assigned.get(policy)
             if held is not None and held.has_role("train", model):
                 return held
-            aside, load = self._aside.get(policy), self._load(model)
-            name = assign_trainer(load, aside.name if aside is not None else None)
+            offloaded, load = self._offloaded.get(policy), self._load(model)
+            name = assign_trainer(load, offloaded.name if offloaded is not None else None)
             if name is not None:
-                worker = self._fleet.named(name)
+                worker = self._fleet.get(name)
                 assert worker is not None
-                self._aside.pop(policy)
-                self._leases.put(policy, worker)
+                self._offloaded.pop(policy)
+                self._assigned.put(policy, worker)
                 return worker
-            self._serves[model].clear()
+            self._serving[model].clear()
             try:
                 async with asyncio.timeout(deadline - self._clock.monotonic()):
-                    await self._serves[model].wait()
+                    await self._serving[model].wait()
             except TimeoutError:
                 raise Unavailable(self._fleet.missing("train", model)) from None
 
-    def _load(self, model: str) -> dict[str, int]:
-        """How many policies each worker holds that may be given one."""
-        return {worker.name: self._leases.count(worker) for worker in self._fleet.trainers(model)}
-
     def rebalance(self, policy: str, model: str) -> None:
-        """``policy`` has nothing uncommitted: it may as well train elsewhere, where its worker has more policies than
-        others, or is one that is given none now. Else those that came while one worker was there would crowd it for
-        ever, as after each restart, and those whose reserved worker was away for a moment would stay on one that may
-        vanish."""
-        held, load = self._leases.get(policy), self._load(model)
+        """``policy`` has nothing uncommitted: move it if its worker has more policies than others, or may be given none
+        now. Otherwise policies that arrived while one worker was there would crowd it for ever, as after each restart,
+        and those whose reserved worker was away for a moment would stay on a preemptible one."""
+        held, load = self._assigned.get(policy), self._load(model)
         if held is not None and load and (held.name not in load or is_overloaded(load, held.name)):
-            self.forget_policy(policy)
+            self.evict_policy(policy)
+
+    def evict_policy(self, policy: str, *, offload: bool = False) -> None:
+        """The policy's worker deletes its trainer state, or with ``offload`` keeps it in main memory: the policy
+        returns to that worker if it can."""
+        worker = self._assigned.pop(policy)
+        if not offload:
+            self._offloaded.pop(policy)
+        if worker is not None and worker.state == "serving":
+            worker.post(protocol.EvictArtifacts(policy=policy, offload=offload))
+            if offload:
+                self._offloaded.put(policy, worker)
+
+    def _load(self, model: str) -> dict[str, int]:
+        """The number of policies by worker that may be given one."""
+        return {worker.name: self._assigned.count(worker) for worker in self._fleet.trainers(model)}
+
+    # --- operations ---------------------------------------------------------------------------------------------------
+
+    def new_op(self) -> str:
+        return self._ids.new("op")
+
+    def pin(self, worker: Worker, ref: protocol.AdapterRef) -> protocol.AdapterRef:
+        """``ref`` with a ticket for ``worker``."""
+        return self._residency.adapter_ref(worker, ref)
+
+    @contextmanager
+    def published_batch(self, content: bytes) -> Iterator[str]:
+        """The ticket with which a worker fetches an encoded batch within."""
+        ticket = self._tickets.publish_batch(content)
+        try:
+            yield ticket
+        finally:
+            self._tickets.retract_batch(ticket)
+
+    async def retrying(self, policy: str, model: str, attempt: Callable[[Worker], Awaitable[T]]) -> T:
+        """``attempt`` on the policy's worker, and on another one when that is lost, up to ``retry_limit`` times more.
+        Raises :class:`Unavailable` then: lost workers are no fault of the job's."""
+        for _ in range(self._settings.training.retry_limit + 1):
+            worker = await self.worker_for(policy, model)
+            try:
+                return await attempt(worker)
+            except _RetryElsewhere as problem:
+                reason = str(problem)
+                self.retries += 1
+                self.evict_policy(policy)
+                extra = {"policy": policy, "worker": worker.name}
+                log.warning("training of %s moves to another worker: %s", policy, reason, extra=extra)
+        raise Unavailable(f"training failed {self._settings.training.retry_limit + 1} times, the last: {reason}")
 
     async def call(self, worker: Worker, message: Operation) -> protocol.OperationDone:
-        """The worker's answer. Raises what tells whether another worker can help."""
+        """The worker's answer. Raises :class:`TrainingFailed`; within :meth:`retrying`, other failures are retried."""
         future: asyncio.Future[protocol.OperationDone] = asyncio.get_running_loop().create_future()
-        waiting = self._waiting.setdefault(worker, {})
-        waiting[message.op] = future
+        in_flight = self._in_flight.setdefault(worker, {})
+        in_flight[message.op] = future
         try:
             if worker.state != "serving":
-                raise _TryElsewhere(f"worker {worker.name} is {worker.state}")
+                raise _RetryElsewhere(f"worker {worker.name} is {worker.state}")
             worker.post(message)
-            with self._works(worker):
-                self._tell(worker, message, None)
+            with self._counted(worker):
+                self._notify(worker, message, None)
                 async with asyncio.timeout(self._settings.worker.request_timeout_seconds):
                     done = await future
         except asyncio.CancelledError:
@@ -181,57 +221,41 @@ class TrainingDispatcher:
             raise
         except TimeoutError:
             worker.post(protocol.CancelOperation(op=message.op))
-            what, seconds = type(message).__name__, self._settings.worker.request_timeout_seconds
-            raise _TryElsewhere(f"worker {worker.name} did not answer {what} within {seconds:g} s") from None
+            kind, seconds = type(message).__name__, self._settings.worker.request_timeout_seconds
+            raise _RetryElsewhere(f"worker {worker.name} did not answer {kind} within {seconds:g} s") from None
         finally:
-            del waiting[message.op]
-            if not waiting:
-                self._waiting.pop(worker, None)
+            del in_flight[message.op]
+            if not in_flight:
+                self._in_flight.pop(worker, None)
         if done.category in ("stale", "lost"):
-            raise _TryElsewhere(f"worker {worker.name}: {done.error}")
+            raise _RetryElsewhere(f"worker {worker.name}: {done.error}")
         if done.error:
             raise TrainingFailed(f"worker {worker.name}: {done.error}")
-        if not isinstance(message, protocol.InitAdapter):
-            tokens, seconds = done.metrics.get("tokens", 0.0), done.metrics.get("seconds", 0.0)
-            for told in self._on_trained:
-                told(worker, message.tenant, message.policy, tokens, seconds)
-        self._tell(worker, message, done)
+        self._notify(worker, message, done)
         return done
 
     @contextmanager
-    def _works(self, worker: Worker) -> Iterator[None]:
-        """An operation is under way there."""
-        work = self._work.setdefault(worker, _Work())
-        work.add(1, self._clock.monotonic())
+    def _counted(self, worker: Worker) -> Iterator[None]:
+        """An operation is in flight there."""
+        busy = self._busy.setdefault(worker, _BusyTime())
+        busy.add(1, self._clock.monotonic())
         try:
             yield
         finally:
-            work.add(-1, self._clock.monotonic())
+            busy.add(-1, self._clock.monotonic())
 
-    def _tell(self, worker: Worker, message: Operation, done: protocol.OperationDone | None) -> None:
-        for told in self._on_operation:
-            told(worker, message, done)
+    def _notify(self, worker: Worker, message: Operation, done: protocol.OperationDone | None) -> None:
+        for listener in self._fleet.listeners:
+            listener.on_operation(worker, message, done)
 
-    async def retrying(self, policy: str, model: str, attempt: Callable[[Worker], Awaitable[T]]) -> T:
-        """``attempt`` on the policy's worker, and on another one when that one is lost, a few times. Raises
-        :class:`Unavailable` then: that workers vanish is no fault of the job's."""
-        for _ in range(self._settings.training.retry_limit + 1):
-            worker = await self.worker_for(policy, model)
-            try:
-                return await attempt(worker)
-            except _TryElsewhere as problem:
-                reason = str(problem)
-                self.retries += 1
-                self.forget_policy(policy)
-                extra = {"policy": policy, "worker": worker.name}
-                log.warning("training of %s goes on elsewhere: %s", policy, reason, extra=extra)
-        raise Unavailable(f"training failed {self._settings.training.retry_limit + 1} times, the last: {reason}")
+    # --- uploads ------------------------------------------------------------------------------------------------------
 
     async def uploading(
         self, worker: Worker, make: Callable[[str], protocol.OptimStep | protocol.InitAdapter]
     ) -> protocol.OperationDone:
-        """Call an operation that uploads an artifact; it is durable, and what the worker said it is, on return. Raises
-        :class:`~rookery.errors.StorageFull` where the upload found no room."""
+        """Call an operation that uploads an artifact under the ticket given to ``make``. On return the artifact is
+        durable, equals the worker's report, and is pinned until :meth:`with_ticket` ends. Raises
+        :class:`~rookery.errors.StorageFull` where the disk was full."""
         upload = _Upload()
         try:
             await self._writer(self._open, upload)
@@ -241,28 +265,28 @@ class TrainingDispatcher:
             try:
                 manifest = await self._writer(self._publish, message.policy, upload)
             except Conflict:
-                raise _TryElsewhere(f"worker {worker.name} uploaded nothing") from None
+                raise _RetryElsewhere(f"worker {worker.name} uploaded nothing") from None
             if done.manifest is None or manifest.hash != done.manifest.hash:
-                raise _TryElsewhere(f"worker {worker.name} uploaded other bytes than it said")
+                raise _RetryElsewhere(f"worker {worker.name} uploaded other bytes than it reported")
         except BaseException as error:
-            full = await self._writer(self._give_up, upload)  # it is carried out, whatever ends this wait
-            if full is not None and isinstance(error, TrainingFailed | _TryElsewhere):
+            full = await self._writer(self._abandon, upload)  # it is carried out, whatever ends this wait
+            if full is not None and isinstance(error, TrainingFailed | _RetryElsewhere):
                 raise full from None  # no fault of the worker's
             raise
         return msgspec.structs.replace(done, manifest=manifest)
 
     @asynccontextmanager
     async def with_ticket(self, policy: str, digest: str) -> AsyncIterator[None]:
-        """Within, a version of ``policy`` comes to name what :meth:`uploading` brought. Nothing may be awaited between
-        the two, or a cancellation there would leave it for ever."""
+        """Within, a version of ``policy`` comes to name an artifact of :meth:`uploading`. Await nothing between the
+        two: a cancellation there would leave the artifact for ever."""
         try:
             yield
-        except BaseException:  # also of a commit that went through, and nobody heard of it
-            await self._writer(self._drop, policy, digest)
+        except BaseException:  # the commit may have succeeded all the same: drop() finds out
+            await self._writer(self._collector.drop, policy, digest)
             raise
-        await self._writer(self._settle, digest)
+        self._collector.named(digest)
 
-    # --- in the writer thread: nothing comes between the lines of these------------------------------------------------
+    # In the writer thread, where nothing comes between the lines of these:
 
     def _open(self, upload: _Upload) -> None:
         upload.ticket = self._tickets.upload()
@@ -271,72 +295,35 @@ class TrainingDispatcher:
     def _publish(self, policy: str, upload: _Upload) -> protocol.Manifest:
         assert upload.staging is not None
         manifest = upload.staging.commit()
-        self.pinned[manifest.hash] += 1
-        upload.brought = (policy, manifest.hash)
+        self._collector.hold(manifest.hash)
+        upload.published = (policy, manifest.hash)
         return manifest
 
-    def _give_up(self, upload: _Upload) -> StorageFull | None:
-        """Nothing stays of it. Answers whether it met a full disk."""
+    def _abandon(self, upload: _Upload) -> StorageFull | None:
+        """Delete all of it. Returns the error of a full disk if it met one."""
         if upload.staging is None:
             return None
         self._tickets.collect(upload.ticket)
         upload.staging.abandon()
-        if upload.brought is not None:
-            self._drop(*upload.brought)
+        if upload.published is not None:
+            self._collector.drop(*upload.published)
         return upload.staging.full
 
-    def _drop(self, policy: str, digest: str) -> None:
-        self._settle(digest)
-        for told in self._on_stray:
-            told(policy, digest)
+    # --- events -------------------------------------------------------------------------------------------------------
 
-    def _settle(self, digest: str) -> None:
-        """It is not about to be named any more."""
-        self.pinned[digest] -= 1
-        if not self.pinned[digest]:
-            del self.pinned[digest]
-
-    # --- its worker ---------------------------------------------------------------------------------------------------
-
-    def forget_policy(self, policy: str, *, aside: bool = False) -> None:
-        """The policy's trainer state may go. ``aside``: it may come back, and better to where its state still is."""
-        worker = self._leases.pop(policy)
-        if not aside:
-            self._aside.pop(policy)
-        if worker is not None and worker.state == "serving":
-            worker.post(protocol.EvictArtifacts(policy=policy, offload=aside))
-            if aside:
-                self._aside.put(policy, worker)
-
-    def new_op(self) -> str:
-        return self._ids.new("op")
-
-    def publish_batch(self, content: bytes) -> str:
-        return self._tickets.publish_batch(content)
-
-    def retract_batch(self, ticket: str) -> None:
-        self._tickets.retract_batch(ticket)
-
-    def pin(self, worker: Worker, ref: protocol.AdapterRef) -> protocol.AdapterRef:
-        """``ref`` with a ticket for ``worker``."""
-        return self._fleet.adapter_ref(worker, ref)
-
-    def committed(self, worker: Worker, message: protocol.VersionCommitted) -> None:
-        worker.post(message)
-
-    def _answered(self, worker: Worker, message: protocol.OperationDone) -> None:
-        future = self._waiting.get(worker, {}).get(message.op)
+    def _on_done(self, worker: Worker, message: protocol.OperationDone) -> None:
+        future = self._in_flight.get(worker, {}).get(message.op)
         if future is not None and not future.done():
             future.set_result(message)
 
-    def _seen(self, worker: Worker) -> None:
+    def on_worker_changed(self, worker: Worker) -> None:
         if worker.has_role("train", worker.hello.model):
-            self._serves[worker.hello.model].set()
+            self._serving[worker.hello.model].set()
 
-    def _lost(self, worker: Worker) -> None:
-        for future in self._waiting.get(worker, {}).values():
+    def on_worker_lost(self, worker: Worker, reason: str) -> None:
+        for future in self._in_flight.get(worker, {}).values():
             if not future.done():
-                future.set_exception(_TryElsewhere(f"worker {worker.name} was lost"))
-        self._leases.leave(worker)
-        self._aside.leave(worker)
-        self._work.pop(worker, None)
+                future.set_exception(_RetryElsewhere(f"worker {worker.name} was lost"))
+        self._assigned.remove_worker(worker)
+        self._offloaded.remove_worker(worker)
+        self._busy.pop(worker, None)

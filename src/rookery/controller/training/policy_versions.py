@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from rookery import protocol
 from rookery.controller.context import ControllerContext
-from rookery.controller.weights.refs import adapter_ref
+from rookery.controller.weights.distribution import adapter_ref
 from rookery.errors import Conflict, CorruptArtifact, NotFound, UserError
 from rookery.scheduling.retention import RetentionCandidate, training_rewards, versions_to_delete
 from rookery.spec.job import CheckpointSpec

@@ -1,8 +1,9 @@
-"""Places for client-driven policies in the training workers' memory: who has one, who waits.
+"""Places of policies at training workers: which worker trains a policy, and who has a slot in its memory.
 
-* More policies than places queue, tenants by turns; nobody is refused. An idle one makes room and comes back on use.
-  Where there are fewer places than there were, those that have one queue for their next gradient too.
-* Who waits can be told how many are before it.
+* A policy trains on one worker; losing a worker, or asking in either direction, looks at no other worker's policies.
+* More client-driven policies than slots queue, in turns by tenant; none is refused. An idle holder frees its slot and
+  is loaded again on use. Where workers leave and fewer slots remain, holders queue for their next gradient too.
+* A waiting policy can be told how many are before it.
 """
 
 from __future__ import annotations
@@ -12,108 +13,151 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rookery.aio import Clock
-from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.fleet.fleet import Fleet, FleetListener
+from rookery.controller.fleet.worker import Worker
 from rookery.scheduling.fairness import DeficitRoundRobin
 from rookery.scheduling.placement import SlotUse, slots_to_free
 from rookery.settings import Settings
 
 
+class PolicyAssignments:
+    """Which worker has which policies."""
+
+    def __init__(self) -> None:
+        self._worker: dict[str, Worker] = {}
+        self._policies: dict[Worker, set[str]] = {}
+
+    def get(self, policy: str) -> Worker | None:
+        return self._worker.get(policy)
+
+    def count(self, worker: Worker) -> int:
+        """The number of its policies."""
+        return len(self._policies.get(worker, ()))
+
+    def put(self, policy: str, worker: Worker) -> None:
+        """Assign the policy to ``worker`` and to no other."""
+        self.pop(policy)
+        self._worker[policy] = worker
+        self._policies.setdefault(worker, set()).add(policy)
+
+    def pop(self, policy: str) -> Worker | None:
+        """Remove the assignment; returns the worker that had it."""
+        worker = self._worker.pop(policy, None)
+        if worker is not None:
+            self._policies[worker].discard(policy)
+        return worker
+
+    def remove_worker(self, worker: Worker) -> None:
+        """Remove all of its assignments."""
+        for policy in self._policies.pop(worker, set()):
+            del self._worker[policy]
+
+
 @dataclass(eq=False)
 class SlotHolder:
-    """A policy that wants a place now and then. ``rest`` takes its state out of its worker."""
+    """A policy that needs a slot while it trains."""
 
     name: str
     tenant: str
     session: str
     base_model: str
-    rest: Callable[[], None]
-    gradient: Callable[[], bool]
+    offload: Callable[[], None]
+    """Moves its state out of its worker."""
+    has_gradient: Callable[[], bool]
+    """Whether a gradient was begun: it must be computed again after an offload."""
     busy: bool = False
     since: float = 0.0
+    """When it was last busy (monotonic seconds)."""
     waiting: asyncio.Future[None] | None = field(default=None)
 
 
-class TrainerSlots:
+class TrainerSlots(FleetListener):
+    """The slots of all training workers, by base model."""
+
     def __init__(self, fleet: Fleet, settings: Settings, clock: Clock) -> None:
         self._fleet = fleet
         self._settings = settings
         self._clock = clock
-        self._seated: dict[str, dict[str, SlotHolder]] = {}
+        self._holders: dict[str, dict[str, SlotHolder]] = {}
         self._queues: dict[str, DeficitRoundRobin[SlotHolder]] = {}
-        fleet.on_change(self.review)
+        fleet.listeners.append(self)
 
-    async def acquire(self, guest: SlotHolder) -> None:
-        """Returns when ``guest`` has a place; it is busy until :meth:`idle`."""
-        seated = self._seated.setdefault(guest.base_model, {})
-        if len(seated) > self._capacity(guest.base_model) and not guest.gradient():
-            self.release(guest)
-        if guest.name not in seated:
-            queue = self._queues.setdefault(guest.base_model, DeficitRoundRobin())
-            guest.waiting = asyncio.get_running_loop().create_future()
-            queue.put(guest.tenant, guest.session, guest)
-            self._admit(guest.base_model)
+    async def acquire(self, holder: SlotHolder) -> None:
+        """Returns when ``holder`` has a slot; it is busy until :meth:`idle`."""
+        holders = self._holders.setdefault(holder.base_model, {})
+        if len(holders) > self._capacity(holder.base_model) and not holder.has_gradient():
+            self.release(holder)
+        if holder.name not in holders:
+            queue = self._queues.setdefault(holder.base_model, DeficitRoundRobin())
+            holder.waiting = asyncio.get_running_loop().create_future()
+            queue.put(holder.tenant, holder.session, holder)
+            self._admit(holder.base_model)
             try:
-                await guest.waiting
+                await holder.waiting
             except asyncio.CancelledError:
-                queue.remove(guest.tenant, guest.session, guest)
-                seated.pop(guest.name, None)
+                queue.remove(holder.tenant, holder.session, holder)
+                holders.pop(holder.name, None)
                 raise
             finally:
-                guest.waiting = None
-        guest.busy = True
+                holder.waiting = None
+        holder.busy = True
 
-    def idle(self, guest: SlotHolder) -> None:
-        """``guest`` has nothing to do now; its place may go to who waits."""
-        guest.busy = False
-        guest.since = self._clock.monotonic()
-        self._admit(guest.base_model)
+    def idle(self, holder: SlotHolder) -> None:
+        """``holder`` has no operation now; its slot may go to a waiting policy."""
+        holder.busy = False
+        holder.since = self._clock.monotonic()
+        self._admit(holder.base_model)
 
-    def release(self, guest: SlotHolder) -> None:
-        """``guest`` gives its place back."""
-        if self._seated.get(guest.base_model, {}).pop(guest.name, None) is not None:
-            guest.busy = False
-            guest.rest()
-            self._admit(guest.base_model)
+    def release(self, holder: SlotHolder) -> None:
+        """``holder`` frees its slot."""
+        if self._holders.get(holder.base_model, {}).pop(holder.name, None) is not None:
+            holder.busy = False
+            holder.offload()
+            self._admit(holder.base_model)
 
     def wanted(self, base_model: str) -> bool:
-        """Whether somebody waits for a place."""
+        """Whether a policy waits for a slot."""
         return bool(self._queues.get(base_model))
 
-    def reason(self, guest: SlotHolder) -> str:
-        """What a waiting guest waits for; empty where it does not."""
-        if guest.waiting is None:
+    def reason(self, holder: SlotHolder) -> str:
+        """Why ``holder`` waits; empty if it does not."""
+        if holder.waiting is None:
             return ""
-        before = self._queues[guest.base_model].position(guest.tenant, guest.session) or 0
+        before = self._queues[holder.base_model].position(holder.tenant, holder.session) or 0
         return (
-            f"all {self._capacity(guest.base_model)} training places for {guest.base_model} are in use; "
+            f"all {self._capacity(holder.base_model)} training slots for {holder.base_model} are in use; "
             f"{before} others wait before this one"
         )
 
     def review(self) -> None:
-        """Look again: workers came or went, or time has passed."""
+        """Admit waiting policies: workers joined or left, or time has passed."""
         for base_model in self._queues:
             self._admit(base_model)
 
+    def on_worker_changed(self, worker: Worker) -> None:
+        if worker.state == "serving":
+            self.review()
+
     def _capacity(self, base_model: str) -> int:
         workers = len(self._fleet.trainers(base_model))
-        return self._settings.training.trainer_slots * max(1, workers)  # without one, training says who is missing
+        return self._settings.training.trainer_slots * max(1, workers)  # without one, training reports what is missing
 
     def _admit(self, base_model: str) -> None:
-        seated, queue = self._seated.setdefault(base_model, {}), self._queues.get(base_model)
+        holders, queue = self._holders.setdefault(base_model, {}), self._queues.get(base_model)
         if not queue:
             return
-        holders = [SlotUse(guest.name, guest.busy, guest.gradient(), guest.since) for guest in seated.values()]
+        uses = [SlotUse(holder.name, holder.busy, holder.has_gradient(), holder.since) for holder in holders.values()]
         capacity = self._capacity(base_model)
         for name in slots_to_free(
-            holders,
+            uses,
             places=capacity,
             wanted=len(queue),
             now=self._clock.monotonic(),
             patience=self._settings.training.slot_wait_seconds,
         ):
-            seated.pop(name).rest()
-        while len(seated) < capacity and (guest := queue.take(lambda guest: True)) is not None:
-            seated[guest.name] = guest
-            guest.busy = True
-            if guest.waiting is not None and not guest.waiting.done():
-                guest.waiting.set_result(None)
+            holders.pop(name).offload()
+        while len(holders) < capacity and (holder := queue.take(lambda holder: True)) is not None:
+            holders[holder.name] = holder
+            holder.busy = True
+            if holder.waiting is not None and not holder.waiting.done():
+                holder.waiting.set_result(None)

@@ -1,21 +1,29 @@
-"""Deletion of artifacts that nothing names any more, here and at every worker.
+"""Deletion of artifacts: the one answer to "may this artifact be deleted?".
 
-* An artifact that a running request reads stays until its last reader has ended.
-* An artifact that a training step uploaded stays while a version may come to name it (``pinned``): equal content is one
+An artifact is deleted, here and at every worker, when no row of the database names it (a version, checkpoint, sampler
+or upload) and nothing in memory pins it:
+
+* a running request or a start from its weights pins the artifact that it reads (:meth:`ArtifactCollector.pin`),
+* an uploaded artifact is pinned until a version names it (:meth:`ArtifactCollector.hold`): equal content is one
   artifact, so retention of one job must not delete the upload of another.
-* A stray upload whose fate cannot be established stays until the next start.
+
+Rows disappear in :meth:`ArtifactCollector.delete_unnamed`; an artifact that is pinned then is deleted when its last pin
+ends. An upload that no version came to name is deleted by :meth:`ArtifactCollector.drop`. At the start of the service
+:meth:`ArtifactCollector.collect_all` deletes everything that a crash left behind. The check and the deletion run in the
+writer thread, between other database calls: no commit can name the artifact in the meantime.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 from rookery import protocol
-from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.weights.distribution import AdapterResidency
 from rookery.errors import StorageFull, Unavailable
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.store import Store
@@ -24,48 +32,45 @@ log = logging.getLogger("rookery.controller.weights.gc")
 
 
 class ArtifactCollector:
-    def __init__(self, store: Store, artifacts: Artifacts, fleet: Fleet, pinned: Mapping[str, int]) -> None:
-        """``pinned`` counts, by hash, the artifacts that are durable and that a version is about to name."""
-        self.readers: Counter[str] = Counter()
-        """Running requests by the hash of the artifact that they read."""
+    def __init__(self, store: Store, artifacts: Artifacts, residency: AdapterResidency) -> None:
+        self.pins: Counter[str] = Counter()
+        """Readers and uploads by the hash of the artifact that they need."""
         self.deferred: set[str] = set()
-        """Artifacts that nothing names any more and that are still read: the last reader deletes them."""
+        """Artifacts that nothing names any more and that are pinned: the end of the last pin deletes them."""
         self._store = store
         self._artifacts = artifacts
-        self._fleet = fleet
-        self._pinned = pinned
+        self._residency = residency
+        self._lock = threading.Lock()
+        """Guards ``pins`` and ``deferred``: the event loop and the writer thread change them."""
+
+    # --- pins ---------------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def reading(self, ref: protocol.AdapterRef | None) -> AsyncIterator[None]:
+    async def pin(self, ref: protocol.AdapterRef | None) -> AsyncIterator[None]:
         """The artifact of ``ref`` is not deleted within: its request may have to move to a worker that must pull it."""
         if ref is None:
             yield
             return
-        self.readers[ref.hash] += 1
+        self.hold(ref.hash)
         try:
             yield
         finally:
-            self.readers[ref.hash] -= 1
-            if not self.readers[ref.hash]:
-                del self.readers[ref.hash]
-                if ref.hash in self.deferred:
-                    self.deferred.discard(ref.hash)
-                    await self.delete_unnamed(self._unless_named, ref.hash)
+            if self._release(ref.hash):
+                await self.delete_unnamed(self._unless_named, ref.hash)
 
-    async def delete_unnamed(self, call: Callable[..., str | None], *arguments: Any) -> None:
-        """Run ``call``, which returns the hash of an artifact that nothing names any more or None, and delete that
-        artifact, here and at every worker."""
+    def hold(self, digest: str) -> None:
+        """Pin an artifact until :meth:`named` or :meth:`drop`."""
+        with self._lock:
+            self.pins[digest] += 1
 
-        def both() -> str | None:
-            digest = call(*arguments)
-            return digest if digest is not None and self._delete(digest) else None
+    def named(self, digest: str) -> None:
+        """A version names the artifact now: end its pin."""
+        self._release(digest)
 
-        if (gone := await self._store.run(both)) is not None:
-            self._fleet.evict([gone])
-
-    def delete_stray(self, policy: str, digest: str) -> None:
-        """Runs in the writer thread: the artifact was uploaded for ``policy`` and, as far as known, never named.
-        Where that cannot be established, it stays until the next start."""
+    def drop(self, policy: str, digest: str) -> None:
+        """Runs in the writer thread: end the pin of an artifact that was uploaded for ``policy`` and, as far as known,
+        never named; delete it if so. Where that cannot be established, it stays until the next start."""
+        self._release(digest)
         try:
             if not self._store.database.names(policy, digest):
                 self._delete(digest)
@@ -73,16 +78,45 @@ class ArtifactCollector:
             log.warning("artifact %s of %s stays until the next start: %s", digest, policy, error,
                         extra={"policy": policy})  # fmt: skip
 
+    def _release(self, digest: str) -> bool:
+        """Whether that was the last pin of an artifact whose deletion was deferred."""
+        with self._lock:
+            self.pins[digest] -= 1
+            if self.pins[digest]:
+                return False
+            del self.pins[digest]
+            deferred = digest in self.deferred
+            self.deferred.discard(digest)
+            return deferred
+
+    # --- deletion -----------------------------------------------------------------------------------------------------
+
+    async def delete_unnamed(self, call: Callable[..., str | None], *arguments: Any) -> None:
+        """Run ``call``, which deletes a row and returns the hash of an artifact that nothing names any more or None,
+        and delete that artifact, here and at every worker."""
+
+        def both() -> str | None:
+            digest = call(*arguments)
+            return digest if digest is not None and self._delete(digest) else None
+
+        if (deleted := await self._store.run(both)) is not None:
+            self._residency.evict([deleted])
+
+    async def collect_all(self) -> None:
+        """Delete half-written uploads and every artifact that nothing names. Only at start, before new uploads."""
+        await self._store.run(self._artifacts.sweep)
+        live = await self._store.live_hashes()
+        for digest in await self._store.run(self._artifacts.prune, live):
+            log.info("deleted artifact %s, which no commit names", digest)
+
     def _unless_named(self, digest: str) -> str | None:
         return None if digest in self._store.database.live_hashes() else digest
 
     def _delete(self, digest: str) -> bool:
-        """Runs in the writer thread. Deletes the artifact unless it is pinned or read."""
-        if digest in self._pinned:
-            return False
-        self.deferred.add(digest)  # before the check: a reader that starts now finds it there when it ends
-        if digest in self.readers:
-            return False
-        self.deferred.discard(digest)
+        """Runs in the writer thread. Whether the artifact was deleted: not while it is pinned."""
+        with self._lock:
+            if digest in self.pins:
+                self.deferred.add(digest)
+                return False
         self._artifacts.delete(digest)
         return True

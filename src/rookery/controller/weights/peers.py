@@ -1,10 +1,9 @@
-"""Who may read which adapter where: tickets for the service, and peers that were told to honour the same ticket.
+"""Tickets for artifacts, and the peers that serve the same artifact for the same ticket.
 
-* Only workers that offer an address, are at work and said that they hold an adapter are named as its peers. Nobody
-  depends on that: a peer that is gone, or has it no more, costs its asker a failed connection, and the service has
-  everything.
-* Of an artifact's lenders a bounded number is looked at for each grant, those first that have lent it longest ago.
-* A peer hears of a ticket before anybody brings it there: both frames leave here, the lender's first.
+* Only working workers that offer an address and reported the adapter are named as peers. Nothing depends on a peer:
+  one that is gone, or has evicted the adapter, costs a failed connection, and the service has every artifact.
+* A bounded number of holders is considered for each grant, those first that have served it longest ago.
+* A peer learns of a ticket before anybody presents it: both messages leave here, the peer's first.
 """
 
 from __future__ import annotations
@@ -21,94 +20,85 @@ from rookery.controller.fleet.worker import Worker
 from rookery.controller.weights.tickets import Tickets
 from rookery.scheduling.placement import PeerCandidate, select_peers
 
-PEERS = 2
-"""Peers named per grant: a second one where the first is gone; behind both there is the service."""
+PEERS_PER_GRANT = 2
+"""A second peer in case the first is gone; after both, the worker asks the service."""
 
-LOOKED_AT = 16
-"""Lenders among whom those are chosen, so that a grant costs the same however many hold the adapter."""
+CANDIDATES = 16
+"""Holders considered per grant, so that its cost does not grow with the number of holders."""
 
 
 @dataclass
 class TicketLease:
-    """A ticket that serves several grants of one artifact, so that its lenders are told once."""
+    """A ticket that serves several grants of one artifact, so that each peer is notified once."""
 
     ticket: str
     until: float
-    told: set[Worker] = field(default_factory=set)
+    notified: set[Worker] = field(default_factory=set)
 
 
 class PeerDirectory:
+    """Which workers may serve an artifact to others, and under which ticket."""
+
     def __init__(self, tickets: Tickets, clock: Clock, seconds: float) -> None:
-        """``seconds``: how long a ticket is good."""
+        """``seconds``: how long a ticket is valid."""
         self._tickets = tickets
         self._clock = clock
         self._seconds = seconds
-        self._lenders: dict[str, dict[Worker, None]] = {}
-        """By hash, the one that lent it longest ago first."""
-        self._lent: dict[Worker, float] = {}
-        """When each lender was last told to lend."""
-        self._loans: dict[str, TicketLease] = {}
+        self._holders: dict[str, dict[Worker, None]] = {}
+        """By hash, in the order of their last grant, oldest first."""
+        self._last_grant: dict[Worker, float] = {}
+        self._leases: dict[str, TicketLease] = {}
 
-    # --- who has what -------------------------------------------------------------------------------------------------
-
-    def holds(self, worker: Worker, hashes: Iterable[str]) -> None:
+    def add(self, worker: Worker, hashes: Iterable[str]) -> None:
         """``worker`` has these adapters and may be named as a peer for them."""
         if worker.hello.address:
             for digest in hashes:
-                self._lenders.setdefault(digest, {}).setdefault(worker)
+                self._holders.setdefault(digest, {}).setdefault(worker)
 
     def remove_worker(self, worker: Worker) -> None:
-        """It lends nothing any more."""
-        self._lent.pop(worker, None)
-        if worker.hello.address:
-            for digest in worker.cached:
-                self._remove(digest, worker)
+        """It is not named as a peer any more."""
+        self._last_grant.pop(worker, None)
+        for digest in worker.cached:
+            if (holders := self._holders.get(digest)) is not None:
+                holders.pop(worker, None)
+                if not holders:
+                    del self._holders[digest]
 
     def evict(self, hashes: Iterable[str]) -> None:
-        """Nobody will ask for these again."""
+        """These artifacts will not be requested again."""
         for digest in hashes:
-            self._lenders.pop(digest, None)
-            self._loans.pop(digest, None)
-
-    def _remove(self, digest: str, worker: Worker) -> None:
-        able = self._lenders.get(digest)
-        if able is not None:
-            able.pop(worker, None)
-            if not able:
-                del self._lenders[digest]
-
-    # --- who may read what --------------------------------------------------------------------------------------------
+            self._holders.pop(digest, None)
+            self._leases.pop(digest, None)
 
     def adapter_ref(self, worker: Worker, ref: protocol.AdapterRef) -> protocol.AdapterRef:
-        """``ref`` as ``worker`` may read it from now on."""
-        worker.named.add(ref.hash)
+        """``ref`` with a ticket for ``worker``, which may renew it from now on."""
+        worker.authorized.add(ref.hash)
         granted = self.grant(worker, ref.hash)
         return msgspec.structs.replace(ref, ticket=granted.ticket, peers=granted.peers)
 
     def grant(self, worker: Worker, digest: str) -> protocol.TicketGrant:
-        """A ticket for the service, and who lends the artifact for it."""
+        """A ticket for the service, and the addresses of peers that accept it."""
         peers = self._peers(worker, digest) if digest not in worker.cached else []
         if not peers:
             return protocol.TicketGrant(hash=digest, ticket=self._tickets.grant(digest))
         now = self._clock.monotonic()
-        loan = self._loans.get(digest)
-        if loan is None or now > loan.until - self._seconds / 2:
-            loan = self._loans[digest] = TicketLease(self._tickets.grant(digest), now + self._seconds)
-        able = self._lenders[digest]
+        lease = self._leases.get(digest)
+        if lease is None or now > lease.until - self._seconds / 2:
+            lease = self._leases[digest] = TicketLease(self._tickets.grant(digest), now + self._seconds)
+        holders = self._holders[digest]
         for peer in peers:
-            if peer not in loan.told:
-                loan.told.add(peer)
-                peer.post(protocol.ServeArtifact(hash=digest, ticket=loan.ticket, seconds=loan.until - now))
-            self._lent[peer] = now
-            able[peer] = able.pop(peer)  # to the end
-        return protocol.TicketGrant(hash=digest, ticket=loan.ticket, peers=[peer.hello.address for peer in peers])
+            if peer not in lease.notified:
+                lease.notified.add(peer)
+                peer.post(protocol.ServeArtifact(hash=digest, ticket=lease.ticket, seconds=lease.until - now))
+            self._last_grant[peer] = now
+            holders[peer] = holders.pop(peer)  # to the end
+        return protocol.TicketGrant(hash=digest, ticket=lease.ticket, peers=[peer.hello.address for peer in peers])
 
     def _peers(self, worker: Worker, digest: str) -> list[Worker]:
-        first = islice(self._lenders.get(digest, ()), LOOKED_AT)
+        first = islice(self._holders.get(digest, ()), CANDIDATES)
         able = {peer.name: peer for peer in first if peer is not worker}
-        host = worker.hello.host
-        chosen = select_peers(
-            (PeerCandidate(name, peer.hello.host == host, self._lent.get(peer, 0.0)) for name, peer in able.items()),
-            PEERS,
-        )
-        return [able[name] for name in chosen]
+        candidates = [
+            PeerCandidate(name, peer.hello.host == worker.hello.host, self._last_grant.get(peer, 0.0))
+            for name, peer in able.items()
+        ]
+        return [able[name] for name in select_peers(candidates, PEERS_PER_GRANT)]
