@@ -74,7 +74,7 @@ def lines(text: str) -> list[Any]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_run_follows_a_job_to_its_end_and_brings_its_adapter(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_follows_a_job_to_its_end_and_downloads_its_adapter(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (here / "sums.jsonl").write_text('{"prompt": "2+2?", "answer": "4"}\n' * 3)
     environment = {"id": "jsonl", "path": "sums.jsonl", "verifier": "exact", "eval_last": 1}
     path = written(here, job(name="file", environment=environment, evaluation={"prompts": 1}))
@@ -84,14 +84,14 @@ def test_run_follows_a_job_to_its_end_and_brings_its_adapter(here: Path, capsys:
     assert (here / "adapter" / "adapter_config.json").exists()
 
 
-def test_run_with_json_writes_lines_for_scripts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_with_json_prints_one_object_per_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("run", written(here, job(name="scripted")), "--json") == 0
     said = lines(capsys.readouterr().out)
     assert [line["metrics"]["step"] for line in said if "metrics" in line] == [1, 2]
     assert said[-1]["job"]["state"] == "completed"
 
 
-def test_run_ends_with_the_code_of_how_the_job_ended(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_code_of_run_follows_the_jobs_end(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = {"id": "jsonl", "rows": [{"prompt": "x" * 600, "answer": "4"}], "verifier": "exact"}
     assert call("run", written(here, job(name="too-long", environment=wrong))) == 1
     capsys.readouterr()
@@ -103,7 +103,7 @@ def test_run_ends_with_the_code_of_how_the_job_ended(here: Path, capsys: pytest.
     assert call("jobs", "logs", id, "-f") == 3
 
 
-def test_a_wrong_job_is_refused_a_line_per_reason(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_job_file_is_refused_with_one_line_per_reason(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(here, job(stop={}, algorithm={"groupsize": 3}))
     for command in (("run", path), ("run", path, "--dry-run")):
         assert call(*command) == 2
@@ -116,7 +116,7 @@ def test_a_wrong_job_is_refused_a_line_per_reason(here: Path, capsys: pytest.Cap
         main(["run", str(path), "--debug"])
 
 
-def test_a_dry_run_shows_the_job_and_three_prompts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_dry_run_shows_the_job_and_three_prompts(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("run", written(here, job(name="planned")), "--dry-run") == 0
     said = capsys.readouterr().out
     assert "groups_per_step: 2" in said and said.count("<|im_start|>assistant") == 3
@@ -124,7 +124,7 @@ def test_a_dry_run_shows_the_job_and_three_prompts(here: Path, capsys: pytest.Ca
     assert "planned" not in capsys.readouterr().out
 
 
-def test_jobs_are_listed_shown_and_steered(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_jobs_commands_list_show_and_control(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(here, job(name="steered", environment={"hosted": "nobody"}))
     assert call("run", path, "--detach") == 0
     assert "jobs logs -f" in capsys.readouterr().out
@@ -202,7 +202,7 @@ def test_doctor_knows_bf16_instructions() -> None:
     assert _bf16({"sse"}).state == "optional" and _bf16(None).state == "optional"
 
 
-def test_without_a_service_commands_say_so_in_one_line(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_without_a_service_fail_with_one_line(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (("jobs", "list"), ("chat", "x", "-m", "hello"), ("run", written(alone, job()), "--detach")):
         assert call(*command) == 1, "no mistake of the user's: a script may try again"
         error = capsys.readouterr().err
@@ -213,7 +213,7 @@ def test_without_a_service_commands_say_so_in_one_line(alone: Path, capsys: pyte
     assert '"service", "state": "optional"' in capsys.readouterr().out
 
 
-def test_a_dry_run_alone_leaves_nothing_behind(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_without_a_service_leaves_no_files(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(alone.iterdir())
     path = written(alone, job())
     assert call("run", path, "--dry-run", "--json") == 0
@@ -255,7 +255,7 @@ def until(process: subprocess.Popen[str], stream: str, text: str) -> None:
     pytest.fail(f"it ended without saying {text!r}: {said}")
 
 
-def test_interrupting_a_run_alone_stops_it_cleanly_and_the_next_goes_on(alone: Path) -> None:
+def test_interrupted_run_stops_cleanly_and_the_next_one_resumes(alone: Path) -> None:
     path = written(alone, job())
     ids = []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -271,7 +271,7 @@ def test_interrupting_a_run_alone_stops_it_cleanly_and_the_next_goes_on(alone: P
     assert data.name.startswith("sums-")
 
 
-def test_serve_until_sigterm(alone: Path) -> None:
+def test_serve_stops_on_sigterm(alone: Path) -> None:
     process = started(alone, "serve", "--port", 0, "--data", alone / "data", "--models", "")
     until(process, "stderr", "Rookery serves at http://127.0.0.1:")
     until(process, "stderr", "offers")
@@ -281,9 +281,7 @@ def test_serve_until_sigterm(alone: Path) -> None:
         assert {"time", "level", "room", "message"} <= json.loads(line).keys()
 
 
-def test_a_data_folder_that_cannot_be_used_is_refused_in_one_line(
-    alone: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unusable_data_folder_is_refused_with_one_line(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (alone / "file").write_text("")
     assert call("serve", "--port", 0, "--data", alone / "file" / "data") == 2
     assert "ROOKERY_DATA" in capsys.readouterr().err
@@ -291,14 +289,14 @@ def test_a_data_folder_that_cannot_be_used_is_refused_in_one_line(
     assert "nonsense" in capsys.readouterr().err
 
 
-def test_using_it_wrongly_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("explode") == 2
     assert call("jobs", "show") == 2
     assert call("--help") == 0
     assert "Exit codes" in capsys.readouterr().out
 
 
-def test_tenants_their_keys_and_costs(
+def test_tenants_keys_and_costs(
     here: Path, service: EmbeddedService, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert call("tenants", "add", "ada") == 0

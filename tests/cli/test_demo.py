@@ -25,7 +25,7 @@ TASKS = [contacts.TASK, phone_book.TASK, shopping.TASK, slow_clerk.TASK]
 def test_each_task_is_a_valid_job_whose_best_constant_reply_earns_little(task: Task) -> None:
     if isinstance(task.environment, dict):
         parse_job({**task.spec(), "environment": task.environment})
-        find("jsonl").vet({name: value for name, value in task.environment.items() if name != "id"})
+        find("jsonl").validate_options({name: value for name, value in task.environment.items() if name != "id"})
         prompts: list[Any] = task.environment["rows"][-HELD_OUT:]
     else:
         parse_job({**task.spec(), "environment": {"hosted": task.name}})

@@ -86,7 +86,7 @@ def refused(response: httpx.Response, status: int) -> str:
 # --- a job and what it leaves -----------------------------------------------------------------------------------------
 
 
-def test_a_job_runs_to_its_end_and_shows_what_it_did(faces: Faces) -> None:
+def test_job_runs_to_its_end_and_shows_its_results(faces: Faces) -> None:
     assert faces.done["step"] == 2 and faces.done["steps"] == 2 and faces.done["tenant"] == "ada"
     rows = faces.ada.get(f"/api/v1/jobs/{faces.done['id']}/metrics").json()
     assert [row["step"] for row in rows] == [1, 2]
@@ -98,7 +98,7 @@ def test_a_job_runs_to_its_end_and_shows_what_it_did(faces: Faces) -> None:
     assert [view["id"] for view in faces.ada.get("/api/v1/jobs").json()] == [faces.done["id"]]
 
 
-def test_the_stream_gives_every_row_and_the_end_also_to_those_who_come_late(faces: Faces) -> None:
+def test_stream_sends_every_row_and_the_end_also_to_late_readers(faces: Faces) -> None:
     events, view = end_of(faces.ada, faces.done["id"])
     assert [data["step"] for kind, data in events if kind == "metrics"] == [1, 2]
     assert view["state"] == "completed"
@@ -107,14 +107,14 @@ def test_the_stream_gives_every_row_and_the_end_also_to_those_who_come_late(face
     assert "id: 2\nevent: metrics" in text and "id: 1\n" not in text
 
 
-def test_the_same_key_is_the_same_job(faces: Faces) -> None:
+def test_same_idempotency_key_returns_the_same_job(faces: Faces) -> None:
     again = faces.ada.post("/api/v1/jobs", json=job(), headers={"Idempotency-Key": "first"})
     assert again.status_code == 200 and again.json()["id"] == faces.done["id"]
     other = faces.ada.post("/api/v1/jobs", json=job(name="other"), headers={"Idempotency-Key": "first"})
     assert "first" in refused(other, 409)
 
 
-def test_trajectories_tell_tokens_logprobs_and_versions(faces: Faces) -> None:
+def test_trajectories_have_tokens_logprobs_and_versions(faces: Faces) -> None:
     rows = faces.ada.get(f"/api/v1/jobs/{faces.done['id']}/trajectories", params={"limit": 3}).json()
     assert len(rows) == 3
     trajectory = rows[0]["trajectories"][0]
@@ -123,7 +123,7 @@ def test_trajectories_tell_tokens_logprobs_and_versions(faces: Faces) -> None:
     assert "limit" in refused(faces.ada.get(f"/api/v1/jobs/{faces.done['id']}/trajectories?limit=0"), 422)
 
 
-def test_an_adapter_comes_without_the_trainers_state(faces: Faces) -> None:
+def test_adapter_download_has_no_trainer_state(faces: Faces) -> None:
     path = f"/api/v1/jobs/{faces.done['id']}/policies/main/versions"
     assert [row["version"] for row in faces.ada.get(path).json()] == [0, 1, 2]
     response = faces.ada.get(f"{path}/latest/adapter")
@@ -136,7 +136,7 @@ def test_an_adapter_comes_without_the_trainers_state(faces: Faces) -> None:
     refused(faces.ada.get(f"{path}/newest/adapter"), 404)
 
 
-def test_a_policy_and_a_base_model_answer(faces: Faces) -> None:
+def test_policy_and_base_model_can_be_sampled(faces: Faces) -> None:
     asked = {"messages": [{"role": "user", "content": "2+2?"}], "seed": 4, "max_tokens": 20, "temperature": 0}
     for target, version in ((MODEL, 0), (faces.done["id"], 2), (f"{faces.done['id']}@1", 1)):
         reply = faces.ada.post("/api/v1/sample", json={"target": target, **asked}).json()
@@ -179,9 +179,7 @@ def test_pause_resume_and_cancel(faces: Faces) -> None:
         ({"policies": {"main": {"rank": 400}}}, "policies.main.rank"),
     ],
 )
-def test_a_wrong_job_is_refused_with_its_reasons_and_creates_nothing(
-    faces: Faces, change: dict[str, Any], said: str
-) -> None:
+def test_wrong_job_is_refused_with_reasons_and_not_created(faces: Faces, change: dict[str, Any], said: str) -> None:
     before = len(faces.ada.get("/api/v1/jobs").json())
     for path in ("/api/v1/jobs", "/api/v1/jobs/dry-run"):
         response = faces.ada.post(path, json=job(**change))
@@ -191,7 +189,7 @@ def test_a_wrong_job_is_refused_with_its_reasons_and_creates_nothing(
     assert len(faces.ada.get("/api/v1/jobs").json()) == before
 
 
-def test_a_librarys_environment_is_made_by_its_host_and_never_in_the_service(
+def test_library_environment_is_created_by_its_host_not_by_the_service(
     faces: Faces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The service runs in this process, its host in another, where the library may or may not be installed."""
@@ -205,7 +203,7 @@ def test_a_librarys_environment_is_made_by_its_host_and_never_in_the_service(
     assert "environment.size" in refused(faces.ada.post("/api/v1/jobs", json=wrong), 422)
 
 
-def test_a_dry_run_shows_the_whole_job_and_three_prompts(faces: Faces) -> None:
+def test_dry_run_shows_the_whole_job_and_three_prompts(faces: Faces) -> None:
     before = len(faces.ada.get("/api/v1/jobs").json())
     plan = faces.ada.post("/api/v1/jobs/dry-run", json=job()).json()
     assert plan["spec"]["algorithm"]["loss"]["name"] == "aipo" and len(plan["prompts"]) == 3
@@ -214,13 +212,13 @@ def test_a_dry_run_shows_the_whole_job_and_three_prompts(faces: Faces) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'"job"', b"\xff"])
-def test_a_body_that_is_no_job_is_refused(faces: Faces, body: bytes) -> None:
+def test_body_that_is_not_a_job_is_refused(faces: Faces, body: bytes) -> None:
     headers = {"Content-Type": "application/json"}
     response = faces.ada.post("/api/v1/jobs", content=body, headers=headers)
     assert refused(response, response.status_code) and response.status_code in (400, 422)
 
 
-def test_every_error_has_one_shape(faces: Faces) -> None:
+def test_all_errors_have_the_same_format(faces: Faces) -> None:
     refused(faces.ada.get("/api/v1/nothing"), 404)
     wrong_method = faces.ada.delete("/api/v1/jobs")
     refused(wrong_method, 405)
@@ -231,7 +229,7 @@ def test_every_error_has_one_shape(faces: Faces) -> None:
 # --- uploads ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_uploaded_dataset_trains_a_job(faces: Faces) -> None:
+def test_uploaded_dataset_trains_a_job(faces: Faces) -> None:
     content = b'{"prompt": "2+2?", "answer": "4"}\n\n{"prompt": "1+3?", "answer": "4"}\n'
     uploaded = faces.ada.post("/api/v1/datasets", content=content).json()
     assert uploaded["rows"] == 2
@@ -242,7 +240,7 @@ def test_an_uploaded_dataset_trains_a_job(faces: Faces) -> None:
     assert end_of(faces.ada, id)[1]["state"] == "completed"
 
 
-def test_a_bad_upload_is_refused_with_its_line(faces: Faces) -> None:
+def test_bad_upload_is_refused_with_the_line_number(faces: Faces) -> None:
     assert "line 2" in refused(faces.ada.post("/api/v1/datasets", content=b'{"prompt": "?"}\nnonsense\n'), 400)
     refused(faces.ada.post("/api/v1/datasets", content=b""), 400)
     refused(faces.ada.post("/api/v1/adapters", content=b"no tar"), 400)
@@ -252,7 +250,7 @@ def test_a_bad_upload_is_refused_with_its_line(faces: Faces) -> None:
     assert "adapter_config.json" in refused(faces.ada.post("/api/v1/adapters", content=empty.getvalue()), 400)
 
 
-def test_an_archive_takes_no_more_room_than_it_has_bytes(faces: Faces) -> None:
+def test_archive_uses_no_more_memory_than_its_size(faces: Faces) -> None:
     """Neither compressed nor with holes."""
     zeros = io.BytesIO()
     with tarfile.open(fileobj=zeros, mode="w:gz") as archive:
@@ -283,7 +281,7 @@ def old_sparse(name: str, stored: int, said: int) -> bytes:
     return bytes(header) + bytes(stored + -stored % 512)
 
 
-def test_a_broken_archive_is_refused_at_once(faces: Faces) -> None:
+def test_broken_archive_is_refused_at_once(faces: Faces) -> None:
     """Also one that would be read for ever, and one that is read as something else than was meant."""
     config, weights = (tarfile.TarInfo(name) for name in ("adapter_config.json", "adapter_model.safetensors"))
     backwards = tarfile.TarInfo("readme")
@@ -304,7 +302,7 @@ def test_a_broken_archive_is_refused_at_once(faces: Faces) -> None:
         assert said in refused(faces.ada.post("/api/v1/adapters", content=content, timeout=20), 400)
 
 
-def test_half_a_character_in_a_job_is_refused_and_leaves_nothing(faces: Faces) -> None:
+def test_lone_surrogate_in_a_job_is_refused(faces: Faces) -> None:
     written = json.dumps(job(name="half", environment={"hosted": "x", "note": "\ud83d"}))
     for path in ("/api/v1/jobs", "/api/v1/jobs/dry-run"):
         headers = {"Content-Type": "application/json"}
@@ -312,7 +310,7 @@ def test_half_a_character_in_a_job_is_refused_and_leaves_nothing(faces: Faces) -
     assert "half" not in [row["name"] for row in faces.ada.get("/api/v1/jobs").json()]
 
 
-def test_an_uploaded_adapter_begins_a_job(faces: Faces) -> None:
+def test_job_starts_from_an_uploaded_adapter(faces: Faces) -> None:
     tar = io.BytesIO()
     with tarfile.open(fileobj=tar, mode="w") as archive:
         for name, content in adapter_files(3.0).items():
@@ -327,7 +325,7 @@ def test_an_uploaded_adapter_begins_a_job(faces: Faces) -> None:
     assert end_of(faces.ada, id)[1]["state"] == "completed"
 
 
-def test_an_upload_beyond_the_limit_is_cut_off(tmp_path: Path) -> None:
+def test_upload_above_the_limit_is_refused(tmp_path: Path) -> None:
     with served(tmp_path, upload_bytes=2000) as service:
         headers = {"X-API-Key": service.key}
         with httpx.Client(base_url=service.url, headers=headers) as client:
@@ -352,7 +350,7 @@ def test_json_has_a_lower_limit_than_files(faces: Faces) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "Authorization: Bearer tml-wrong\r\n", "X-API-Key: tml-wrong\r\n"])
-def test_no_body_is_read_without_a_key(faces: Faces, key: str) -> None:
+def test_body_is_not_read_without_a_valid_key(faces: Faces, key: str) -> None:
     """The answer comes while the body does not."""
     url = httpx.URL(faces.service.url)
     for path in (
@@ -366,7 +364,7 @@ def test_no_body_is_read_without_a_key(faces: Faces, key: str) -> None:
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 401 "), path
 
 
-def test_without_a_key_and_with_a_wrong_one_nothing_is_told(faces: Faces) -> None:
+def test_missing_and_wrong_key_get_the_same_refusal(faces: Faces) -> None:
     document = faces.ada.get("/openapi.json").json()
     checked = 0
     for path, methods in document["paths"].items():
@@ -381,7 +379,7 @@ def test_without_a_key_and_with_a_wrong_one_nothing_is_told(faces: Faces) -> Non
     assert checked > 50
 
 
-def test_another_tenants_key_answers_as_if_nothing_were_there(faces: Faces) -> None:
+def test_another_tenants_objects_answer_not_found(faces: Faces) -> None:
     document = faces.ada.get("/openapi.json").json()
     compared = 0
     for path, methods in document["paths"].items():
@@ -404,7 +402,7 @@ def test_another_tenants_key_answers_as_if_nothing_were_there(faces: Faces) -> N
     assert faces.ada.get(f"/api/v1/jobs/{faces.done['id']}").json()["state"] == "completed"
 
 
-def test_the_administrators_things_are_the_administrators(faces: Faces) -> None:
+def test_admin_routes_refuse_tenant_keys(faces: Faces) -> None:
     assert [worker["name"] for worker in faces.admin.get("/api/v1/workers").json()] == ["scripted"]
     assert {"ada", "bob"} <= {tenant["name"] for tenant in faces.admin.get("/api/v1/tenants").json()}
     for method, path in (("GET", "workers"), ("GET", "tenants"), ("POST", "tenants"), ("POST", "tenants/x/keys")):
@@ -412,7 +410,7 @@ def test_the_administrators_things_are_the_administrators(faces: Faces) -> None:
     refused(faces.admin.post("/api/v1/tenants/nobody/keys", json={}), 404)
 
 
-def test_secrets_are_the_users_alone_and_hashed_at_rest(faces: Faces) -> None:
+def test_secret_files_are_private_and_keys_are_stored_hashed(faces: Faces) -> None:
     for name in ("admin.key", "worker.token", "rookery.db", "rookery.db-wal"):
         assert stat.S_IMODE((faces.root / "data" / name).stat().st_mode) == 0o600
     assert faces.service.key.startswith("tml-")
@@ -425,7 +423,7 @@ def test_secrets_are_the_users_alone_and_hashed_at_rest(faces: Faces) -> None:
 # --- tickets ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_hash_without_a_ticket_opens_nothing(faces: Faces) -> None:
+def test_hash_without_a_ticket_is_not_found(faces: Faces) -> None:
     versions = faces.ada.get(f"/api/v1/jobs/{faces.done['id']}/policies/main/versions").json()
     digest = versions[-1]["hash"]
     for headers in ({}, {"X-Rookery-Ticket": "99999999999.forged"}, {"X-Rookery-Ticket": "x"}):
@@ -435,7 +433,7 @@ def test_a_hash_without_a_ticket_opens_nothing(faces: Faces) -> None:
     refused(faces.ada.put("/wire/uploads/guess/adapter_model.safetensors", content=b"x"), 404)
 
 
-def test_a_worker_reads_what_it_was_given_a_ticket_for(faces: Faces) -> None:
+def test_worker_reads_artifacts_with_its_ticket(faces: Faces) -> None:
     asked = {"target": faces.done["id"], "messages": [{"role": "user", "content": "?"}], "max_tokens": 2}
     assert faces.ada.post("/api/v1/sample", json=asked).status_code == 200
     whole = adapter_files(2.0)["adapter_model.safetensors"]
@@ -445,7 +443,7 @@ def test_a_worker_reads_what_it_was_given_a_ticket_for(faces: Faces) -> None:
 # --- the service ------------------------------------------------------------------------------------------------------
 
 
-def test_health_figures_and_documentation(faces: Faces) -> None:
+def test_health_metrics_and_openapi_document(faces: Faces) -> None:
     assert httpx.get(f"{faces.service.url}/healthz").json()["service"] == "rookery"
     assert faces.ada.get("/api/v1/health").json()["totals"]["sampled_tokens"] > 0
     text = httpx.get(f"{faces.service.url}/metrics").text
@@ -466,7 +464,7 @@ def test_health_figures_and_documentation(faces: Faces) -> None:
     assert models[MODEL] == "loaded" and models["qwen3-1.7b"] == "known"
 
 
-def test_answers_are_what_the_documentation_says(faces: Faces) -> None:
+def test_responses_match_the_documented_models(faces: Faces) -> None:
     """Every field of a real answer is documented, with its type."""
     path = f"/api/v1/jobs/{faces.done['id']}"
     asked = faces.ada.post("/api/v1/jobs", json=job(name="measured", evaluation={"prompts": 2}, stop={"steps": 1}))
@@ -498,7 +496,7 @@ def test_answers_are_what_the_documentation_says(faces: Faces) -> None:
     schemas.DryRun.model_validate(faces.ada.post("/api/v1/jobs/dry-run", json=job()).json())
 
 
-def test_a_broken_upload_leaves_the_service_well(faces: Faces) -> None:
+def test_interrupted_upload_does_not_harm_the_service(faces: Faces) -> None:
     address = faces.service.url.removeprefix("http://").split(":")
     with socket.create_connection((address[0], int(address[1]))) as raw:
         request = (
@@ -509,7 +507,7 @@ def test_a_broken_upload_leaves_the_service_well(faces: Faces) -> None:
     assert faces.ada.get("/api/v1/health").status_code == 200
 
 
-def test_a_port_that_is_taken_and_a_second_service_are_refused(faces: Faces, tmp_path: Path) -> None:
+def test_port_in_use_and_second_service_are_refused(faces: Faces, tmp_path: Path) -> None:
     port = int(faces.service.url.rsplit(":", 1)[1])
     with pytest.raises(UserError, match=rf"port {port} .*--port"):
         EmbeddedService(Settings.load({}, data=tmp_path, port=port, models="", workers=0)).__enter__()
@@ -519,7 +517,7 @@ def test_a_port_that_is_taken_and_a_second_service_are_refused(faces: Faces, tmp
         assert httpx.get(f"{second.url}/healthz").status_code == 200
 
 
-def test_stopping_ends_streams_and_leaves_jobs_for_the_next_start(tmp_path: Path) -> None:
+def test_stop_ends_streams_and_jobs_resume_at_the_next_start(tmp_path: Path) -> None:
     opened, ended = threading.Event(), threading.Event()
 
     def follow(url: str, key: str, id: str) -> None:

@@ -102,7 +102,7 @@ def joined(chunks: list[Any]) -> dict[int, str]:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_chat_answer_has_openais_shape(face: Open) -> None:
+def test_chat_response_has_openais_format(face: Open) -> None:
     answer = face.chat()
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-") and answer.model == face.base
     assert answer._request_id == answer.id
@@ -116,7 +116,7 @@ def test_a_chat_answer_has_openais_shape(face: Open) -> None:
     assert "token_ids" not in choice.to_dict() and "prompt_token_ids" not in choice.to_dict()
 
 
-def test_the_same_seed_is_the_same_answer_and_each_choice_is_its_own(face: Open) -> None:
+def test_same_seed_gives_same_response_and_choices_differ(face: Open) -> None:
     four = face.chat(n=4, extra_body={"return_token_ids": True})
     texts = [choice.message.content for choice in four.choices]
     assert [choice.index for choice in four.choices] == [0, 1, 2, 3]
@@ -131,7 +131,7 @@ def test_the_same_seed_is_the_same_answer_and_each_choice_is_its_own(face: Open)
     assert cold.choices[0].message.content == cold.choices[1].message.content
 
 
-def test_a_stream_says_what_the_whole_answer_says(face: Open) -> None:
+def test_streamed_response_equals_the_whole_one(face: Open) -> None:
     """The model's bytes are mostly no UTF-8: nothing of a character is shown before the whole of it."""
     whole = face.chat(n=3, max_tokens=100)
     chunks = list(face.chat(n=3, max_tokens=100, stream=True, stream_options={"include_usage": True}))
@@ -142,7 +142,7 @@ def test_a_stream_says_what_the_whole_answer_says(face: Open) -> None:
     assert joined(list(face.chat(stream=True))) == {0: face.chat().choices[0].message.content}
 
 
-def test_a_stream_ends_in_openais_way(face: Open) -> None:
+def test_stream_ends_with_usage_and_done(face: Open) -> None:
     asked = {"model": face.base, "messages": HELLO, "max_tokens": 3, "stream": True}
     response = face.http.post("/v1/chat/completions", json=asked)
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -151,7 +151,7 @@ def test_a_stream_ends_in_openais_way(face: Open) -> None:
     assert all("usage" not in json.loads(event.removeprefix("data: ")) for event in events[:-1])
 
 
-async def test_the_async_client_streams_many_at_once(face: Open) -> None:
+async def test_async_client_runs_many_streams_at_once(face: Open) -> None:
     async with AsyncOpenAI(base_url=f"{face.service.url}/v1", api_key=face.service.key, max_retries=0) as client:
 
         async def talk(seed: int) -> str:
@@ -165,7 +165,7 @@ async def test_the_async_client_streams_many_at_once(face: Open) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_ends_the_text_before_it(face: Open, stream: bool) -> None:
+def test_text_ends_before_the_stop_string(face: Open, stream: bool) -> None:
     text = face.text(max_tokens=60).choices[0].text
     stop = text[20:23]
     expected = text[: text.index(stop)]
@@ -176,20 +176,20 @@ def test_a_stop_string_ends_the_text_before_it(face: Open, stream: bool) -> None
         assert pieces[-1].finish_reason == "stop"
 
 
-def test_what_may_become_a_stop_string_is_shown_when_it_does_not(face: Open) -> None:
+def test_partial_stop_string_is_sent_when_it_does_not_complete(face: Open) -> None:
     text = face.text().choices[0].text
     stops = [text[:2] + "…", text[-1] + "…"]
     parts = [choice.text for chunk in face.text(stop=stops, stream=True) for choice in chunk.choices]
     assert "".join(parts) == text
 
 
-def test_the_answers_limit_is_a_setting_where_the_request_has_none(face: Open) -> None:
+def test_default_token_limit_is_a_setting(face: Open) -> None:
     assert face.chat(max_tokens=None).usage.completion_tokens == 40
     assert face.chat(max_tokens=None, max_completion_tokens=5).usage.completion_tokens == 5
     assert face.text(max_tokens=None).usage.completion_tokens == 16, "OpenAI's own"
 
 
-def test_texts_come_in_lists_and_as_token_ids(face: Open) -> None:
+def test_prompts_may_be_lists_and_token_ids(face: Open) -> None:
     chat = Chat.load(face.folder)
     both = face.text(prompt=["Once", "Twice"], n=2)
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
@@ -199,7 +199,7 @@ def test_texts_come_in_lists_and_as_token_ids(face: Open) -> None:
     assert both.usage.prompt_tokens == len("OnceTwice")
 
 
-def test_a_conversation_may_be_written_in_parts(face: Open) -> None:
+def test_message_content_may_be_text_parts(face: Open) -> None:
     plain: list[Any] = [{"role": "system", "content": "Be brief."}, *HELLO, {"role": "assistant", "content": "Hi."},
                         {"role": "user", "content": "And now?"}]  # fmt: skip
     parts: list[Any] = [
@@ -245,7 +245,7 @@ def alone(face: Open, prompt: list[int], seed: int, adapter: Path | None = None)
     return chunk.tokens, chunk.logprobs
 
 
-def test_token_ids_and_logprobs_are_the_engines(face: Open) -> None:
+def test_token_ids_and_logprobs_match_the_engine(face: Open) -> None:
     choice = face.chat(extra_body={"return_token_ids": True}, logprobs=True).choices[0]
     assert choice.prompt_token_ids == Chat.load(face.folder).prompt(HELLO)
     assert (choice.token_ids, choice.token_logprobs) == alone(face, choice.prompt_token_ids, 7)
@@ -256,7 +256,7 @@ def test_token_ids_and_logprobs_are_the_engines(face: Open) -> None:
     assert all(entry.top_logprobs == [] for entry in choice.logprobs.content)
 
 
-def test_an_adapters_answers_are_its_own_and_say_its_version(face: Open, tmp_path: Path) -> None:
+def test_policy_responses_use_its_adapter_and_name_its_version(face: Open, tmp_path: Path) -> None:
     answers = {name: face.chat(model=name, extra_body={"return_token_ids": True})
                for name in (face.base, f"{face.job}@0", f"{face.job}@1", face.job, f"{face.job}:latest")}  # fmt: skip
     assert [answer.model for answer in answers.values()] == [
@@ -273,7 +273,7 @@ def test_an_adapters_answers_are_its_own_and_say_its_version(face: Open, tmp_pat
     assert (choice.token_ids, choice.token_logprobs) == alone(face, choice.prompt_token_ids, 7, tmp_path)
 
 
-def test_a_streams_pieces_have_every_token_once(face: Open) -> None:
+def test_chunks_of_a_stream_have_every_token_once(face: Open) -> None:
     asked: dict[str, Any] = {"n": 2, "extra_body": {"return_token_ids": True}, "logprobs": True, "max_tokens": 60}
     whole = face.chat(**asked)
     pieces = [choice for chunk in face.chat(stream=True, **asked) for choice in chunk.choices]
@@ -286,7 +286,7 @@ def test_a_streams_pieces_have_every_token_once(face: Open) -> None:
         assert logged == expected.to_dict()["logprobs"]["content"]
 
 
-def test_tokens_of_a_stop_string_are_told_but_not_shown(face: Open) -> None:
+def test_tokens_of_a_stop_string_are_returned_without_their_text(face: Open) -> None:
     plain = face.text(extra_body={"return_token_ids": True}, logprobs=0).choices[0]
     text = plain.text
     at = next(n for n in range(6, 20) if text[n : n + 2] not in text[: n + 1])
@@ -302,7 +302,7 @@ def test_tokens_of_a_stop_string_are_told_but_not_shown(face: Open) -> None:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def test_models_are_those_that_can_be_asked(face: Open) -> None:
+def test_models_lists_what_can_be_sampled(face: Open) -> None:
     names = [model.id for model in face.client.models.list()]
     assert names == [face.base, f"{face.job}:latest", f"{face.job}@1", f"{face.job}@0"]
     assert [model.id for model in face.stranger.models.list()] == [face.base]
@@ -315,7 +315,7 @@ def test_models_are_those_that_can_be_asked(face: Open) -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_key_is_refused(face: Open) -> None:
+def test_wrong_key_is_refused(face: Open) -> None:
     with OpenAI(base_url=f"{face.service.url}/v1", api_key="tml-wrong", max_retries=0) as client:
         for ask in (client.models.list, lambda: client.chat.completions.create(model=face.base, messages=HELLO)):
             with pytest.raises(openai.AuthenticationError) as refused:
@@ -323,7 +323,7 @@ def test_a_wrong_key_is_refused(face: Open) -> None:
             assert refused.value.code == "invalid_api_key" and "tml-" in refused.value.message
 
 
-def test_another_tenants_job_is_as_unknown_as_one_that_never_was(face: Open) -> None:
+def test_another_tenants_job_is_refused_like_an_unknown_one(face: Open) -> None:
     bodies = []
     for name in (face.job, "job-" + "0" * 24):
         for suffix in ("", "@1", ":latest"):
@@ -348,7 +348,7 @@ def test_null_content_is_refused_with_the_reason(face: Open) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["@99", "@-1", "@first"])
-def test_a_version_that_is_not_there_is_refused(face: Open, suffix: str) -> None:
+def test_missing_version_is_refused(face: Open, suffix: str) -> None:
     with pytest.raises(openai.APIStatusError) as refused:
         face.chat(model=face.job + suffix)
     assert refused.value.status_code in (400, 404)
@@ -382,14 +382,14 @@ def test_a_version_that_is_not_there_is_refused(face: Open, suffix: str) -> None
     ids=lambda value: value if isinstance(value, str) else "",
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_not_supported_is_refused_by_name(face: Open, asked: dict[str, Any], param: str, stream: bool) -> None:
+def test_unsupported_argument_is_refused_by_name(face: Open, asked: dict[str, Any], param: str, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         face.chat(**asked, stream=stream)
     assert refused.value.param == param and param in refused.value.message
     assert refused.value.type == "invalid_request_error" and "\n" not in refused.value.message
 
 
-def test_an_image_and_a_prompt_too_long_are_refused(face: Open) -> None:
+def test_image_and_too_long_prompt_are_refused(face: Open) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
     with pytest.raises(openai.BadRequestError, match=r"messages\.0\.content"):
         face.chat(messages=[{"role": "user", "content": [image]}])
@@ -414,12 +414,12 @@ def test_an_image_and_a_prompt_too_long_are_refused(face: Open) -> None:
     ],
     ids=str,
 )
-def test_a_text_that_cannot_be_gone_on_with_is_refused(face: Open, asked: dict[str, Any]) -> None:
+def test_prompt_that_cannot_be_continued_is_refused(face: Open, asked: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError):
         face.text(**asked)
 
 
-def test_arguments_that_ask_for_nothing_are_fine(face: Open) -> None:
+def test_arguments_with_default_values_are_accepted(face: Open) -> None:
     answer = face.chat(
         top_p=1, frequency_penalty=0, presence_penalty=0, logit_bias={}, tools=[], tool_choice="none", user="ada",
         response_format={"type": "text"}, store=False, metadata={"a": "b"}, service_tier="auto", top_logprobs=0,
@@ -428,7 +428,7 @@ def test_arguments_that_ask_for_nothing_are_fine(face: Open) -> None:
     assert answer.choices[0].message.content == face.chat().choices[0].message.content
 
 
-def test_what_is_no_request_or_no_endpoint_has_openais_shape(face: Open) -> None:
+def test_malformed_requests_and_unknown_paths_have_openais_format(face: Open) -> None:
     response = face.http.post("/v1/chat/completions", content=b"{", headers={"content-type": "application/json"})
     assert response.status_code == 400 and response.json()["error"]["type"] == "invalid_request_error"
     with pytest.raises(openai.NotFoundError, match="there are /v1/chat/completions"):
@@ -462,7 +462,7 @@ async def until_running(client: AsyncOpenAI, count: int) -> None:
                 return
 
 
-async def test_who_hangs_up_ends_the_generation(tmp_path: Path) -> None:
+async def test_disconnecting_client_ends_its_generation(tmp_path: Path) -> None:
     with served(tmp_path) as service, Endless(tmp_path, service) as worker:
         async with AsyncOpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0) as client:
             await until_served(client)
@@ -481,7 +481,7 @@ async def test_who_hangs_up_ends_the_generation(tmp_path: Path) -> None:
             await eventually(lambda: len(worker.generates) == 6)
 
 
-async def test_a_base_model_is_waited_for_where_a_worker_of_it_is_known(tmp_path: Path) -> None:
+async def test_base_model_is_waited_for_while_a_worker_may_return(tmp_path: Path) -> None:
     with served(tmp_path) as service:
         token = (tmp_path / "data" / "worker.token").read_text().strip()
         async with AsyncOpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0) as client:
@@ -507,7 +507,7 @@ async def until_served(client: AsyncOpenAI) -> None:
 
 
 @pytest.mark.parametrize("interactive_priority", [True, False])
-async def test_answers_go_first_where_the_setting_says_so_and_end_with_the_service(
+async def test_interactive_priority_follows_the_setting_and_requests_end_with_the_service(
     tmp_path: Path, interactive_priority: bool
 ) -> None:
     with served(tmp_path, interactive_priority=interactive_priority) as service, Endless(tmp_path, service) as worker:

@@ -39,25 +39,25 @@ SECRET = "the-owl-flies-at-noon"
 """In Ada's prompts, names and uploads; nobody else may ever read it."""
 
 WITHOUT_IDS = {
-    "GET /api/v1/jobs": "test_lists_hold_the_tenants_own_things_alone",
-    "GET /api/v1/models": "test_lists_hold_the_tenants_own_things_alone",
-    "GET /api/v1/health": "test_lists_hold_the_tenants_own_things_alone",
-    "GET /api/v1/workers": "test_lists_hold_the_tenants_own_things_alone",
-    "GET /api/v1/costs": "test_lists_hold_the_tenants_own_things_alone",
-    "GET /api/v1/tenants": "test_lists_hold_the_tenants_own_things_alone",
-    "GET /v1/models": "test_lists_hold_the_tenants_own_things_alone",
-    "GET /healthz": "test_lists_hold_the_tenants_own_things_alone",
-    "GET /metrics": "test_lists_hold_the_tenants_own_things_alone",
-    "POST /api/v1/tenants": "test_lists_hold_the_tenants_own_things_alone",
-    "POST /api/v1/jobs": "test_a_job_cannot_name_anothers_things",
-    "POST /api/v1/jobs/dry-run": "test_a_job_cannot_name_anothers_things",
-    "POST /api/v1/sample": "test_nothing_of_anothers_can_be_sampled_from",
-    "POST /v1/chat/completions": "test_nothing_of_anothers_can_be_sampled_from",
-    "POST /v1/completions": "test_nothing_of_anothers_can_be_sampled_from",
-    "POST /api/v1/datasets": "test_a_hash_is_no_authority",
-    "POST /api/v1/adapters": "test_a_hash_is_no_authority",
-    "WEBSOCKET /wire/worker": "test_an_api_key_is_no_worker_token",
-    "WEBSOCKET /wire/host": "test_an_api_key_is_no_worker_token",
+    "GET /api/v1/jobs": "test_lists_contain_only_the_tenants_objects",
+    "GET /api/v1/models": "test_lists_contain_only_the_tenants_objects",
+    "GET /api/v1/health": "test_lists_contain_only_the_tenants_objects",
+    "GET /api/v1/workers": "test_lists_contain_only_the_tenants_objects",
+    "GET /api/v1/costs": "test_lists_contain_only_the_tenants_objects",
+    "GET /api/v1/tenants": "test_lists_contain_only_the_tenants_objects",
+    "GET /v1/models": "test_lists_contain_only_the_tenants_objects",
+    "GET /healthz": "test_lists_contain_only_the_tenants_objects",
+    "GET /metrics": "test_lists_contain_only_the_tenants_objects",
+    "POST /api/v1/tenants": "test_lists_contain_only_the_tenants_objects",
+    "POST /api/v1/jobs": "test_job_cannot_name_another_tenants_objects",
+    "POST /api/v1/jobs/dry-run": "test_job_cannot_name_another_tenants_objects",
+    "POST /api/v1/sample": "test_another_tenants_policies_cannot_be_sampled",
+    "POST /v1/chat/completions": "test_another_tenants_policies_cannot_be_sampled",
+    "POST /v1/completions": "test_another_tenants_policies_cannot_be_sampled",
+    "POST /api/v1/datasets": "test_hash_is_not_a_permission",
+    "POST /api/v1/adapters": "test_hash_is_not_a_permission",
+    "WEBSOCKET /wire/worker": "test_api_key_is_not_a_worker_token",
+    "WEBSOCKET /wire/host": "test_api_key_is_not_a_worker_token",
 }
 """Routes without an id in their path, and the test here that tries them."""
 
@@ -188,7 +188,7 @@ def routes() -> list[tuple[str, str]]:
     return sorted(walk(build(None).routes))  # type: ignore[arg-type]  # nothing is served by this one
 
 
-def test_every_route_is_tried() -> None:
+def test_every_route_is_covered() -> None:
     found = routes()
     gc.collect()  # what tests before this one left is not this one's warning
     with warnings.catch_warnings(action="error"):  # such as two operations of one name
@@ -200,7 +200,7 @@ def test_every_route_is_tried() -> None:
 
 
 @pytest.mark.parametrize(("method", "path"), [(m, p) for m, p in routes() if "{" in p])
-def test_anothers_ids_answer_exactly_as_unknown_ones(town: Town, method: str, path: str) -> None:
+def test_ids_of_another_tenant_answer_exactly_like_unknown_ones(town: Town, method: str, path: str) -> None:
     before = town.adas()
     none = "0" * 64
     nobodys = ids(f"job-{'0' * 24}", f"tenant-{'0' * 24}", none, none[: len(town.worker.uploads[-1])], none[:KEY_ID])
@@ -243,7 +243,7 @@ def ids(job: str, tenant: str, digest: str, ticket: str, key: str) -> dict[str, 
     }
 
 
-def test_lists_hold_the_tenants_own_things_alone(town: Town) -> None:
+def test_lists_contain_only_the_tenants_objects(town: Town) -> None:
     hidden = [SECRET, town.done["id"], town.paused, town.tenant, town.dataset, town.adapter, town.keys["ada"]]
     hidden += [version["hash"] for version in town.versions]
     for route in WITHOUT_IDS:
@@ -260,7 +260,7 @@ def test_lists_hold_the_tenants_own_things_alone(town: Town) -> None:
     assert town.keys["ada"] not in town.admin.get("/api/v1/tenants").text
 
 
-def test_a_revoked_key_opens_nothing_and_its_tenants_other_keys_do(town: Town) -> None:
+def test_revoked_key_is_refused_and_other_keys_still_work(town: Town) -> None:
     keys = f"/api/v1/tenants/{town.tenant}/keys"
     made = town.admin.post(keys, json={"label": "lost"}).json()["key"]
     (row,) = [row for row in town.admin.get(keys).json() if row["label"] == "lost"]
@@ -285,7 +285,7 @@ def test_a_revoked_key_opens_nothing_and_its_tenants_other_keys_do(town: Town) -
     assert town.admin.get("/api/v1/tenants").status_code == 200
 
 
-def test_a_revoked_key_of_the_data_folder_is_said_at_the_start(tmp_path: Path) -> None:
+def test_start_with_a_revoked_admin_key_is_refused(tmp_path: Path) -> None:
     with served(tmp_path) as service, Client(service.url, service.key) as client:
         other = Client(service.url, client.add_key("admin").key)
         other.revoke_key("admin", hash_key(service.key)[:KEY_ID])
@@ -315,7 +315,7 @@ def same(town: Town, path: str, theirs: dict[str, Any], nobodys: dict[str, Any],
 
 
 @pytest.mark.parametrize("path", ["/api/v1/jobs", "/api/v1/jobs/dry-run"])
-def test_a_job_cannot_name_anothers_things(town: Town, path: str) -> None:
+def test_job_cannot_name_another_tenants_objects(town: Town, path: str) -> None:
     before = town.adas()
     none, nobody = "0" * 64, f"job-{'0' * 24}"
     hashes = [town.dataset, town.adapter, *(version["hash"] for version in town.versions)]
@@ -339,7 +339,7 @@ def test_a_job_cannot_name_anothers_things(town: Town, path: str) -> None:
     assert town.adas() == before
 
 
-def test_nothing_of_anothers_can_be_sampled_from(town: Town) -> None:
+def test_another_tenants_policies_cannot_be_sampled(town: Town) -> None:
     nobody = f"job-{'0' * 24}"
     asked = {"messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 4}
     for id in (town.done["id"], town.paused):
@@ -355,7 +355,7 @@ def test_nothing_of_anothers_can_be_sampled_from(town: Town) -> None:
         assert town.bob.post("/api/v1/sample", json={**asked, "target": name}).status_code == 404
 
 
-def test_a_hash_is_no_authority(town: Town) -> None:
+def test_hash_is_not_a_permission(town: Town) -> None:
     """Who brings the same bytes has them, and only from then on."""
     environment = {"id": "jsonl", "dataset": town.dataset, "verifier": "exact"}
     wanted = job(name="same-bytes", environment=environment, stop={"steps": 1})
@@ -375,7 +375,7 @@ def test_a_hash_is_no_authority(town: Town) -> None:
     assert {view["id"] for view in town.ada.get("/api/v1/jobs").json()} == {town.done["id"], town.paused}
 
 
-def test_an_idempotency_key_is_the_tenants_own(town: Town) -> None:
+def test_idempotency_keys_are_scoped_by_tenant(town: Town) -> None:
     """The same key of another tenant makes another job, and tells nothing of the first."""
     headers = {"Idempotency-Key": "first"}
     made = town.bob.post("/api/v1/jobs", json=job(name="bobs", stop={"steps": 1}), headers=headers)
@@ -417,7 +417,7 @@ class Recording(rookery.Environment):
         return rookery.Step(reward=float(reply.text == "4"), done=True)
 
 
-def test_a_host_of_the_same_name_gets_its_own_tenants_episodes_alone(town: Town) -> None:
+def test_hosts_with_one_name_get_episodes_of_their_tenant_only(town: Town) -> None:
     parts: dict[str, Any] = {
         "policies": {"main": {"rank": 4, "targets": ["q"]}},
         "algorithm": {"group_size": 2, "groups_per_step": 2},
@@ -472,7 +472,7 @@ def host_hello(token: str, environment: str = "adas") -> bytes:
     )
 
 
-def test_an_api_key_is_no_worker_token(town: Town) -> None:
+def test_api_key_is_not_a_worker_token(town: Town) -> None:
     for token in (town.keys["bob"], town.service.key, "", "wröng", town.token[:-1], "\ud7ff" * 40):
         answer = greeted(town, "/wire/worker", hello(token))
         assert isinstance(answer, protocol.HelloRejected) and "wrong worker token" in answer.reason, (token, answer)
@@ -486,7 +486,7 @@ def test_an_api_key_is_no_worker_token(town: Town) -> None:
     assert isinstance(greeted(town, "/wire/host", host_hello(town.keys["bob"])), protocol.HostWelcome)
 
 
-def test_a_worker_token_is_no_api_key(town: Town) -> None:
+def test_worker_token_is_not_an_api_key(town: Town) -> None:
     for headers in ({"Authorization": f"Bearer {town.token}"}, {"X-API-Key": town.token}):
         for path in ("/api/v1/jobs", f"/api/v1/jobs/{town.done['id']}", "/api/v1/tenants"):
             assert httpx.get(town.service.url + path, headers=headers).status_code == 401
@@ -494,13 +494,13 @@ def test_a_worker_token_is_no_api_key(town: Town) -> None:
 
 @pytest.mark.parametrize("path", ["/wire/worker", "/wire/host"])
 @pytest.mark.parametrize("frame", [b"", b"\xff\xff", protocol.encode(protocol.Draining(epoch=1)), b'{"token": ""}'])
-def test_who_does_not_say_hello_is_told_nothing(town: Town, path: str, frame: bytes) -> None:
+def test_peer_without_hello_gets_no_information(town: Town, path: str, frame: bytes) -> None:
     answer = greeted(town, path, frame)
     assert answer is None or isinstance(answer, protocol.HelloRejected)
     assert town.bob.get("/api/v1/health").status_code == 200
 
 
-def test_a_ticket_opens_what_it_came_with_and_nothing_else(town: Town) -> None:
+def test_ticket_reads_only_its_artifact(town: Town) -> None:
     asked = {"messages": [{"role": "user", "content": "2+2?"}], "max_tokens": 4, "seed": 1}
     for version in (1, 2):
         town.ada.post("/api/v1/sample", json={**asked, "target": f"{town.done['id']}@{version}"}).raise_for_status()
@@ -531,7 +531,7 @@ def test_a_ticket_opens_what_it_came_with_and_nothing_else(town: Town) -> None:
         assert httpx.put(town.service.url + path, content=b"{}").status_code == 404, "an upload that is over"
 
 
-def test_paths_on_the_services_disk_tell_a_tenant_nothing(town: Town, tmp_path: Path) -> None:
+def test_paths_on_the_service_reveal_nothing_to_a_tenant(town: Town, tmp_path: Path) -> None:
     """A folder that is there and one that is not are refused in the same words; so are files of other people."""
     (tmp_path / "here").mkdir()
     here, gone = str(tmp_path / "here"), str(tmp_path / "gone")

@@ -25,7 +25,7 @@ from rookery.telemetry.prometheus import Prometheus, ServiceMetrics
 from rookery.telemetry.table import job_table, sparkline, worker_table
 
 
-def test_the_metrics_file_is_strict_json_and_is_rewritten_whole(tmp_path: Path) -> None:
+def test_metrics_export_is_strict_json_and_is_rewritten_atomically(tmp_path: Path) -> None:
     kept = MetricsExport(tmp_path / "job")
     kept.rewrite([])
     assert not kept.path.exists()
@@ -46,7 +46,7 @@ def test_the_metrics_file_is_strict_json_and_is_rewritten_whole(tmp_path: Path) 
 # --- Prometheus, sinks, logs, the table -------------------------------------------------------------------------------
 
 
-def test_each_prometheus_shows_its_own_figures() -> None:
+def test_each_service_has_its_own_prometheus_registry() -> None:
     first, second = Prometheus(), Prometheus()
     figures = ServiceMetrics(
         jobs={"running": 2}, workers={"serving": 1}, totals={"steps": 7}, gauges={"requests_waiting": 3}
@@ -58,7 +58,7 @@ def test_each_prometheus_shows_its_own_figures() -> None:
     assert "rookery_steps_total 0.0" in empty and "running" not in empty
 
 
-def test_a_sink_without_its_package_is_refused_with_the_command_that_mends_it() -> None:
+def test_sink_without_its_package_is_refused_with_the_install_command() -> None:
     for extra, wanted in (("tensorboard", {"tensorboard": True}), ("wandb", {"wandb_project": "mine"})):
         if importlib.util.find_spec(extra) is None:
             with pytest.raises(UserError, match=rf"pip install 'rookery\[{extra}\]'"):
@@ -66,7 +66,7 @@ def test_a_sink_without_its_package_is_refused_with_the_command_that_mends_it() 
     sinks.check(Settings())
 
 
-def test_a_sink_that_breaks_is_left_out_and_said_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_sink_that_fails_is_removed_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     written: list[tuple[int, dict[str, float]]] = []
     quick = threading.Event()
 
@@ -89,11 +89,11 @@ def test_a_sink_that_breaks_is_left_out_and_said_so(tmp_path: Path, caplog: pyte
     quick.set()
     many.close()
     assert written == [(step, {"reward": 0.5, "parts/format": 1.0}) for step in (1, 2)]
-    assert "Breaks broke" in caplog.text and caplog.text.count("Breaks broke") == 1 and "closed" in caplog.text
+    assert "Breaks failed" in caplog.text and caplog.text.count("Breaks failed") == 1 and "closed" in caplog.text
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="the tensorboard extra is not installed")
-def test_tensorboard_gets_the_rows(tmp_path: Path) -> None:
+def test_tensorboard_receives_the_metrics(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     many = sinks.Sinks(Settings(tensorboard=True), tmp_path, "job-1", "sums")
@@ -103,7 +103,7 @@ def test_tensorboard_gets_the_rows(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events] == [(3, 0.25)]
 
 
-def test_log_lines_name_what_they_are_about_and_logging_is_given_back(tmp_path: Path) -> None:
+def test_log_lines_have_context_fields_and_logging_is_restored(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "service.jsonl"
     logger = logging.getLogger("rookery.test")
     package = logging.getLogger("rookery")
@@ -122,7 +122,7 @@ def test_log_lines_name_what_they_are_about_and_logging_is_given_back(tmp_path: 
     assert first["level"] == "info" and first["room"] == "test" and "traceback" not in first
     assert "ValueError: wrong" in second["traceback"]
     record = logging.makeLogRecord({"msg": "hello", "levelno": logging.WARNING, "levelname": "WARNING", "job": "j"})
-    assert log.ForPeople().format(record).endswith("warning: hello  [job=j]")
+    assert log.TerminalLines().format(record).endswith("warning: hello  [job=j]")
 
 
 def view(**more: Any) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def view(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no device that is always full")
-def test_a_full_disk_loses_lines_and_nothing_else(tmp_path: Path) -> None:
+def test_full_disk_loses_log_lines_only(tmp_path: Path) -> None:
     path = tmp_path / "service.jsonl"
     handler = log.file_handler(path)
     with log.logging_to([handler], "INFO"):
@@ -146,7 +146,7 @@ def test_a_full_disk_loses_lines_and_nothing_else(tmp_path: Path) -> None:
         logging.getLogger("rookery.test").info("lost")
 
 
-def test_the_table_shows_what_the_issue_asks_for_and_can_be_a_picture() -> None:
+def test_job_table_shows_progress_and_exports_to_svg() -> None:
     console = Console(record=True, width=110, file=io.StringIO())
     console.print(job_table([view(), view(name="[red]", state="paused", reason="most episodes fail", reward=None)]))
     text = console.export_text(clear=False)
@@ -158,15 +158,15 @@ def test_the_table_shows_what_the_issue_asks_for_and_can_be_a_picture() -> None:
 
 @given(st.lists(st.one_of(st.none(), st.floats()), max_size=40), st.integers(1, 20))
 @example([1.5e308, -1.5e308], 2)
-def test_a_sparkline_never_fails_and_never_grows(values: list[float | None], width: int) -> None:
+def test_sparkline_accepts_any_values_and_keeps_its_width(values: list[float | None], width: int) -> None:
     assert len(sparkline(values, width)) <= width
 
 
-def test_a_sparkline_rises_with_its_values() -> None:
+def test_sparkline_rises_with_its_values() -> None:
     assert sparkline([0, 1, 2, 3]) == "▁▃▆█" and sparkline([2, 2]) == "▁▁" and sparkline([None, 1, 2]) == " ▁█"
 
 
-def test_workers_are_shown_in_whatever_state() -> None:
+def test_worker_table_shows_every_state() -> None:
     beat = {"active": 3, "waiting": 2}
     row = {
         "name": "one", "kind": "preemptible", "state": "serving", "seconds": 7300.0, "model": "m", "roles": ["rollout"],

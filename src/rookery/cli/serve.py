@@ -24,7 +24,7 @@ def serve(
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Local worker processes per base model.")] = None,
 ) -> None:
-    """Run the service until Ctrl-C: unfinished jobs go on, workers and environment hosts dial in."""
+    """Run the service until Ctrl-C: unfinished jobs resume, workers and environment hosts connect."""
     from rookery.server.launcher import serve as run_service
 
     settings = Settings.load(data=data, host=host, port=port, models=models, workers=workers)
@@ -36,21 +36,22 @@ def worker(
     token: Annotated[
         str, typer.Option(help="The service's worker token (worker.token in its data folder).", envvar=TOKEN_VARIABLE)
     ],
-    model: Annotated[str, typer.Option(help="The base model to hold.")] = "smollm2-135m-instruct",
+    model: Annotated[str, typer.Option(help="The base model to load.")] = "smollm2-135m-instruct",
     roles: Annotated[str, typer.Option(help="rollout, train, or both, comma-separated.")] = "rollout,train",
     preemptible: Annotated[bool, typer.Option("--preemptible", help="This machine may vanish.")] = False,
-    price: Annotated[float, typer.Option(help="What an hour of this machine costs, in your unit.", min=0)] = 0.0,
+    price: Annotated[float, typer.Option(help="Price of an hour of this machine, in any unit.", min=0)] = 0.0,
     address: Annotated[
         str | None, typer.Option(help="HOST[:PORT] where other workers may pull adapters from this one.")
     ] = None,
     peer_port: Annotated[
-        int | None, typer.Option(help="The port to lend adapters on; 0 takes a free one.", min=0, max=65535)
+        int | None,
+        typer.Option(help="The port that serves adapters to other workers; 0 takes a free one.", min=0, max=65535),
     ] = None,
-    max_rows: Annotated[int | None, typer.Option(help="Sequences that decode together.")] = None,
-    name: Annotated[str | None, typer.Option(help="How the service calls it; the machine's name by default.")] = None,
-    cache: Annotated[Path | None, typer.Option(help="Where base models lie.", envvar="ROOKERY_CACHE")] = None,
+    max_rows: Annotated[int | None, typer.Option(help="Most sequences in a decode batch.")] = None,
+    name: Annotated[str | None, typer.Option(help="The worker's name; by default the machine's.")] = None,
+    cache: Annotated[Path | None, typer.Option(help="The folder of base models.", envvar="ROOKERY_CACHE")] = None,
 ) -> None:
-    """Hold a base model and work for a service, here or elsewhere. Ctrl-C or SIGTERM drains first."""
+    """Load a base model and work for a service on any machine. Ctrl-C or SIGTERM drains first."""
     settings = Settings.load(cache=cache)
     arguments = ["--connect", connect, "--model", model, "--roles", roles]
     arguments += ["--cache", str(settings.cache)]
@@ -66,6 +67,6 @@ def worker(
         arguments += ["--max-rows", str(max_rows)]
     if name is not None:
         arguments += ["--name", name]
-    environment = {**os.environ, TOKEN_VARIABLE: token}  # not an argument: everybody on the machine could read it
+    environment = {**os.environ, TOKEN_VARIABLE: token}  # not an argument, which every user of the machine could read
     environment = preloaded(environment, settings.worker.allocator)
     os.execve(sys.executable, [sys.executable, "-m", "rookery.worker.process", *arguments], environment)

@@ -1,4 +1,4 @@
-"""``rookery simulate``: an availability trace replayed against the shipped controller, with modelled machines."""
+"""``rookery simulate``: replays an availability trace against the real controller with simulated machines."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ def simulate(
     ),
     modes: Annotated[str, typer.Option(help="all, or a comma-separated list of them.")] = "all",
     hours: Annotated[float, typer.Option(min=0.01, max=1000, help="Virtual hours of the trace.")] = 0.5,
-    faster: Annotated[float, typer.Option(min=0.001, help="Replay the trace so many times faster.")] = 1.0,
+    faster: Annotated[float, typer.Option(min=0.001, help="Replay the trace this many times faster.")] = 1.0,
     jobs: Annotated[int, typer.Option(min=1, max=1000, help="Jobs side by side, each of its own tenant.")] = 1,
-    groups: Annotated[int | None, typer.Option(min=1, help="Groups of a step, in place of the profile's.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="End each job after so many steps.")] = None,
+    groups: Annotated[int | None, typer.Option(min=1, help="Groups per step, instead of the profile's.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="End each job after this many steps.")] = None,
     staleness: Annotated[int, typer.Option(min=0, max=64, help="The jobs' max_staleness; 0 is on-policy.")] = 0,
     micro_batch: Annotated[
         int | None,
-        typer.Option(min=0, help="Training begins with so many episodes; a quarter of a step's by default."),
+        typer.Option(min=0, help="Episodes with which training begins; by default a quarter of a step's."),
     ] = None,
     reserved: Annotated[int, typer.Option(min=1, max=1000, help="Reserved machines.")] = 1,
-    discount: Annotated[float, typer.Option(min=0, max=1, help="On the price of preemptible machines.")] = 0.7,
-    notice: Annotated[float, typer.Option(min=0, help="Seconds from an instance's notice to its end; 0: none.")] = 0.0,
+    discount: Annotated[float, typer.Option(min=0, max=1, help="Discount on the price of preemptible machines.")] = 0.7,
+    notice: Annotated[
+        float, typer.Option(min=0, help="Seconds between the preemption notice and the end; 0: no notice.")
+    ] = 0.0,
     flush: Annotated[
         float | None, typer.Option(min=0.001, help="The service's flush_seconds; larger ones simulate faster.")
     ] = None,
@@ -44,7 +46,7 @@ def simulate(
     out: Annotated[Path | None, typer.Option(help="A folder for results.json and the plots.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Compare ways of using reserved and preemptible machines, in virtual time. Nothing real is computed."""
+    """Compare ways of using reserved and preemptible machines, in virtual time. No model is run."""
     from rookery.simulation.profiles import load_profile
     from rookery.simulation.replay import Scenario, parse_modes, replay
     from rookery.simulation.report import as_json, digest, tables
@@ -87,7 +89,7 @@ def simulate(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Lost workers are what is simulated: no warning about any."""
+    """Within, no warnings are logged: lost workers are part of the simulation."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

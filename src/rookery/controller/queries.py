@@ -260,7 +260,7 @@ class JobQueries:
                 "pulled_from_service_bytes": sum(beat.pulled_from_service for beat in beats),
                 "flush_seconds": context.settings.worker.flush_seconds,
                 "price_per_hour": context.usage.price(),
-                "unsent_tokens_most": max((worker.max_flush_tokens for worker in serving), default=0),
+                "max_flush_tokens": max((worker.max_flush_tokens for worker in serving), default=0),
                 **context.seeding.gauges(),
             },
         }

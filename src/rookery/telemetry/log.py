@@ -1,7 +1,7 @@
-"""The structured log: one JSON object per line, with the tenant, job and version that a line is about.
+"""The structured log: one JSON object per line, with the tenant, job and version that the line concerns.
 
-Rooms log through ``logging.getLogger("rookery.<room>")`` and name what they know in ``extra``. Nothing is configured on
-import; a process says once, with :func:`logging_to`, where its lines go, and takes that back when it ends.
+Packages log through ``logging.getLogger("rookery.<package>")`` and pass context fields in ``extra``. Nothing is
+configured on import; a process calls :func:`logging_to` once, which restores logging when it ends.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 FIELDS = ("tenant", "job", "policy", "version", "worker", "episode", "request")
-"""What ``extra`` may name; each becomes a field of the line where it is given."""
+"""Context fields that ``extra`` may have; each becomes a field of the line."""
 
 LOGGERS = {"rookery": logging.DEBUG, "uvicorn.error": logging.WARNING}
-"""The package's own lines, and the HTTP server's where something is wrong; each with the lowest level ever shown."""
+"""The loggers that are shown, each with its lowest level: this package, and warnings of the HTTP server."""
 
 FILE_BYTES = 16 << 20
-"""A log file is rotated at this size: about a day of a busy service at INFO."""
+"""Size at which a log file is rotated: about a day of a busy service at INFO."""
 
 FILES = 4
-"""Rotated files kept, so that a log never fills the data folder."""
+"""Number of log files kept, so that a log never fills the data folder."""
 
 
 class JsonLines(logging.Formatter):
@@ -45,30 +45,32 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-class ForPeople(logging.Formatter):
-    """The same lines for a terminal: time of day, message, and what it is about; tracebacks stay in the file."""
+class TerminalLines(logging.Formatter):
+    """Lines for a terminal: time of day, message and context fields; tracebacks are only in the file."""
 
     def format(self, record: logging.LogRecord) -> str:
-        about = " ".join(f"{name}={vars(record)[name]}" for name in FIELDS if vars(record).get(name) not in (None, ""))
+        context = " ".join(
+            f"{name}={vars(record)[name]}" for name in FIELDS if vars(record).get(name) not in (None, "")
+        )
         level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
         time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
-        return f"{time} {level}{record.getMessage()}" + (f"  [{about}]" if about else "")
+        return f"{time} {level}{record.getMessage()}" + (f"  [{context}]" if context else "")
 
 
 class _File(RotatingFileHandler):
-    """A line that the disk does not take is lost, and nothing else: a full disk is said by those who need it."""
+    """A line that cannot be written because the disk is full is dropped; other code reports the full disk."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the standard library's name
         if not isinstance(sys.exception(), OSError):
             super().handleError(record)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what was not written yet is such a line too
+        with contextlib.suppress(OSError):  # a line in the buffer is dropped too
             super().close()
 
 
 def file_handler(path: Path) -> logging.Handler:
-    """Lines into ``path``, rotated. The folder is made."""
+    """JSON lines in ``path``, rotated. The folder is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = _File(path, maxBytes=FILE_BYTES, backupCount=FILES - 1, encoding="utf-8", delay=True)
     handler.setFormatter(JsonLines())
@@ -76,16 +78,16 @@ def file_handler(path: Path) -> logging.Handler:
 
 
 def terminal_handler() -> logging.Handler:
-    """Lines for people, on standard error."""
+    """Lines for a person on standard error."""
     handler = logging.StreamHandler()
-    handler.setFormatter(ForPeople())
+    handler.setFormatter(TerminalLines())
     return handler
 
 
 @contextmanager
 def logging_to(handlers: list[logging.Handler], level: str) -> Iterator[None]:
-    """Send the lines of :data:`LOGGERS` at ``level`` and above to ``handlers`` for as long as this is open; then close
-    them and leave logging as it was found."""
+    """Within, the lines of :data:`LOGGERS` at ``level`` and above go to ``handlers``. At the end the handlers are
+    closed and the previous configuration is restored."""
     loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [(logger, logger.level, logger.propagate) for logger in loggers]
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""``metrics.jsonl`` of a job, an export for people and scripts: one JSON object per committed optimizer step, in order.
+"""``metrics.jsonl`` of a job, an export for scripts: one JSON object per committed optimizer step, in order.
 
 * The database holds the metrics; the file is rewritten from it whenever the job is resumed, and grows by a line per
   step. A process that is killed leaves at most the last line torn or missing, until then.
@@ -23,7 +23,7 @@ _DISK = "the disk of the metrics"
 
 
 class MetricsExport:
-    """The file in ``folder``, which is made if it is missing. Methods raise :class:`~rookery.errors.StorageFull`."""
+    """The file in ``folder``, which is created if it is missing. Methods raise :class:`~rookery.errors.StorageFull`."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
@@ -36,7 +36,7 @@ class MetricsExport:
                 file.write(_line(row))
 
     def rewrite(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the content atomically. Without rows no file is made."""
+        """Replace the content atomically. Without rows no file is created."""
         content = b"".join(map(_line, rows))
         if not content and not self.path.exists():
             return

@@ -1,8 +1,8 @@
-"""Metrics for other tools: TensorBoard and Weights & Biases, by a setting, each an optional extra.
+"""Metrics in TensorBoard and Weights & Biases, enabled by settings; each needs an optional extra.
 
-A sink only shows; what counts is ``metrics.jsonl``. So a sink that breaks is logged and left out from then on, and the
-job goes on. Sinks write to disks and networks, so a job's have a thread of their own: nobody waits for them before they
-are closed. A sink whose package is missing is refused before the service starts, with the command that installs it.
+The database holds the metrics; a sink only displays them. A sink that fails is logged and removed, and its job
+continues. Sinks write to disks and networks in a separate thread per job, so nothing waits for them until they are
+closed. A sink whose package is missing is refused before the service starts, with the command that installs it.
 """
 
 from __future__ import annotations
@@ -64,42 +64,42 @@ class WeightsAndBiases:
 
 
 def check(settings: Settings) -> None:
-    """Raises :class:`UserError` where a setting asks for a sink whose package is not installed."""
-    for wanted, setting, package in (
+    """Raises :class:`UserError` if a setting enables a sink whose package is not installed."""
+    for enabled, setting, package in (
         (settings.server.tensorboard, "ROOKERY_TENSORBOARD", "tensorboard"),
         (bool(settings.server.wandb_project), "ROOKERY_WANDB_PROJECT", "wandb"),
     ):
-        if wanted and importlib.util.find_spec(package) is None:
+        if enabled and importlib.util.find_spec(package) is None:
             raise UserError(f"{setting} needs the package {package}: {installs(package)}, or unset it")
 
 
 class Sinks:
-    """All sinks of one job. ``row`` is a row of ``metrics.jsonl``; its numbers are shown, nested ones as ``a/b``."""
+    """All sinks of one job. They receive the numbers of metrics rows, nested ones as ``a/b``."""
 
-    def __init__(self, settings: Settings, folder: Path, job: str, name: str, further: Sequence[Sink] = ()) -> None:
-        """The sinks that ``settings`` ask for, writing below ``folder``, and ``further`` ones."""
-        self._about = {"job": job}
-        self._sinks: list[Sink] = list(further)
-        self._thread = ThreadPoolExecutor(1, "sinks")  # starts with the first thing to do
-        wanted: list[Callable[[], Sink]] = []
+    def __init__(self, settings: Settings, folder: Path, job: str, name: str, extra: Sequence[Sink] = ()) -> None:
+        """The sinks that ``settings`` enable, with files in ``folder``, and ``extra`` ones."""
+        self._log_fields = {"job": job}
+        self._sinks: list[Sink] = list(extra)
+        self._thread = ThreadPoolExecutor(1, "sinks")  # the thread starts with the first task
+        openers: list[Callable[[], Sink]] = []
         if settings.server.tensorboard:
-            wanted.append(lambda: TensorBoard(folder / "tensorboard"))
+            openers.append(lambda: TensorBoard(folder / "tensorboard"))
         if settings.server.wandb_project:
-            wanted.append(lambda: WeightsAndBiases(settings.server.wandb_project, folder, job, name))
-        for make in wanted:
-            self._thread.submit(self._open, make)
-        self.used = bool(wanted or further)
-        """Whether there is anything to write to."""
+            openers.append(lambda: WeightsAndBiases(settings.server.wandb_project, folder, job, name))
+        for opener in openers:
+            self._thread.submit(self._open, opener)
+        self.active = bool(openers or extra)
+        """Whether there is any sink."""
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Have a row written; returns at once."""
-        if self.used:
+        """Queue a row; returns at once."""
+        if self.active:
             values = dict(numbers(row))
             self._thread.submit(self._write, int(values.pop("step", 0)), values)
 
     def close(self) -> None:
         """Returns when everything is written and closed."""
-        if self.used:
+        if self.active:
             self._thread.submit(self._close)
         self._thread.shutdown()
 
@@ -108,7 +108,7 @@ class Sinks:
             try:
                 sink.write(step, values)
             except Exception:
-                log.exception("%s broke; this job's metrics go on without it", type(sink).__name__, extra=self._about)
+                log.exception("%s failed; this job continues without it", type(sink).__name__, extra=self._log_fields)
                 self._sinks.remove(sink)
 
     def _close(self) -> None:
@@ -116,14 +116,14 @@ class Sinks:
             try:
                 sink.close()
             except Exception:
-                log.exception("%s could not be closed", type(sink).__name__, extra=self._about)
+                log.exception("%s could not be closed", type(sink).__name__, extra=self._log_fields)
         self._sinks.clear()
 
-    def _open(self, make: Callable[[], Sink]) -> None:
+    def _open(self, opener: Callable[[], Sink]) -> None:
         try:
-            self._sinks.append(make())
+            self._sinks.append(opener())
         except Exception:
-            log.exception("a metrics sink could not be opened; this job goes on without it", extra=self._about)
+            log.exception("a metrics sink could not be opened; this job continues without it", extra=self._log_fields)
 
 
 def numbers(row: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:

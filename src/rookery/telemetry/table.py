@@ -1,7 +1,7 @@
-"""The live table: per job its state, step, reward with a sparkline, tokens per second, staleness, what it waits for.
+"""Tables of jobs and workers for the terminal: state, step, reward with a sparkline, tokens per second, staleness.
 
-:func:`job_table` is a pure function of job views as JSON gives them, so the command line, the demo and a picture in the
-README show the same thing. Render it to an image with ``rich.console.Console(record=True).export_svg()``.
+:func:`job_table` is a pure function of job views in JSON, so the command line, the demo and the picture in the README
+show the same table. Render it to an image with ``rich.console.Console(record=True).export_svg()``.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ WORKER_STYLES = {
 }
 
 SPARK_WIDTH = 14
-"""Characters of a sparkline: the table with it fits a terminal of 80 columns."""
+"""Characters of a sparkline, such that the table fits a terminal of 80 columns."""
 
 
 def sparkline(values: Sequence[float | None], width: int = SPARK_WIDTH) -> str:
-    """The last ``width`` values as bars between their own minimum and maximum; a missing one is a space."""
+    """The last ``width`` values as bars between their minimum and maximum; a missing value is a space."""
     shown = list(values)[-width:]
     known = [value for value in shown if value is not None and math.isfinite(value)]
     if not known:
         return ""
     low, high = min(known), max(known)
-    span = high / 2 - low / 2  # halves: the whole may be beyond the largest float
+    span = high / 2 - low / 2  # in halves: the difference may exceed the largest float
 
     def bar(value: float | None) -> str:
         if value is None or not math.isfinite(value):
@@ -65,7 +65,7 @@ def job_table(jobs: Sequence[Mapping[str, Any]], title: str | None = None) -> Ta
     for job in jobs:
         running = job["state"] == "running"
         table.add_row(
-            *_about(job),
+            *_job_cells(job),
             Text(sparkline(job.get("rewards") or []), "green"),
             _number(job.get("tokens_per_second"), "{:.0f}") if running else "–",
             _number(job.get("staleness"), "{:.1f}"),
@@ -81,12 +81,12 @@ def job_list(jobs: Sequence[Mapping[str, Any]]) -> Table:
     table.add_column(_cut("waits for"), min_width=8)
     _columns(table, left=("id",))
     for job in jobs:
-        table.add_row(*_about(job), _cut(_waits(job), "dim"), str(job["id"]))
+        table.add_row(*_job_cells(job), _cut(_waits(job), "dim"), str(job["id"]))
     return table
 
 
 def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
-    """One row per worker as the API lists them. ``active`` decode, ``waiting`` do not yet."""
+    """One row per worker view. ``active`` requests decode, ``waiting`` ones do not yet."""
     table = _table(None)
     _columns(table, left=("worker", "kind", "state"), right=("since",))
     table.add_column(_cut("model"), min_width=8)
@@ -130,7 +130,7 @@ def _columns(table: Table, left: Sequence[str] = (), right: Sequence[str] = ()) 
         table.add_column(name, no_wrap=True, justify="right")
 
 
-def _about(job: Mapping[str, Any]) -> list[Text | str]:
+def _job_cells(job: Mapping[str, Any]) -> list[Text | str]:
     """Name, state, step and reward."""
     state, steps = str(job["state"]), job.get("steps")
     return [
@@ -142,7 +142,7 @@ def _about(job: Mapping[str, Any]) -> list[Text | str]:
 
 
 def _waits(job: Mapping[str, Any]) -> str:
-    """What a job that is under way waits for; of another, why it is in its state."""
+    """The resource that a running job waits for; for another job, the reason of its state."""
     waits, reason = str(job.get("waits_for") or ""), str(job.get("reason") or "")
     return waits if job["state"] == "running" else reason or waits
 
@@ -152,5 +152,5 @@ def _number(value: Any, form: str) -> str:
 
 
 def _cut(text: str, style: str = "") -> Text:
-    """Text whose column gives way first, and that is cut rather than wrapped."""
+    """Text that is cut, not wrapped, when the terminal is narrow."""
     return Text(text, style, no_wrap=True, overflow="ellipsis")

@@ -845,7 +845,7 @@ async def test_a_job_cancelled_around_its_commit_leaves_no_artifact_behind(
 # --- in and out -------------------------------------------------------------------------------------------------------
 
 
-async def test_the_same_key_is_the_same_job(service: Service) -> None:
+async def test_same_idempotency_key_returns_the_same_job(service: Service) -> None:
     first, created = await service.controller.submit("alice", job_of(), "key")
     again = await asyncio.gather(*(service.controller.submit("alice", job_of(), "key") for _ in range(5)))
     assert created

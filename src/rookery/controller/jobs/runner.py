@@ -128,7 +128,7 @@ class JobRunner:
     async def close(self) -> None:
         """The task ends."""
         self._context.usage.close(self.row.id)
-        if self._sinks is not None and self._sinks.used:
+        if self._sinks is not None and self._sinks.active:
             await asyncio.to_thread(self._sinks.close)
 
     async def _store_counters(self) -> None:

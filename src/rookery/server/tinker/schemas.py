@@ -35,6 +35,8 @@ async def read(kind: type[T], request: Request) -> T:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "body"
         problem = "is not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
+        if field.endswith("record_stability_info"):
+            problem += "; only stable_reinforce, which is not published, uses it: train with ppo, cispo or gspo"
         raise UserError(f"{field}: {problem}") from None
 
 
