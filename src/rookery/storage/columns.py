@@ -5,15 +5,19 @@
 * JSON columns are text with ASCII escapes. They keep NaN and infinities, which a metric may be.
 * Queries are Core statements on the mapped classes. Loading through an ORM ``Session`` takes a third more time, and no
   query here needs a unit of work.
+* Building a statement takes about 100 µs, executing one that was built before 12 µs. Statements of frequent calls are
+  therefore constants with bound parameters.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
-from sqlalchemy import BigInteger, Connection, Dialect, Double, Select, Text, insert
+from sqlalchemy import BigInteger, Connection, Dialect, Double, Insert, Select, Text, bindparam, insert, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import DeclarativeBase, MappedAsDataclass
 from sqlalchemy.types import TypeDecorator
@@ -81,7 +85,7 @@ def columns(row: Base) -> dict[str, Any]:
 
 def add(connection: Connection, *rows: Base) -> None:
     """Insert rows of one table."""
-    connection.execute(insert(type(rows[0])), [columns(row) for row in rows])
+    connection.execute(_insert(type(rows[0])), [columns(row) for row in rows])
 
 
 def add_new(connection: Connection, row: Base) -> IntegrityError | None:
@@ -99,15 +103,33 @@ def fetch_all(connection: Connection, kind: type[Row], query: Select[Any]) -> li
     return [kind(**row._mapping) for row in connection.execute(query)]
 
 
-def fetch_one(connection: Connection, kind: type[Row], query: Select[Any]) -> Row | None:
-    """The only row of ``query``, which selects ``kind``, or None."""
-    row = connection.execute(query).one_or_none()
+def fetch_one(
+    connection: Connection, kind: type[Row], query: Select[Any], values: Mapping[str, Any] | None = None
+) -> Row | None:
+    """The only row of ``query``, which selects ``kind``, or None. ``values``: of its bound parameters."""
+    row = connection.execute(query, values).one_or_none()
     return None if row is None else kind(**row._mapping)
 
 
-def get(connection: Connection, kind: type[Row], query: Select[Any], name: str) -> Row:
-    """The only row of ``query``, which selects ``kind``. Raises :class:`NotFound` that says "no ``name``"."""
-    row = fetch_one(connection, kind, query)
+def find(connection: Connection, kind: type[Row], /, **key: Any) -> Row | None:
+    """The row of ``kind`` whose columns have these values (not None), of which there is at most one, or None."""
+    return fetch_one(connection, kind, _select(kind, *key), key)
+
+
+def get(connection: Connection, kind: type[Row], name: str, /, **key: Any) -> Row:
+    """The row that :func:`find` finds. Raises :class:`NotFound`, saying "no ``name``"."""
+    row = find(connection, kind, **key)
     if row is None:
         raise NotFound(f"no {name}")
     return row
+
+
+@cache
+def _insert(kind: type[Base]) -> Insert:
+    return insert(kind)
+
+
+@cache
+def _select(kind: type[Base], *names: str) -> Select[Any]:
+    columns = kind.__table__.columns
+    return select(kind).where(*(columns[name] == bindparam(name) for name in names))

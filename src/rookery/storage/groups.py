@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, Select, func, select, update
+from sqlalchemy import ColumnElement, Connection, Update, bindparam, func, select, update
 
 from rookery.errors import Conflict, NotFound
 from rookery.storage.columns import add, fetch_all
@@ -22,14 +22,28 @@ from rookery.storage.models import EpisodeRow, GroupRow, GroupState, JobRow
 
 Counters = Mapping[str, Any] | None
 
+_OWNER = select(JobRow.tenant).where(JobRow.id == bindparam("job"))
+_MOVE_CURSOR = update(JobRow).where(
+    JobRow.id == bindparam("job"), JobRow.cursor == bindparam("start"), JobRow.finished.is_(None)
+)
+_CLOSE_GROUP = update(GroupRow).where(GroupRow.id == bindparam("group"), GroupRow.state == "open")
+_CHANGE_EPISODE = update(EpisodeRow).where(EpisodeRow.id == bindparam("episode"), EpisodeRow.state == "open")
+_CLOSE_EPISODES = update(EpisodeRow).where(
+    EpisodeRow.group_id.in_(bindparam("groups", expanding=True)), EpisodeRow.state == "open"
+)
+_SAVE_GROUPS_COUNTERS, _SAVE_EPISODES_COUNTERS = (
+    update(JobRow).where(JobRow.id == select(kind.job).where(kind.id == bindparam("member")).scalar_subquery())
+    for kind in (GroupRow, EpisodeRow)
+)
+"""Statements of frequent calls; the changed columns are the other parameters."""
+
 
 def add_groups(connection: Connection, job: str, groups: Sequence[GroupRow]) -> None:
     """Store new groups with their episodes, all open. Raises :class:`Conflict`, and stores none, if the training
     ordinals are not the next ones, or the job is finished; :class:`NotFound` for a job that is not their tenant's."""
     if not groups:
         return
-    owned = select(JobRow.id).where(JobRow.id == job, JobRow.tenant == groups[0].tenant)
-    if connection.execute(owned).one_or_none() is None:
+    if connection.execute(_OWNER, {"job": job}).scalar() != groups[0].tenant:
         raise NotFound(f"no job {job}")
     if ordinals := [group.ordinal for group in groups if group.split == "train"]:
         _raise_cursor(connection, job, ordinals)
@@ -96,13 +110,12 @@ def finish_group(
 ) -> None:
     """Close an open group. Raises :class:`Conflict` if it is not open, or is to be ready with an open episode."""
     values = {"state": state, "min_version": min_version, "reason": reason, "finished": time}
-    is_open = (GroupRow.id == group) & (GroupRow.state == "open")
-    if connection.execute(update(GroupRow).where(is_open).values(values)).rowcount == 0:
+    if connection.execute(_CLOSE_GROUP, {"group": group, **values}).rowcount == 0:
         raise Conflict(f"group {group} is not open")
     unfinished = _drop_open_episodes(connection, [group], time, reason)
     if state == "ready" and unfinished:
         raise Conflict(f"group {group} still has {unfinished} open episodes")
-    _save_counters(connection, select(GroupRow.job).where(GroupRow.id == group), counters)
+    _save_counters(connection, _SAVE_GROUPS_COUNTERS, group, counters)
 
 
 def drop_groups(
@@ -110,7 +123,8 @@ def drop_groups(
 ) -> list[str]:
     """Drop the groups that are open or ready; returns their ids (the others were closed before and do not change)."""
     found = drop_alive(connection, GroupRow.id.in_(groups), time, reason)
-    _save_counters(connection, select(GroupRow.job).where(GroupRow.id.in_(groups[:1])), counters)
+    if groups:
+        _save_counters(connection, _SAVE_GROUPS_COUNTERS, groups[0], counters)
     return sorted(found, key=list(groups).index)
 
 
@@ -183,27 +197,24 @@ def _groups_in(connection: Connection, job: str, state: GroupState) -> list[Grou
 
 
 def _change_open_episode(connection: Connection, episode: str, values: dict[str, Any], counters: Counters) -> bool:
-    _save_counters(connection, select(EpisodeRow.job).where(EpisodeRow.id == episode), counters)
-    is_open = (EpisodeRow.id == episode) & (EpisodeRow.state == "open")
-    return connection.execute(update(EpisodeRow).where(is_open).values(values)).rowcount == 1
+    _save_counters(connection, _SAVE_EPISODES_COUNTERS, episode, counters)
+    return connection.execute(_CHANGE_EPISODE, {"episode": episode, **values}).rowcount == 1
 
 
 def _raise_cursor(connection: Connection, job: str, ordinals: Sequence[int]) -> None:
     start = min(ordinals)
     if sorted(ordinals) != list(range(start, start + len(ordinals))):
         raise Conflict(f"training groups must have consecutive ordinals, given {sorted(ordinals)}")
-    free = (JobRow.id == job) & (JobRow.cursor == start) & JobRow.finished.is_(None)
-    if connection.execute(update(JobRow).where(free).values(cursor=start + len(ordinals))).rowcount == 0:
+    values = {"job": job, "start": start, "cursor": start + len(ordinals)}
+    if connection.execute(_MOVE_CURSOR, values).rowcount == 0:
         raise Conflict(f"job {job} is finished, or its next training group is not number {start}")
 
 
-def _save_counters(connection: Connection, job: Select[str], counters: Counters) -> None:
+def _save_counters(connection: Connection, statement: Update, member: str, counters: Counters) -> None:
     if counters is not None:
-        mine = JobRow.id == job.scalar_subquery()
-        connection.execute(update(JobRow).where(mine).values(counters=dict(counters)))
+        connection.execute(statement, {"member": member, "counters": dict(counters)})
 
 
 def _drop_open_episodes(connection: Connection, groups: Sequence[str], time: float, reason: str) -> int:
-    left = EpisodeRow.group_id.in_(groups) & (EpisodeRow.state == "open")
-    values = {"state": "dropped", "error": reason, "finished": time}
-    return connection.execute(update(EpisodeRow).where(left).values(values)).rowcount
+    values = {"groups": groups, "state": "dropped", "error": reason, "finished": time}
+    return connection.execute(_CLOSE_EPISODES, values).rowcount

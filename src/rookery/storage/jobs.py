@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, func, insert, select, update
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage.columns import add, add_new, fetch_all, fetch_one, get
+from rookery.storage.columns import add, add_new, fetch_all, fetch_one, find, get
 from rookery.storage.groups import drop_alive
 from rookery.storage.models import FINAL_JOB_STATES, EventRow, GroupRow, JobRow, JobState, PolicyRow
 
@@ -23,10 +23,9 @@ def submit_job(connection: Connection, row: JobRow, policies: Sequence[PolicyRow
     """Store a new job and its policies; returns it and True. If the tenant used this idempotency key before, returns
     that job as it is now and False (the caller compares the specs)."""
     if row.idempotency_key is not None:
-        earlier = select(JobRow).filter_by(tenant=row.tenant, idempotency_key=row.idempotency_key)
         collision = add_new(connection, row)
         if collision is not None:
-            known = fetch_one(connection, JobRow, earlier)
+            known = find(connection, JobRow, tenant=row.tenant, idempotency_key=row.idempotency_key)
             if known is None:
                 raise collision
             return known, False
@@ -39,7 +38,7 @@ def submit_job(connection: Connection, row: JobRow, policies: Sequence[PolicyRow
 
 def get_job(connection: Connection, tenant: str, job: str) -> JobRow:
     """Raises :class:`NotFound` if this tenant has no such job."""
-    return get(connection, JobRow, select(JobRow).filter_by(id=job, tenant=tenant), f"job {job}")
+    return get(connection, JobRow, f"job {job}", id=job, tenant=tenant)
 
 
 def list_jobs(connection: Connection, tenant: str) -> list[JobRow]:
@@ -70,7 +69,7 @@ def set_job_state(
     if state == "running":
         values["started"] = func.coalesce(JobRow.started, time)
     changed = connection.execute(update(JobRow).where(JobRow.id == job, JobRow.finished.is_(None)).values(values))
-    row = get(connection, JobRow, select(JobRow).filter_by(id=job), f"job {job}")
+    row = get(connection, JobRow, f"job {job}", id=job)
     if changed.rowcount == 0:
         raise Conflict(f"job {job} is {row.state} already")
     text = f"{state}: {reason}".rstrip(": ")
@@ -115,9 +114,11 @@ def all_policies(connection: Connection, tenant: str) -> dict[str, list[PolicyRo
 
 
 def get_policy(connection: Connection, tenant: str, job: str | None, name: str) -> PolicyRow:
-    """Raises :class:`NotFound` if this tenant has no such job, or the job no such policy."""
-    query = select(PolicyRow).filter_by(job=job, tenant=tenant, name=name)
-    return get(connection, PolicyRow, query, f"policy {name} of job {job}")
+    """Raises :class:`NotFound` if this tenant has no such job, or the job no such policy. ``job`` None: a client's."""
+    row = fetch_one(connection, PolicyRow, select(PolicyRow).filter_by(job=job, tenant=tenant, name=name))
+    if row is None:
+        raise NotFound(f"no policy {name} of job {job}")
+    return row
 
 
 def next_lease(connection: Connection, policy: str) -> int:

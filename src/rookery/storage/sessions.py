@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sqlalchemy import Connection, delete, exists, func, not_, or_, select, update
+from sqlalchemy import Connection, bindparam, delete, exists, func, not_, or_, select, update
 
 from rookery.errors import Conflict, NotFound
 from rookery.protocol import Manifest
-from rookery.storage.columns import add, add_new, fetch_all, fetch_one, get
+from rookery.storage.columns import add, add_new, fetch_all, find, get
 from rookery.storage.models import (
     CheckpointRow,
     FutureRow,
@@ -27,6 +27,10 @@ from rookery.storage.models import (
 )
 from rookery.storage.versions import add_version, unnamed
 
+_FINISH_FUTURE = update(FutureRow).where(FutureRow.id == bindparam("future"), FutureRow.outcome.is_(None))
+_EMPTY_CALL = update(FutureRow).where(FutureRow.id == bindparam("future"), FutureRow.model.is_(None))
+"""Statements of frequent calls; the changed columns are the other parameters."""
+
 # --- sessions ---------------------------------------------------------------------------------------------------------
 
 
@@ -35,8 +39,7 @@ def add_session(connection: Connection, row: SessionRow) -> SessionRow:
     collision = add_new(connection, row)
     if collision is None:
         return row
-    key = select(SessionRow).filter_by(tenant=row.tenant, idempotency_key=row.idempotency_key)
-    known = fetch_one(connection, SessionRow, key)
+    known = find(connection, SessionRow, tenant=row.tenant, idempotency_key=row.idempotency_key)
     if known is None:
         raise collision
     return known
@@ -44,7 +47,7 @@ def add_session(connection: Connection, row: SessionRow) -> SessionRow:
 
 def get_session(connection: Connection, tenant: str, id: str) -> SessionRow:
     """Raises :class:`NotFound` if this tenant has no such session."""
-    return get(connection, SessionRow, select(SessionRow).filter_by(id=id, tenant=tenant), f"session {id}")
+    return get(connection, SessionRow, f"session {id}", id=id, tenant=tenant)
 
 
 def list_sessions(connection: Connection, tenant: str) -> list[SessionRow]:
@@ -81,8 +84,8 @@ def add_model(connection: Connection, row: ModelRow, policy: PolicyRow) -> None:
 
 def get_model(connection: Connection, tenant: str, id: str) -> tuple[ModelRow, PolicyRow]:
     """Raises :class:`NotFound` if this tenant has no such model."""
-    row = get(connection, ModelRow, select(ModelRow).filter_by(id=id, tenant=tenant), f"model {id}")
-    return row, get(connection, PolicyRow, select(PolicyRow).filter_by(id=row.policy), f"policy {row.policy}")
+    row = get(connection, ModelRow, f"model {id}", id=id, tenant=tenant)
+    return row, get(connection, PolicyRow, f"policy {row.policy}", id=row.policy)
 
 
 def list_models(connection: Connection, tenant: str, session: str | None = None) -> list[ModelRow]:
@@ -159,7 +162,7 @@ def add_sampler(connection: Connection, row: SamplerRow) -> SamplerRow:
 
 def get_sampler(connection: Connection, tenant: str, id: str) -> SamplerRow:
     """Raises :class:`NotFound` if this tenant has no such sampler."""
-    return get(connection, SamplerRow, select(SamplerRow).filter_by(id=id, tenant=tenant), f"sampler {id}")
+    return get(connection, SamplerRow, f"sampler {id}", id=id, tenant=tenant)
 
 
 def list_samplers(connection: Connection, tenant: str, session: str) -> list[SamplerRow]:
@@ -207,7 +210,7 @@ def save_checkpoint(
     Returns the hash of the artifact that it replaces, if nothing names that now. Raises :class:`Conflict` where the
     name is taken and ``overwrite`` is False."""
     key = {"model": row.model, "kind": row.kind, "name": row.name}
-    known = fetch_one(connection, CheckpointRow, select(CheckpointRow).filter_by(**key))
+    known = find(connection, CheckpointRow, **key)
     if known is not None and not overwrite:
         raise Conflict(f"{row.path} exists already; choose another name, or overwrite")
     connection.execute(delete(CheckpointRow).filter_by(**key))
@@ -220,8 +223,15 @@ def save_checkpoint(
 
 def get_checkpoint(connection: Connection, tenant: str, model: str, kind: str, name: str) -> CheckpointRow:
     """Raises :class:`NotFound` if this tenant has none there."""
-    query = select(CheckpointRow).filter_by(model=model, kind=kind, name=name, tenant=tenant)
-    return get(connection, CheckpointRow, query, f"checkpoint tinker://{model}/{kind}/{name}")
+    return get(
+        connection,
+        CheckpointRow,
+        f"checkpoint tinker://{model}/{kind}/{name}",
+        model=model,
+        kind=kind,
+        name=name,
+        tenant=tenant,
+    )
 
 
 def list_checkpoints(connection: Connection, tenant: str, model: str | None = None) -> list[CheckpointRow]:
@@ -268,7 +278,7 @@ def open_future(connection: Connection, row: FutureRow) -> tuple[FutureRow, bool
     collision = add_new(connection, row)
     if collision is None:
         return row, True
-    known = fetch_one(connection, FutureRow, select(FutureRow).filter_by(id=row.id))
+    known = find(connection, FutureRow, id=row.id)
     if known is None:
         raise collision
     return known, False
@@ -279,15 +289,14 @@ def finish_future(connection: Connection, id: str, outcome: bytes, time: float, 
     ``trace`` in the model and neither did any between it and the policy's head."""
     _write_outcome(connection, id, outcome, time)
     if trace:
-        modelless = (FutureRow.id == id) & FutureRow.model.is_(None)
-        connection.execute(update(FutureRow).where(modelless).values(call=b""))
+        connection.execute(_EMPTY_CALL, {"future": id, "call": b""})
     else:
         _pass_over(connection, id)
 
 
 def get_future(connection: Connection, tenant: str, id: str) -> FutureRow:
     """Raises :class:`NotFound` if this tenant has none by that id (any more)."""
-    return get(connection, FutureRow, select(FutureRow).filter_by(id=id, tenant=tenant), f"future {id}")
+    return get(connection, FutureRow, f"future {id}", id=id, tenant=tenant)
 
 
 def open_futures(connection: Connection) -> list[FutureRow]:
@@ -322,8 +331,7 @@ def drop_futures(connection: Connection, before: float) -> int:
 
 def _write_outcome(connection: Connection, id: str, outcome: bytes, time: float) -> None:
     """The first outcome of a future stays."""
-    open_one = (FutureRow.id == id) & FutureRow.outcome.is_(None)
-    connection.execute(update(FutureRow).where(open_one).values(outcome=outcome, finished=time))
+    connection.execute(_FINISH_FUTURE, {"future": id, "outcome": outcome, "finished": time})
 
 
 def _pass_over(connection: Connection, id: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy import Connection, delete, insert, select, update
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage.columns import add, add_new, fetch_all, fetch_one, get
+from rookery.storage.columns import add, add_new, fetch_all, fetch_one, find, get
 from rookery.storage.models import EventRow, Fact, KeyRow, TenantRow, UploadKind, UploadRow, UsageRow
 
 TENANT_TOTAL = ""
@@ -35,7 +35,7 @@ def create_tenant(connection: Connection, id: str, name: str, created: float, ad
 
 def get_tenant(connection: Connection, id: str) -> TenantRow:
     """Raises :class:`NotFound`."""
-    return get(connection, TenantRow, select(TenantRow).filter_by(id=id), f"tenant {id}")
+    return get(connection, TenantRow, f"tenant {id}", id=id)
 
 
 def list_tenants(connection: Connection) -> list[TenantRow]:
@@ -76,8 +76,7 @@ def add_upload(connection: Connection, tenant: str, kind: UploadKind, hash: str,
 
 def get_upload(connection: Connection, tenant: str, kind: UploadKind, hash: str) -> UploadRow:
     """Raises :class:`NotFound` unless this tenant brought the bytes."""
-    query = select(UploadRow).filter_by(hash=hash, tenant=tenant, kind=kind)
-    return get(connection, UploadRow, query, f"{kind} {hash}")
+    return get(connection, UploadRow, f"{kind} {hash}", hash=hash, tenant=tenant, kind=kind)
 
 
 def add_event(connection: Connection, tenant: str, job: str | None, time: float, kind: str, text: str) -> None:
@@ -110,7 +109,7 @@ def tenant_usage(connection: Connection, tenant: str) -> dict[str, Any]:
 
 def job_usage(connection: Connection, tenant: str, job: str) -> Any:
     """Empty where nothing was counted yet."""
-    row = fetch_one(connection, UsageRow, select(UsageRow).filter_by(tenant=tenant, job=job))
+    row = find(connection, UsageRow, tenant=tenant, job=job)
     return {} if row is None else row.used
 
 
@@ -122,5 +121,5 @@ def usage_totals(connection: Connection) -> dict[str, Any]:
 
 def fleet_usage(connection: Connection) -> Any:
     """Empty where nothing was counted yet."""
-    row = fetch_one(connection, Fact, select(Fact).filter_by(name=_FLEET))
+    row = find(connection, Fact, name=_FLEET)
     return {} if row is None else json.loads(row.value)

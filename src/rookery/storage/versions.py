@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, select, update
+from sqlalchemy import Connection, bindparam, delete, func, select, update
 
 from rookery.errors import Conflict
 from rookery.protocol import Manifest
@@ -29,6 +29,16 @@ from rookery.storage.models import (
     UploadRow,
     VersionRow,
 )
+
+_CHANGE_JOB = update(JobRow).where(JobRow.id == bindparam("job"), JobRow.finished.is_(None))
+_LOCKED_POLICY = select(PolicyRow).where(PolicyRow.id == bindparam("policy")).with_for_update()
+_CHANGE_POLICY = update(PolicyRow).where(PolicyRow.id == bindparam("policy"))
+_LAST_VERSION = select(func.max(VersionRow.version)).where(VersionRow.policy == bindparam("policy"))
+_DELETE_STEPS = delete(StepRow).where(StepRow.job == bindparam("of"), StepRow.step > bindparam("after"))
+_CONSUME = update(GroupRow).where(
+    GroupRow.id.in_(bindparam("groups", expanding=True)), GroupRow.job == bindparam("of"), GroupRow.state == "ready"
+)
+"""Statements of a commit; the changed columns are the other parameters."""
 
 
 def commit_step(
@@ -53,9 +63,8 @@ def commit_step(
     :class:`Conflict`, and changes nothing, if the job is finished or the policy is not its, the lease is not the
     newest, the head is not ``parent``, or a group is not ready.
     """
-    alive = (JobRow.id == job) & JobRow.finished.is_(None)
     state = {"step": step, "counters": dict(counters), "rng": dict(rng)}
-    if connection.execute(update(JobRow).where(alive).values(state)).rowcount == 0:
+    if connection.execute(_CHANGE_JOB, {"job": job, **state}).rowcount == 0:
         raise Conflict(f"job {job} is finished or does not exist")
     rewards = [row["reward"] for row in metrics if row.get("reward") is not None]
     row = add_version(
@@ -64,7 +73,7 @@ def commit_step(
     )  # fmt: skip
     if metrics:
         steps = [_step_row(row.tenant, job, row.version, taken) for taken in metrics]
-        connection.execute(delete(StepRow).where(StepRow.job == job, StepRow.step >= steps[0].step))
+        connection.execute(_DELETE_STEPS, {"of": job, "after": steps[0].step - 1})
         add(connection, *steps)
     _consume(connection, job, groups, row.version)
     return row
@@ -84,9 +93,9 @@ def add_version(
 ) -> VersionRow:
     """The next version of ``policy``, now its head. Raises :class:`Conflict` unless lease and parent are the newest."""
     owner = _check_head(connection, job, policy, lease, parent)
-    last = connection.execute(select(func.max(VersionRow.version)).where(VersionRow.policy == policy)).scalar()
+    last = connection.execute(_LAST_VERSION, {"policy": policy}).scalar()
     version = 0 if last is None else last + 1
-    connection.execute(update(PolicyRow).where(PolicyRow.id == policy).values(head_version=version))
+    connection.execute(_CHANGE_POLICY, {"policy": policy, "head_version": version})
     row = VersionRow(
         policy=policy, version=version, tenant=owner.tenant, parent=parent, manifest=manifest, hash=manifest.hash,
         step=step, created=time, reward=reward,
@@ -129,8 +138,9 @@ def versions(connection: Connection, tenant: str, policy: str) -> list[VersionRo
 
 def version(connection: Connection, tenant: str, policy: str, version: int) -> VersionRow:
     """Raises :class:`NotFound` if this tenant has no such policy, or the policy no such version."""
-    query = select(VersionRow).filter_by(policy=policy, tenant=tenant, version=version)
-    return get(connection, VersionRow, query, f"version {version} of policy {policy}")
+    return get(
+        connection, VersionRow, f"version {version} of policy {policy}", policy=policy, tenant=tenant, version=version
+    )
 
 
 def retire_version(connection: Connection, policy: str, version: int) -> str | None:
@@ -161,7 +171,7 @@ def rollback(connection: Connection, policy: str, version: int, why: str) -> Ver
     connection.execute(update(VersionRow).filter_by(policy=policy, version=version).values(dead))
     connection.execute(update(PolicyRow).filter_by(id=policy).values(head_version=ancestor.version))
     connection.execute(update(JobRow).filter_by(id=owner.job).values(step=ancestor.step))
-    connection.execute(delete(StepRow).where(StepRow.job == owner.job, StepRow.step > ancestor.step))
+    connection.execute(_DELETE_STEPS, {"of": owner.job, "after": ancestor.step})
     return ancestor
 
 
@@ -232,8 +242,8 @@ def is_live(connection: Connection, digest: str) -> bool:
 
 
 def _check_head(connection: Connection, job: str | None, policy: str, lease: int, parent: int | None) -> PolicyRow:
-    owner = fetch_one(connection, PolicyRow, select(PolicyRow).filter_by(id=policy, job=job).with_for_update())
-    if owner is None:
+    owner = fetch_one(connection, PolicyRow, _LOCKED_POLICY, {"policy": policy})
+    if owner is None or owner.job != job:
         raise Conflict(f"job {job} has no policy {policy}")
     if owner.lease != lease:
         raise Conflict(f"policy {policy} is leased as {owner.lease}, not {lease}: another trainer took over")
@@ -250,13 +260,11 @@ def _step_row(tenant: str, job: str, version: int, metrics: Mapping[str, Any]) -
 
 
 def _consume(connection: Connection, job: str, groups: Sequence[str], version: int) -> None:
-    ready = GroupRow.id.in_(groups) & (GroupRow.job == job) & (GroupRow.state == "ready")
-    values = {"state": "consumed", "consumed_by": version}
-    consumed = connection.execute(update(GroupRow).where(ready).values(values)).rowcount
+    values = {"groups": groups, "of": job, "state": "consumed", "consumed_by": version}
+    consumed = connection.execute(_CONSUME, values).rowcount
     if consumed != len(groups):
         raise Conflict(f"{len(groups) - consumed} of {len(groups)} groups are not ready, or named twice")
 
 
 def _version(connection: Connection, policy: str, version: int) -> VersionRow:
-    query = select(VersionRow).filter_by(policy=policy, version=version)
-    return get(connection, VersionRow, query, f"version {version} of policy {policy}")
+    return get(connection, VersionRow, f"version {version} of policy {policy}", policy=policy, version=version)
