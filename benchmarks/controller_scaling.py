@@ -24,19 +24,18 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from harness import ROOT, Result, command
 
 sys.path.insert(0, str(ROOT))
 
 from tests.chaos.faults import Plan
-from tests.chaos.links import Peer, Wire
+from tests.chaos.network import NetworkConnection, PeerEnd
 from tests.chaos.run import MEMORY, Run
-from tests.chaos.site import Timers
 
 from rookery import protocol
 from rookery.simulation.clock import VirtualLoop
@@ -71,28 +70,40 @@ class Meter:
         """Nanoseconds by kind of frame, from its arrival until the next is waited for."""
         self._came: tuple[str, int] | None = None
 
-    def arrived(self, link: Wire, message: Any) -> None:
-        """As of :class:`tests.chaos.links.Watch`."""
+    def arrived(self, connection: NetworkConnection, frame: bytes) -> None:
+        """See :class:`tests.chaos.network.Observer`."""
+        message = protocol.decode(connection.decoder, frame)
         kind = type(message).__name__
         self.events[kind] += max(1, len(message.chunks)) if isinstance(message, protocol.Output) else 1
         self._came = (kind, time.thread_time_ns())
 
-    def settled(self, link: Wire) -> None:
+    def handled(self, connection: NetworkConnection) -> None:
         if self._came is not None:
             (kind, began), self._came = self._came, None
             self.handling[kind] += time.thread_time_ns() - began
 
-    def of_peers(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call``, which is the peers' business."""
 
-        def timed(*arguments: Any) -> Any:
-            began = time.thread_time_ns()
-            try:
-                return call(*arguments)
-            finally:
-                self.peers += time.thread_time_ns() - began
+class TimedCoroutine(Coroutine[Any, Any, Any]):
+    """Adds the time of each step of a peer's coroutine to the meter."""
 
-        return timed
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], meter: Meter) -> None:
+        self._coroutine, self._meter = coroutine, meter
+
+    def send(self, value: Any) -> Any:
+        return self._timed(self._coroutine.send, value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._timed(self._coroutine.throw, *error)
+
+    def __await__(self) -> Any:
+        return self._coroutine.__await__()
+
+    def _timed(self, step: Callable[..., Any], *values: Any) -> Any:
+        began = time.thread_time_ns()
+        try:
+            return step(*values)
+        finally:
+            self._meter.peers += time.thread_time_ns() - began
 
 
 class Quiet(Run):
@@ -100,24 +111,29 @@ class Quiet(Run):
 
     meter: Meter
 
-    def dial(self, peer: Peer, kind: str) -> Wire | None:
-        link = super().dial(peer, kind)
-        if link is not None:
-            link._watch = self.meter  # instead of the onlooker
-            send = link.send
+    def dial(self, kind: Literal["worker", "host"]) -> PeerEnd:
+        end = super().dial(kind)
+        connection = end.network
+        connection.decoder = protocol.from_worker if kind == "worker" else protocol.from_host
+        connection.observer = self.meter  # instead of the checks
+        send = connection.send
 
-            async def counted(frame: bytes) -> None:
-                self.meter.events["to peers"] += 1
-                await send(frame)
+        async def counted(frame: bytes) -> None:
+            self.meter.events["to peers"] += 1
+            await send(frame)
 
-            setattr(link, "send", counted)  # noqa: B010 (a method for an instance)
-        return link
+        setattr(connection, "send", counted)  # noqa: B010 (a method for an instance)
+        return end
+
+    def make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **more: Any) -> asyncio.Task[Any]:
+        """Tasks of the peers are timed; their coroutines are methods of fakes."""
+        if work.__qualname__.startswith("Fake"):
+            work = TimedCoroutine(work, self.meter)
+        return super().make_task(loop, work, **more)
 
     async def measure(self) -> dict[str, Any]:
         """Time per event, in microseconds of the processor."""
         self.calm, self.meter = True, Meter()
-        Timers._make = self.meter.of_peers(Timers._make)  # type: ignore[method-assign]
-        Wire._land_down = self.meter.of_peers(Wire._land_down)  # type: ignore[method-assign]
         await self.open()
         self.requests.end()
         for _ in range(self.plan.jobs):
@@ -155,13 +171,9 @@ class Quiet(Run):
 
 def measure(workers: int, jobs: int) -> dict[str, Any]:
     """One run in a loop of its own."""
-    make, land = Timers._make, Wire._land_down
-    try:
-        with tempfile.TemporaryDirectory(dir=MEMORY) as folder, asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            plan = replace(QUIET, workers=workers, jobs=jobs)
-            return runner.run(Quiet(plan, Path(folder), time.monotonic()).measure())
-    finally:
-        Timers._make, Wire._land_down = make, land  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder, asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        plan = replace(QUIET, workers=workers, jobs=jobs)
+        return runner.run(Quiet(plan, Path(folder), time.monotonic()).measure())
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:

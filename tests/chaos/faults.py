@@ -6,6 +6,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
+from rookery.simulation.fakes.text import UniformLength
+
+LENGTH = UniformLength(1, 1.25)
+"""Of replies: one in five is cut at its limit."""
+
 Kind = Literal[
     "kill", "power", "drain", "break", "half-open", "freeze", "close", "garbage", "host", "host-kill",
 ]  # fmt: skip
@@ -105,13 +110,13 @@ class Plan:
         }
 
 
-class Dice:
+class RandomSource:
     """Everything random in a run, from its seed."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
 
-    def about(self, mean: float) -> float:
+    def around(self, mean: float) -> float:
         """A time around ``mean``: most are near it, a few several times as long."""
         return self.random.gammavariate(2.0, mean / 2.0)
 

@@ -28,38 +28,20 @@ from rookery import protocol
 from rookery.algorithms.advantages import advantages
 from rookery.controller.jobs.trajectory import outcome_decoder
 from rookery.errors import RookeryError
+from rookery.simulation.fakes.trainer import ADAPTER, AdapterState, Example, chain_of
 from rookery.spec.job import JobSpec
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database
 from rookery.storage.models import FINAL_JOB_STATES, GroupRow, JobRow, JobState, PolicyRow, VersionRow
 
-ADAPTER = "adapter_model.safetensors"
-"""The file in which a modelled trainer writes :class:`State`."""
-
 Trace = tuple[int, int]
 """A training sequence as told apart from others: hashes of its prompt and of what follows."""
 
 
-class State(msgspec.Struct):
-    """What a modelled trainer makes: the history of its policy since the parent, and a hash over all of it."""
-
-    chain: str
-    parent: str
-    """The parent's chain."""
-    steps: list[list[str]] = []
-    """Of each optimizer step, the hashes of the batches in its gradient."""
-
-
-def chained(parent: str, steps: Sequence[Sequence[str]]) -> str:
-    """The chain of a state that took ``steps`` from one with ``parent``."""
-    return protocol.manifest_of([protocol.Shard(name=parent, size=0, sha256=repr([list(step) for step in steps]))]).hash
-
-
-def traces(batch: protocol.TrainingBatch) -> Counter[Trace]:
-    """The sequences of a training batch."""
-    return Counter(
-        (hash(tuple(unit.prompt)), hash(tuple(member.tokens))) for unit in batch.groups for member in unit.members
-    )
+def traces(example: Example) -> Counter[Trace]:
+    """The sequences of a group in a training batch."""
+    assert isinstance(example, protocol.SharedPrefixGroup)
+    return Counter((hash(tuple(example.prompt)), hash(tuple(member.tokens))) for member in example.members)
 
 
 @dataclass
@@ -90,12 +72,16 @@ class History:
         self.lasting = Lasting(self.named)
         self.specs: dict[str, JobSpec] = {}
         self.states: dict[str, JobState] = {}
-        self.trained_batches: dict[str, Counter[Trace]] = {}
-        """By hash, what trainers fetched."""
+        self._trained_examples: dict[str, Counter[Trace]] = {}
+        """By digest, the groups that trainers fetched."""
         self._artifacts = artifacts
         self._policies: dict[str, _Policy] = {}
         self._groups: dict[str, _Group] = {}
         self._cursors: Counter[str] = Counter()
+
+    def add_example(self, digest: str, example: Example) -> None:
+        """A trainer has fetched a group."""
+        self._trained_examples[digest] = traces(example)
 
     # --- what frames may name -----------------------------------------------------------------------------------------
 
@@ -188,7 +174,7 @@ class History:
             before = policy.chains[row.parent] if row.parent is not None else ""
             if row.parent is not None and state.parent != before:
                 self.events.fail("chain", f"{name} was not trained from its parent", job)
-            if state.chain != chained(state.parent, state.steps) or len(state.steps) != row.step - parent:
+            if state.chain != chain_of(state.parent, state.steps) or len(state.steps) != row.step - parent:
                 self.events.fail("chain", f"{name} has {len(state.steps)} steps of {row.step - parent}", job)
             policy.chains[row.version] = state.chain
             if row.parent is not None:
@@ -199,15 +185,17 @@ class History:
                 self.events.fail("groups", f"{name} consumed {group}, which is {self._groups[group].state}", group)
             self._groups[group] = _Group(job, "consumed")
 
-    def _read(self, row: VersionRow, name: str) -> State | None:
+    def _read(self, row: VersionRow, name: str) -> AdapterState | None:
         try:
             self._artifacts.verify(row.hash)
-            return msgspec.json.decode(self._artifacts.path(row.hash, ADAPTER).read_bytes(), type=State)
+            return msgspec.json.decode(self._artifacts.path(row.hash, ADAPTER).read_bytes(), type=AdapterState)
         except RookeryError as error:
             self.events.fail("durable", f"{name} is committed and its artifact is not whole: {error}", row.policy)
             return None
 
-    def _trained(self, job: str, policy: _Policy, name: str, step: int, state: State, groups: Sequence[str]) -> None:
+    def _trained(
+        self, job: str, policy: _Policy, name: str, step: int, state: AdapterState, groups: Sequence[str]
+    ) -> None:
         """What the version consumed is what its trainer was given, each sequence once, in time."""
         algorithm = self.specs[job].algorithm
         wanted: Counter[Trace] = Counter()
@@ -221,9 +209,9 @@ class History:
                     wanted.update(sequences)
                     origin.update(dict.fromkeys(sequences, oldest))
         found: Counter[Trace] = Counter()
-        for at, batches in enumerate(state.steps, step):
-            for digest in batches:
-                for trace, count in self.trained_batches[digest].items():
+        for at, taken in enumerate(state.steps, step):
+            for digest in taken.examples:
+                for trace, count in self._trained_examples[digest].items():
                     found[trace] += count
                     if at - origin.get(trace, at) > algorithm.max_staleness:
                         old, allowed = at - origin[trace], algorithm.max_staleness

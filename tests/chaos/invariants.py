@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.chaos.events import Events
-from tests.chaos.links import Wire
-from tests.chaos.texts import text
+from tests.chaos.faults import LENGTH
+from tests.chaos.network import NetworkConnection
 
 from rookery import protocol
 from rookery.controller.controller import Controller
@@ -27,6 +27,7 @@ from rookery.controller.fleet.fleet import FleetListener
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.scheduler import REASSIGNED, GenerationFailed, SamplingRequest, SamplingResult
 from rookery.settings import Settings
+from rookery.simulation.fakes.text import reply_of
 
 
 @dataclass(eq=False)
@@ -135,7 +136,7 @@ class Requests(FleetListener):
         if account is not None and account.ended and account.run == run:
             self._events.fail("once", f"{request.id} is sampled again after its end", request.id)
         if account is None or account.ended:
-            tokens, _, finish = text(request.generate.seed, request.generate.max_tokens)
+            tokens, _, finish = reply_of(request.generate.seed, request.generate.max_tokens, LENGTH)
             account = Account(request.id, request.job, run, tokens, finish, request.generate.in_flight != "finish")
             self._accounts[request.id] = account
         account.run, account.asked = run, True
@@ -179,7 +180,7 @@ class Requests(FleetListener):
 
     def on_worker_joined(self, worker: Worker) -> None:
         connection = Connection(worker, worker.epoch)
-        assert isinstance(worker.connection, Wire)
+        assert isinstance(worker.connection, NetworkConnection)
         worker.connection.owner = connection
         if worker.epoch <= self._lasting.epoch:
             self._events.fail("epochs", f"{worker.name} got {worker.epoch} after {self._lasting.epoch}", worker.name)
@@ -207,8 +208,12 @@ class Requests(FleetListener):
                 account = connection.requests[message.request]
                 account.refs.add((message.adapter.policy, message.adapter.version))
                 named(message.adapter, "Switch")
-            case protocol.ForwardBackward() | protocol.OptimStep():
-                named(message.parent, type(message).__name__)
+            case protocol.ForwardBackward() | protocol.OptimStep() | protocol.InitAdapter():
+                if "train" not in connection.worker.hello.roles:
+                    name = connection.worker.name
+                    self._events.fail("jobs", f"{name} does not train and was sent {type(message).__name__}", name)
+                if not isinstance(message, protocol.InitAdapter):
+                    named(message.parent, type(message).__name__)
             case protocol.VersionCommitted():
                 named(message.ref, "Committed")
             case protocol.PrefetchAdapters():
@@ -239,7 +244,7 @@ class Requests(FleetListener):
             self._events.fail("room", f"{name} holds {len(connection.requests)} requests", name)
 
     def on_worker_lost(self, worker: Worker, reason: str) -> None:
-        connection = worker.connection.owner if isinstance(worker.connection, Wire) else None
+        connection = worker.connection.owner if isinstance(worker.connection, NetworkConnection) else None
         if connection is None or self._over:
             return
         connection.alive = False
@@ -250,11 +255,14 @@ class Requests(FleetListener):
 
     # --- frames from workers ------------------------------------------------------------------------------------------
 
-    def arrived(self, link: Wire, message: Any) -> None:
-        """Before the controller hears of it."""
+    def arrived(self, link: NetworkConnection, frame: bytes) -> None:
         connection: Connection | None = link.owner
         if connection is None or self._over:
             return
+        try:
+            message: Any = protocol.decode(protocol.from_worker, frame)
+        except protocol.BadFrame:
+            message = None
         if message is None:
             self._events.note("garbage", connection.worker.name)
         elif message.epoch != connection.epoch or not connection.alive:
@@ -263,8 +271,7 @@ class Requests(FleetListener):
         elif isinstance(message, protocol.Output):
             self._output(connection, message)
 
-    def settled(self, link: Wire) -> None:
-        """After it."""
+    def handled(self, link: NetworkConnection) -> None:
         if self._before is not None:
             (connection, before), self._before = self._before, None
             if link.owner is connection and self._state(connection) != before:

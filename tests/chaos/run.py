@@ -11,26 +11,33 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from tests.chaos.events import Events
-from tests.chaos.faults import PREEMPTIONS, Dice, Kind, Plan
+from tests.chaos.faults import PREEMPTIONS, Kind, Plan, RandomSource
 from tests.chaos.history import History, WatchedDatabase
-from tests.chaos.hosts import Host
 from tests.chaos.invariants import Requests
-from tests.chaos.ledger import Dead, SlowWriter
-from tests.chaos.links import Peer, Wire
-from tests.chaos.site import ENVIRONMENT, HOST_TOKEN, MODEL, SLOW_SHARE, WORKER_TOKEN
-from tests.chaos.texts import chat
-from tests.chaos.workers import Machine
+from tests.chaos.machines import (
+    CONTEXT,
+    ENVIRONMENT,
+    HOST_TOKEN,
+    MODEL,
+    SLOW_SHARE,
+    WORKER_TOKEN,
+    HostPlace,
+    SpotMachine,
+)
+from tests.chaos.network import NetworkConnection, PeerEnd
+from tests.chaos.storage import Dead, SlowWriter
 
-from rookery import protocol
 from rookery.aio import RandomIds
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.errors import Conflict, StorageFull, Unavailable
+from rookery.protocol.connection import ConnectionClosed
 from rookery.settings import Settings
 from rookery.simulation.clock import EPOCH, VirtualClock, VirtualLoop
+from rookery.simulation.fakes.text import chat
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import FINAL_JOB_STATES
 from rookery.storage.store import Store
@@ -92,18 +99,12 @@ class NumberedTask(asyncio.Task[Any]):
         return self._number
 
 
-def number_tasks(loop: asyncio.AbstractEventLoop) -> None:
-    """Have ``loop`` make tasks that are numbered from now on."""
-    numbers = count()
-    loop.set_task_factory(lambda loop, work, **named: NumberedTask(next(numbers), work, loop=loop, **named))
-
-
 class Run:
-    """The :class:`~tests.chaos.site.Site` of one run."""
+    """The :class:`~tests.chaos.machines.World` of one run."""
 
     def __init__(self, plan: Plan, folder: Path, began: float) -> None:
         self.plan = plan
-        self.dice = Dice(plan.seed)
+        self.random = RandomSource(plan.seed)
         self.calm = False
         self.preemptions = 0
         self._began = began
@@ -113,7 +114,7 @@ class Run:
             rejoin_seconds=GRACE_SECONDS, worker_wait_seconds=plan.patience,
         )  # fmt: skip
         self._controller: Controller | None = None
-        self._links: dict[Wire, asyncio.Task[None]] = {}
+        self._connections: dict[NetworkConnection, asyncio.Task[None]] = {}
         """Connections, with who speaks for the controller on each."""
         self._jobs: dict[str, str] = {}
         """Tenant by job."""
@@ -122,6 +123,7 @@ class Run:
         """Jobs that the operator has told to go on, without having heard that they do."""
         self._falling: asyncio.Task[None] | None = None
         self._lives = self._tokens = 0
+        self._task_numbers = count()
 
     async def main(self) -> ChaosResult:
         await self.open()
@@ -141,13 +143,13 @@ class Run:
     async def open(self) -> None:
         """Have the controller and its peers begin."""
         self._loop = asyncio.get_running_loop()
-        number_tasks(self._loop)
+        self._loop.set_task_factory(self.make_task)
         self.events = Events(self.plan.seed)
         self._loop.set_exception_handler(self._raised)
         self.artifacts = Artifacts(self._folder / "artifacts")
         self.history = History(self.events, self.artifacts)
         self.history.lasting.first_epoch = int(EPOCH * 1000)
-        self._chat = chat()
+        self._chat = chat(CONTEXT)
         self._database = WatchedDatabase(f"sqlite:///{self._folder}/chaos.db")
         self._database.history = self.history
         self._database.create()
@@ -155,12 +157,20 @@ class Run:
             self._database.create_tenant(f"t{number}", f"Tenant {number}", 1.0)
         await self._start()
         trainers = max(2, round(self.plan.workers * self.plan.trainers))
-        self.machines = [Machine(self, n, trains=n < trainers) for n in range(self.plan.workers)]
-        self.hosts = [Host(self, number) for number in range(self.plan.hosts)]
+        self.machines = [SpotMachine(self, n, trains=n < trainers) for n in range(self.plan.workers)]
+        self.hosts = [HostPlace(self, number) for number in range(self.plan.hosts)]
         for machine in self.machines:
             machine.start()
 
+    def make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **more: Any) -> asyncio.Task[Any]:
+        """A numbered task of the loop."""
+        return NumberedTask(next(self._task_numbers), work, loop=loop, **more)
+
     async def close(self) -> None:
+        for machine in self.machines:
+            machine.close()
+        for host in self.hosts:
+            await host.close()
         await self._fall(late=None)
         self._database.close()
 
@@ -174,22 +184,20 @@ class Run:
     def controller(self) -> Controller | None:
         return self._controller
 
-    def dial(self, peer: Peer, kind: str) -> Wire | None:
+    def dial(self, kind: Literal["worker", "host"]) -> PeerEnd:
         controller = self._controller
         if controller is None:
-            return None
-        plan, slow = self.plan, self.dice.chance(SLOW_SHARE)
-        decoder = protocol.to_worker if kind == "worker" else protocol.to_host
-        latency = plan.slow_latency if slow else plan.latency
-        link = Wire(peer, decoder, self.requests, self.dice.random, latency)
+            raise ConnectionClosed("the controller is down")
+        latency = self.plan.slow_latency if self.random.chance(SLOW_SHARE) else self.plan.latency
+        connection = NetworkConnection(self.requests, self.random.random, latency)
         serve = controller.serve_worker if kind == "worker" else controller.serve_host
-        task = self._loop.create_task(serve(link))
-        self._links[link] = task
-        task.add_done_callback(lambda done: self._hung_up(link, done))
-        return link
+        task = self._loop.create_task(serve(connection))
+        self._connections[connection] = task
+        task.add_done_callback(lambda done: self._hung_up(connection, done))
+        return connection.peer
 
-    def _hung_up(self, link: Wire, task: asyncio.Task[None]) -> None:
-        self._links.pop(link, None)
+    def _hung_up(self, link: NetworkConnection, task: asyncio.Task[None]) -> None:
+        self._connections.pop(link, None)
         if not task.cancelled() and (error := task.exception()) is not None and self._controller is not None:
             self.events.fail("raises", f"the controller's end of a connection raised {error!r}")
 
@@ -205,7 +213,7 @@ class Run:
         """A new process on the same data."""
         self._lives += 1
         self.history.check_heads()
-        self._writer = SlowWriter(self.dice.random, self.events, self.plan.database, self.plan.database_failures)
+        self._writer = SlowWriter(self.random.random, self.events, self.plan.database, self.plan.database_failures)
 
         async def chat_of(model: str) -> Any:
             return self._chat
@@ -228,10 +236,10 @@ class Run:
 
     def _commit_death(self, after: bool) -> bool:
         """Whether the controller dies just before or just after a commit is carried out."""
-        if self.calm or not self.dice.chance(self.plan.commit_deaths / 2):
+        if self.calm or not self.random.chance(self.plan.commit_deaths / 2):
             return False
         self.events.note("controller", "dies after a commit" if after else "dies before a commit")
-        late = self.dice.about(self.plan.down) if self.dice.chance(0.5) else None
+        late = self.random.around(self.plan.down) if self.random.chance(0.5) else None
         self._writer.die(late=late)
         self._crash()
         return True
@@ -244,9 +252,9 @@ class Run:
     async def _fall_and_rise(self) -> None:
         if self._controller is None:
             return
-        late = self.dice.about(self.plan.down) if self.dice.chance(0.5) else None
+        late = self.random.around(self.plan.down) if self.random.chance(0.5) else None
         await self._fall(late)
-        await asyncio.sleep(self.dice.about(self.plan.down))
+        await asyncio.sleep(self.random.around(self.plan.down))
         await self._start()
 
     async def _fall(self, late: float | None) -> None:
@@ -258,10 +266,10 @@ class Run:
         if not self._writer.dead:
             self._writer.die(late=late)
         self.requests.end()
-        for link in list(self._links):
+        for link in list(self._connections):
             link.cut()
         await controller.stop()
-        serving = list(self._links.values())
+        serving = list(self._connections.values())
         for task in serving:
             task.cancel()
         await asyncio.gather(*serving, return_exceptions=True)
@@ -271,44 +279,42 @@ class Run:
     async def _disturb(self) -> None:
         """Faults, one after the other, until there were enough preemptions."""
         rates = self.plan.rates()
-        crash_at = self._loop.time() + self.dice.about(self.plan.restart_every)
+        crash_at = self._loop.time() + self.random.around(self.plan.restart_every)
         while self.preemptions < self.plan.preemptions:
-            pause, kind = self.dice.next_fault(rates)
+            pause, kind = self.random.next_fault(rates)
             await asyncio.sleep(pause)
             if self._loop.time() > crash_at:
-                crash_at = self._loop.time() + self.dice.about(self.plan.restart_every)
+                crash_at = self._loop.time() + self.random.around(self.plan.restart_every)
                 self._crash()
             if kind in ("host", "host-kill"):
                 self.events.note(f"fault {kind}")
-                self.dice.random.choice(self.hosts).disturb(kill=kind == "host-kill")
+                self.random.random.choice(self.hosts).disconnect(kill=kind == "host-kill")
             else:
-                self._fault(kind, self.dice.random.choice(self.machines))
+                self._fault(kind, self.random.random.choice(self.machines))
 
-    def _fault(self, kind: Kind, machine: Machine) -> None:
+    def _fault(self, kind: Kind, machine: SpotMachine) -> None:
         process = machine.process
-        if process is None or (machine.trains and kind in PREEMPTIONS and self.dice.chance(2 / 3)):
+        if process is None or (machine.trains and kind in PREEMPTIONS and self.random.chance(2 / 3)):
             return
-        self.events.note(f"fault {kind}", process.instance)
+        self.events.note(f"fault {kind}", process.identity.instance)
         if kind in PREEMPTIONS:
             self.preemptions += 1
-        link = process.link
+        connection = process.connection
         match kind:
             case "kill" | "power":
-                process.kill(told=kind == "kill")
+                machine.kill(reported=kind == "kill")
             case "drain":
-                process.drain()
+                process.begin_drain()
             case "freeze":
-                process.freeze(self.dice.about(self._settings.worker.suspect_seconds))
-            case _ if link is None:
+                process.freeze(self.random.around(self._settings.worker.suspect_seconds))
+            case _ if not isinstance(connection, PeerEnd):
                 return
             case "break" | "half-open":
-                link.cut(heard_here=kind == "break", heard_there=False)
-                process.closed(link)
+                connection.cut(reported=kind == "break")
             case "close":
-                link.finish()
-                process.closed(link)
+                connection.finish()
             case "garbage":
-                link.say_raw(self.dice.random.randbytes(self.dice.random.randint(0, 40)))
+                connection.transmit(self.random.random.randbytes(self.random.random.randint(0, 40)))
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 

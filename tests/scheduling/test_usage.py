@@ -234,7 +234,7 @@ async def trained(service: Service, busy: Busy) -> JobView:
     await service.host().join()
 
     async def answer(op: Any) -> protocol.OperationDone:
-        done = busy.worker._operate(op)
+        done = busy.worker.operate(op)
         return msgspec.structs.replace(done, metrics={**done.metrics, "seconds": 1.0})
 
     busy.worker.answer = answer

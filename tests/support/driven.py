@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,39 +17,9 @@ from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow
 ADAM = protocol.Adam(lr=0.1)
 
 
-class AddingWorker(ScriptedWorker):
-    """A gradient is the chain of batches that it was added from; rows of a batch have log-probability −1."""
-
-    def _operate(self, op: Any) -> protocol.OperationDone:
-        if isinstance(op, protocol.OptimStep) and op.adam is None:  # a commit alone
-            lease, parent, steps, content = self._states[op.policy]
-            assert (op.lease, op.parent.hash, op.steps) == (lease, parent, steps)
-            return self.upload(op, content)
-        if not isinstance(op, protocol.ForwardBackward):
-            return super()._operate(op)
-        before = self._gradient.get(op.policy, "")
-        content = self.tickets.open_batch(op.batch_ticket)
-        assert content is not None
-        batch = protocol.decode(protocol.batches, content)
-        self.batches[op.op] = batch
-        held = self._states.get(op.policy)
-        wanted = (op.lease, op.parent.hash, op.steps)
-        if held is None or held[:3] != wanted:
-            if op.steps:
-                return protocol.OperationDone(
-                    epoch=0, op=op.op, error=f"holds {held}, wanted {wanted}", category="stale"
-                )
-            self._states[op.policy] = (*wanted, self._content(op.parent))
-        if not op.forward_only:
-            self._gradient[op.policy] = hashlib.sha256(("" if op.zero_grad else before).encode() + content).hexdigest()
-        rows = sum(len(datum.targets) for datum in batch.data)
-        metrics = {"loss:sum": float(rows), "tokens": float(rows)}
-        return protocol.OperationDone(epoch=0, op=op.op, metrics=metrics, logprobs=b"\0\0\x80\xbf" * rows)
-
-
-async def join(service: Service, name: str = "worker", running: Sequence[str] = ()) -> AddingWorker:
+async def join(service: Service, name: str = "worker", running: Sequence[str] = ()) -> ScriptedWorker:
     """A worker that serves; it says that it is ``running`` these requests."""
-    worker = AddingWorker(service.controller.serve_worker, service.controller.tickets, name)
+    worker = ScriptedWorker(service.controller.serve_worker, service.controller.tickets, name)
     service.peers.append(worker)
     await worker.join(running)
     return worker

@@ -14,15 +14,12 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import msgspec
-import tokenizers.models
 from sqlalchemy import create_engine, select, update
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 
 from rookery import protocol
 from rookery.aio import RandomIds
@@ -35,7 +32,9 @@ from rookery.errors import UserError
 from rookery.protocol.connection import Connection, ConnectionClosed
 from rookery.settings import Settings
 from rookery.simulation.fakes.connection import MemoryConnection, connection_pair
-from rookery.spec.policy import TARGETS
+from rookery.simulation.fakes.host import FakeHost, user_message
+from rookery.simulation.fakes.text import TEMPLATE, UniformLength, byte_tokenizer, draw, reply_of
+from rookery.simulation.fakes.trainer import ADAPTER, CONFIG, FakeTrainer, peft_config
 from rookery.storage import models
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database
@@ -49,33 +48,15 @@ KEYS = {"alice-key": "alice", "bob-key": "bob", "service-key": SERVICE}
 PATIENCE = 20.0
 """Seconds after which a test that waits for something gives up."""
 
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
 
 def model_folder(folder: Path, context: int = 512) -> Path:
     """A tokenizer of single bytes and a ChatML template, as a model's folder holds them."""
-    tokenizer = Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=259, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([], trainer)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": context}))
     return folder
-
-
-STOP = 2
-"""The token <|im_end|>."""
 
 
 # --- time -------------------------------------------------------------------------------------------------------------
@@ -127,37 +108,41 @@ async def eventually(holds: Callable[[], bool | Awaitable[bool]]) -> None:
 # --- a worker ---------------------------------------------------------------------------------------------------------
 
 
-def _draw(*parts: object) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
-
-
-@cache
 def text_of(seed: int, max_tokens: int, shortest: int = 1) -> tuple[list[int], list[float], str]:
     """``(tokens, logprobs, finish)`` of the whole reply that this seed gives. Letters, then perhaps the stop token."""
-    wanted = shortest + _draw("length", seed) % max_tokens
-    length = min(wanted, max_tokens)
-    tokens = [ord("a") - ord("!") + 3 + _draw("token", seed, i) % 26 for i in range(length)]
-    if wanted < max_tokens:
-        tokens[-1] = STOP
-    logprobs = [-float(_draw("logprob", seed, i) % 1000) / 250 for i in range(length)]
-    return tokens, logprobs, "stop" if wanted < max_tokens else "length"
+    return reply_of(seed, max_tokens, UniformLength(shortest))
 
 
 def shard(name: str, content: bytes) -> protocol.Shard:
     return protocol.Shard(name=name, size=len(content), sha256=hashlib.sha256(content).hexdigest())
 
 
-ADAPTER = "adapter_model.safetensors"
-CONFIG = "adapter_config.json"
+class Peer:
+    """One end of a connection to the controller, and the tasks of its process."""
+
+    def __init__(self, serve: Callable[[Connection], Awaitable[None]]) -> None:
+        self.serve = serve
+        self.link: MemoryConnection | None = None
+        self.epoch = -1
+        self._tasks: list[asyncio.Task[Any]] = []
+
+    def dial(self) -> MemoryConnection:
+        ours, theirs = connection_pair()
+        self._tasks = [asyncio.ensure_future(self.serve(theirs))]  # type: ignore[arg-type]
+        return ours
+
+    async def disconnect(self) -> None:
+        """The connection ends, and the tasks with it."""
+        assert self.link is not None
+        self.link.cut()
+        for task in self._tasks[1:]:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def peft_config(rank: int = 16, alpha: float = 32.0, targets: Sequence[str] = TARGETS) -> bytes:
-    modules = [f"{target}_proj" for target in targets]
-    return json.dumps({"r": rank, "lora_alpha": alpha, "target_modules": modules}).encode()
-
-
-class ScriptedWorker:
-    """Speaks for one worker process. ``chunk`` tokens go out at a time, one frame each, requests in turn."""
+class ScriptedWorker(Peer):
+    """A worker whose progress a test controls. ``chunk`` tokens are sent at a time, one frame each, requests in turn;
+    operations run at once on a :class:`~rookery.simulation.fakes.trainer.FakeTrainer`."""
 
     def __init__(
         self,
@@ -173,42 +158,38 @@ class ScriptedWorker:
         **hello: Any,
     ) -> None:
         """``hello`` are more fields of its Hello."""
-        self.serve, self.tickets, self.name = serve, tickets, name
+        super().__init__(serve)
+        self.tickets, self.name = tickets, name
         self.instance = instance or f"{name}-process"
         self.roles, self.chunk, self.max_rows, self.shortest = list(roles), chunk, max_rows, shortest
         self.hello = hello
         self.adapters: set[str] = set()
         """Hashes of the adapters in its cache; they stay there when it dies."""
         self.pulling = asyncio.Event()
-        """Whether what it shall hold arrives."""
+        """While clear, no prefetched adapter arrives."""
         self.pulling.set()
-        self.epoch = -1
         self.active: dict[str, tuple[protocol.Generate, int]] = {}
         self.generates: list[protocol.Generate] = []
         self.operations: list[Any] = []
         self.batches: dict[str, protocol.TrainingBatch] = {}
         self.other: list[Any] = []
         self.sampled: Counter[tuple[str, int]] = Counter()
-        """(request, position) of every token that left while the link was up."""
+        """(request, position) of every token that was sent on a live connection."""
         self.chunks_left: int | None = None
-        """Chunks until the process is gone in the middle of a sentence."""
+        """Chunks until the process dies in the middle of a reply."""
         self.generating = asyncio.Event()
         self.generating.set()
         self.training = asyncio.Event()
         self.training.set()
         self.answer: Callable[[Any], Awaitable[protocol.OperationDone | None]] | None = None
-        """Answers an operation otherwise: a ``Done`` instead of what would be done, or None to do that."""
+        """Answers an operation instead of the trainer; None from it lets the trainer answer."""
+        self.trainer = FakeTrainer()
         self._work = asyncio.Event()
-        self._states: dict[str, tuple[int, str, int, str]] = {}
-        self._gradient: dict[str, int] = {}
-        self._tasks: list[asyncio.Task[Any]] = []
-        self.link: MemoryConnection | None = None
 
     # --- its connection -----------------------------------------------------------------------------------------------
 
     async def join(self, running: Sequence[str] = (), token: str = WORKER_TOKEN) -> ScriptedWorker:
-        self.link, theirs = connection_pair()
-        self._tasks = [asyncio.ensure_future(self.serve(theirs))]
+        self.link = self.dial()
         hello = protocol.Hello(
             protocol=protocol.PROTOCOL, token=token, name=self.name, instance=self.instance, model=MODEL,
             model_hash="m",
@@ -225,14 +206,10 @@ class ScriptedWorker:
         return self
 
     async def die(self) -> None:
-        """As ``kill -9`` does: the link is over, whatever it was doing."""
-        assert self.link is not None
-        self.link.cut()
-        for task in self._tasks[1:]:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """As ``kill -9`` does: the connection ends, whatever it was doing."""
+        await self.disconnect()
         self.active.clear()
-        self._states.clear()
+        self.trainer = FakeTrainer()
 
     async def say(self, message: protocol.Message, epoch: int | None = None) -> None:
         message.epoch = self.epoch if epoch is None else epoch  # type: ignore[attr-defined]
@@ -243,34 +220,35 @@ class ScriptedWorker:
         assert self.link is not None
         with contextlib.suppress(ConnectionClosed):
             while True:
-                message = protocol.decode(protocol.to_worker, await self.link.receive())
-                match message:
-                    case protocol.Generate():
-                        self.generates.append(message)
-                        self.active[message.request] = (message, len(message.prefix_tokens))
-                        self._work.set()
-                    case protocol.Abort():
-                        self.active.pop(message.request, None)
-                    case protocol.SwitchAdapter():
-                        self.other.append(message)
-                        if message.request in self.active:
-                            generate, at = self.active[message.request]
-                            changed = msgspec.structs.replace(generate, adapter=message.adapter)
-                            self.active[message.request] = (changed, at)
-                    case protocol.ForwardBackward() | protocol.OptimStep() | protocol.InitAdapter():
-                        self.operations.append(message)
-                        self._tasks.append(asyncio.create_task(self._train(message)))
-                    case protocol.PrefetchAdapters():
-                        self.other.append(message)
-                        self._tasks.append(asyncio.create_task(self._pull(message)))
-                    case protocol.VersionCommitted():
-                        self._states[message.policy] = (message.lease, message.ref.hash, 0, self._content(message.ref))
-                        self.other.append(message)
-                    case _:
-                        self.other.append(message)
+                self._handle(protocol.decode(protocol.to_worker, await self.link.receive()))
 
-    async def _pull(self, hold: protocol.PrefetchAdapters) -> None:
-        for ref in hold.refs:
+    def _handle(self, message: Any) -> None:
+        match message:
+            case protocol.Generate():
+                self.generates.append(message)
+                self.active[message.request] = (message, len(message.prefix_tokens))
+                self._work.set()
+                return
+            case protocol.Abort():
+                self.active.pop(message.request, None)
+                return
+            case protocol.ForwardBackward() | protocol.OptimStep() | protocol.InitAdapter():
+                self.operations.append(message)
+                self._tasks.append(asyncio.create_task(self._train(message)))
+                return
+            case protocol.SwitchAdapter():
+                if message.request in self.active:
+                    generate, at = self.active[message.request]
+                    changed = msgspec.structs.replace(generate, adapter=message.adapter)
+                    self.active[message.request] = (changed, at)
+            case protocol.PrefetchAdapters():
+                self._tasks.append(asyncio.create_task(self._pull(message)))
+            case protocol.VersionCommitted():
+                self._load(message.policy, message.lease, message.ref)
+        self.other.append(message)
+
+    async def _pull(self, message: protocol.PrefetchAdapters) -> None:
+        for ref in message.refs:
             await self.pulling.wait()
             self.adapters.add(ref.hash)
             with contextlib.suppress(ConnectionClosed):
@@ -281,9 +259,8 @@ class ScriptedWorker:
     def next_chunk(self, request: str) -> protocol.TokenChunk:
         generate, at = self.active[request]
         tokens, logprobs, finish = text_of(generate.seed, generate.max_tokens, self.shortest)
-        assert generate.prefix_tokens == tokens[: len(generate.prefix_tokens)], (
-            "the text so far is not what was sampled"
-        )
+        given = generate.prefix_tokens
+        assert given == tokens[: len(given)], "the prefix is not what was sampled"
         end = min(at + self.chunk, len(tokens))
         over = end == len(tokens)
         self.active[request] = (generate, end)
@@ -320,66 +297,60 @@ class ScriptedWorker:
 
     # --- training -----------------------------------------------------------------------------------------------------
 
-    def _content(self, ref: protocol.AdapterRef) -> str:
+    def _read_file(self, ref: protocol.AdapterRef, name: str = ADAPTER) -> bytes:
         assert self.tickets.reads(ref.ticket, ref.hash) or not ref.ticket, "the ticket opens what it came with"
-        return self.tickets.artifacts.path(ref.hash, ADAPTER).read_text()
+        return self.tickets.artifacts.path(ref.hash, name).read_bytes()
+
+    def _load(self, policy: str, lease: int, ref: protocol.AdapterRef) -> None:
+        self.trainer.load(policy, lease, ref.hash, {name: self._read_file(ref, name) for name in (ADAPTER, CONFIG)})
 
     async def _train(self, op: Any) -> None:
         await self.training.wait()
         done = await self.answer(op) if self.answer is not None else None
         with contextlib.suppress(ConnectionClosed):
-            await self.say(done or self._operate(op))
+            await self.say(done or self.operate(op))
 
-    def _operate(self, op: Any) -> protocol.OperationDone:
+    def operate(self, op: Any) -> protocol.OperationDone:
+        """Run an operation, its upload included."""
         if isinstance(op, protocol.InitAdapter):
-            begin = self._content(op.source) if op.source is not None else f"seed {op.seed} rank {op.rank}"
-            return self.upload(op, begin)
-        wanted = (op.lease, op.parent.hash, op.steps)
-        held = self._states.get(op.policy)
-        if held is None or held[:3] != wanted:
-            if op.steps or isinstance(op, protocol.OptimStep) or not (op.zero_grad or op.forward_only):
-                return protocol.OperationDone(
-                    epoch=0, op=op.op, error=f"holds {held}, wanted {wanted}", category="stale"
-                )
-            held = self._states[op.policy] = (*wanted, self._content(op.parent))
-        if isinstance(op, protocol.ForwardBackward):
-            content = self.tickets.open_batch(op.batch_ticket)
-            assert content is not None
-            batch = self.batches[op.op] = protocol.decode(protocol.batches, content)
-            before = 0 if op.zero_grad else self._gradient[op.policy]
-            self._gradient[op.policy] = before + sum(_draw(protocol.encode(unit)) for unit in batch.groups)
-            own = [w for unit in batch.groups for member in unit.members for w in member.weights if w]
-            return protocol.OperationDone(
-                epoch=0, op=op.op, metrics={"loss:sum": 1.0, "tokens": float(len(own)), "entropy:sum": 2.0}
-            )
-        stepped = f"{held[3]} {self._gradient.pop(op.policy)} {op.scale} {op.adam.lr}"
-        after = hashlib.sha256(stepped.encode()).hexdigest()
-        self._states[op.policy] = (op.lease, op.parent.hash, op.steps + 1, after)
-        if op.commit:
-            return self.upload(op, after)
-        return protocol.OperationDone(epoch=0, op=op.op, metrics={"grad_norm": 1.0})
+            source = self._read_file(op.source) if op.source is not None else None
+            result = self.trainer.init_adapter(op, source)
+        else:
+            batch = None
+            if isinstance(op, protocol.ForwardBackward):
+                content = self.tickets.open_batch(op.batch_ticket)
+                assert content is not None
+                batch = self.batches[op.op] = protocol.decode(protocol.batches, content)
+            if not self.trainer.holds(op) and self.trainer.may_load(op):
+                self._load(op.policy, op.lease, op.parent)
+            result = self.trainer.apply(op, batch)
+        if result.upload is None:
+            return result.reply
+        return msgspec.structs.replace(result.reply, manifest=self.write(op.commit, result.upload))
 
     def upload(self, op: Any, content: str) -> protocol.OperationDone:
-        """Write the artifact under the operation's ticket, and say so."""
-        staging = self.tickets.staging(op.commit)
-        assert staging is not None
+        """Write an artifact with this content in place of the trainer's, and reply so."""
         if isinstance(op, protocol.InitAdapter):
             config = peft_config(op.rank, op.alpha, op.targets)
         else:
             config = self.tickets.artifacts.path(op.parent.hash, CONFIG).read_bytes()
-        written = [staging.write(ADAPTER, [content.encode()]), staging.write(CONFIG, [config])]
-        return protocol.OperationDone(
-            epoch=0, op=op.op, metrics={"grad_norm": 1.0}, manifest=protocol.manifest_of(written)
-        )
+        manifest = self.write(op.commit, {ADAPTER: content.encode(), CONFIG: config})
+        return protocol.OperationDone(epoch=0, op=op.op, metrics={"grad_norm": 1.0}, manifest=manifest)
+
+    def write(self, ticket: str, files: dict[str, bytes]) -> protocol.Manifest:
+        """Upload files under a commit's ticket."""
+        staging = self.tickets.staging(ticket)
+        assert staging is not None
+        return protocol.manifest_of([staging.write(name, [content]) for name, content in files.items()])
 
 
 # --- an environment host ----------------------------------------------------------------------------------------------
 
 HANG = object()
-"""What a script gives for no answer at all."""
+"""A script's answer for no reply at all."""
 
 
-class ScriptedHost:
+class ScriptedHost(FakeHost):
     """Environments whose prompts are numbers and whose rewards depend on the reply. It keeps its episodes and answers
     repeated calls from memory, as hosts do, across the connections of one instance."""
 
@@ -394,94 +365,56 @@ class ScriptedHost:
         script: Callable[[protocol.Reset | protocol.StepEpisode], Any] | None = None,
     ) -> None:
         """``environments`` maps names to whether they are deterministic; ``script`` may answer a call with a dict of
-        the fields of its ``Observed``, with :data:`HANG`, or with None for the usual."""
-        self.serve, self.key, self.instance, self.turns, self.script = serve, key, instance, turns, script
-        self.environments = environments or {"task": False}
-        self.episodes: dict[str, dict[int, protocol.Observation]] = {}
-        """By episode the answers so far: -1 the reset's, else the turn's."""
+        the fields of its ``Observation``, with :data:`HANG`, or with None for the usual."""
+        self.peer = Peer(serve)
+        super().__init__(
+            self.peer.dial, token=key, environments=environments or {"task": False}, observe=self.play,
+            instance=instance,
+        )  # fmt: skip
+        self.turns, self.script = turns, script
         self.executed: Counter[tuple[str, int]] = Counter()
         self.asked: list[protocol.GetPrompts] = []
         self.calls = 0
         self.closed: list[str] = []
         self.answering = asyncio.Event()
         self.answering.set()
-        self.epoch = -1
-        self.link: MemoryConnection | None = None
-        self._tasks: list[asyncio.Task[Any]] = []
 
-    async def join(self) -> ScriptedHost:
-        self.link, theirs = connection_pair()
-        self._tasks = [asyncio.ensure_future(self.serve(theirs))]
-        hello = protocol.HostHello(
-            protocol=protocol.PROTOCOL, token=self.key, instance=self.instance, episodes=list(self.episodes),
-            environments=[protocol.HostedEnvironment(name=n, deterministic=d) for n, d in self.environments.items()],
-        )  # fmt: skip
-        await self.link.send(protocol.encode(hello))
-        welcome = protocol.decode(protocol.to_host, await self.link.receive())
-        if isinstance(welcome, protocol.HelloRejected):
-            raise PermissionError(welcome.reason)
-        assert isinstance(welcome, protocol.HostWelcome)
-        self.epoch = welcome.epoch
-        self._tasks.append(asyncio.create_task(self._read(self.link)))
-        return self
+    @property
+    def link(self) -> MemoryConnection | None:
+        return self.connection
 
-    async def leave(self) -> None:
-        """The connection breaks; the process and its episodes stay."""
-        assert self.link is not None
-        self.link.cut()
-        for task in self._tasks[1:]:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    @property
+    def serve(self) -> Any:
+        return self.peer.serve
 
-    async def _read(self, link: MemoryConnection) -> None:
-        with contextlib.suppress(ConnectionClosed):
-            while True:
-                message = protocol.decode(protocol.to_host, await link.receive())
-                if not self.answering.is_set():
-                    await self.answering.wait()
-                if isinstance(message, protocol.CloseEpisode):
-                    self.closed.append(message.episode)
-                    self.episodes.pop(message.episode, None)
-                elif isinstance(message, protocol.GetPrompts):
-                    self.asked.append(message)
-                    await link.send(protocol.encode(self.prompts(message)))
-                elif isinstance(message, protocol.Reset | protocol.StepEpisode):
-                    self.calls += 1
-                    answer = self.observe(message)
-                    if answer is not None:
-                        answer = msgspec.structs.replace(answer, epoch=self.epoch, call=message.call)
-                        await link.send(protocol.encode(answer))
+    @serve.setter
+    def serve(self, serve: Any) -> None:
+        self.peer.serve = serve
 
-    def prompts(self, message: protocol.GetPrompts) -> protocol.Prompts:
-        prompts = [b'{"%s": %d}' % (message.split.encode(), message.start + i) for i in range(message.count)]
-        return protocol.Prompts(epoch=self.epoch, call=message.call, prompts=prompts)
+    async def handle(self, connection: MemoryConnection, message: Any) -> None:
+        await self.answering.wait()
+        match message:
+            case protocol.CloseEpisode():
+                self.closed.append(message.episode)
+            case protocol.GetPrompts():
+                self.asked.append(message)
+            case protocol.Reset() | protocol.StepEpisode():
+                self.calls += 1
+        await super().handle(connection, message)
 
-    def observe(self, message: protocol.Reset | protocol.StepEpisode) -> protocol.Observation | None:
+    def play(self, message: protocol.Reset | protocol.StepEpisode) -> dict[str, Any] | None:
         turn = message.turn if isinstance(message, protocol.StepEpisode) else -1
-        answers = self.episodes.setdefault(message.episode, {})
-        if turn not in answers:
-            if turn - 1 not in answers and turn >= 0:
-                return protocol.Observation(
-                    epoch=0, call="", episode=message.episode, error="the episode is not alive here"
-                )
-            self.executed[(message.episode, turn)] += 1
-            scripted = self.script(message) if self.script is not None else None
-            if scripted is HANG:
-                return None
-            answers[turn] = protocol.Observation(
-                epoch=0, call="", episode=message.episode, **(scripted or self.usual(message))
-            )
-        return answers[turn]
+        self.executed[(message.episode, turn)] += 1
+        scripted = self.script(message) if self.script is not None else None
+        return None if scripted is HANG else scripted or self.usual(message)
 
     def usual(self, message: protocol.Reset | protocol.StepEpisode) -> dict[str, Any]:
         if isinstance(message, protocol.Reset):
-            return {
-                "messages": [protocol.ChatMessage(role="user", content=f"{message.prompt.decode()} {message.seed % 7}")]
-            }
+            return {"messages": [user_message(f"{message.prompt.decode()} {message.seed % 7}")]}
         done = message.turn + 1 >= self.turns
-        turns = [] if done else [protocol.ChatMessage(role="user", content=f"go on {message.turn}")]
-        reward = float(_draw("reward", message.text, message.turn) % 5)
-        return {"messages": turns, "reward": reward, "done": done, "metrics": {"odd": reward % 2}}
+        messages = [] if done else [user_message(f"go on {message.turn}")]
+        reward = float(draw("reward", message.text, message.turn) % 5)
+        return {"messages": messages, "reward": reward, "done": done, "metrics": {"odd": reward % 2}}
 
 
 # --- a controller with all that is real around it ---------------------------------------------------------------------

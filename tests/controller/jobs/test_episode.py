@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 import websockets.exceptions
-from tests.support.peers import HANG, STOP, TEMPLATE, Service, eventually, job_of, members
+from tests.support.peers import HANG, Service, eventually, job_of, members
 from websockets.asyncio.server import ServerConnection, serve
 
 import rookery
@@ -21,6 +21,7 @@ from rookery.controller.fleet.env_hosts import EnvironmentFailed
 from rookery.controller.jobs.trajectory import outcome_decoder, turns_decoder
 from rookery.environments.host import Host
 from rookery.protocol.connection import ConnectionClosed
+from rookery.simulation.fakes.text import STOP, TEMPLATE
 from rookery.tokenization.chat import Chat
 
 

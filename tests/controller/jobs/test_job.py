@@ -162,7 +162,7 @@ async def test_a_skipped_step_is_counted(service: Service) -> None:
 
     async def nan(op: Any) -> protocol.OperationDone | None:
         if isinstance(op, protocol.OptimStep) and op.parent.version == 0:
-            done = worker._operate(op)
+            done = worker.operate(op)
             done.metrics["skipped"] = 1.0
             return done
         return None

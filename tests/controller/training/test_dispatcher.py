@@ -23,6 +23,7 @@ from rookery.controller.weights.peers import PeerDirectory
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import Unavailable
 from rookery.settings import Settings
+from rookery.simulation.fakes.trainer import FakeTrainer
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database
 from rookery.storage.store import Store
@@ -185,7 +186,7 @@ async def test_a_stale_worker_reloads(room: Room) -> None:
     trainee = room.trainee()
     ref = await room.begin(trainee)
     ref = room.commit(trainee, (await step(trainee, ref, 1, commit=True)).manifest)
-    worker._states.clear()  # it dropped the policy: the pending step must not be built on nothing
+    worker.trainer = FakeTrainer()  # it dropped the policy: the pending step must not be built on nothing
 
     heard: list[str] = []
 

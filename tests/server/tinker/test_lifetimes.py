@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.driven import ADAM, AddingWorker, Client, forward, join
-from tests.support.peers import Service, eventually, settle
+from tests.support.driven import ADAM, Client, forward, join
+from tests.support.peers import ScriptedWorker, Service, eventually, settle
 
 from rookery import protocol
 from rookery.controller.sessions import operations
@@ -50,7 +50,7 @@ async def heads(client: Client) -> set[str]:
     return {row.hash for row in client.service.database.versions(client.tenant, policy.id) if row.kept}
 
 
-def told_to_rest(worker: AddingWorker) -> list[str]:
+def told_to_rest(worker: ScriptedWorker) -> list[str]:
     return [
         message.policy for message in worker.other if isinstance(message, protocol.EvictArtifacts) and message.policy
     ]

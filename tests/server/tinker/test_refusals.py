@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.driven import AddingWorker, Client, forward, join
-from tests.support.peers import ADAPTER, Service, eventually
+from tests.support.driven import Client, forward, join
+from tests.support.peers import ADAPTER, ScriptedWorker, Service, eventually
 
 from rookery import protocol
 from rookery.controller.sessions import operations
@@ -246,7 +246,7 @@ async def test_a_step_that_failed_is_not_taken_later_whether_or_not_there_was_a_
     assert ends[0] == ends[1]
 
 
-async def without_room(worker: AddingWorker, op: Any) -> protocol.OperationDone | None:
+async def without_room(worker: ScriptedWorker, op: Any) -> protocol.OperationDone | None:
     """The disk of the service is full when a step is uploaded."""
     staging = worker.tickets.staging(op.commit) if isinstance(op, protocol.OptimStep) else None
     if staging is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
 from statistics import NormalDist
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -27,6 +27,8 @@ _PERIOD = 1 << 12
 _SOURCE = Random(0)
 _TOKENS = [LETTERS + _SOURCE.randrange(26) + ord("A") - ord("!") for _ in range(_PERIOD)]
 _LOGPROBS = [-_SOURCE.expovariate(1.0) for _ in range(_PERIOD)]
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -81,18 +83,43 @@ class LongTailed:
         return min(max(1, round(wanted)), max_tokens)
 
 
+@dataclass(frozen=True)
+class UniformLength:
+    """Reply lengths are uniform from ``shortest`` to ``spread`` times the limit more; those beyond it are cut."""
+
+    shortest: int = 1
+    spread: float = 1.0
+
+    def __call__(self, seed: int, max_tokens: int) -> int:
+        wanted = self.shortest + draw("length", seed) % max(1, int(max_tokens * self.spread))
+        return min(wanted, max_tokens)
+
+
+@lru_cache(maxsize=1 << 14)
+def reply_of(seed: int, max_tokens: int, length: Length) -> tuple[list[int], list[float], Literal["stop", "length"]]:
+    """(tokens, log-probabilities, finish) of the whole reply to a seed."""
+    count = length(seed, max_tokens)
+    finish: Literal["stop", "length"] = "stop" if count < max_tokens else "length"
+    return tokens_of(seed, 0, count, count, max_tokens), logprobs_of(seed, 0, count), finish
+
+
 def whole(seed: int, max_tokens: int) -> int:
     """Every reply has its full length: equal requests are equal work."""
     return max_tokens
 
 
-@lru_cache(maxsize=4)
-def chat(context: int) -> Chat:
-    """A tokenizer of single bytes and a ChatML template, for a model that has neither."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    vocabulary = {token: id for id, token in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+@lru_cache(maxsize=1)
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer of single bytes and the three special tokens of ChatML."""
+    vocabulary = {token: id for id, token in enumerate([*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.add_special_tokens(special)
+    tokenizer.add_special_tokens(SPECIAL)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return Chat(tokenizer, TEMPLATE, special={"eos_token": special[STOP]}, ends=[STOP], context=context)
+    return tokenizer
+
+
+@lru_cache(maxsize=4)
+def chat(context: int) -> Chat:
+    """:func:`byte_tokenizer` with a ChatML template, for a model that has neither."""
+    return Chat(byte_tokenizer(), TEMPLATE, special={"eos_token": SPECIAL[STOP]}, ends=[STOP], context=context)

@@ -146,8 +146,12 @@ class FakeWorker:
     async def drain(self) -> None:
         """As SIGTERM does: the current slice ends, sampled tokens are sent, then ``Draining``. Training is dropped."""
         assert self.life is not None
-        self.compute.stop()
+        self.begin_drain()
         await self.life
+
+    def begin_drain(self) -> None:
+        """:meth:`drain`, without waiting for its end."""
+        self.compute.stop()
 
     def freeze(self, seconds: float) -> None:
         """As SIGSTOP and SIGCONT do: nothing is sent or handled for so long."""
@@ -298,8 +302,8 @@ class FakeWorker:
 
     def _evict(self, message: protocol.EvictArtifacts) -> None:
         for digest in message.hashes:
-            if (pull := self._adapters.pop(digest, None)) is not None:
-                pull.cancel()
+            if self._has(digest):
+                del self._adapters[digest]
             self.engine.evict(digest)
         if message.policy:
             self.training.evict(message.policy)
