@@ -16,31 +16,12 @@ import logging
 from collections import deque
 from functools import partial
 
+import msgspec
+
 from rookery import protocol
 from rookery.controller.context import ControllerContext
+from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import CLIENT_AWAY, Future, Futures, QueueStatus, failure
-from rookery.controller.sessions.operations import (
-    AnyOperation,
-    AnyResult,
-    CreateModel,
-    ForwardBackward,
-    ForwardBackwardResult,
-    InvalidOperation,
-    LoadState,
-    ModelCreated,
-    OperationFailed,
-    OptimStep,
-    OptimStepResult,
-    Sample,
-    SamplerSaved,
-    SaveSampler,
-    SaveState,
-    StateLoaded,
-    StateSaved,
-    decode_operation,
-    decode_result,
-    encode,
-)
 from rookery.controller.sessions.samplers import derive_seed, find_checkpoint, sampler_row
 from rookery.controller.training.dispatcher import TrainingFailed
 from rookery.controller.training.policy_trainer import ForwardRequest, OptimRequest, PolicyTrainer
@@ -63,8 +44,8 @@ class TrainingRun:
         self._context = context
         self._futures = futures
         self._slots = slots
-        self._queue: ReorderBuffer[tuple[Future, AnyOperation]] = ReorderBuffer(row.done_seq + 1)
-        self._given_up: deque[tuple[Future, AnyOperation]] = deque()
+        self._queue: ReorderBuffer[tuple[Future, operations.AnyOperation]] = ReorderBuffer(row.done_seq + 1)
+        self._given_up: deque[tuple[Future, operations.AnyOperation]] = deque()
         """Operations that will not be executed; their futures get an error in their turn."""
         self._arrived = asyncio.Event()
         self._gap_since: float | None = None
@@ -104,7 +85,7 @@ class TrainingRun:
                 self.enqueue(*self._futures.reopen(row))
             else:
                 self._queue.next = row.seq + 1
-                self._replay(row.seq, decode_operation(row.call), decode_result(row.outcome))
+                self._replay(row.seq, operations.decode_operation(row.call), operations.decode_result(row.outcome))
         self._task = asyncio.create_task(self._run(), name=f"training run {self.row.id}")
 
     async def _refuse_head(self, error: CorruptArtifact) -> None:
@@ -117,13 +98,13 @@ class TrainingRun:
         self._corrupt = f"version {head.version} of model {row.id} is corrupt ({error}); {hint}"
         log.error(self._corrupt, extra={"tenant": row.tenant, "version": head.version})
 
-    def _replay(self, seq: int, operation: AnyOperation, result: AnyResult) -> None:
+    def _replay(self, seq: int, operation: operations.AnyOperation, result: operations.AnyResult) -> None:
         """Bring back the effect of an operation that an earlier process executed after the head."""
-        if isinstance(result, OperationFailed):
+        if isinstance(result, operations.OperationFailed):
             self._on_failure(operation, result)
-        elif isinstance(operation, ForwardBackward) and not operation.forward_only:
+        elif isinstance(operation, operations.ForwardBackward) and not operation.forward_only:
             self._trainer.recall(_forward_request(operation))
-        elif isinstance(operation, OptimStep):
+        elif isinstance(operation, operations.OptimStep):
             self._trainer.recall(OptimRequest(operation.adam))
             self._last_step = seq
 
@@ -154,16 +135,12 @@ class TrainingRun:
         self.release_slot()
 
     def resume(self) -> None:
-        if self._suspended:
-            self._suspended = False
-            self._arrived.set()
+        self._suspended = False
+        self._arrived.set()
 
     def drop(self, error: str) -> int:
         """Give up the queued operations: ``error`` is their result. Returns how many."""
-        count = len(self._queue)
-        if count:
-            self._give_up(error)
-        return count
+        return self._give_up(error) if len(self._queue) else 0
 
     # --- the queue ----------------------------------------------------------------------------------------------------
 
@@ -172,7 +149,7 @@ class TrainingRun:
         """The highest sequence number that arrived."""
         return self._queue.last
 
-    def enqueue(self, future: Future, operation: AnyOperation) -> None:
+    def enqueue(self, future: Future, operation: operations.AnyOperation) -> None:
         """Execute ``operation`` in its turn. Raises :class:`UserError` for a sequence number that was used before."""
         future.status = lambda: self._status(future)
         try:
@@ -204,10 +181,12 @@ class TrainingRun:
             self._gap_since = None
             self._give_up(f"request {missing} of model {self.row.id} has not arrived for {seconds:.0f} s")
 
-    def _give_up(self, error: str) -> None:
+    def _give_up(self, error: str) -> int:
+        futures = [future for future, _ in self._queue.flush()]
         self._gradient_error = error
-        self._given_up.extend((future, InvalidOperation(error=error)) for future, _ in self._queue.flush())
+        self._given_up.extend((future, operations.InvalidOperation(error=error)) for future in futures)
         self._arrived.set()
+        return len(futures)
 
     async def _run(self) -> None:
         while True:
@@ -222,60 +201,57 @@ class TrainingRun:
             await self._arrived.wait()
             self._idle = False
 
-    def _next(self) -> tuple[Future, AnyOperation] | None:
+    def _next(self) -> tuple[Future, operations.AnyOperation] | None:
         if self._given_up:
             return self._given_up.popleft()
         return None if self._suspended else self._queue.pop()
 
-    # --- operations ---------------------------------------------------------------------------------------------------
-
-    async def _execute(self, future: Future, operation: AnyOperation) -> None:
-        result: AnyResult | None
+    async def _execute(self, future: Future, operation: operations.AnyOperation) -> None:
+        result: operations.AnyResult | None
         try:
             result = await self._dispatch(future, operation)
         except TrainingFailed as error:
-            result = OperationFailed(error=str(error), category="unknown")
+            result = operations.OperationFailed(error=str(error), category="unknown")
         except Exception as error:
             result = failure(future, error)
-        if isinstance(result, OperationFailed):
+        if isinstance(result, operations.OperationFailed):
             self._on_failure(operation, result)
         if result is not None:
-            trace = operation.adds_gradient or isinstance(operation, OptimStep)
+            trace = operation.adds_gradient or isinstance(operation, operations.OptimStep)
             await self._futures.finish(future, result, trace=trace)
 
-    async def _dispatch(self, future: Future, operation: AnyOperation) -> AnyResult | None:
-        """The result; None if it is delivered already."""
+    async def _dispatch(self, future: Future, operation: operations.AnyOperation) -> operations.AnyResult | None:
         match operation:
-            case ForwardBackward():
+            case operations.ForwardBackward():
                 return await self._forward_backward(operation)
-            case OptimStep():
+            case operations.OptimStep():
                 return await self._optim_step(future, operation)
-            case SaveSampler():
+            case operations.SaveSampler():
                 return await self._save_sampler(operation)
-            case SaveState():
+            case operations.SaveState():
                 await self._save_state(future, operation)
-            case LoadState():
+            case operations.LoadState():
                 await self._load_state(future, operation)
-            case CreateModel():
+            case operations.CreateModel():
                 await self._create(future, operation)
-            case InvalidOperation():
+            case operations.InvalidOperation():
                 raise UserError(operation.error)
-            case Sample():
+            case operations.Sample():
                 raise UserError("a model does not sample; make a sampler of it")
-        return None
+        return None  # delivered already
 
-    def _on_failure(self, operation: AnyOperation, result: OperationFailed) -> None:
+    def _on_failure(self, operation: operations.AnyOperation, result: operations.OperationFailed) -> None:
         """Update the gradient's state, now or in a replay."""
         if operation.adds_gradient:
             self._gradient_error = result.error
-        elif isinstance(operation, OptimStep):
+        elif isinstance(operation, operations.OptimStep):
             self._gradient_error = ""
             self._trainer.drop_gradient()
 
-    async def _create(self, future: Future, operation: CreateModel) -> None:
+    async def _create(self, future: Future, operation: operations.CreateModel) -> None:
         await self._context.chat(self.row.base_model)  # prepares the model if it was not
         seed = operation.seed if operation.seed is not None else derive_seed(self.row.id)
-        await self._commit(await self._init(seed, None), future, ModelCreated(model_id=self.row.id))
+        await self._commit(await self._init(seed, None), future, operations.ModelCreated(model_id=self.row.id))
         log.info("training run %s created", self.row.id, extra={"tenant": self.row.tenant})
 
     async def _init(self, seed: int, source: protocol.AdapterRef | None) -> protocol.Manifest:
@@ -289,19 +265,19 @@ class TrainingRun:
 
         return await self._trainer.init(make, source)
 
-    async def _forward_backward(self, operation: ForwardBackward) -> ForwardBackwardResult:
-        parent = self._parent()
+    async def _forward_backward(self, operation: operations.ForwardBackward) -> operations.ForwardBackwardResult:
+        parent = adapter_ref(self.policy, self._head)
         await self._slots.acquire(self._holder)
         done = await self._trainer.forward(parent, _forward_request(operation))
         metrics = done.metrics
         if operation.loss.name == "cross_entropy":  # there is no sampler to compare with
             metrics = {name: value for name, value in metrics.items() if not name.startswith(("ratio:", "logp_diff:"))}
-        return ForwardBackwardResult(
+        return operations.ForwardBackwardResult(
             metrics=metrics, logprobs=done.logprobs, shapes=operation.shapes, cells=operation.cells
         )
 
-    async def _optim_step(self, future: Future, operation: OptimStep) -> OptimStepResult | None:
-        parent = self._parent()
+    async def _optim_step(self, future: Future, operation: operations.OptimStep) -> operations.OptimStepResult | None:
+        parent = adapter_ref(self.policy, self._head)
         if self._gradient_error:
             raise UserError(
                 f"no step was taken: a forward_backward since the last one failed ({self._gradient_error}); its"
@@ -310,7 +286,7 @@ class TrainingRun:
         await self._slots.acquire(self._holder)
         due = self._trainer.uncommitted + 1 >= self._context.settings.sessions.session_commit_every
         done = await self._trainer.optim_step(parent, operation.adam, commit=due)
-        result = OptimStepResult(metrics={**done.metrics, "durable": float(due)})
+        result = operations.OptimStepResult(metrics={**done.metrics, "durable": float(due)})
         if due:
             assert done.manifest is not None
             try:
@@ -321,7 +297,7 @@ class TrainingRun:
         self._last_step = future.seq
         return None if due else result
 
-    async def _save_state(self, future: Future, operation: SaveState) -> None:
+    async def _save_state(self, future: Future, operation: operations.SaveState) -> None:
         context, head, now = self._context, await self._durable_head(), self._context.clock.time()
         row = CheckpointRow(
             model=self.row.id, kind=operation.kind, name=operation.name, tenant=self.row.tenant, policy=self.policy.id,
@@ -329,31 +305,29 @@ class TrainingRun:
             size=sum(shard.size for shard in head.manifest.shards),
             expires=None if operation.ttl is None else now + operation.ttl,
         )  # fmt: skip
-        saved = StateSaved(path=row.path, size_bytes=row.size)
-        content = encode(saved)
+        saved = operations.StateSaved(path=row.path, size_bytes=row.size)
+        content = operations.encode(saved)
         overwrite = operation.overwrite or operation.kind != "weights"  # the API protects only these
         save = context.store.database.save_checkpoint
         await context.collector.delete_unnamed(save, row, overwrite, (future.id, content))
         self._futures.deliver(future, saved, len(content))
 
-    async def _save_sampler(self, operation: SaveSampler) -> SamplerSaved:
+    async def _save_sampler(self, operation: operations.SaveSampler) -> operations.SamplerSaved:
         head, run = await self._durable_head(), self.row
         if operation.inflight:
             await self._versions.publish_inflight(run.id)
-        now = self._context.clock.time()
-        row = sampler_row(operation.sampler, run.session, now, run, self.policy, head, inflight=operation.inflight)
+        now, inflight = self._context.clock.time(), operation.inflight
+        row = sampler_row(operation.sampler, run.session, now, run, self.policy, head, inflight=inflight)
         await self._context.store.add_sampler(row)
-        return SamplerSaved(sampling_session_id=operation.sampler)
+        return operations.SamplerSaved(sampling_session_id=operation.sampler)
 
-    async def _load_state(self, future: Future, operation: LoadState) -> None:
+    async def _load_state(self, future: Future, operation: operations.LoadState) -> None:
         context, tenant = self._context, self.row.tenant
         source, run, policy = await find_checkpoint(context, tenant, operation.path)
         shape = (self.row.base_model, self.policy.rank, list(self.policy.targets))
         if (run.base_model, policy.rank, list(policy.targets)) != shape:
             raise UserError(f"{operation.path} is of another base model, rank or layers than model {self.row.id}")
-        ref = protocol.AdapterRef(
-            policy=self.policy.id, version=0, hash=source.hash, rank=policy.rank, alpha=policy.alpha
-        )
+        ref = msgspec.structs.replace(adapter_ref(policy, source), policy=self.policy.id, version=0)
         async with context.collector.pin(ref):  # the checkpoint may expire or be deleted meanwhile
             await find_checkpoint(context, tenant, operation.path)
             if operation.optimizer:
@@ -361,10 +335,8 @@ class TrainingRun:
                 await self._trainer.renew()
             else:
                 manifest = await self._init(0, ref)
-            loaded = StateLoaded(path=operation.path, model_id=self.row.id)
+            loaded = operations.StateLoaded(path=operation.path, model_id=self.row.id)
             await self._commit(manifest, future, loaded, uploaded=not operation.optimizer, discard=True)
-
-    # --- versions -----------------------------------------------------------------------------------------------------
 
     @property
     def _head(self) -> VersionRow:
@@ -376,13 +348,9 @@ class TrainingRun:
             raise CorruptArtifact(self._corrupt)
         return self._versions.head
 
-    def _parent(self) -> protocol.AdapterRef:
-        """The reference to the head that workers get. Raises as :attr:`_head`."""
-        return adapter_ref(self.policy, self._head)
-
     async def _durable_head(self) -> VersionRow:
         """The current state as a version: steps that are not committed yet are committed first."""
-        parent = self._parent()
+        parent = adapter_ref(self.policy, self._head)
         if self._trainer.uncommitted:
             await self._slots.acquire(self._holder)
             done = await self._trainer.commit(parent)
@@ -394,14 +362,14 @@ class TrainingRun:
         self,
         manifest: protocol.Manifest,
         future: Future | None = None,
-        result: AnyResult | None = None,
+        result: operations.AnyResult | None = None,
         *,
         uploaded: bool = True,
         discard: bool = False,
     ) -> None:
         """Commit the next version together with the operations in it and, where given, the ``result`` of ``future``.
         ``discard``: the version replaces the current state, whose uncommitted steps and gradient are dropped."""
-        context, content = self._context, encode(result) if result is not None else b""
+        context, content = self._context, operations.encode(result) if result is not None else b""
         step = self._versions.head.step if self._versions.head is not None else 0
         write = partial(
             context.store.commit_model,
@@ -427,5 +395,5 @@ class TrainingRun:
         await self._versions.retire()
 
 
-def _forward_request(operation: ForwardBackward) -> ForwardRequest:
+def _forward_request(operation: operations.ForwardBackward) -> ForwardRequest:
     return ForwardRequest(operation.batch, operation.loss, forward_only=operation.forward_only, logprobs=True)
