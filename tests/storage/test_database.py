@@ -1,4 +1,4 @@
-"""The database, on SQLite and on PostgreSQL: one-transaction commits, the data cursor, owners, what a restart finds."""
+"""The database, on SQLite and on PostgreSQL: atomic commits, the data cursor, owners, the state after a restart."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_a_finished_job_stays_finished(database: Database) -> None:
         commit(database, 0, None, [], 0)
 
 
-def test_the_end_of_a_job_is_told_and_closes_its_groups(database: Database) -> None:
+def test_the_end_of_a_job_is_logged_and_closes_its_groups(database: Database) -> None:
     for job in ("job", "other"):
         submit(database, job=job)
         database.set_job_state(job, "running", "", 5.0)
@@ -201,7 +201,7 @@ def test_the_cursor_moves_only_with_the_next_ordinals(database: Database, url: s
     ]
 
 
-def test_one_ordinal_is_handed_out_once(database: Database) -> None:
+def test_an_ordinal_is_used_once(database: Database) -> None:
     submit(database)
     won: list[int] = []
 
@@ -244,7 +244,7 @@ def test_a_restart_finds_open_and_ready_groups_with_their_turns(url: str, databa
     again.close()
 
 
-def test_what_is_closed_stays_as_it_was(database: Database) -> None:
+def test_closed_groups_and_episodes_do_not_change(database: Database) -> None:
     submit(database)
     database.add_groups("job", [new_group(n) for n in range(4)])
     assert database.finish_episode("job-train-0-0", "done", 2.0, reward=1.0)
@@ -329,7 +329,7 @@ def test_a_commit_is_visible_as_a_whole(database: Database) -> None:
         "another's",
     ],
 )
-def test_a_commit_that_does_not_fit_changes_nothing(database: Database, url: str, wrong: str) -> None:
+def test_a_refused_commit_changes_nothing(database: Database, url: str, wrong: str) -> None:
     submit(database)
     submit(database, tenant="bob", job="bobs")
     database.add_groups("bobs", [new_group(0, job="bobs", tenant="bob")])
@@ -433,7 +433,7 @@ def test_retiring_versions_and_evaluating_them(database: Database) -> None:
         database.add_evaluation(policy="job-main", version=4, mean=0.5, **figures)  # type: ignore[arg-type]
 
 
-def test_a_corrupt_head_gives_way_to_the_newest_version_kept(database: Database) -> None:
+def test_a_corrupt_head_is_replaced_by_the_newest_kept_version(database: Database) -> None:
     submit(database)
     lease = database.next_lease("job-main")
     for step in range(4):
@@ -455,7 +455,7 @@ def test_a_corrupt_head_gives_way_to_the_newest_version_kept(database: Database)
 
 # --- owners -----------------------------------------------------------------------------------------------------------
 
-_ALICES: dict[str, Any] = {
+_ANSWERS: dict[str, Any] = {
     "get_tenant": None,
     "keys": [],
     "revoke_key": NotFound,
@@ -493,10 +493,10 @@ _ALICES: dict[str, Any] = {
     "tenant_usage": {},
     "job_usage": {},
 }
-"""What each method that takes a tenant answers bob who names alice's things; None: it names nothing that exists."""
+"""The reply of each method that takes a tenant when bob names alice's rows; None: it names no existing row."""
 
 
-def test_another_tenants_things_are_not_there(database: Database) -> None:
+def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
     submit(database)
     database.add_key("hash", "alice", "", 0.0)
     database.add_groups("job", [new_group(0)])
@@ -534,9 +534,9 @@ def test_another_tenants_things_are_not_there(database: Database) -> None:
         for name, method in inspect.getmembers(Database, inspect.isfunction)
         if "tenant" in inspect.signature(method).parameters and not name.startswith("_")
     }
-    assert scoped.keys() == _ALICES.keys() - {"get_tenant"}, "a new method: say what it answers a stranger"
+    assert scoped.keys() == _ANSWERS.keys() - {"get_tenant"}, "a new method: add its reply to another tenant"
     for name, signature in scoped.items():
-        expected = _ALICES[name]
+        expected = _ANSWERS[name]
         if expected is None:
             continue
         arguments = {p: named[p] for p in signature.parameters if p in named}
@@ -642,7 +642,7 @@ json_values = st.recursive(
 
 @settings(max_examples=40)
 @given(values=st.dictionaries(st.text(), json_values, max_size=4), words=st.text(st.characters()), blob=st.binary())
-def test_any_json_comes_back_and_any_text_is_taken(values: dict[str, Any], words: str, blob: bytes) -> None:
+def test_any_json_and_any_text_can_be_stored(values: dict[str, Any], words: str, blob: bytes) -> None:
     _round_trip("sqlite://", values, words, blob)
 
 
@@ -695,7 +695,7 @@ def test_a_database_that_cannot_be_opened_is_refused_in_one_line(bad: str) -> No
     assert "\n" not in str(refused.value) and "secret" not in str(refused.value)
 
 
-def test_a_server_that_went_away_is_unavailable() -> None:
+def test_a_lost_server_is_unavailable() -> None:
     with running_postgres() as server:
         database = Database(server.replace("NAME", "postgres"))
         database.create()

@@ -79,7 +79,7 @@ async def test_calls_that_wait_share_a_transaction_in_order(writer: StorageWrite
         await writer(store.note, -1)
 
 
-async def test_a_failing_end_is_everybodys(writer: StorageWriter) -> None:
+async def test_a_failed_commit_fails_every_call(writer: StorageWriter) -> None:
     store = Store()
     store.end = Unavailable("gone")
     tasks = await waiting(writer, store, [1, 2, 3])
@@ -88,7 +88,7 @@ async def test_a_failing_end_is_everybodys(writer: StorageWriter) -> None:
     assert not store.pending
 
 
-async def test_where_the_disk_is_full_each_is_carried_out_alone(writer: StorageWriter) -> None:
+async def test_on_a_full_disk_each_call_runs_alone(writer: StorageWriter) -> None:
     """A call that only looks must not fail for want of room that another one needs."""
     store = Store()
     store.end = StorageFull("full")
@@ -98,7 +98,7 @@ async def test_where_the_disk_is_full_each_is_carried_out_alone(writer: StorageW
     assert store.pending == [1, -2, 3]
 
 
-async def test_other_calls_stand_between_groups(writer: StorageWriter) -> None:
+async def test_other_calls_separate_batches(writer: StorageWriter) -> None:
     store = Store()
     order: list[int] = []
     blocker = asyncio.create_task(writer(lambda: store.wait()))
@@ -112,7 +112,7 @@ async def test_other_calls_stand_between_groups(writer: StorageWriter) -> None:
     assert store.groups == [[0, 2, 3]], "0 alone is no group: its note came before"
 
 
-async def test_a_cancelled_callers_call_is_carried_out(writer: StorageWriter) -> None:
+async def test_the_call_of_a_cancelled_caller_runs(writer: StorageWriter) -> None:
     store = Store()
     tasks = await waiting(writer, store, [1, 2, 3], cancelled=1)
     assert await tasks[2] == 6
@@ -120,7 +120,7 @@ async def test_a_cancelled_callers_call_is_carried_out(writer: StorageWriter) ->
     assert tasks[1].cancelled()
 
 
-async def test_closing_carries_out_what_was_handed_over() -> None:
+async def test_close_waits_for_submitted_calls() -> None:
     writer, store = StorageWriter(), Store()
     tasks = await waiting(writer, store, list(range(200)))
     await asyncio.to_thread(writer.close)
@@ -203,7 +203,7 @@ def test_a_full_disk_undoes_all_of_them(database: Database) -> None:
     assert [episode.turns for episode in database.open_groups("job")[0].episodes] == [b"", b""]
 
 
-async def test_the_shipped_two_together(database: Database, writer: StorageWriter) -> None:
+async def test_the_writer_batches_calls_of_the_database(database: Database, writer: StorageWriter) -> None:
     commits = 0
 
     def count(connection: object) -> None:

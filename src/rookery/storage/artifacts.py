@@ -1,11 +1,11 @@
 """Artifacts: folders of hashed files, named by the hash of their manifest, in one local folder.
 
-* What :meth:`Artifacts.open` finds is whole: an artifact is written aside, every file and the manifest are fsynced, and
-  one rename makes it visible. A crash at any point leaves either all of it or nothing but a leftover that
+* An artifact that :meth:`Artifacts.open` finds is whole: it is written to a staging folder, every file and the manifest
+  are fsynced, and one rename makes it visible. A crash at any point leaves either all of it or a leftover that
   :meth:`Artifacts.sweep` removes.
-* It never changes afterwards. Committing the same content again is no error and mends a damaged copy.
+* It never changes afterwards. Committing the same content again is no error and repairs a damaged copy.
 * A full disk raises :class:`~rookery.errors.StorageFull`; the staging it happened in can only be abandoned.
-* Who may read an artifact is not decided here: a hash is no authority (the database knows the owners).
+* Permissions are not decided here: a hash is a name, not a permission (the database knows the owners).
 
 Layout: ``<root>/<hash>/{manifest.json, shards…}``; ``<root>/.staging/<random>/`` while being written.
 """
@@ -64,18 +64,18 @@ class Artifacts:
         return self._whole(hash, _same_size)
 
     def path(self, hash: str, shard: str) -> Path:
-        """Where the bytes of one file lie. Raises :class:`NotFound`, :class:`CorruptArtifact`."""
+        """The path of one file. Raises :class:`NotFound`, :class:`CorruptArtifact`."""
         if not any(known.name == shard for known in self.open(hash).shards):
             raise NotFound(f"no {shard} in artifact {hash}")
         return self._folder(hash) / shard
 
     def verify(self, hash: str) -> Manifest:
-        """Reads and hashes everything. Raises :class:`NotFound`, or :class:`CorruptArtifact` naming the bad file."""
+        """Read and hash everything. Raises :class:`NotFound`, or :class:`CorruptArtifact` naming the bad file."""
         return self._whole(hash, _same_bytes)
 
     def _whole(self, hash: str, check: Callable[[Path, Shard], None]) -> Manifest:
-        """The manifest, when ``check(path, shard)`` has passed every file. A folder that goes or is made again in the
-        middle is looked at again."""
+        """The manifest, once ``check(path, shard)`` has passed for every file. A folder that is deleted or replaced
+        meanwhile is checked again."""
         folder = self._folder(hash)
         while (there := _identity(folder)) is not None:
             try:
@@ -90,7 +90,7 @@ class Artifacts:
         raise NotFound(f"no artifact {hash}")
 
     def delete(self, hash: str) -> None:
-        """Makes it invisible at once, then frees its bytes; one that is not there is no error."""
+        """Make it invisible at once, then free its bytes; a missing one is no error."""
         trash = self._staging / f"{hash}.{secrets.token_hex(8)}"  # nothing is created first: the disk may be full
         with suppress(FileNotFoundError):
             self._folder(hash).rename(trash)
@@ -102,16 +102,16 @@ class Artifacts:
         return {entry.name for entry in self._root.iterdir() if _HASH.fullmatch(entry.name)}
 
     def sweep(self) -> int:
-        """Removes what a crash left half-written, and answers how many. Only at start: it would also remove what is
-        being written now."""
+        """Remove the half-written artifacts that a crash left; returns their number. Only at start: it would also
+        remove those that are being written now."""
         leftovers = list(self._staging.iterdir())
         for leftover in leftovers:
             shutil.rmtree(leftover)
         return len(leftovers)
 
     def prune(self, live: Collection[str]) -> list[str]:
-        """Deletes every artifact that is not in ``live`` (:meth:`Database.live_hashes`): those whose commit never came.
-        Only at start, for the same reason. Answers their hashes."""
+        """Delete every artifact that is not in ``live`` (:func:`~rookery.storage.versions.live_hashes`): those that
+        were never committed. Only at start, for the same reason. Returns their hashes."""
         dead = sorted(self.hashes().difference(live))
         for hash in dead:
             self.delete(hash)
@@ -144,8 +144,8 @@ class Artifacts:
 
 
 class Staging:
-    """An artifact being written. Ends with :meth:`commit` or :meth:`abandon`; as a context manager it abandons what was
-    not committed."""
+    """An artifact being written. Ends with :meth:`commit` or :meth:`abandon`; as a context manager it abandons an
+    uncommitted one."""
 
     def __init__(self, folder: Path, artifacts: Artifacts, max_bytes: int) -> None:
         self._folder = folder
@@ -153,10 +153,10 @@ class Staging:
         self._shards: dict[str, Shard] = {}
         self._max_bytes = max_bytes
         self.full: StorageFull | None = None
-        """Set where a write met a full disk."""
+        """The error of a write that found the disk full."""
 
     def begin(self, name: str) -> ShardWriter:
-        """A file to be filled piece by piece. Raises :class:`UserError` for a name that is none."""
+        """A file to be written piece by piece. Raises :class:`UserError` for an invalid name."""
         if not _NAME.fullmatch(name) or name.lower() == MANIFEST:
             raise UserError(f"shard {name[:200]!r}: a name is letters, digits, dot, dash, underscore, not {MANIFEST}")
         others = sum(shard.size for shard in self._shards.values() if shard.name != name)
@@ -192,8 +192,8 @@ class Staging:
         return manifest
 
     def abandon(self) -> None:
-        """Removes what was written; after a commit it does nothing. What another thread writes at this moment stays for
-        the next :meth:`Artifacts.sweep`, never visible."""
+        """Remove the staging folder; after a commit it does nothing. Bytes that another thread writes at this moment
+        stay until the next :meth:`Artifacts.sweep`, never visible."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
@@ -204,7 +204,7 @@ class Staging:
 
 
 class ShardWriter:
-    """One file of a staging, open for writing. As a context manager it removes what was not finished."""
+    """One file of a staging, open for writing. As a context manager it removes an unfinished one."""
 
     def __init__(self, folder: Path, name: str, room: int, shards: dict[str, Shard]) -> None:
         self._target = folder / name
@@ -240,7 +240,7 @@ class ShardWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with suppress(OSError):  # closing flushes what a full disk has refused already, which was reported
+        with suppress(OSError):  # closing flushes bytes that a full disk has refused already; that was reported
             self._file.close()
         self._part.unlink(missing_ok=True)
 
@@ -276,7 +276,7 @@ def _same_bytes(path: Path, shard: Shard) -> None:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Another one as soon as another folder has this name, or it another content; None where there is none."""
+    """Changes when another folder gets this name, or the folder other content; None where there is none."""
     try:
         found = folder.stat()
     except FileNotFoundError:
@@ -285,7 +285,7 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes the names in it durable."""
+    """Make the names in it durable."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -98,9 +98,11 @@ def add_new(connection: Connection, row: Base) -> IntegrityError | None:
     return None
 
 
-def fetch_all(connection: Connection, kind: type[Row], query: Select[Any]) -> list[Row]:
-    """The rows of ``query``, which selects ``kind``."""
-    return [kind(**row._mapping) for row in connection.execute(query)]
+def fetch_all(
+    connection: Connection, kind: type[Row], query: Select[Any], values: Mapping[str, Any] | None = None
+) -> list[Row]:
+    """The rows of ``query``, which selects ``kind``. ``values``: of its bound parameters."""
+    return [kind(**row._mapping) for row in connection.execute(query, values)]
 
 
 def fetch_one(

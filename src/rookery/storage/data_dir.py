@@ -1,8 +1,8 @@
 """The data folder: one service at a time, and secrets that only its user can read.
 
-* While a :class:`DataFolder` is open, no other process opens the same one: the lock is the kernel's, so it ends with
-  the process however that ends, and child processes do not inherit it.
-* The admin key and the worker token are made once, whole or not at all, readable by the user alone (mode 0600).
+* While a :class:`DataFolder` is open, no other process opens the same one. The lock is the kernel's: it ends with the
+  process, however that ends, and child processes do not inherit it.
+* The admin key and the worker token are made once, whole or not at all, readable by the user only (mode 0600).
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ _LOCK_FILE = "lock"
 
 ADMIN_KEY_FILE = "admin.key"
 WORKER_TOKEN_FILE = "worker.token"
-"""Where the data folder keeps them."""
+"""Their names in the data folder."""
 
 KEY_PREFIX = "tml-"
-"""One key serves all faces, and Tinker clients take none without it."""
+"""One key serves every API; Tinker clients accept no key without this prefix."""
 
 KEY_BYTES = 32
 """Of randomness: far beyond guessing, so that a plain hash protects a stored key as well as a slow one would."""
 
 
 def new_key() -> str:
-    """A key that nobody has: the prefix and 43 URL-safe characters."""
+    """A new random key: the prefix and 43 URL-safe characters."""
     return KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
 
 
 def hash_key(key: str) -> str:
-    """What is stored of a key: the SHA-256 of its text, in hex."""
+    """The stored form of a key: the SHA-256 of its text, in hex."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def read_secret(root: Path, name: str) -> str | None:
-    """A local command's way to the admin key (or another secret): without the lock; None where there is none.
+    """The admin key or another secret, read by a local command without the lock; None where there is none.
 
     Raises :class:`UserError` if it belongs to another user."""
     try:
@@ -82,7 +82,7 @@ class DataFolder:
             os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
             for part in (self.artifacts, self.jobs, self.logs):
                 part.mkdir(mode=0o700, exist_ok=True)
-            with tempfile.TemporaryFile(dir=root):  # an existing lock file says nothing about room for new ones
+            with tempfile.TemporaryFile(dir=root):  # an existing lock file does not show that there is room
                 pass
         except OSError as error:
             os.close(self._lock)
@@ -103,7 +103,7 @@ class DataFolder:
     @property
     def database_url(self) -> str:
         """The SQLite database that lives here."""
-        from sqlalchemy import URL  # here: the command line reads keys without it
+        from sqlalchemy import URL  # imported here: the command line reads keys without it
 
         return URL.create("sqlite", database=str(self.root / "rookery.db")).render_as_string()
 
@@ -112,11 +112,11 @@ class DataFolder:
         return _secret(self.root / ADMIN_KEY_FILE)
 
     def worker_token(self) -> str:
-        """What workers and the service's own environment host say hello with."""
+        """The token of workers and of the service's built-in environment host."""
         return _secret(self.root / WORKER_TOKEN_FILE)
 
     def close(self) -> None:
-        """Others may open it from now on."""
+        """Release the lock."""
         os.close(self._lock)
 
     def __enter__(self) -> Self:

@@ -3,12 +3,12 @@
 * ``writing`` commits as a whole or not at all. On SQLite it takes the write lock at its start, so that it never fails
   half-way for another writer; the commit returns after the log is on disk (``synchronous=FULL``), since what is
   published after it must survive a power cut.
-* ``reading`` sees one snapshot however many queries it makes, and never waits for a writer.
-* Within ``batch_transaction`` the calls of one thread share a transaction: one wait for the disk instead of one each.
+* ``reading`` sees one snapshot for all its queries and never waits for a writer.
+* Within ``batch_transaction`` the calls of one thread share a transaction: one wait for the disk for all of them.
 * A full disk is :class:`~rookery.errors.StorageFull`, a lost server :class:`~rookery.errors.Unavailable`; both leave
   the database as it was, except that a connection lost during the commit itself leaves its outcome to be read back.
-* A PostgreSQL database that one service has claimed is refused to every other, until that one's connection ends. (The
-  data folder's lock does it for the SQLite database in it.)
+* A PostgreSQL database that one service has claimed refuses every other service until that connection ends. (The
+  data folder's lock protects the SQLite database in it.)
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from rookery.storage import migrations
 from rookery.storage.store import Transactions
 
 LOCK_WAIT_SECONDS = 30.0
-"""How long a SQLite writer waits for another one: far above any transaction here, so that reaching it means trouble."""
+"""Timeout of a SQLite writer that waits for another one: far longer than any transaction here."""
 
 CLAIM_IDLE_SECONDS, CLAIM_PROBE_SECONDS, CLAIM_PROBES = 15, 5, 3
-"""A claim's connection that is silent for so long is probed so often: half a minute after its machine has vanished,
-another service may have the database."""
+"""TCP keepalive of a claim's connection: half a minute after its machine has vanished, another service gets the
+database."""
 
 CLAIM_WAIT_SECONDS = 2
-"""A service that has just ended, or been cut off, has this long to be gone."""
+"""How long a new service waits for the claim of one that has just ended."""
 
 _CLAIM = int.from_bytes(b"rookery\0", "big")
-"""The advisory lock that a service holds: any number that no other program is likely to use."""
+"""The number of the advisory lock that a service holds: one that no other program is likely to use."""
 
 _POSTGRES_DISK_FULL = "53100"
 _POSTGRES_LOCK_TIMEOUT = "55P03"
@@ -111,7 +111,7 @@ class Database(Transactions):
                 if self._claimed is not None:
                     self._claimed.execute(select(1))
                     return
-            except DBAPIError:  # with the connection the claim is gone too
+            except DBAPIError:  # the claim ended with the connection
                 self._give_up_claim()
             connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
             free = False
@@ -141,7 +141,7 @@ class Database(Transactions):
 
     def _give_up_claim(self) -> None:
         if self._claimed is not None:
-            self._claimed.invalidate()  # ends the connection instead of keeping it for later: the lock lives in it
+            self._claimed.invalidate()  # ends the connection, and with it the lock, instead of returning it to the pool
             self._claimed.close()
             self._claimed = None
 
@@ -164,8 +164,8 @@ class Database(Transactions):
                 raise shared.failure
 
     def _make_private(self) -> None:
-        """SQLite's file is for its owner alone, in whatever folder it lies: every tenant's text is in it. Its
-        companions get the same mode."""
+        """Make SQLite's file readable by its owner only: it holds every tenant's text. SQLite gives its companions the
+        same mode."""
         url, path = self._engine.url, self._engine.url.database
         if self._engine.dialect.name == "sqlite" and path and path != ":memory:" and not url.query:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
@@ -175,7 +175,7 @@ class Database(Transactions):
         return self._engine.url.render_as_string(hide_password=True)
 
     def _shared_connection(self) -> Connection | None:
-        """This thread's within ``batch_transaction``, unless that has failed already."""
+        """This thread's connection within ``batch_transaction``. Raises the error with which that failed already."""
         shared: Connection | None = getattr(self._shared, "connection", None)
         if shared is not None and self._shared.failure is not None:
             raise self._shared.failure
@@ -193,7 +193,7 @@ class Database(Transactions):
             except (IntegrityError, DataError):
                 part.rollback()
                 raise
-            except (StorageFull, Unavailable, DBAPIError) as error:  # the database may have undone everything already
+            except (StorageFull, Unavailable, DBAPIError) as error:  # the database may have rolled everything back
                 self._shared.failure = error
                 raise
             except BaseException:
@@ -220,7 +220,7 @@ def _plain_errors() -> Iterator[None]:
         yield
     except DBAPIError as error:
         if isinstance(error.orig, sqlite3.Error):
-            code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # the rest says where it happened
+            code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # the other bits say where it happened
             full, busy = code == sqlite3.SQLITE_FULL, code == sqlite3.SQLITE_BUSY
         else:
             full = getattr(error.orig, "sqlstate", None) == _POSTGRES_DISK_FULL
@@ -233,7 +233,7 @@ def _plain_errors() -> Iterator[None]:
 
 
 def _prepare_sqlite(connection: sqlite3.Connection, record: object) -> None:
-    connection.isolation_level = None  # transactions begin where _begin_sqlite says, not where the driver guesses
+    connection.isolation_level = None  # transactions begin in _begin_sqlite, not where the driver guesses
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")
     connection.execute("PRAGMA foreign_keys=ON")

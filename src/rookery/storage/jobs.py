@@ -11,12 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Connection, bindparam, func, insert, select, update
 
 from rookery.errors import Conflict, NotFound
 from rookery.storage.columns import add, add_new, fetch_all, fetch_one, find, get
 from rookery.storage.groups import drop_alive
 from rookery.storage.models import FINAL_JOB_STATES, EventRow, GroupRow, JobRow, JobState, PolicyRow
+
+_POLICIES = (
+    select(PolicyRow)
+    .where(PolicyRow.job == bindparam("job"), PolicyRow.tenant == bindparam("tenant"))
+    .order_by(PolicyRow.name)
+)
 
 
 def submit_job(connection: Connection, row: JobRow, policies: Sequence[PolicyRow]) -> tuple[JobRow, bool]:
@@ -100,8 +106,7 @@ def add_policy(connection: Connection, policy: PolicyRow) -> PolicyRow:
 
 def policies(connection: Connection, tenant: str, job: str) -> list[PolicyRow]:
     """By name; empty for a job that is not this tenant's."""
-    query = select(PolicyRow).filter_by(job=job, tenant=tenant).order_by(PolicyRow.name)
-    return fetch_all(connection, PolicyRow, query)
+    return fetch_all(connection, PolicyRow, _POLICIES, {"job": job, "tenant": tenant})
 
 
 def all_policies(connection: Connection, tenant: str) -> dict[str, list[PolicyRow]]:

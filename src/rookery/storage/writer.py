@@ -1,4 +1,8 @@
-"""The writer: one thread that runs the blocking calls of the database and the artifact store, one after another."""
+"""The writer thread, which runs the blocking calls of the database and the artifact store one after another.
+
+* Calls keep their order. A call that was submitted runs even if its caller is cancelled.
+* Database calls that wait at the same time share one transaction; each returns once it is durable.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +22,20 @@ T = TypeVar("T")
 
 
 class Writer(Protocol):
-    """Runs blocking calls of the database and the artifact store, one after another, off the event loop. A call that
-    was handed over is carried out, also when its caller is cancelled."""
+    """Runs blocking calls one after another, off the event loop; a submitted call runs even if its caller is
+    cancelled."""
 
     def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> Coroutine[Any, Any, T]: ...
 
 
 GROUPED_CALLS = 64
-"""Database calls that share one transaction at most: it bounds how long the first of them waits for the last."""
+"""Largest number of database calls in one transaction: it bounds how long the first of them waits for the last."""
 
 
 @runtime_checkable
 class BatchTransaction(Protocol):
     def batch_transaction(self) -> AbstractContextManager[None]:
-        """Within, this thread's calls of the object's methods become durable at once, at the end."""
+        """Within the context, this thread's calls of the object's methods become durable together, at the end."""
         ...
 
 
@@ -39,16 +43,16 @@ class BatchTransaction(Protocol):
 class _Call:
     run: Callable[[], Any]
     store: BatchTransaction | None
-    """Whose method it is, if such calls can share a transaction."""
+    """The database whose method it is; None for calls that cannot share a transaction."""
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
     result: Any = None
     error: BaseException | None = None
 
-    def carry_out(self) -> None:
+    def execute(self) -> None:
         try:
             self.result = self.run()
-        except BaseException as error:  # it belongs to the caller, not to this thread
+        except BaseException as error:  # the caller handles it, not this thread
             self.error = error
 
     def settle(self) -> None:
@@ -61,9 +65,8 @@ class _Call:
 
 
 class StorageWriter:
-    """One writer thread: calls keep their order, and a transaction never waits for another of this process. Database
-    calls that wait at the same time share one transaction; each is answered when it is durable. Where the disk has no
-    room for all of them, each has a transaction of its own."""
+    """One thread, so a transaction never waits for another of this process. If the disk has no room for all calls of a
+    shared transaction, each call gets a separate one."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[_Call | None] = SimpleQueue()
@@ -85,7 +88,7 @@ class StorageWriter:
         return await future
 
     def close(self) -> None:
-        """Returns when all that was handed over is carried out."""
+        """Return when every submitted call has run."""
         self._closed = True
         self._queue.put(None)
         self._thread.join()
@@ -105,26 +108,26 @@ class StorageWriter:
             while waiting and len(calls) < GROUPED_CALLS and _share(first, waiting[0]):
                 calls.append(waiting.popleft())  # type: ignore[arg-type]
             if len(calls) == 1:
-                first.carry_out()
+                first.execute()
             else:
-                self._carry_out_together(calls)
+                self._execute_batch(calls)
             for call in calls:
-                with suppress(RuntimeError):  # its loop is closed: nobody listens any more
+                with suppress(RuntimeError):  # its loop is closed: nobody waits for it
                     call.loop.call_soon_threadsafe(call.settle)
 
     @staticmethod
-    def _carry_out_together(calls: list[_Call]) -> None:
+    def _execute_batch(calls: list[_Call]) -> None:
         store = calls[0].store
         assert store is not None
         try:
             with store.batch_transaction():
                 for call in calls:
-                    call.carry_out()
-        except StorageFull:  # nothing of it is durable: those that need no room shall not suffer from one that does
+                    call.execute()
+        except StorageFull:  # nothing is durable: calls that need no room may still succeed
             for call in calls:
                 call.result = call.error = None
-                call.carry_out()
-        except Exception as error:  # nor of this, as far as is known
+                call.execute()
+        except Exception as error:  # nothing is known to be durable
             for call in calls:
                 call.error = error
 
