@@ -24,7 +24,7 @@ from tests.support.small_model import save_small_model
 
 from rookery import protocol
 from rookery.errors import EXIT_REFUSED, UserError
-from rookery.worker.compute import ComputeStatus, TimeSlice, next_turn
+from rookery.worker.compute import ComputeStatus, TimeSlice, next_slice
 from rookery.worker.connection import progress
 from rookery.worker.model.convert import prepare
 from rookery.worker.training_ops import TrainingOps
@@ -744,7 +744,7 @@ def test_engine_and_trainer_share_the_time() -> None:
 
     def spend(turns: int) -> None:
         for _ in range(turns):
-            turn = next_turn([decode, train])
+            turn = next_slice([decode, train])
             assert turn is not None
             spent = 0.1 if turn is decode else 1.0
             turn.clock += spent

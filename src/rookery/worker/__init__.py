@@ -1,18 +1,18 @@
-"""A process that holds one base model and plays rollout, train or both.
+"""A process that holds one base model and plays the roles rollout, train or both.
 
 Threads that wait for each other spin briefly and then sleep. A worker shares its cores with the controller, the
-environments and whatever else its machine does, and a thread that spins on holds up the one that it waits for; one
-that sleeps at once is woken too late, hundreds of times per decode step. How briefly is a compromise
-(``benchmarks/spinning.py``): 10,000 turns make a step of a job 2 to 10% quicker than 3,000 and decode
-nearly as quickly as 30,000, and half as quickly beside one process that wants a core. The OpenMP runtime reads its
-settings when torch loads it, so they are made here, before anything of a worker imports torch.
+environments and everything else on its machine: a thread that spins delays the one that it waits for, and one that
+sleeps at once wakes too late, hundreds of times per decode step. The spin count is a compromise
+(``benchmarks/spinning.py``): 10,000 turns make a step of a job 2 to 10% faster than 3,000 and decode nearly as fast as
+30,000, and half as fast while another process uses a core. The OpenMP runtime reads its settings when torch loads it,
+so they are set here, before any module of a worker imports torch.
 
-Where a processor has no bfloat16, MKL multiplies what oneDNN does not. On Intel's its quickest kernels add up a row in
-an order that depends on the other rows; strictly reproducible ones take no longer (``worker/exact.py``). Elsewhere it
-has one kind, and its rows are exact.
+On a processor without bfloat16 instructions, MKL computes the products that oneDNN does not. On Intel processors its
+fastest kernels add up a row in an order that depends on the other rows; strictly reproducible ones take no longer (see
+:mod:`rookery.worker.model.batch_invariance`). On other processors MKL has one kind of kernel, whose rows are exact.
 
-Large tensors ask for large pages: an engine's caches grow by new ones, and touching them first, 4 KiB at a time, took
-twice as long as copying into them.
+Large tensors request large pages: an engine's caches grow by new ones, and the first access to them in pages of 4 KiB
+takes twice as long as copying into them.
 """
 
 import os

@@ -1,15 +1,15 @@
-"""The compute thread: owns torch, the base model, its engine and its trainer; everybody else talks to it by calls.
+"""The compute thread: owns torch, the base model, its engine and its trainer; other threads use it by calls.
 
 Promises:
 
-* Only this thread touches engine, trainer, adapters and tensors. ``call`` runs a function in it, between two slices.
-* Engine and trainer take turns in bounded slices, each getting the same share of time while both have work; one that
-  was idle is owed nothing for it.
-* Idle, it sleeps until it is called.
-* What slices bring forth (tokens, finished operations) waits in an outbox; ``wake`` is called, from this thread, when
-  something lands in an empty one.
-* An exception in a call belongs to the caller. One in a slice belongs to nobody: the thread ends, ``failure`` keeps it,
-  and the outbox stays readable.
+* Only this thread touches engine, trainer, adapters and tensors. :meth:`Compute.call` runs a function in it, between
+  two slices.
+* Engine and trainer alternate in bounded slices and get equal time while both have work; time spent idle gives no
+  credit.
+* Without work the thread sleeps until the next call.
+* Tokens and results wait in an outbox; ``on_output`` is called, in this thread, when the outbox stops being empty.
+* An exception in a call is raised to its caller. An exception in a slice ends the thread: ``failure`` holds it, and the
+  outbox stays readable.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ComputeStatus:
-    """What a heartbeat tells of the compute thread; a consistent picture taken between two slices. What calls brought
-    is in it before the slice that computes it: one that hangs is seen by work without progress."""
+    """State of the compute thread for heartbeats, consistent and taken between two slices. New work is in it before the
+    slice that computes it, so a stuck slice shows as work without progress."""
 
     progress: int = 0
     active: int = 0
@@ -61,99 +61,86 @@ class ComputeStatus:
 
 
 class Steppable(Protocol):
-    """The engine or the trainer as the turn-taking sees it."""
+    """The engine or the trainer."""
 
     def step(self) -> bool:
-        """One bounded slice; False when there was nothing to do."""
+        """Run one bounded slice; False if there was nothing to do."""
         ...
 
 
 class TimeSlice:
-    """One of the parts and the time it has had. ``clock`` orders the parts; ``seconds`` is what is reported."""
+    """Time used by the engine or the trainer. ``clock`` orders the two; ``seconds`` is reported."""
 
-    def __init__(self, part: Steppable, busy: Callable[[], bool]) -> None:
-        self.part = part
+    def __init__(self, steppable: Steppable, busy: Callable[[], bool]) -> None:
+        self.steppable = steppable
         self.busy = busy
         self.clock = 0.0
         self.seconds = 0.0
         self.idle = True
 
 
-def _spares_tiles(config: DecoderConfig, max_rank: int) -> bool:
-    """See ``settle_tiles``."""
-    shapes = [[config.site_shape(part) for part in parts] for parts in SITES.values()]
-    base = [(parts[0][0], sum(outputs for _, outputs in parts)) for parts in shapes]
-    return disable_amx_if_unsafe(torch.get_num_threads(), base, max(map(len, shapes)) * max_rank)
-
-
 class WorkerCore:
-    """What the compute thread owns."""
+    """Engine, trainer and base model of a worker, and which adapters are in memory."""
 
-    def __init__(self, folder: Path, settings: Settings, model: str) -> None:
-        self.model = model
+    def __init__(
+        self, engine: Engine, trainer: Trainer, max_resident: int, *, device_name: str = "", dtype: str = ""
+    ) -> None:
+        """At most ``max_resident`` adapters stay in memory besides those that requests use."""
+        self.engine = engine
+        self.trainer = trainer
+        self.device_name = device_name
+        self.dtype = dtype
+        self._max_resident = max_resident
+        self._resident: dict[str, None] = {}
+        """Hashes of adapters in memory, the least recently requested first."""
+
+    @classmethod
+    def load(cls, folder: Path, settings: Settings, model: str) -> WorkerCore:
+        """With the base model of ``folder``; ``model`` is its name in exported adapters."""
         where = device.choose(settings.worker.device)
-        if where.type == "cpu" and _spares_tiles(DecoderConfig.read(folder), settings.engine.max_rank):
+        max_rank = settings.engine.max_rank
+        if where.type == "cpu" and not _use_amx(DecoderConfig.read(folder), max_rank):
             log.warning(
-                "no tile instructions: texts of this model would depend on batches with %d threads and ranks up to %d",
+                "AMX is off: with %d threads and ranks up to %d, texts of this model would depend on their batch",
                 torch.get_num_threads(),
-                settings.engine.max_rank,
+                max_rank,
             )
-        self.decoder = Decoder.load(folder, device=where, pack=settings.engine.pack_weights)
-        config = self.decoder.config
-        self.engine: Engine = NativeEngine(
-            self.decoder,
-            LoraManager(config, self.decoder.dtype, self.decoder.device, settings.engine.max_rank),
+        decoder = Decoder.load(folder, device=where, pack=settings.engine.pack_weights)
+        engine = NativeEngine(
+            decoder,
+            LoraManager(decoder.config, decoder.dtype, decoder.device, max_rank),
             Chat.load(folder).decode,
             max_rows=settings.engine.max_rows,
             kv_budget_bytes=device.cache_bytes(settings.engine.kv_bytes, where),
         )
-        self.trainer: Trainer = NativeTrainer(
-            self.decoder,
-            max_rank=settings.engine.max_rank,
+        trainer = NativeTrainer(
+            decoder,
+            max_rank=max_rank,
             slice_tokens=settings.training.gpu_slice_tokens if where.type == "cuda" else settings.training.slice_tokens,
             base_model=model,
             trainer_state_cache_bytes=settings.training.trainer_state_cache_bytes,
         )
-        self._most_resident = settings.engine.resident_adapters
-        self._used: dict[str, None] = {}  # resident hashes, the one not asked for longest first
+        dtype = str(decoder.dtype).removeprefix("torch.")
+        resident = settings.engine.resident_adapters
+        return cls(engine, trainer, resident, device_name=str(decoder.device), dtype=dtype)
 
     def submit(self, generate: protocol.Generate, folder: Path | None) -> bool:
-        """Hand a request to the engine; False if its adapter is neither in memory nor in ``folder``. Raises what makes
-        the request impossible."""
-        if generate.adapter is not None and not self._have(generate.adapter, folder):
+        """Submit a request to the engine; False if its adapter is neither in memory nor in ``folder``. Raises the
+        engine's error for an impossible request."""
+        if generate.adapter is not None and not self._ensure_resident(generate.adapter, folder):
             return False
         self.engine.submit(generate)
-        self._trim()
+        self._evict_surplus()
         return True
 
     def switch(self, request: str, ref: protocol.AdapterRef, folder: Path | None, *, recompute: bool) -> bool:
-        """Have a request go on with ``ref``; False if that is neither in memory nor in ``folder``. One that is over is
-        left as it is."""
-        if not self._have(ref, folder):
+        """Continue a request with ``ref``; False if that is neither in memory nor in ``folder``. A request that has
+        ended does not change."""
+        if not self._ensure_resident(ref, folder):
             return False
         self.engine.switch_adapter(request, ref, recompute=recompute)
-        self._trim()
+        self._evict_surplus()
         return True
-
-    def _have(self, ref: protocol.AdapterRef, folder: Path | None) -> bool:
-        """Whether an adapter is in memory now, read from ``folder`` if need be."""
-        if not self.engine.has_adapter(ref.hash):
-            if folder is None:
-                return False
-            self.engine.add_adapter(ref.hash, folder)
-        self._used.pop(ref.hash, None)
-        self._used[ref.hash] = None
-        return True
-
-    def _trim(self) -> None:
-        """At most so many adapters stay in memory besides those that requests run with."""
-        while len(self._used) > self._most_resident:
-            self._evict(next(iter(self._used)))
-
-    def _evict(self, digest: str) -> None:
-        """The adapter leaves memory, at once or when the last request that uses it ends."""
-        self.engine.evict_adapter(digest)
-        self._used.pop(digest, None)
 
     def discard(self, *digests: str) -> None:
         """Nothing will name these versions again: evict their adapters and their offloaded training states."""
@@ -161,27 +148,55 @@ class WorkerCore:
             self._evict(digest)
             self.trainer.discard_offloaded(digest)
 
+    def _ensure_resident(self, ref: protocol.AdapterRef, folder: Path | None) -> bool:
+        """Whether the adapter is in memory, read from ``folder`` if needed."""
+        if not self.engine.has_adapter(ref.hash):
+            if folder is None:
+                return False
+            self.engine.add_adapter(ref.hash, folder)
+        self._resident.pop(ref.hash, None)
+        self._resident[ref.hash] = None
+        return True
+
+    def _evict_surplus(self) -> None:
+        while len(self._resident) > self._max_resident:
+            self._evict(next(iter(self._resident)))
+
+    def _evict(self, digest: str) -> None:
+        """The adapter leaves memory at once, or when the last request that uses it ends."""
+        self.engine.evict_adapter(digest)
+        self._resident.pop(digest, None)
+
+
+def _use_amx(config: DecoderConfig, max_rank: int) -> bool:
+    """Whether the products of this model may use tile instructions; see :func:`disable_amx_if_unsafe`."""
+    shapes = [[config.site_shape(part) for part in parts] for parts in SITES.values()]
+    base = [(parts[0][0], sum(outputs for _, outputs in parts)) for parts in shapes]
+    return not disable_amx_if_unsafe(torch.get_num_threads(), base, max(map(len, shapes)) * max_rank)
+
 
 class Compute:
     """The thread. Methods are for other threads."""
 
-    def __init__(self, prepare: Callable[[], Path], settings: Settings, model: str, wake: Callable[[], object]) -> None:
-        """``prepare`` answers the base model's folder, made if need be; it runs in the thread, and what it raises ends
-        the thread as :attr:`failure`."""
+    def __init__(
+        self, prepare: Callable[[], Path], settings: Settings, model: str, on_output: Callable[[], object]
+    ) -> None:
+        """``prepare()`` returns the base model's folder and creates it if needed; it runs in the thread, and its
+        exception ends the thread as :attr:`failure`."""
         self._prepare = prepare
         self._model = model
         self._settings = settings
-        self._wake = wake
+        self._on_output = on_output
         self._changed = threading.Condition()
         self._calls: list[tuple[Future[Any], Callable[[WorkerCore], Any]]] = []
         self._stopping = False
         self._chunks: list[protocol.TokenChunk] = []
-        self._finished: list[TrainerResult] = []
+        self._results: list[TrainerResult] = []
         self.status = ComputeStatus()
         self.failure: BaseException | None = None
         self.ready: Future[WorkerCore] = Future()
-        """The loaded core; its config and dtype may be read by anybody, the rest by calls."""
-        self.over: Future[None] = Future()
+        """The loaded core. Other threads may read its device, dtype and engine limits; all else needs a call."""
+        self.ended: Future[None] = Future()
         """Done when the thread has ended, for whatever reason."""
         self._thread = threading.Thread(target=self._main, name="compute", daemon=True)
 
@@ -189,7 +204,7 @@ class Compute:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the present slice; ``over`` tells when."""
+        """End after the present slice; see :attr:`ended`."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -198,7 +213,7 @@ class Compute:
         """Run ``function`` between two slices; calls keep their order. Calls after the thread's end are cancelled."""
         future: Future[T] = Future()
         with self._changed:
-            if self.over.done():
+            if self.ended.done():
                 future.cancel()
             else:
                 self._calls.append((future, function))
@@ -209,8 +224,8 @@ class Compute:
         """Empty the outbox."""
         with self._changed:
             chunks, self._chunks = self._chunks, []
-            finished, self._finished = self._finished, []
-        return chunks, finished
+            results, self._results = self._results, []
+        return chunks, results
 
     # --- in the thread ----------------------------------------------------------------------------------------------
 
@@ -218,7 +233,7 @@ class Compute:
         try:
             if self._settings.worker.threads:
                 torch.set_num_threads(self._settings.worker.threads)
-            core = WorkerCore(self._prepare(), self._settings, self._model)
+            core = WorkerCore.load(self._prepare(), self._settings, self._model)
             self.ready.set_result(core)
             self._run(core)
         except BaseException as error:
@@ -227,19 +242,19 @@ class Compute:
                 self.ready.set_exception(error)
         finally:
             with self._changed:
-                self.over.set_result(None)
+                self.ended.set_result(None)
                 for future, _ in self._calls:
                     future.cancel()
-            self._wake()
+            self._on_output()
 
     def _run(self, core: WorkerCore) -> None:
-        turns = [
+        slices = [
             TimeSlice(core.engine, lambda: core.engine.active + core.engine.waiting > 0),
             TimeSlice(core.trainer, lambda: core.trainer.pending > 0),
         ]
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._calls or self._stopping or any(turn.busy() for turn in turns))
+                self._changed.wait_for(lambda: self._calls or self._stopping or any(s.busy() for s in slices))
                 if self._stopping:
                     return
                 calls, self._calls = self._calls, []
@@ -247,23 +262,23 @@ class Compute:
                 if future.set_running_or_notify_cancel():
                     try:
                         future.set_result(function(core))
-                    except Exception as error:  # belongs to the caller
+                    except Exception as error:  # raised to the caller
                         future.set_exception(error)
             if calls:
-                self._publish(core, turns, stepped=False)
-            turn = next_turn(turns)
-            if turn is not None:
+                self._publish(core, slices, stepped=False)
+            chosen = next_slice(slices)
+            if chosen is not None:
                 began = time.perf_counter()
-                stepped = turn.part.step()
+                stepped = chosen.steppable.step()
                 spent = time.perf_counter() - began
-                turn.clock += spent
-                turn.seconds += spent
-                self._publish(core, turns, stepped)
+                chosen.clock += spent
+                chosen.seconds += spent
+                self._publish(core, slices, stepped)
 
-    def _publish(self, core: WorkerCore, turns: list[TimeSlice], stepped: bool) -> None:
-        """After every slice, and after calls before the next one: if that hangs, what it hangs with is known."""
-        decode, train = turns
-        chunks, finished = core.engine.drain(), core.trainer.drain()
+    def _publish(self, core: WorkerCore, slices: list[TimeSlice], stepped: bool) -> None:
+        """Update status and outbox: after every slice, and after calls so that a stuck slice shows its work."""
+        decode, train = slices
+        chunks, results = core.engine.drain(), core.trainer.drain()
         self.status = ComputeStatus(
             progress=self.status.progress + stepped,
             active=core.engine.active,
@@ -275,21 +290,22 @@ class Compute:
             train_seconds=train.seconds,
             adapters=frozenset(core.engine.adapters()),
         )
-        if chunks or finished:
+        if chunks or results:
             with self._changed:
-                first = not (self._chunks or self._finished)
+                was_empty = not (self._chunks or self._results)
                 self._chunks += chunks
-                self._finished += finished
-            if first:
-                self._wake()
+                self._results += results
+            if was_empty:
+                self._on_output()
 
 
-def next_turn(turns: list[TimeSlice]) -> TimeSlice | None:
-    """The busy part that has had least time. One that comes back from idleness starts level with those that worked."""
-    busy = [turn for turn in turns if turn.busy()]
-    level = min((turn.clock for turn in busy if not turn.idle), default=0.0)
-    for turn in turns:
-        if turn in busy and turn.idle:
-            turn.clock = level
-        turn.idle = turn not in busy
-    return min(busy, key=lambda turn: turn.clock, default=None)
+def next_slice(slices: list[TimeSlice]) -> TimeSlice | None:
+    """The busy one that has used the least time; None if none is busy. One that was idle starts level with those that
+    worked."""
+    busy = [s for s in slices if s.busy()]
+    level = min((s.clock for s in busy if not s.idle), default=0.0)
+    for s in slices:
+        if s in busy and s.idle:
+            s.clock = level
+        s.idle = s not in busy
+    return min(busy, key=lambda s: s.clock, default=None)

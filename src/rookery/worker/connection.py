@@ -1,14 +1,15 @@
-"""A worker's link to the service: dials in, speaks the wire protocol, dials in again.
+"""A worker's connection to the service: dials, registers, exchanges protocol messages, dials again.
 
 Promises:
 
-* It dials in at once, and beats while the base model is still on its way; when that is there it says so.
-* Every frame carries the epoch of the connection that it is sent on.
-* The controller is told of every adapter that comes to lie in the cache, and of those that could not be had.
-* Sampled tokens leave at most one flush interval later, and at once when their request has ended.
-* A connection that ends loses nothing: requests stay held for who claims them, training operations are dropped (their
-  sender sends anew what it still wants), what the trainer holds stays. After the grace period it is let go.
-* Frames are handled in the order in which they arrive.
+* It dials at once and sends heartbeats while the base model is loading; ``Ready`` follows when it is loaded.
+* Every message carries the epoch of the connection that it is sent on.
+* Every adapter that is cached, and every pull that fails, is reported to the controller.
+* Sampled tokens are sent at most one flush interval later, and at once when their request has ended.
+* The end of a connection loses no token: requests stay held until a controller claims them. Training operations end,
+  because the controller sends those that it still wants again; states of committed versions are offloaded. What no
+  controller claims within the rejoin period is deleted.
+* Messages are handled in order of arrival.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ log = logging.getLogger("rookery.worker.connection")
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What the command line says. ``base`` is the service's HTTP address."""
+    """Options of the command line. ``base`` is the service's HTTP address."""
 
     base: str
     token: str
@@ -54,60 +55,62 @@ class WorkerOptions:
     name: str
     price: float = 0.0
     address: str = ""
-    """Where other workers may pull adapters from this one; empty where they may not."""
+    """URL where other workers may pull adapters from this one; empty: it serves none."""
 
 
 class ServiceConnection:
     """Belongs to the I/O thread."""
 
-    def __init__(self, options: WorkerOptions, settings: Settings, compute: Compute, lender: PeerServer | None) -> None:
-        """``lender`` hands out what the controller says, where this worker offers an address."""
+    def __init__(
+        self, options: WorkerOptions, settings: Settings, compute: Compute, peer_server: PeerServer | None
+    ) -> None:
         self._options = options
-        self._lender = lender
+        self._settings = settings
+        self._compute = compute
+        self._peer_server = peer_server
         self._core: WorkerCore | None = None
         self._model_hash = ""
         self._loaded = asyncio.Event()
-        self._news = CacheEvents()
-        self._settings = settings
-        self._compute = compute
+        self._ready_announced = False
         self._name = options.name
         self._instance = uuid.uuid4().hex
         self._channel: Channel[protocol.ToWorker] | None = None
         self._disconnected = time.monotonic()
         """When the last connection ended."""
         self._output = asyncio.Event()
-        self._urgent = asyncio.Event()
-        self._granted: dict[str, asyncio.Future[str]] = {}
+        self._urgent_output = asyncio.Event()
+        self._ticket_requests: dict[str, asyncio.Future[str]] = {}
+        self._cache_events = CacheEvents()
         self._transfers = TransferClient(
             options.base,
             settings.cache / ADAPTERS,
             settings.worker.adapter_cache_bytes,
-            self._want,
-            self._news,
+            self._request_ticket,
+            self._cache_events,
             timeout_seconds=settings.worker.transfer_seconds,
             peer_seconds=settings.worker.peer_seconds,
         )
-        self._ahead = Prefetcher(self._transfers)
-        self._requests = GenerationManager(compute, self._transfers, self._has_output)
-        self._operations = TrainingOps(compute, self._transfers, self._answer)
+        self._prefetcher = Prefetcher(self._transfers)
+        self._generation = GenerationManager(compute, self._transfers, self._on_output)
+        self._training = TrainingOps(compute, self._transfers, self._send_result)
 
-    def loaded(self, core: WorkerCore, model_hash: str) -> None:
-        """The base model is there."""
+    def on_loaded(self, core: WorkerCore, model_hash: str) -> None:
+        """The base model is loaded."""
         self._core, self._model_hash = core, model_hash
         self._loaded.set()
 
     def collect(self) -> None:
-        """Take what computing brought forth."""
-        chunks, finished = self._compute.take()
-        self._requests.collect(chunks)
-        self._operations.collect(finished)
+        """Take tokens and results from the compute thread."""
+        chunks, results = self._compute.take()
+        self._generation.collect(chunks)
+        self._training.collect(results)
 
-    async def finish(self) -> None:
-        """Computing is over: send what there is to send, and say goodbye."""
+    async def drain(self) -> None:
+        """Computation has ended: send remaining tokens and results, then ``Draining``, and close."""
         self.collect()
         if self._channel is not None:
             await self._flush()
-            await self._operations.drain(self._settings.worker.drain_seconds)
+            await self._training.drain(self._settings.worker.drain_seconds)
         if self._channel is not None:
             with contextlib.suppress(ConnectionClosed):
                 await self._channel.send(protocol.Draining(epoch=self._channel.epoch))
@@ -136,26 +139,77 @@ class ServiceConnection:
         self._channel = channel
         self._name = channel.welcome.name
         log.info("connected as %s, epoch %d", self._name, channel.epoch)
-        claims = asyncio.get_running_loop().call_later(self._settings.worker.resume_seconds, self._requests.release)
+        resume_seconds = self._settings.worker.resume_seconds
+        unclaimed = asyncio.get_running_loop().call_later(resume_seconds, self._generation.abort_unclaimed)
         flush = self._send_output(channel.welcome.flush_seconds)
         try:
             await channel.run(self._handle, partial(self._heartbeat, channel.epoch), flush, self._report(channel))
         finally:
             self._channel = None
-            claims.cancel()
-            for future in self._granted.values():
+            unclaimed.cancel()
+            for future in self._ticket_requests.values():
                 future.set_exception(TransferFailed("the connection was lost while a new ticket was requested"))
-            self._granted.clear()
+            self._ticket_requests.clear()
             self._disconnected = time.monotonic()
-            self._requests.unclaim(self._disconnected)
-            self._operations.on_disconnect()
-            self._ahead.clear()
+            self._generation.on_disconnect(self._disconnected)
+            self._training.on_disconnect()
+            self._prefetcher.clear()
+
+    async def housekeeping(self) -> None:
+        """Delete requests and training states that no controller has claimed within the rejoin period."""
+        while True:
+            await asyncio.sleep(self._settings.worker.rejoin_seconds / 2)
+            before = time.monotonic() - self._settings.worker.rejoin_seconds
+            self._generation.expire(before)
+            if self._channel is None and self._disconnected < before:
+                self._training.clear_offloaded()
+
+    # --- incoming ---------------------------------------------------------------------------------------------------
+
+    def _handle(self, message: protocol.ToWorker) -> None:
+        match message:
+            case protocol.Generate():
+                self._generation.generate(message)
+            case protocol.Abort():
+                self._generation.abort(message.request)
+            case protocol.SwitchAdapter():
+                self._generation.switch(message)
+            case protocol.TicketGrant():
+                self._transfers.set_ticket(message.hash, message.ticket, message.peers)
+                if (waiting := self._ticket_requests.pop(message.hash, None)) is not None and not waiting.done():
+                    waiting.set_result(message.ticket)
+            case protocol.PrefetchAdapters():
+                self._cache_events.report_again(ref.hash for ref in message.refs)
+                self._prefetcher.prefetch(message.refs)
+            case protocol.ServeArtifact():
+                if self._peer_server is not None:
+                    self._peer_server.serve(message.hash, message.ticket, message.seconds)
+            case protocol.ForwardBackward() | protocol.OptimStep() | protocol.InitAdapter():
+                self._training.start(message)
+            case protocol.VersionCommitted():
+                self._training.mark_committed(message)
+            case protocol.CancelOperation():
+                self._training.cancel(message.op)
+            case protocol.EvictArtifacts():
+                self._evict(message)
+
+    def _evict(self, message: protocol.EvictArtifacts) -> None:
+        for digest in message.hashes:
+            self._prefetcher.discard(digest)
+            self._transfers.evict(digest)
+            if self._peer_server is not None:
+                self._peer_server.revoke(digest)
+        self._compute.call(lambda core: core.discard(*message.hashes))
+        if message.policy:
+            self._training.evict(message.policy, offload=message.offload)
+
+    # --- outgoing ---------------------------------------------------------------------------------------------------
 
     def _hello(self) -> protocol.Hello:
         core = self._core
         self._ready_announced = core is not None
         adapters = sorted({*self._compute.status.adapters, *self._transfers.cached()})
-        self._news.reset(adapters)
+        self._cache_events.reset(adapters)
         return protocol.Hello(
             protocol=protocol.PROTOCOL,
             token=self._options.token,
@@ -169,72 +223,33 @@ class ServiceConnection:
             address=self._options.address,
             loading=core is None,
             max_rows=self._settings.engine.max_rows,
-            max_context=core.decoder.config.context if core is not None else 0,
+            max_context=core.engine.limits.max_context if core is not None else 0,
             max_rank=self._settings.engine.max_rank,
-            device=_device(core),
-            dtype=_dtype(core),
+            device=core.device_name if core is not None else "",
+            dtype=core.dtype if core is not None else "",
             pid=os.getpid(),
             host=socket.gethostname(),
             adapters=adapters,
-            running=self._requests.running(),
+            running=self._generation.running(),
         )
 
-    def _handle(self, message: protocol.ToWorker) -> None:
-        match message:
-            case protocol.Generate():
-                self._requests.generate(message)
-            case protocol.Abort():
-                self._requests.abort(message.request)
-            case protocol.SwitchAdapter():
-                self._requests.switch(message)
-            case protocol.TicketGrant():
-                self._transfers.set_ticket(message.hash, message.ticket, message.peers)
-                if (waiting := self._granted.pop(message.hash, None)) is not None and not waiting.done():
-                    waiting.set_result(message.ticket)
-            case protocol.PrefetchAdapters():
-                self._news.report_again(ref.hash for ref in message.refs)
-                self._ahead.prefetch(message.refs)
-            case protocol.ServeArtifact():
-                if self._lender is not None:
-                    self._lender.serve(message.hash, message.ticket, message.seconds)
-            case protocol.ForwardBackward() | protocol.OptimStep() | protocol.InitAdapter():
-                self._operations.start(message)
-            case protocol.VersionCommitted():
-                self._operations.mark_committed(message)
-            case protocol.CancelOperation():
-                self._operations.cancel(message.op)
-            case protocol.EvictArtifacts():
-                for digest in message.hashes:
-                    self._forget(digest)
-                self._compute.call(lambda core: core.discard(*message.hashes))
-                if message.policy:
-                    self._operations.evict(message.policy, offload=message.offload)
-
-    def _forget(self, digest: str) -> None:
-        self._ahead.discard(digest)
-        self._transfers.evict(digest)
-        if self._lender is not None:
-            self._lender.revoke(digest)
-
-    # --- outgoing ---------------------------------------------------------------------------------------------------
-
-    def _has_output(self, urgent: bool) -> None:
+    def _on_output(self, urgent: bool) -> None:
         self._output.set()
         if urgent:
-            self._urgent.set()
+            self._urgent_output.set()
 
     async def _send_output(self, flush_seconds: float) -> None:
         """Send tokens no later than the flush interval after they were sampled, and at once when a request ended."""
         while True:
             await self._output.wait()
-            await wait_event(self._urgent, flush_seconds)
+            await wait_event(self._urgent_output, flush_seconds)
             await self._flush()
 
     async def _flush(self) -> None:
         self._output.clear()
-        self._urgent.clear()
-        if (channel := self._channel) is not None and (chunks := self._requests.take(time.monotonic())):
-            with contextlib.suppress(ConnectionClosed):  # they stay held until a controller resumes them
+        self._urgent_output.clear()
+        if (channel := self._channel) is not None and (chunks := self._generation.take(time.monotonic())):
+            with contextlib.suppress(ConnectionClosed):  # they stay held until a controller claims them
                 await channel.send(protocol.Output(epoch=channel.epoch, chunks=chunks))
 
     async def _report(self, channel: Channel[protocol.ToWorker]) -> None:
@@ -247,17 +262,17 @@ class ServiceConnection:
                 protocol.Ready(
                     epoch=channel.epoch,
                     model_hash=self._model_hash,
-                    max_context=self._core.decoder.config.context,
-                    device=_device(self._core),
-                    dtype=_dtype(self._core),
+                    max_context=self._core.engine.limits.max_context,
+                    device=self._core.device_name,
+                    dtype=self._core.dtype,
                 )
             )
         while True:
-            await self._news.pending.wait()
-            await self._send_news(channel)
+            await self._cache_events.pending.wait()
+            await self._send_cache_events(channel)
 
-    async def _send_news(self, channel: Channel[protocol.ToWorker]) -> None:
-        for message in self._news.take(channel.epoch):
+    async def _send_cache_events(self, channel: Channel[protocol.ToWorker]) -> None:
+        for message in self._cache_events.take(channel.epoch):
             await channel.send(message)
 
     def _heartbeat(self, epoch: int) -> protocol.Heartbeat:
@@ -266,7 +281,7 @@ class ServiceConnection:
             epoch=epoch,
             progress=progress(status, self._transfers.bytes_from_service + self._transfers.bytes_from_peers),
             active=status.active,
-            waiting=status.waiting + self._requests.waiting(),
+            waiting=status.waiting + self._generation.waiting(),
             training=status.training,
             adapters=len(status.adapters),
             generated=status.generated,
@@ -278,45 +293,28 @@ class ServiceConnection:
             pulled_from_service=self._transfers.bytes_from_service,
         )
 
-    async def _answer(self, op: str, **fields: Any) -> None:
+    async def _send_result(self, op: str, **fields: Any) -> None:
         if (channel := self._channel) is not None:
             with contextlib.suppress(ConnectionClosed):  # the controller sends again what it still wants
-                await self._send_news(channel)  # an adapter that it publishes next is known to be cached here
+                await self._send_cache_events(channel)  # an adapter that it publishes next is known to be cached here
                 await channel.send(protocol.OperationDone(epoch=channel.epoch, op=op, **fields))
 
-    async def _want(self, digest: str) -> str:
-        """A new ticket for an artifact."""
+    async def _request_ticket(self, digest: str) -> str:
+        """A new ticket for an artifact. Raises :class:`TransferFailed`."""
         if (channel := self._channel) is None:
             raise TransferFailed(f"artifact {digest[:12]}: the ticket has expired and there is no connection")
-        waiting = self._granted.setdefault(digest, asyncio.get_running_loop().create_future())
+        waiting = self._ticket_requests.setdefault(digest, asyncio.get_running_loop().create_future())
         try:
             async with asyncio.timeout(self._settings.worker.transfer_seconds):
                 await channel.send(protocol.TicketRequest(epoch=channel.epoch, hash=digest))
                 return await asyncio.shield(waiting)
         except (TimeoutError, ConnectionClosed):
-            self._granted.pop(digest, None)
-            raise TransferFailed(f"artifact {digest[:12]}: no new ticket came") from None
-
-    async def housekeeping(self) -> None:
-        """Let go, after the grace period, of what nobody claims."""
-        while True:
-            await asyncio.sleep(self._settings.worker.rejoin_seconds / 2)
-            before = time.monotonic() - self._settings.worker.rejoin_seconds
-            self._requests.expire(before)
-            if self._channel is None and self._disconnected < before:
-                self._operations.clear_offloaded()
+            self._ticket_requests.pop(digest, None)
+            raise TransferFailed(f"artifact {digest[:12]}: no new ticket arrived") from None
 
 
-def _device(core: WorkerCore | None) -> str:
-    return str(core.decoder.device) if core is not None else ""
-
-
-def _dtype(core: WorkerCore | None) -> str:
-    return str(core.decoder.dtype).removeprefix("torch.") if core is not None else ""
-
-
-def progress(status: ComputeStatus, pulled: int) -> int:
-    """What a beat tells: slices, and the bytes ``pulled`` where nothing computes. Who only waits for adapters gets on
-    with their bytes; a slice that hangs must not look alive because of them."""
-    computes = status.active + status.waiting + status.training
-    return status.progress if computes else status.progress + pulled
+def progress(status: ComputeStatus, pulled_bytes: int) -> int:
+    """The ``progress`` of a heartbeat: finished slices, and ``pulled_bytes`` while nothing computes. A worker that only
+    waits for adapters makes progress with their bytes; a stuck slice must not look alive because of them."""
+    computing = status.active + status.waiting + status.training
+    return status.progress if computing else status.progress + pulled_bytes

@@ -1,18 +1,18 @@
-"""Requests that a worker holds: from the frame that names one to the last token that the controller is sure to have.
+"""Requests that a worker holds, from the ``Generate`` message to the last token that the controller surely has.
 
 Promises:
 
-* What was sampled is kept until the controller has surely seen it: a link that breaks loses nothing that this process
+* Sampled tokens are kept until the controller surely has them: a lost connection loses no token that this process
   sampled. Tokens wait only for the next flush.
-* After a link broke, nothing is sent for a request until the controller claims it with a ``Generate``: then its stream
-  goes on at ``len(given)``. If what the controller holds is not a piece of what was sampled here (it went on
-  elsewhere), the request is begun anew from ``given``.
-* What no controller claims within the grace period is forgotten; soon after a link is back, what it has not claimed is
-  computed no further.
-* A request waits for its own adapter only; one that fails (its adapter cannot be had, the engine refuses it) ends with
-  one line of reason and touches no other.
-* A request that shall go on with a newer version runs on until that one is here; what cannot be had leaves it where it
-  is. Every token keeps the version that sampled it, and no chunk has tokens of two.
+* After a lost connection, nothing is sent for a request until the controller claims it with a ``Generate``. Its stream
+  then resumes at ``len(prefix_tokens)``. If ``prefix_tokens`` is not a prefix of the text sampled here (another worker
+  continued it), the request starts again from ``prefix_tokens``.
+* Requests that no controller claims within the rejoin period are deleted; soon after a reconnection, those that it has
+  not claimed are aborted.
+* A request waits for its own adapter only. A request that fails (its adapter cannot be pulled, the engine refuses it)
+  ends with a reason of one line and affects no other.
+* A request that switches to a newer version runs on until that version is loaded; a failed pull leaves it as it is.
+  Every token keeps the version that sampled it, and no chunk has tokens of two.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ log = logging.getLogger("rookery.worker.generation")
 
 @dataclass(eq=False)
 class HeldRequest:
-    """One request. Token numbers count from the first of ``given``; those sampled here begin at ``start``."""
+    """One request. Token numbers count from the first of ``prefix_tokens``; those sampled here begin at ``start``."""
 
     generate: protocol.Generate
     key: str
-    """Names this attempt to the engine: what is left of an aborted one cannot be taken for it."""
-    since: float
-    """When the present connection was told the end, or an earlier connection broke; loop time."""
+    """Name of this attempt in the engine: late tokens of an aborted attempt cannot be taken for its own."""
+    idle_since: float = 0.0
+    """When the present connection was sent the end, or an earlier connection was lost; monotonic time."""
     claimed: bool = True
     """Whether the present connection named it."""
     sent: int = 0
     """Number of the first token that the present connection has not been sent."""
-    told: bool = False
+    end_sent: bool = False
     """Whether the present connection has been sent the end."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -59,14 +59,13 @@ class HeldRequest:
     policy: str = ""
     finish: Literal["", "stop", "length", "abort", "error"] = ""
     error: str = ""
-    scores: list[protocol.PromptLogprob] = field(default_factory=list)
-    begin: asyncio.Task[None] | None = None
-    begun: bool = False
+    prompt_logprobs: list[protocol.PromptLogprob] = field(default_factory=list)
+    submission: asyncio.Task[None] | None = None
+    submitted: bool = False
     """Whether the engine has it."""
-    next: protocol.SwitchAdapter | None = None
-    """The newer version that it waits for, …"""
-    turn: asyncio.Task[None] | None = None
-    """… and what brings it about, once it has begun."""
+    pending_switch: protocol.SwitchAdapter | None = None
+    switching: asyncio.Task[None] | None = None
+    """Carries out ``pending_switch`` once the request is submitted."""
 
     @property
     def start(self) -> int:
@@ -77,235 +76,231 @@ class HeldRequest:
         return self.start + len(self.tokens)
 
     @property
-    def good(self) -> bool:
-        """Whether going on with it, or handing it out again, is of use."""
+    def resumable(self) -> bool:
+        """Whether a controller may claim it."""
         return self.finish not in ("error", "abort")
 
     def continues(self, claim: protocol.Generate) -> bool:
-        """Whether ``claim`` asks for this very text, and has a piece of it that ends where it can be gone on from. One
-        that changes its version may be claimed by a newer one: it was published while nobody could say so here."""
-        mine, given = self.generate.prefix_tokens + self.tokens, claim.prefix_tokens
+        """Whether ``claim`` requests this very text and has a prefix of it from which it can resume. The claim may name
+        a newer version if the request allows switches: that was published while the connection was lost."""
+        own, prefix = self.generate.prefix_tokens + self.tokens, claim.prefix_tokens
         return (
-            _essence(claim) == _essence(self.generate)
-            and (_same(claim.adapter, self.generate.adapter) or self.precedes(claim))
-            and self.start <= len(given) <= len(mine)
-            and mine[: len(given)] == given
+            _text_parameters(claim) == _text_parameters(self.generate)
+            and (_version_of(claim) == _version_of(self.generate) or self._switches_to(claim))
+            and self.start <= len(prefix) <= len(own)
+            and own[: len(prefix)] == prefix
         )
 
-    def precedes(self, claim: protocol.Generate) -> bool:
-        """Whether ``claim`` would have it go on with a newer version than it runs on."""
-        ref, mine = claim.adapter, self.generate.adapter
-        if ref is None or mine is None or claim.in_flight == "finish":
+    def _switches_to(self, claim: protocol.Generate) -> bool:
+        """Whether ``claim`` has it continue with a newer version of its policy."""
+        new, own = claim.adapter, self.generate.adapter
+        if new is None or own is None or claim.in_flight == "finish":
             return False
-        return ref.policy == mine.policy and ref.version > mine.version
+        return new.policy == own.policy and new.version > own.version
 
-    def runs(self) -> list[tuple[int, int, int]]:
-        """What the present connection has not been sent, as (first token, behind the last, version)."""
+    def unsent_runs(self) -> list[tuple[int, int, int]]:
+        """(first token, end, version) of each run of one version that the present connection has not been sent."""
         runs, at = [], self.sent
         for version, group in itertools.groupby(self.versions[self.sent - self.start :]):
             runs.append((at, at := at + len(list(group)), version))
         return runs or [(at, at, self.version)]
 
 
-def _essence(generate: protocol.Generate) -> protocol.Generate:
-    """What decides about the text, besides the adapter."""
+def _text_parameters(generate: protocol.Generate) -> protocol.Generate:
+    """The parameters that determine the text, besides the adapter."""
     return msgspec.structs.replace(generate, prefix_tokens=[], adapter=None, interactive=False)
 
 
-def _same(one: protocol.AdapterRef | None, other: protocol.AdapterRef | None) -> bool:
-    """Whether two name one version, wherever it may be had."""
-    if one is None or other is None:
-        return one is other
-    return (one.policy, one.version, one.hash) == (other.policy, other.version, other.hash)
+def _version_of(generate: protocol.Generate) -> tuple[str, int, str] | None:
+    ref = generate.adapter
+    return None if ref is None else (ref.policy, ref.version, ref.hash)
 
 
 class GenerationManager:
     """Belongs to the I/O thread."""
 
-    def __init__(self, compute: Compute, transfers: TransferClient, output: Callable[[bool], None]) -> None:
-        """``output(urgent)`` is called when there is something to send; urgent when a request has ended."""
+    def __init__(self, compute: Compute, transfers: TransferClient, on_output: Callable[[bool], None]) -> None:
+        """``on_output(urgent)`` is called when there is something to send; urgent if a request has ended."""
         self._compute = compute
         self._transfers = transfers
-        self._output = output
+        self._on_output = on_output
         self._held: dict[str, HeldRequest] = {}
-        self._keys: dict[str, HeldRequest] = {}
+        self._by_key: dict[str, HeldRequest] = {}
         self._attempts = itertools.count()
         self.failed = 0
         """Requests that ended with an error."""
-        self.unswitched = 0
-        """Times that a newer version could not be had."""
+        self.failed_switches = 0
+        """Switches whose version could not be pulled or loaded."""
 
     # --- from the controller ----------------------------------------------------------------------------------------
 
     def generate(self, generate: protocol.Generate) -> None:
-        """Begin a request, or take up one that is held already."""
-        ref = generate.adapter
-        if ref is not None:
+        """Start a request, or resume one that is held."""
+        if (ref := generate.adapter) is not None:
             self._transfers.set_ticket(ref.hash, ref.ticket, ref.peers)
         held = self._held.get(generate.request)
         if held is not None:
-            if held.good and held.continues(generate):
+            if held.resumable and held.continues(generate):
                 self._resume(held, generate)
                 return
             self.abort(generate.request)
         key = f"{generate.request}/{next(self._attempts)}"
-        held = HeldRequest(generate, key, 0.0, sent=len(generate.prefix_tokens))
-        self._held[generate.request] = self._keys[key] = held
-        held.begin = asyncio.create_task(self._begin(held, msgspec.structs.replace(generate, request=key)))
+        held = HeldRequest(generate, key, sent=len(generate.prefix_tokens))
+        self._held[generate.request] = self._by_key[key] = held
+        held.submission = asyncio.create_task(self._submit(held, msgspec.structs.replace(generate, request=key)))
 
     def switch(self, switch: protocol.SwitchAdapter) -> None:
-        """A request goes on with a newer version as soon as that is here; what it waited for before is given up for it.
-        One that is over, or unknown, is left as it is."""
+        """Continue a request with a newer version as soon as that is loaded; replaces an earlier pending switch. A
+        request that has ended, or is unknown, does not change."""
         self._transfers.set_ticket(switch.adapter.hash, switch.adapter.ticket, switch.adapter.peers)
         held = self._held.get(switch.request)
         if held is not None and not held.finish:
-            self._turn(held, switch)
+            self._schedule_switch(held, switch)
 
     def abort(self, request: str) -> None:
-        """Forget a request; its tokens are of no use to anybody."""
+        """Delete a request and its tokens."""
         held = self._held.pop(request, None)
         if held is None:
             return
-        del self._keys[held.key]
-        for task in (held.begin, held.turn):
+        del self._by_key[held.key]
+        for task in (held.submission, held.switching):
             if task is not None:
                 task.cancel()
         if not held.finish:
             self._compute.call(lambda core: core.engine.abort(held.key))
 
     def _resume(self, held: HeldRequest, claim: protocol.Generate) -> None:
-        at = len(claim.prefix_tokens)
-        held.claimed, held.told, held.sent = True, False, at
-        ref, known = claim.adapter, held.generate.adapter if held.next is None else held.next.adapter
-        if ref is not None and known is not None and ref.version > known.version and not held.finish:
+        held.claimed, held.end_sent, held.sent = True, False, len(claim.prefix_tokens)
+        latest = held.generate.adapter if held.pending_switch is None else held.pending_switch.adapter
+        ref = claim.adapter
+        if ref is not None and latest is not None and ref.version > latest.version and not held.finish:
             recompute = claim.in_flight == "recompute"
-            self._turn(held, protocol.SwitchAdapter(request=claim.request, adapter=ref, recompute=recompute))
-        log.info("request %s goes on from token %d", held.generate.request, at)
-        if at < held.length or held.finish:
-            self._output(True)
+            self._schedule_switch(held, protocol.SwitchAdapter(request=claim.request, adapter=ref, recompute=recompute))
+        log.info("request %s resumes at token %d", held.generate.request, held.sent)
+        if held.sent < held.length or held.finish:
+            self._on_output(True)
 
-    async def _begin(self, held: HeldRequest, generate: protocol.Generate) -> None:
-        """Have the adapter pulled, then hand over to the engine. Where it cannot be had and a newer one is to follow,
-        that one is begun with."""
+    async def _submit(self, held: HeldRequest, generate: protocol.Generate) -> None:
+        """Load the adapter and submit to the engine. If the adapter cannot be pulled and a switch is pending, submit
+        with the newer version."""
         try:
             await self._with_adapter(generate.adapter, lambda core, folder: core.submit(generate, folder))
-        except Exception as error:  # whatever it is, it is this request's alone
-            if held.next is not None:
-                ref, held.next = held.next.adapter, None
-                log.warning("request %s begins with version %d: %s", generate.request, ref.version, one_line(error))
+        except Exception as error:
+            if held.pending_switch is not None:
+                ref, held.pending_switch = held.pending_switch.adapter, None
+                log.warning("request %s starts with version %d: %s", generate.request, ref.version, one_line(error))
                 held.generate = msgspec.structs.replace(held.generate, adapter=ref)
-                await self._begin(held, msgspec.structs.replace(generate, adapter=ref))
+                await self._submit(held, msgspec.structs.replace(generate, adapter=ref))
                 return
-            # What another worker, or another moment, may do better is given back instead of failed.
+            # Another worker, or a later attempt, may reach the service: such a request is aborted, not failed.
             held.finish = "abort" if isinstance(error, Unreachable) else "error"
             held.error = one_line(error)
             self.failed += 1
             log.warning("request %s failed: %s", held.generate.request, held.error, exc_info=not is_plain(error))
-            self._output(True)
+            self._on_output(True)
             return
-        held.begun = True
-        if held.next is not None:
-            self._turn(held, held.next)
+        held.submitted = True
+        if held.pending_switch is not None:
+            self._schedule_switch(held, held.pending_switch)
 
-    def _turn(self, held: HeldRequest, switch: protocol.SwitchAdapter) -> None:
-        """Have a request wait for a newer version, and for no other any more."""
-        held.next = switch
-        if held.turn is not None:
-            held.turn.cancel()
-        held.turn = asyncio.create_task(self._follow(held, switch)) if held.begun else None
+    def _schedule_switch(self, held: HeldRequest, switch: protocol.SwitchAdapter) -> None:
+        held.pending_switch = switch
+        if held.switching is not None:
+            held.switching.cancel()
+        held.switching = asyncio.create_task(self._switch(held, switch)) if held.submitted else None
 
-    async def _follow(self, held: HeldRequest, switch: protocol.SwitchAdapter) -> None:
-        """Have the newer version pulled, while the request runs on, then let it switch."""
+    async def _switch(self, held: HeldRequest, switch: protocol.SwitchAdapter) -> None:
+        """Load the newer version while the request runs, then switch."""
         ref, key = switch.adapter, held.key
         try:
             await self._with_adapter(
                 ref, lambda core, folder: core.switch(key, ref, folder, recompute=switch.recompute)
             )
             held.generate = msgspec.structs.replace(held.generate, adapter=ref)
-        except Exception as error:  # the version that it has goes on
-            self.unswitched += 1
-            log.warning(
-                "request %s does not go on with version %d: %s", held.generate.request, ref.version, one_line(error)
-            )
-        held.next = None
+        except Exception as error:  # the request continues with its present version
+            self.failed_switches += 1
+            name = held.generate.request
+            log.warning("request %s could not switch to version %d: %s", name, ref.version, one_line(error))
+        held.pending_switch = None
 
     async def _with_adapter(
-        self, ref: protocol.AdapterRef | None, act: Callable[[WorkerCore, Path | None], bool]
+        self, ref: protocol.AdapterRef | None, function: Callable[[WorkerCore, Path | None], bool]
     ) -> None:
-        """Run ``act`` in the compute thread with the adapter in memory, or else in the folder that it is given."""
+        """Call ``function(core, folder)`` in the compute thread: with None if the adapter is in memory, which it may
+        answer with False, else with the adapter's folder."""
         if ref is None or ref.hash in self._compute.status.adapters:
-            done = await asyncio.wrap_future(self._compute.call(lambda core: act(core, None)))
+            done = await asyncio.wrap_future(self._compute.call(lambda core: function(core, None)))
             if done or ref is None:
                 return
         async with self._transfers.pulled(ref) as folder:
-            await asyncio.wrap_future(self._compute.call(lambda core: act(core, folder)))
+            await asyncio.wrap_future(self._compute.call(lambda core: function(core, folder)))
 
     # --- from the engine --------------------------------------------------------------------------------------------
 
     def collect(self, chunks: list[protocol.TokenChunk]) -> None:
-        """Keep freshly sampled tokens."""
+        """Keep newly sampled tokens."""
         urgent = False
         for chunk in chunks:
-            held = self._keys.get(chunk.request)
+            held = self._by_key.get(chunk.request)
             if held is None:
-                continue  # aborted meanwhile
+                continue  # aborted
             assert chunk.offset == held.length, f"{chunk.request}: token {chunk.offset} follows {held.length - 1}"
             held.tokens += chunk.tokens
             held.logprobs += chunk.logprobs
             held.versions += [chunk.version] * len(chunk.tokens)
             held.version, held.policy = chunk.version, chunk.policy
-            held.finish, held.error, held.scores = chunk.finish, chunk.error, chunk.prompt_logprobs
+            held.finish, held.error, held.prompt_logprobs = chunk.finish, chunk.error, chunk.prompt_logprobs
             urgent |= bool(chunk.finish)
         if chunks:
-            self._output(urgent)
+            self._on_output(urgent)
 
     # --- to the controller ------------------------------------------------------------------------------------------
 
     def take(self, now: float) -> list[protocol.TokenChunk]:
-        """What the present connection has not been sent yet, as of now."""
+        """Chunks that the present connection has not been sent; they count as sent at ``now``."""
         chunks = []
         for request, held in self._held.items():
-            if not held.claimed or held.told or (held.sent == held.length and not held.finish):
+            if not held.claimed or held.end_sent or (held.sent == held.length and not held.finish):
                 continue
-            for begin, end, version in held.runs():
+            for begin, end, version in held.unsent_runs():
+                own = slice(begin - held.start, end - held.start)
                 chunks.append(
                     protocol.TokenChunk(
                         request=request,
                         offset=begin,
-                        tokens=held.tokens[begin - held.start : end - held.start],
-                        logprobs=held.logprobs[begin - held.start : end - held.start],
+                        tokens=held.tokens[own],
+                        logprobs=held.logprobs[own],
                         version=version,
                         policy=held.policy,
                     )
                 )
-            chunks[-1].finish, chunks[-1].error, chunks[-1].prompt_logprobs = held.finish, held.error, held.scores
-            held.sent = held.length
-            held.told = bool(held.finish)
-            held.since = now
+            last = chunks[-1]
+            last.finish, last.error, last.prompt_logprobs = held.finish, held.error, held.prompt_logprobs
+            held.sent, held.end_sent, held.idle_since = held.length, bool(held.finish), now
         return chunks
 
     def running(self) -> list[str]:
         """Requests that a controller may claim."""
-        return [request for request, held in self._held.items() if held.good]
+        return [request for request, held in self._held.items() if held.resumable]
 
     def waiting(self) -> int:
-        """Requests that wait for their adapter."""
-        return sum(held.begin is not None and not held.begin.done() for held in self._held.values())
+        """Number of requests that wait for their adapter."""
+        return sum(held.submission is not None and not held.submission.done() for held in self._held.values())
 
-    def unclaim(self, now: float) -> None:
-        """The connection is over."""
+    def on_disconnect(self, now: float) -> None:
+        """The connection has ended: no request is claimed."""
         for held in self._held.values():
             if held.claimed:
-                held.claimed, held.since = False, now
+                held.claimed, held.idle_since = False, now
 
-    def release(self) -> None:
-        """Whoever wanted to claim a request has done so: stop computing for nobody. Complete ones cost nothing."""
+    def abort_unclaimed(self) -> None:
+        """The controller has had time to claim its requests: abort the others. Finished ones cost nothing."""
         for request, held in list(self._held.items()):
             if not held.claimed and not held.finish:
                 self.abort(request)
 
     def expire(self, before: float) -> None:
-        """Forget what nobody has claimed, and what was told to its end, since ``before``."""
+        """Delete requests that have been unclaimed, or sent to their end, since ``before``."""
         for request, held in list(self._held.items()):
-            if (not held.claimed or held.told) and held.since < before:
+            if (not held.claimed or held.end_sent) and held.idle_since < before:
                 self.abort(request)

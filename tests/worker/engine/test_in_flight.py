@@ -385,12 +385,10 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        decoder = small("llama")
-        self.core = WorkerCore.__new__(WorkerCore)
-        self.core.decoder = decoder
-        bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
-        self.core.engine = NativeEngine(decoder, bank, lambda tokens: "", max_rows=4, kv_budget_bytes=1 << 24)
-        self.core._most_resident, self.core._used = 2, {}
+        self.decoder = small("llama")
+        bank = LoraManager(self.decoder.config, self.decoder.dtype, self.decoder.device, 64)
+        engine = NativeEngine(self.decoder, bank, lambda tokens: "", max_rows=4, kv_budget_bytes=1 << 24)
+        self.core = WorkerCore(engine, None, max_resident=2)  # type: ignore[arg-type]
         self.arrived = {key: asyncio.Event() for key in VERSIONS}
         self.refused: set[str] = set()
         self.requests = GenerationManager(self, self, lambda urgent: None)  # type: ignore[arg-type]
@@ -422,7 +420,7 @@ class Bench:
         folder = self._folder / ref.hash
         if not folder.exists():
             folder.mkdir()
-            write_adapter(folder, adapter(self.core.decoder, VERSIONS.index(ref.hash)))
+            write_adapter(folder, adapter(self.decoder, VERSIONS.index(ref.hash)))
         yield folder
 
     # as the compute thread and the link
@@ -510,11 +508,11 @@ async def test_a_version_that_cannot_be_had_leaves_a_request_where_it_is(tmp_pat
     await bench.compute("r", 3)
     bench.switch(1)
     await bench.compute("r", 6)
-    assert bench.requests.unswitched == 1
+    assert bench.requests.failed_switches == 1
     bench.switch(2)
     await bench.compute("r", 16)
     assert bench.take() == chain((0, 6), (2, 16))
-    assert (bench.requests.unswitched, bench.requests.failed) == (1, 0)
+    assert (bench.requests.failed_switches, bench.requests.failed) == (1, 0)
 
 
 async def test_a_request_that_has_not_begun_begins_with_what_there_is(tmp_path: Path) -> None:
@@ -544,7 +542,7 @@ async def test_tokens_keep_their_versions_over_a_broken_link(tmp_path: Path) -> 
     await bench.compute("r", 7)
     received = bench.take()
     await bench.compute("r", 9)
-    bench.requests.unclaim(1.0)
+    bench.requests.on_disconnect(1.0)
     assert bench.requests.take(1.0) == []
     # meanwhile another version was published: the frame that said so was lost with the link
     claim = order(number=2, prefix_tokens=received.tokens[:2], in_flight="recompute")
@@ -566,7 +564,7 @@ async def test_what_is_no_claim_of_it_begins_anew(tmp_path: Path, number: int, i
     bench.requests.generate(order(number=1, in_flight=in_flight))
     await bench.compute("r", 5)
     bench.take()
-    bench.requests.unclaim(1.0)
+    bench.requests.on_disconnect(1.0)
     bench.requests.generate(order(number=number, in_flight=in_flight))
     await bench.compute("r", 16)
     assert bench.take() == chain((number, 16))
