@@ -163,7 +163,7 @@ def test_chat_with_a_job_a_version_and_a_base_model(
     said = iter(["2+2?", "and now?", ""])
     monkeypatch.setattr("sys.stdin", io.StringIO("2+2?\n"))
     assert call("chat", "talker", "--seed", 2) == 0
-    assert capsys.readouterr().out == "4\n", "what is piped in is one message"
+    assert capsys.readouterr().out == "4\n", "piped input is one message"
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("builtins.input", lambda prompt: next(said))
     assert call("chat", "talker", "--seed", 2) == 0
@@ -172,7 +172,7 @@ def test_chat_with_a_job_a_version_and_a_base_model(
 
 
 def test_workers_are_listed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("chat", MODEL, "-m", "hello") == 0  # a worker has come
+    assert call("chat", MODEL, "-m", "hello") == 0  # the worker has connected
     capsys.readouterr()
     assert call("workers") == 0
     assert "serving" in capsys.readouterr().out
@@ -190,8 +190,8 @@ def test_models_and_doctor(here: Path, capsys: pytest.CaptureFixture[str]) -> No
     found = {line["what"]: line for line in lines(capsys.readouterr().out)}
     assert found["service"]["state"] == "good" and found["cores"]["state"] == "good"
     for finding in found.values():
-        assert finding["state"] != "bad" or finding["mend"]
-        assert finding["found"], "it names what it looked at"
+        assert finding["state"] != "bad" or finding["fix"]
+        assert finding["found"], "every finding has a result"
     assert call("models", "--get", "no-such-model") == 2
     assert "no-such-model" in capsys.readouterr().err
 
@@ -204,7 +204,7 @@ def test_doctor_knows_bf16_instructions() -> None:
 
 def test_commands_without_a_service_fail_with_one_line(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in (("jobs", "list"), ("chat", "x", "-m", "hello"), ("run", written(alone, job()), "--detach")):
-        assert call(*command) == 1, "no mistake of the user's: a script may try again"
+        assert call(*command) == 1, "not a mistake of the user: a script may try again"
         error = capsys.readouterr().err
         assert error.startswith("rookery: ") and "rookery serve" in error and len(error.splitlines()) == 1
     assert call("models") == 0
@@ -222,7 +222,7 @@ def test_dry_run_without_a_service_leaves_no_files(alone: Path, capsys: pytest.C
 
 
 def started(alone: Path, *arguments: object) -> subprocess.Popen[str]:
-    """As from a terminal: where the tests run in the background of a shell, Ctrl-C would be ignored."""
+    """Starts a command with the default SIGINT handler, which a shell's background jobs do not have."""
     command = [sys.executable, "-m", "rookery.cli", *map(str, arguments)]
     return subprocess.Popen(
         command,
@@ -236,9 +236,9 @@ def started(alone: Path, *arguments: object) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str], number: signal.Signals) -> tuple[int, str]:
-    """Ends a command by a signal; its code and all that it said. Nothing that it started is left."""
+    """Ends a command by a signal; returns its exit code and output. Checks that its child processes have ended."""
     children = psutil.Process(process.pid).children(recursive=True)
-    assert children, "an environment host runs beside it"
+    assert children, "an environment host is a child process"
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert psutil.wait_procs(children, timeout=30)[1] == []
@@ -252,7 +252,7 @@ def until(process: subprocess.Popen[str], stream: str, text: str) -> None:
         said.append(line)
         if text in line:
             return
-    pytest.fail(f"it ended without saying {text!r}: {said}")
+    pytest.fail(f"the output has no line with {text!r}: {said}")
 
 
 def test_interrupted_run_stops_cleanly_and_the_next_one_resumes(alone: Path) -> None:

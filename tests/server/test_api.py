@@ -192,7 +192,7 @@ def test_wrong_job_is_refused_with_reasons_and_not_created(faces: Faces, change:
 def test_library_environment_is_created_by_its_host_not_by_the_service(
     faces: Faces, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The service runs in this process, its host in another, where the library may or may not be installed."""
+    """The service runs in this process, its host in another one, which may or may not have the library."""
     (tmp_path / "reasoning_gym").mkdir()
     (tmp_path / "reasoning_gym" / "__init__.py").write_text("raise AssertionError('run in the service')")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -465,7 +465,7 @@ def test_health_metrics_and_openapi_document(faces: Faces) -> None:
 
 
 def test_responses_match_the_documented_models(faces: Faces) -> None:
-    """Every field of a real answer is documented, with its type."""
+    """Every field of a real response is documented with its type."""
     path = f"/api/v1/jobs/{faces.done['id']}"
     asked = faces.ada.post("/api/v1/jobs", json=job(name="measured", evaluation={"prompts": 2}, stop={"steps": 1}))
     measured = end_of(faces.ada, asked.json()["id"])[1]

@@ -1,4 +1,4 @@
-"""The OpenAI face before its judge, the real ``openai`` client: a real service, a real worker, a small random model."""
+"""The OpenAI API tested with the real ``openai`` client: a real service, a real worker, a small random model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What one tenant can learn of another, or do to it, through any face: nothing. Real service, real sockets.
+"""No tenant can learn anything about another, or change it, through any route. Real service, real sockets.
 
-The routes come from the application itself. A new one either takes its ids from its path, and is then tried with
-another tenant's ids without anybody having to remember it, or has to be added to :data:`WITHOUT_IDS` with a test.
+The routes come from the application itself. A new route either takes its ids from its path, and is then tested with
+another tenant's ids automatically, or must be added to :data:`WITHOUT_IDS` with a test.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from rookery.server.routes.admin import KEY_ID
 from rookery.storage.data_dir import hash_key
 
 PATIENCE = 120.0
-"""Seconds after which a test that waits gives up: far more than anything here takes on a busy machine."""
+"""Timeout of every wait, in seconds: far more than anything here takes on a busy machine."""
 
 SECRET = "the-owl-flies-at-noon"
-"""In Ada's prompts, names and uploads; nobody else may ever read it."""
+"""Part of Ada's prompts, names and uploads; no other tenant may ever read it."""
 
 WITHOUT_IDS = {
     "GET /api/v1/jobs": "test_lists_contain_only_the_tenants_objects",

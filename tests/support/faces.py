@@ -1,5 +1,5 @@
-"""What the tests of the faces share: a model folder with a tokenizer and no weights to speak of, and a worker that
-speaks the whole protocol over real sockets but computes nothing."""
+"""Helpers for tests of the HTTP APIs: a model folder with a tokenizer and almost no weights, and a worker that speaks
+the whole protocol over real sockets but computes nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rookery.settings import Settings
 from rookery.tokenization.registry import PREPARED, model_folder
 
 MODEL = "qwen3-0.6b"
-"""A catalogue name that no test prepares for real: its place in the test's own cache is filled with the tiny model."""
+"""A catalogue name that no test prepares for real: the test's cache has the tiny model in its place."""
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
@@ -70,8 +70,8 @@ def adapter_files(value: float) -> dict[str, bytes]:
 
 
 class ScriptedWorker:
-    """Replies to every request with one of two texts, chosen by the seed; takes every training step. Runs in a thread
-    until the ``with`` block ends."""
+    """Replies to every request with one of two texts, chosen by the seed; completes every training step. Runs in a
+    thread until the ``with`` block ends."""
 
     def __init__(self, url: str, token: str, tokenizer: Tokenizer, replies: tuple[str, str] = ("4", "five")) -> None:
         self._url = url
@@ -82,7 +82,7 @@ class ScriptedWorker:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._steps = 0
         self.read: dict[str, bytes] = {}
-        """What was read with tickets: adapter files by ``hash/name``."""
+        """Adapter files that were read with tickets, by ``hash/name``."""
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -132,7 +132,7 @@ class ScriptedWorker:
             message = protocol.decode(protocol.to_worker, bytes(frame))
             try:
                 reply = await self._reply(message, http, epoch)
-            except httpx.HTTPStatusError as error:  # who wanted it has given it up meanwhile
+            except httpx.HTTPStatusError as error:  # the service has cancelled the operation meanwhile
                 assert isinstance(message, protocol.InitAdapter | protocol.ForwardBackward | protocol.OptimStep), error
                 reply = protocol.OperationDone(
                     epoch=epoch, op=message.op, error=str(error).splitlines()[0], category="lost"

@@ -49,13 +49,13 @@ EXTRAS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check. ``mend`` is the command or action that fixes it, empty where nothing is wrong; a missing
+    """The result of one check. ``fix`` is the command or action that fixes it, empty where nothing is wrong; a missing
     optional part is not a fault."""
 
     what: str
     state: Literal["good", "optional", "bad"]
     found: str
-    mend: str = ""
+    fix: str = ""
 
 
 @with_options
@@ -73,8 +73,8 @@ def doctor(
             continue
         mark, style = {"good": ("ok", "green"), "optional": ("--", "yellow"), "bad": ("!!", "bold red")}[finding.state]
         out.print(Text.assemble((f"{mark}  ", style), f"{finding.what:<22} {finding.found}"))
-        if finding.mend:
-            out.print(Text(f"    {'':<22} → {finding.mend}", "dim"))
+        if finding.fix:
+            out.print(Text(f"    {'':<22} → {finding.fix}", "dim"))
     if any(finding.state == "bad" for finding in findings):
         raise typer.Exit(FAILED)
 

@@ -53,14 +53,14 @@ class Client:
         file (``{"hosted": Mine(), "max_turns": 4}`` sets options of an object). ``fields``: the job file's other
         fields, such as ``stop={"steps": 40}``. Raises :class:`RequestRefused`."""
         wanted: dict[str, Any] = dict(environment) if isinstance(environment, Mapping) else {"hosted": environment}
-        own = wanted.get("hosted")
-        if isinstance(own, type) and issubclass(own, Environment):
-            own = own()
-        if not isinstance(own, Environment):
+        hosted = wanted.get("hosted")
+        if isinstance(hosted, type) and issubclass(hosted, Environment):
+            hosted = hosted()
+        if not isinstance(hosted, Environment):
             name = name or str(wanted.get("hosted") or wanted.get("id") or "job")
             return self.submit({"name": name, "base_model": base_model, "environment": wanted, **fields})
-        name = name or type(own).__name__.lower()
-        server = self._host(name, own)
+        name = name or type(hosted).__name__.lower()
+        server = self._host(name, hosted)
         wanted["hosted"] = server.name
         try:
             job = self.submit({"name": name, "base_model": base_model, "environment": wanted, **fields})
@@ -74,8 +74,8 @@ class Client:
         ``{"hosted": name}``, such as a job whose first process ended (its ``show().spec`` has the name)."""
         if name in self._hosted:
             raise UserError(f"this client already offers {name!r}; give another name")
-        own = environment() if isinstance(environment, type) else environment
-        self._hosted[name] = EnvironmentServer(self.url, self._key, name, own)
+        hosted = environment() if isinstance(environment, type) else environment
+        self._hosted[name] = EnvironmentServer(self.url, self._key, name, hosted)
 
     def submit(self, spec: Mapping[str, Any], *, folder: Path | None = None, key: str | None = None) -> Job:
         """Submit a job with the fields of a job file. Relative paths start at ``folder``, by default the working

@@ -26,6 +26,7 @@ import uvicorn
 
 from rookery import protocol
 from rookery.aio import RandomIds, SystemClock
+from rookery.cluster.base import Cluster
 from rookery.cluster.local import LocalCluster
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
@@ -145,7 +146,7 @@ class Service:
             owner = await asyncio.to_thread(database.tenant_of_key, hash_key(key))
             return None if owner is None else owner.id
 
-        cluster = LocalCluster(settings, self.url, token)
+        cluster: Cluster = LocalCluster(settings, self.url, token)
         controller = Controller(
             Store(database, writer),
             artifacts,
