@@ -26,7 +26,7 @@ from tests.chaos.invariants import Lasting
 
 from rookery import protocol
 from rookery.algorithms.advantages import advantages
-from rookery.controller.jobs.trajectory import outcome_decoder
+from rookery.controller.jobs.trajectory import episode_result_decoder
 from rookery.errors import RookeryError
 from rookery.simulation.fakes.trainer import ADAPTER, AdapterState, Example, chain_of
 from rookery.spec.job import JobSpec
@@ -140,7 +140,7 @@ class History:
         group = self._groups[episode.rpartition("-")[0]]
         if state != "done":
             return
-        outcome = outcome_decoder.decode(trajectories)
+        outcome = episode_result_decoder.decode(trajectories)
         group.rewards.append(reward or 0.0)
         group.traces.append(
             [(hash(tuple(t.prompt)), hash(tuple(t.tokens))) for t in outcome.trajectories if t.num_action_tokens]

@@ -17,7 +17,7 @@ from tests.chaos.network import PeerEnd
 from rookery import protocol
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import BUILTIN
-from rookery.controller.jobs.trajectory import derive
+from rookery.controller.jobs.trajectory import derive_seed
 from rookery.simulation.fakes.engine import Row
 from rookery.simulation.fakes.faults import Faults, Phase
 from rookery.simulation.fakes.host import EpisodeCall, FakeHost, user_message
@@ -247,10 +247,10 @@ def observe(call: EpisodeCall) -> dict[str, Any]:
     """The reply is a function of the episode alone, so that any host can step it."""
     if isinstance(call, protocol.Reset):
         return {"messages": [user_message(f"{call.prompt.decode()} of {call.job}")]}
-    done = call.turn >= derive(call.episode) % 2
+    done = call.turn >= derive_seed(call.episode) % 2
     return {
         "messages": [] if done else [user_message("continue")],
-        "reward": float(derive(call.text) % REWARDS),
+        "reward": float(derive_seed(call.text) % REWARDS),
         "done": done,
         "metrics": {"turns": call.turn + 1.0},
     }

@@ -23,7 +23,7 @@ from tests.chaos.driver import PATIENCE_SECONDS, Deployment, Steady, wait_until
 from tests.support.small_model import save_small_model
 
 from rookery.client import Job, Record
-from rookery.controller.jobs.trajectory import EpisodeResult, outcome_decoder
+from rookery.controller.jobs.trajectory import EpisodeResult, episode_result_decoder
 from rookery.environments.builtins import find
 from rookery.environments.datasets import PromptDataset
 from rookery.worker.model.convert import prepare
@@ -91,7 +91,7 @@ class Story:
         self.metrics = [json.loads(line) for line in (town.data / "jobs" / job.id / "metrics.jsonl").open()]
         ordinals = {group["id"]: group["ordinal"] for group in self.groups}
         self.outcomes: dict[tuple[int, int], EpisodeResult] = {
-            (ordinals[episode["group_id"]], episode["member"]): outcome_decoder.decode(episode["trajectories"])
+            (ordinals[episode["group_id"]], episode["member"]): episode_result_decoder.decode(episode["trajectories"])
             for episode in self.episodes
             if episode["state"] == "done"
         }

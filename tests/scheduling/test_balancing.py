@@ -140,20 +140,20 @@ def test_balancing_comes_to_rest(known: list[Instance]) -> None:
 def test_the_index_decides_as_looking_at_everybody_would(seed: int) -> None:
     """Workers come, go and change, in any order."""
     random = Random(seed)
-    index, known, lanes = WorkerIndex(), {}, {}
+    index, known, tags = WorkerIndex(), {}, {}
     names, colours = [f"w{n}" for n in range(random.randint(1, 6))], ["all", "red", "blue"]
     for _ in range(60):
         name = random.choice(names)
         if name in known and random.random() < 0.2:
             index.remove(name)
-            del known[name], lanes[name]
+            del known[name], tags[name]
         else:
             state = load(random.randint(1, 6), random.randint(0, 9), 0, [])
             known[name] = Instance(name, *state, random.choice([None, 1, 2, 4]))
-            lanes[name] = frozenset(random.sample(colours, random.randint(0, 3)))
-            index.put(known[name], lanes[name])
+            tags[name] = frozenset(random.sample(colours, random.randint(0, 3)))
+            index.put(known[name], tags[name])
         wanted = random.sample(colours, random.randint(0, 3))
-        takers = [instance for name, instance in known.items() if lanes[name] & set(wanted)]
+        takers = [instance for name, instance in known.items() if tags[name] & set(wanted)]
         for theta in (0, 1, 3):
             assert select(index.first(wanted), theta) == select(takers, theta)
         assert balance(index.fullest(), index.first(wanted)) == balance(known.values(), takers)

@@ -1,11 +1,13 @@
-"""The single controller: one asyncio process that decides everything and computes no tensor.
+"""The controller: one asyncio process that makes every decision and computes no tensor.
 
-What faces (HTTP, command line, simulator) call is :class:`rookery.controller.controller.Controller`:
+:class:`rookery.controller.controller.Controller` is what the HTTP service, the command line and the simulator use:
 
-* ``async start()`` / ``async stop()``: recover what a crash left and run; end all tasks.
-* ``async serve_worker(link)`` / ``async serve_host(link)``: speak with who dialled in, until the connection is over.
-* jobs, all scoped by ``tenant`` (an id) and raising :class:`~rookery.errors.NotFound` for another's: ``submit``,
-  ``dry_run``, ``list``, ``show``, ``pause``, ``resume``, ``cancel``, ``wait``, ``metrics``, ``follow``, ``events``,
-  ``trajectories``, ``versions``, ``evaluations``, ``adapter``; ``sample``; ``add_dataset``, ``add_adapter``.
-* ``models()``, ``workers()``, ``health()``; ``tickets`` for what ``/wire`` reads and writes.
+* ``start`` and ``stop``; ``serve_worker`` and ``serve_host`` run one connection each.
+* Commands about jobs: ``submit``, ``dry_run``, ``pause``, ``resume``, ``cancel``; also ``sample``, ``add_dataset``,
+  ``add_adapter``. They are scoped by ``tenant`` (an id) and raise :class:`~rookery.errors.NotFound` for another's job.
+* ``queries``: the read side, such as ``list``, ``show``, ``metrics``, ``versions``, ``workers``, ``health``.
+* ``completions`` for direct requests, ``sessions`` for Tinker clients, ``tickets`` for ``/wire``.
+
+Packages import each other in one direction only: ``jobs``, ``sessions`` > ``rollout``, ``training`` > ``weights`` >
+``fleet``.
 """

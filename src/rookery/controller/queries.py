@@ -19,7 +19,7 @@ from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import BUILTIN, SERVICE
 from rookery.controller.jobs.progress import SHOWN_REWARDS
 from rookery.controller.jobs.runner import COUNTED, JobRegistry
-from rookery.controller.jobs.trajectory import outcome_decoder
+from rookery.controller.jobs.trajectory import episode_result_decoder
 from rookery.controller.validation import find_version
 from rookery.controller.views import JobView, PolicyView
 from rookery.scheduling.usage import Usage
@@ -116,7 +116,7 @@ class JobQueries:
                 "finished": episode.finished,
             }
             if episode.trajectories:
-                outcome = outcome_decoder.decode(episode.trajectories)
+                outcome = episode_result_decoder.decode(episode.trajectories)
                 row["messages"] = msgspec.to_builtins(outcome.turns)
                 row["trajectories"] = msgspec.to_builtins(outcome.trajectories)
                 row["finish"] = outcome.finish

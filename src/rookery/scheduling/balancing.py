@@ -110,49 +110,49 @@ class WorkerIndex:
     :meth:`first` and :meth:`fullest` return as they would on all of them. A change of one instance costs the logarithm
     of their number, a change that keeps its rank costs nothing.
 
-    An instance stands in *lanes*: a request asks for the first instance of each lane that suits it. An instance without
-    lanes gets no requests; requests may still be moved away from it."""
+    An instance has *tags*: a request asks for the first instance of each tag that suits it. An instance without tags
+    gets no requests; requests may still be moved away from it."""
 
     def __init__(self) -> None:
         self._instances: dict[str, Instance] = {}
-        self._lanes_of: dict[str, frozenset[str]] = {}
-        self._lanes: dict[str, Any] = {}
-        """By lane, the sorted keys (:func:`order`) of its instances."""
+        self._tags_of: dict[str, frozenset[str]] = {}
+        self._by_tag: dict[str, Any] = {}
+        """By tag, the sorted keys (:func:`order`) of its instances."""
         self._pending: Any = SortedList()
         self._executing: Any = SortedList()
 
-    def put(self, instance: Instance, lanes: frozenset[str]) -> None:
+    def put(self, instance: Instance, tags: frozenset[str]) -> None:
         """Add the instance, or replace the one of its name."""
         name, key = instance.name, order(instance)
-        old, old_lanes = self._instances.get(name), self._lanes_of.get(name, frozenset())
+        old, old_tags = self._instances.get(name), self._tags_of.get(name, frozenset())
         old_key = order(old) if old is not None else None
-        if old is None or key != old_key or lanes != old_lanes:
-            self._leave(old_key, old_lanes)
-            for lane in lanes:
-                self._lanes.setdefault(lane, SortedList()).add(key)
+        if old is None or key != old_key or tags != old_tags:
+            self._untag(old_key, old_tags)
+            for tag in tags:
+                self._by_tag.setdefault(tag, SortedList()).add(key)
         for ranking, rank in ((self._pending, _by_pending), (self._executing, _by_executing)):
             if old is None or rank(old) != rank(instance):
                 if old is not None:
                     ranking.remove(rank(old))
                 ranking.add(rank(instance))
-        self._instances[name], self._lanes_of[name] = instance, lanes
+        self._instances[name], self._tags_of[name] = instance, tags
 
     def remove(self, name: str) -> None:
         """Raises KeyError for an unknown name."""
         instance = self._instances.pop(name)
-        self._leave(order(instance), self._lanes_of.pop(name))
+        self._untag(order(instance), self._tags_of.pop(name))
         self._pending.remove(_by_pending(instance))
         self._executing.remove(_by_executing(instance))
 
-    def _leave(self, key: tuple[int, bool, int, str] | None, lanes: Iterable[str]) -> None:
-        for lane in lanes:
-            self._lanes[lane].remove(key)
-            if not self._lanes[lane]:
-                del self._lanes[lane]
+    def _untag(self, key: tuple[int, bool, int, str] | None, tags: Iterable[str]) -> None:
+        for tag in tags:
+            self._by_tag[tag].remove(key)
+            if not self._by_tag[tag]:
+                del self._by_tag[tag]
 
-    def first(self, lanes: Iterable[str]) -> list[Instance]:
-        """Of each of these lanes the instance that gets the next request."""
-        return [self._instances[self._lanes[lane][0][-1]] for lane in lanes if lane in self._lanes]
+    def first(self, tags: Iterable[str]) -> list[Instance]:
+        """Of each of these tags the instance that gets the next request."""
+        return [self._instances[self._by_tag[tag][0][-1]] for tag in tags if tag in self._by_tag]
 
     def fullest(self) -> list[Instance]:
         """The most-pending and the most-executing instance; empty without instances."""

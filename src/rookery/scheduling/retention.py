@@ -15,6 +15,7 @@ class RetentionCandidate:
     """A version whose artifact exists."""
 
     version: int
+    """Its number; a higher one is newer."""
     score: float | None
     """Mean reward, of all candidates in evaluations or of all in training; None where it has none of that kind."""
 

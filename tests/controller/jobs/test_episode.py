@@ -18,7 +18,7 @@ from websockets.asyncio.server import ServerConnection, serve
 import rookery
 from rookery import protocol
 from rookery.controller.fleet.env_hosts import EnvironmentFailed
-from rookery.controller.jobs.trajectory import outcome_decoder, turns_decoder
+from rookery.controller.jobs.trajectory import episode_result_decoder, turns_decoder
 from rookery.environments.host import Host
 from rookery.protocol.connection import ConnectionClosed
 from rookery.simulation.fakes.text import STOP, TEMPLATE
@@ -51,7 +51,7 @@ async def test_a_turn_extends_the_tokens_that_were_sampled(service: Service) -> 
     requests = {generate.request: generate for generate in worker.generates}
     seen = 0
     for episode in episodes(service, job, "done"):
-        outcome = outcome_decoder.decode(episode.trajectories)
+        outcome = episode_result_decoder.decode(episode.trajectories)
         said = turns_decoder.decode(episode.turns)
         assert outcome.finish == "done"
         assert [turn.role for turn in outcome.turns] == ["user", "assistant"] * 3
@@ -96,7 +96,7 @@ async def test_a_template_that_rewrites_the_past_makes_several_trajectories(serv
     view = await service.ends(job)
     assert view.counters["trajectory_splits"] == 4 * 2
     for episode in episodes(service, job):
-        outcome = outcome_decoder.decode(episode.trajectories)
+        outcome = episode_result_decoder.decode(episode.trajectories)
         said = turns_decoder.decode(episode.turns)
         assert [trajectory.tokens for trajectory in outcome.trajectories] == [reply.tokens for reply in said]
         prompts = [g.prompt for g in worker.generates if g.request.startswith(f"{episode.id}.")]
@@ -137,7 +137,7 @@ async def test_the_context_ends_an_episode_in_its_middle_and_refuses_one_at_its_
     failed = episodes(service, job, "failed")
     assert [e.error for e in failed] == [e.error for e in failed if "the model's context is 512" in e.error]
     assert len(failed) == 1
-    outcomes = [outcome_decoder.decode(e.trajectories) for e in episodes(service, job, "done")]
+    outcomes = [episode_result_decoder.decode(e.trajectories) for e in episodes(service, job, "done")]
     assert {outcome.finish for outcome in outcomes} == {"context"}
     assert all(len(t.sequence) <= 512 for outcome in outcomes for t in outcome.trajectories)
 
@@ -151,7 +151,7 @@ async def test_one_that_never_ends_is_closed_with_what_it_has(service: Service) 
     job = await run(service, stop__steps=1, environment__max_turns=3)
     await service.ends(job)
     for episode in episodes(service, job):
-        outcome = outcome_decoder.decode(episode.trajectories)
+        outcome = episode_result_decoder.decode(episode.trajectories)
         assert outcome.finish == "max_turns"
         assert outcome.reward == episode.reward
         assert sum(turn.role == "assistant" for turn in outcome.turns) == 3

@@ -21,29 +21,29 @@ from rookery.scheduling.fairness import PriorityQueues
     share=st.integers(1, 3),
     room=st.integers(1, 6),
 )
-def test_the_express_lane_goes_first_within_its_share_and_nobody_waits_for_ever(
+def test_the_express_queue_goes_first_within_its_share_and_nobody_waits_for_ever(
     express: list[str], common: list[str], share: int, room: int
 ) -> None:
     """A round of taking fills one worker; then everything it holds completes, until all is done."""
-    lanes: PriorityQueues[tuple[str, str, int]] = PriorityQueues()
+    queues: PriorityQueues[tuple[str, str, int]] = PriorityQueues()
     for number, tenant in enumerate(express):
-        lanes.express.put(tenant, "chat", ("express", tenant, number))
+        queues.express.put(tenant, "chat", ("express", tenant, number))
     for number, tenant in enumerate(common):
-        lanes.common.put(tenant, "job", ("common", tenant, number))
+        queues.common.put(tenant, "job", ("common", tenant, number))
     done: list[tuple[str, str, int]] = []
-    while len(lanes):
+    while len(queues):
         ahead, held = 0, 0
-        left = {"express": len(lanes.express), "common": len(lanes.common)}
-        while taken := lanes.take(lambda _: ahead < share, lambda _: held < room):  # noqa: B023
+        left = {"express": len(queues.express), "common": len(queues.common)}
+        while taken := queues.take(lambda _: ahead < share, lambda _: held < room):  # noqa: B023
             item, goes_ahead = taken
             assert not goes_ahead or item[0] == "express"
             if item[0] == "express" and not goes_ahead:
-                assert ahead == share and not len(lanes.common), "what rollouts leave"
+                assert ahead == share and not len(queues.common), "what rollouts leave"
             if item[0] == "common":
-                assert ahead == min(share, left["express"]), "the express lane came first"
+                assert ahead == min(share, left["express"]), "the express queue came first"
             ahead, held = ahead + goes_ahead, held + 1
             done.append(item)
-        assert len(lanes.common) == max(0, left["common"] - max(0, room - min(share, left["express"])))
+        assert len(queues.common) == max(0, left["common"] - max(0, room - min(share, left["express"])))
     assert sorted(done) == sorted(
         [("express", t, n) for n, t in enumerate(express)] + [("common", t, n) for n, t in enumerate(common)]
     )

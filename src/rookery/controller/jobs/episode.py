@@ -23,7 +23,7 @@ import msgspec
 from rookery import protocol
 from rookery.controller.fleet.env_hosts import EnvironmentFailed, EnvironmentHost, HostLost
 from rookery.controller.jobs.job_context import JobContext
-from rookery.controller.jobs.trajectory import AssistantTurn, EpisodeResult, Trajectory, decode_turns, derive
+from rookery.controller.jobs.trajectory import AssistantTurn, EpisodeResult, Trajectory, decode_turns, derive_seed
 from rookery.controller.rollout.scheduler import SamplingRequest
 from rookery.errors import RookeryError
 from rookery.spec.job import InFlight
@@ -198,7 +198,7 @@ class Episode:
                     shared_prefix=len(trajectory.prompt),
                     max_tokens=min(sampling.max_tokens, chat.context - len(sequence)),
                     temperature=sampling.temperature,
-                    seed=derive(self.seed, turn),
+                    seed=derive_seed(self.seed, turn),
                     stop_tokens=chat.stop_tokens,
                     stop=sampling.stop,
                     episode=self.id,

@@ -16,7 +16,7 @@ from rookery import protocol
 from rookery.aio import TaskGroup
 from rookery.controller.jobs.episode import Episode, EpisodeFailed, get_prompts
 from rookery.controller.jobs.job_context import JobContext
-from rookery.controller.jobs.trajectory import derive
+from rookery.controller.jobs.trajectory import derive_seed
 from rookery.controller.rollout.scheduler import GenerationFailed
 
 
@@ -80,7 +80,7 @@ async def held_out_prompts(job: JobContext) -> list[bytes]:
 
 
 async def _run(job: JobContext, ref: protocol.AdapterRef, number: int, prompt: bytes) -> EvalResult:
-    seed = derive(job.spec.seed, "evaluation", job.spec.evaluation.seed, number)
+    seed = derive_seed(job.spec.seed, "evaluation", job.spec.evaluation.seed, number)
     episode = Episode(job, f"{job.row.id}-e{ref.version}-{number}", ref, prompt, seed, environment_seed=seed)
     shown = msgspec.json.decode(prompt)
     try:

@@ -26,7 +26,7 @@ from rookery.controller.fleet.env_hosts import EnvironmentFailed
 from rookery.controller.jobs.batch import CompleteGroup
 from rookery.controller.jobs.episode import Episode, EpisodeFailed, get_prompts
 from rookery.controller.jobs.job_context import JobContext
-from rookery.controller.jobs.trajectory import EpisodeResult, decode_turns, derive, outcome_decoder
+from rookery.controller.jobs.trajectory import EpisodeResult, decode_turns, derive_seed, episode_result_decoder
 from rookery.controller.rollout.scheduler import GenerationFailed
 from rookery.errors import RookeryError
 from rookery.scheduling.failures import FailureRateMonitor
@@ -70,7 +70,7 @@ class Groups:
     async def restore(self) -> None:
         """Load the complete groups of an earlier run."""
         for group in await self._store.ready_groups(self._job.row.id):
-            episodes = [outcome_decoder.decode(e.trajectories) for e in group.episodes if e.state == "done"]
+            episodes = [episode_result_decoder.decode(e.trajectories) for e in group.episodes if e.state == "done"]
             self.ready.append(self._complete(group, episodes))
         lost = self._lost_versions()
         orphans = [group for group in self.ready if any(lost & episode.versions for episode in group.episodes)]
@@ -125,13 +125,13 @@ class Groups:
         groups = []
         for ordinal, prompt in enumerate(prompts[:count], self._cursor):
             name = f"{job}-g{ordinal}"
-            seeds = [derive(spec.seed, "episode", ordinal, member) for member in range(spec.algorithm.group_size)]
+            seeds = [derive_seed(spec.seed, "episode", ordinal, member) for member in range(spec.algorithm.group_size)]
             episodes = tuple(
                 EpisodeRow(id=f"{name}-{member}", group_id=name, member=member, seed=seed, version=version, **owner)
                 for member, seed in enumerate(seeds)
             )
             group = GroupRow(
-                id=name, ordinal=ordinal, prompt=prompt, seed=derive(spec.seed, "group", ordinal),
+                id=name, ordinal=ordinal, prompt=prompt, seed=derive_seed(spec.seed, "group", ordinal),
                 created=self._clock.time(), episodes=episodes, **owner,
             )  # fmt: skip
             groups.append(group)
@@ -181,7 +181,7 @@ class Groups:
         """Run one episode and store its end; None when it failed."""
         store, progress = self._store, self._progress
         if row.state != "open":
-            return outcome_decoder.decode(row.trajectories) if row.state == "done" else None
+            return episode_result_decoder.decode(row.trajectories) if row.state == "done" else None
         self._untrimmed += 1
         episode = Episode(self._job, row.id, ref, group.prompt, row.seed, group.seed, self._in_flight, row)
         try:

@@ -1,7 +1,7 @@
-"""What an episode leaves: token ids as they were sampled, and where each came from.
+"""The trajectories of an episode: token ids as they were sampled, and the version that sampled each.
 
-Text is never tokenised again. A turn extends the sequence; where a chat template would not extend it, a new trajectory
-begins, and the episode has several.
+Text is never tokenized again. A turn extends the token sequence; where the chat template would not extend it, a new
+trajectory begins, and the episode has several.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rookery.protocol import ChatMessage
 
 
 class Trajectory(msgspec.Struct):
-    """One sequence. ``prompt`` is what the first reply answered; the other lists have one entry per token after it.
+    """One token sequence. ``prompt`` precedes the first reply; the other lists have one entry per token after it.
 
     Where ``mask`` is False the token is the environment's (or the template's): no loss, log-prob 0, version -1."""
 
@@ -33,18 +33,18 @@ class Trajectory(msgspec.Struct):
 
     @property
     def num_action_tokens(self) -> int:
-        """How many of the tokens the policy sampled."""
+        """Tokens that the policy sampled."""
         return sum(self.mask)
 
     def append_action(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
-        """The policy's tokens."""
+        """Append tokens that the policy sampled."""
         self.tokens.extend(tokens)
         self.mask.extend([True] * len(tokens))
         self.logprobs.extend(logprobs)
         self.versions.extend(versions)
 
     def append_observation(self, tokens: Sequence[int]) -> None:
-        """The environment's tokens."""
+        """Append tokens of the environment."""
         self.tokens.extend(tokens)
         self.mask.extend([False] * len(tokens))
         self.logprobs.extend([0.0] * len(tokens))
@@ -52,7 +52,7 @@ class Trajectory(msgspec.Struct):
 
 
 class AssistantTurn(msgspec.Struct):
-    """One completed reply, durable as soon as it is complete."""
+    """One completed reply of the policy, stored as soon as it is complete."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -68,18 +68,18 @@ class EpisodeResult(msgspec.Struct):
     turns: list[ChatMessage]
     """The conversation, the policy's replies included."""
     replies: list[str]
-    """What the policy said, turn by turn."""
+    """The policy's replies, one per turn."""
     reward: float
     metrics: dict[str, float]
     finish: str
     """done, max_turns or context."""
     seconds: dict[str, float] = {}
-    """Where its time went, as far as the process that ended it saw: ``queue`` (requests waited for a place in a
-    worker), ``generation`` (they were with one), ``environment`` (it was asked)."""
+    """Seconds by stage, in the process that ended it: ``queue`` (requests waited for a worker), ``generation`` (a
+    worker had them), ``environment`` (its calls)."""
 
     @property
     def sampled(self) -> Counter[int]:
-        """How many of its tokens each version sampled."""
+        """Number of tokens by the version that sampled them."""
         versions = chain.from_iterable(trajectory.versions for trajectory in self.trajectories)
         return Counter(version for version in versions if version >= 0)
 
@@ -93,7 +93,7 @@ class EpisodeResult(msgspec.Struct):
 
 
 turns_decoder = msgspec.msgpack.Decoder(list[AssistantTurn])
-outcome_decoder = msgspec.msgpack.Decoder(EpisodeResult)
+episode_result_decoder = msgspec.msgpack.Decoder(EpisodeResult)
 
 
 def decode_turns(turns: bytes) -> list[AssistantTurn]:
@@ -101,7 +101,7 @@ def decode_turns(turns: bytes) -> list[AssistantTurn]:
     return turns_decoder.decode(turns) if turns else []
 
 
-def derive(*parts: object) -> int:
+def derive_seed(*parts: object) -> int:
     """A seed in [0, 2**63) that depends on all ``parts`` and on nothing else."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

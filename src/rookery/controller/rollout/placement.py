@@ -25,8 +25,8 @@ from rookery.scheduling.saturation import SaturationEstimator
 from rookery.settings import Settings
 
 ANY, BASE = "any", "base"
-"""Lanes: of workers that accept some request, and of workers that are catching up and accept the base model. The other
-lanes: of workers that are catching up and have an adapter cached, by its hash; of serving workers, by the adapters that
+"""Tags: of workers that accept some request, and of workers that are catching up and accept the base model. The other
+tags: of workers that are catching up and have an adapter cached, by its hash; of serving workers, by the adapters that
 they miss (:func:`_missing_lane`)."""
 
 
@@ -39,7 +39,7 @@ class WorkerSlots:
     """In the order of their assignment."""
     decoding: int = 0
     express: int = 0
-    lanes: frozenset[str] = frozenset()
+    tags: frozenset[str] = frozenset()
     missing: frozenset[str] | None = None
     """Of a serving worker: adapters for which it gets no requests."""
     accepts_rollouts: bool = True
@@ -92,11 +92,11 @@ class WorkerPool:
             assert worker.name not in self._slots, "the earlier worker of this name was removed"
             slots = self._slots[worker.name] = WorkerSlots(worker)
         if not works:
-            slots.lanes = frozenset()
+            slots.tags = frozenset()
         elif worker.state == "serving":
-            slots.lanes = frozenset({ANY, _missing_lane(worker.missing_adapters)})
+            slots.tags = frozenset({ANY, _missing_tag(worker.missing_adapters)})
         else:
-            slots.lanes = frozenset({ANY, BASE, *worker.cached})
+            slots.tags = frozenset({ANY, BASE, *worker.cached})
         self._count_missing(slots, worker.missing_adapters if worker.state == "serving" else None)
         slots.accepts_rollouts = gate
         self._reindex(slots, express=True)
@@ -179,7 +179,7 @@ class WorkerPool:
 
     def choose(self, inflight: InflightRequest, express: bool) -> Worker | None:
         """The worker for a request, in the common room or in that of interactive requests."""
-        return self._select(inflight.request.model, express, self._lanes_for(inflight))
+        return self._select(inflight.request.model, express, self._tags_for(inflight))
 
     def find_migration(self, model: str) -> Migration | None:
         """Requests that another worker would begin at once, by :func:`rookery.scheduling.balancing.balance`; of the
@@ -194,24 +194,24 @@ class WorkerPool:
         else:
             able = [inflight for inflight in able if not inflight.decoding]
         for number, inflight in enumerate(able):
-            move = balance(index.fullest(), index.first(self._lanes_for(inflight)))
+            move = balance(index.fullest(), index.first(self._tags_for(inflight)))
             if move is not None:
                 target = self._slots[move.target].worker
                 accepted = [other for other in able[number:] if target.accepts(other.request.adapter)]
                 return Migration(target, accepted[: move.count])
         return None
 
-    def _select(self, model: str, express: bool, lanes: Sequence[str]) -> Worker | None:
+    def _select(self, model: str, express: bool, tags: Sequence[str]) -> Worker | None:
         index = (self._express if express else self._common).get(model)
-        name = select(index.first(lanes), 0 if express else self._dispatch_ahead) if index is not None else None
+        name = select(index.first(tags), 0 if express else self._dispatch_ahead) if index is not None else None
         return self._slots[name].worker if name is not None else None
 
-    def _lanes_for(self, inflight: InflightRequest) -> list[str]:
-        """The lanes whose workers accept the request."""
+    def _tags_for(self, inflight: InflightRequest) -> list[str]:
+        """The tags whose workers accept the request."""
         adapter = inflight.request.adapter
         needs = adapter.hash if adapter is not None else BASE
         missing = self._missing.get(inflight.request.model, ())
-        return [needs, *(_missing_lane(hashes) for hashes in missing if needs not in hashes)]
+        return [needs, *(_missing_tag(hashes) for hashes in missing if needs not in hashes)]
 
     # --- the index ----------------------------------------------------------------------------------------------------
 
@@ -231,11 +231,11 @@ class WorkerPool:
         worker = slots.worker
         pending, executing, free = slots.load
         common = Instance(worker.name, pending, executing, free, self._saturation_of(worker).saturated_rows)
-        self._common[worker.hello.model].put(common, slots.lanes if slots.accepts_rollouts else frozenset())
+        self._common[worker.hello.model].put(common, slots.tags if slots.accepts_rollouts else frozenset())
         if express:
             rows = math.ceil(worker.hello.max_rows * self._express_share)
             reserved = Instance(worker.name, 0, slots.express, max(0, rows - slots.express))
-            self._express[worker.hello.model].put(reserved, slots.lanes)
+            self._express[worker.hello.model].put(reserved, slots.tags)
 
     def _saturation_of(self, worker: Worker) -> SaturationEstimator:
         hello = worker.hello
@@ -246,6 +246,6 @@ class WorkerPool:
         return slots if slots is not None and slots.worker is worker else None
 
 
-def _missing_lane(hashes: Iterable[str]) -> str:
-    """The lane of serving workers that miss exactly these adapters."""
+def _missing_tag(hashes: Iterable[str]) -> str:
+    """The tag of serving workers that miss exactly these adapters."""
     return " ".join(["missing", *sorted(hashes)])
