@@ -1,7 +1,8 @@
 """Tickets: short-lived permission to read or write named bytes over HTTP.
 
-* A read ticket is bound to one artifact hash by an HMAC under this process's secret: knowing a hash gives nothing.
-* An offer holds bytes in memory (a training batch) for whoever was told its ticket, until withdrawn.
+* A read ticket is bound to one artifact hash by an HMAC under this process's secret: a hash is a name, not a
+  permission.
+* A published batch stays in memory, for the worker that has its ticket, until it is retracted.
 * An upload ticket names one staging folder of the artifact store, until its operation ends.
 """
 
@@ -29,11 +30,11 @@ class Tickets:
         self._seconds = seconds
         self._random_bytes = random_bytes
         self._secret = random_bytes(32)
-        self._offers: dict[str, bytes] = {}
+        self._batches: dict[str, bytes] = {}
         self._uploads: dict[str, Staging] = {}
 
     def grant(self, digest: str) -> str:
-        """A ticket that reads the artifact ``digest`` for a while."""
+        """A ticket that reads the artifact ``digest`` until it expires."""
         until = str(int(self._clock.time() + self._seconds))
         return f"{until}.{self._sign(digest, until)}"
 
@@ -51,15 +52,17 @@ class Tickets:
         return base64.urlsafe_b64encode(self._random_bytes(24)).decode()
 
     def publish_batch(self, content: bytes) -> str:
+        """A ticket that reads ``content`` until :meth:`retract_batch`."""
         ticket = self._new()
-        self._offers[ticket] = content
+        self._batches[ticket] = content
         return ticket
 
     def open_batch(self, ticket: str) -> bytes | None:
-        return self._offers.get(ticket)
+        """The published bytes, or None when they were retracted."""
+        return self._batches.get(ticket)
 
     def retract_batch(self, ticket: str) -> None:
-        self._offers.pop(ticket, None)
+        self._batches.pop(ticket, None)
 
     def upload(self) -> str:
         """A ticket under which a worker may write one artifact's shards."""
@@ -68,9 +71,9 @@ class Tickets:
         return ticket
 
     def staging(self, ticket: str) -> Staging | None:
-        """The folder that ``ticket`` writes to, or None when the ticket is over."""
+        """The folder that ``ticket`` writes to, or None when the upload has ended."""
         return self._uploads.get(ticket)
 
     def collect(self, ticket: str) -> Staging | None:
-        """End an upload: the caller commits or abandons what was staged."""
+        """End an upload: the caller commits or abandons the staged files."""
         return self._uploads.pop(ticket, None)
