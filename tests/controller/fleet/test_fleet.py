@@ -69,7 +69,7 @@ def beat(progress: int = 0, active: int = 0) -> protocol.Heartbeat:
     )  # fmt: skip
 
 
-async def test_joining_and_being_lost(room: Room) -> None:
+async def test_worker_joins_and_is_lost(room: Room) -> None:
     worker = await room.worker().join()
     assert room.states() == {"worker": "serving"}
     assert room.changes == 1
@@ -85,7 +85,7 @@ async def test_joining_and_being_lost(room: Room) -> None:
     assert room.states() == {}, "and forgotten"
 
 
-async def test_coming_back_gets_a_new_epoch(room: Room) -> None:
+async def test_reconnected_worker_gets_a_new_epoch(room: Room) -> None:
     worker = await room.worker().join()
     first = worker.epoch
     await worker.die()
@@ -100,7 +100,7 @@ async def test_coming_back_gets_a_new_epoch(room: Room) -> None:
     await worker.die()
 
 
-async def test_connecting_twice_ends_the_first_connection(room: Room) -> None:
+async def test_second_connection_of_a_process_ends_the_first(room: Room) -> None:
     first = await room.worker(instance="one").join()
     second = await room.worker(instance="one").join()
     assert room.lost == [("worker", "it reconnected")]
@@ -113,7 +113,7 @@ async def test_connecting_twice_ends_the_first_connection(room: Room) -> None:
     await second.die()
 
 
-async def test_two_processes_of_one_name_both_work(room: Room) -> None:
+async def test_two_processes_with_one_name_both_work(room: Room) -> None:
     one = await room.worker(instance="aaaaaaaa").join()
     two = await room.worker(instance="bbbbbbbb").join()
     assert (one.name, two.name) == ("worker", "worker-bbbbbb")
@@ -125,7 +125,7 @@ async def test_two_processes_of_one_name_both_work(room: Room) -> None:
         await worker.die()
 
 
-async def test_who_does_not_beat_is_suspect(room: Room) -> None:
+async def test_worker_without_heartbeats_is_suspect(room: Room) -> None:
     quiet, lively = await room.worker("quiet").join(), await room.worker("lively").join()
     for _ in range(4):
         await lively.say(beat())
@@ -141,7 +141,7 @@ async def test_who_does_not_beat_is_suspect(room: Room) -> None:
         await worker.die()
 
 
-async def test_who_beats_but_computes_nothing_is_stuck(room: Room) -> None:
+async def test_worker_with_heartbeats_but_no_progress_is_suspect(room: Room) -> None:
     stuck, busy, idle = [await room.worker(name).join() for name in ("stuck", "busy", "idle")]
     for round in range(45):
         await stuck.say(beat(progress=5, active=3))
@@ -161,7 +161,7 @@ async def test_who_beats_but_computes_nothing_is_stuck(room: Room) -> None:
 @pytest.mark.parametrize(
     "frame", [b"", b"\xc1", b"\x80", b"\x81\xa4type\xa3Foo", protocol.encode(protocol.Abort(request="x"))]
 )
-async def test_garbage_closes_the_link(room: Room, frame: bytes) -> None:
+async def test_bad_frame_closes_the_connection(room: Room, frame: bytes) -> None:
     worker = await room.worker().join()
     assert worker.link is not None
     await worker.link.send(frame)
@@ -176,7 +176,7 @@ async def test_garbage_closes_the_link(room: Room, frame: bytes) -> None:
     await worker.die()
 
 
-async def test_who_may_not_join_is_told_why(room: Room) -> None:
+async def test_refused_worker_gets_the_reason(room: Room) -> None:
     with pytest.raises(PermissionError, match="wrong worker token"):
         await room.worker().join(token="guess")
     ours, theirs = connection_pair()
@@ -199,7 +199,7 @@ async def test_who_may_not_join_is_told_why(room: Room) -> None:
     assert room.states() == {}
 
 
-async def test_draining_is_no_loss(room: Room) -> None:
+async def test_draining_worker_is_not_counted_as_lost(room: Room) -> None:
     worker = await room.worker().join()
     await worker.say(protocol.Draining(epoch=0))
     await eventually(lambda: room.states() == {"worker": "draining"})
@@ -211,7 +211,7 @@ async def test_draining_is_no_loss(room: Room) -> None:
     assert room.fleet.losses == 0
 
 
-async def test_a_worker_that_does_not_read_delays_nobody(room: Room) -> None:
+async def test_worker_that_does_not_read_delays_no_other(room: Room) -> None:
     class Stuck:
         """A link whose sends never end."""
 

@@ -56,7 +56,7 @@ def test_the_published_update(
     assert at.max_remote >= at.worthwhile * (1 - 1e-6)
 
 
-def test_what_did_not_generate_for_all_of_its_time_is_corrected_from_what_it_did() -> None:
+def test_short_seed_phase_is_corrected_from_its_real_length() -> None:
     at = OffloadPlanner(initial=50.0, eta=3.0, reserved=1)
     at.learn(cycle(seeded=8.0, remote_wait=3.0), available=9, reserved=1)
     assert at.seconds == 7.0
@@ -64,7 +64,7 @@ def test_what_did_not_generate_for_all_of_its_time_is_corrected_from_what_it_did
     assert at.seconds == 8.0, "one that was cut short was as long as it was to be"
 
 
-def test_what_was_not_measured_changes_nothing() -> None:
+def test_cycle_without_measurements_changes_nothing() -> None:
     at = OffloadPlanner(initial=0.0, eta=3.0, reserved=4)
     at.learn(cycle(remote=0.0), available=9, reserved=4)
     assert at.worthwhile == 4
@@ -72,7 +72,7 @@ def test_what_was_not_measured_changes_nothing() -> None:
     assert at.worthwhile == 4
 
 
-def test_memory() -> None:
+def test_seed_seconds_are_remembered_by_number_of_instances() -> None:
     """3 → 1 → 3: stored where the number held for a whole cycle and holds on, taken where it is known."""
     at = OffloadPlanner(initial=10.0, eta=3.0, reserved=1)
     at.learn(cycle(instances=3.0, trainer_wait=6.0, remote=100), available=3, reserved=1)
@@ -91,7 +91,7 @@ def test_memory() -> None:
     assert at.seconds == 23.0, "of 2 nothing is known"
 
 
-def test_no_more_than_pay_off_begin_the_next_cycle() -> None:
+def test_next_cycle_begins_with_the_instances_that_pay_off() -> None:
     at = OffloadPlanner(initial=0.0, eta=3.0, reserved=1)
     at.learn(cycle(instances=5.0, remote=4.0, train=10.0), available=5, reserved=1)
     assert (at.worthwhile, at.max_remote) == (2.0, 2)
@@ -116,7 +116,7 @@ def play_step(seed: float, work: float, reserved: float, remote: float, instance
 
 @pytest.mark.parametrize("factor", [0.2, 5.0])
 @pytest.mark.parametrize(("reserved", "instances"), [(1.0, 1), (1.0, 2), (1.0, 8), (2.0, 1)])
-def test_five_times_off_recovers(factor: float, reserved: float, instances: int) -> None:
+def test_initial_value_five_times_off_converges(factor: float, reserved: float, instances: int) -> None:
     """The training worker generates at most twice as fast as all others: a few steps, as the module says."""
     work, train = 60.0 * instances, 20.0
     right = (work - train * instances) / (reserved + instances)
@@ -136,7 +136,9 @@ def test_five_times_off_recovers(factor: float, reserved: float, instances: int)
 
 
 @given(st.floats(0.1, 4.9), st.integers(1, 9), st.floats(5, 50), st.floats(0, 1000))
-def test_it_settles_wherever_it_says_so(ratio: float, instances: int, train: float, initial: float) -> None:
+def test_seed_seconds_converge_within_the_stated_bounds(
+    ratio: float, instances: int, train: float, initial: float
+) -> None:
     """For every ratio of speeds below 2 eta - 1."""
     work = 4 * train * instances
     right = (work - train * instances) / (instances * (1 + ratio))
@@ -181,7 +183,7 @@ def someone(number: int, kind: str) -> Worker:
         max_size=30,
     )
 )  # fmt: skip
-def test_the_first_that_came_are_used_and_their_time_is_summed(events: list[tuple[str, Any]]) -> None:
+def test_pool_uses_the_first_workers_and_sums_their_time(events: list[tuple[str, Any]]) -> None:
     async def main() -> None:
         clock = Stopped()
         remotes = RemotePool(clock, lambda worker: clock.now / 2)
@@ -351,7 +353,7 @@ def test_the_gap_of_waits_closes(initial: float, steps: int) -> None:
 
 
 @pytest.mark.parametrize("middle", [True, False])
-def test_three_one_three_remembers(middle: bool) -> None:
+def test_three_one_three_instances_restore_the_seed_seconds(middle: bool) -> None:
     """Whether they come back in the middle of a step or between two."""
 
     async def act(world: World) -> None:
@@ -375,7 +377,7 @@ def test_three_one_three_remembers(middle: bool) -> None:
     play(act, preemptible=3, train_token=0.0003)
 
 
-def test_workers_that_would_not_pay_off_are_not_used_and_it_is_said() -> None:
+def test_workers_that_do_not_pay_off_stand_by_with_a_note() -> None:
     """Training takes so long that two workers do all the generating meanwhile."""
 
     async def act(world: World) -> None:
@@ -406,7 +408,7 @@ def test_workers_that_would_not_pay_off_are_not_used_and_it_is_said() -> None:
 
 
 @pytest.mark.parametrize("spec", [job(), job(max_staleness=2, micro_batch=0)], ids=["strict", "asynchronous"])
-def test_without_remote_workers_nothing_is_different(spec: dict[str, Any]) -> None:
+def test_without_remote_workers_nothing_changes(spec: dict[str, Any]) -> None:
     """To the frame and the microsecond."""
 
     async def act(world: World) -> str:
@@ -416,7 +418,7 @@ def test_without_remote_workers_nothing_is_different(spec: dict[str, Any]) -> No
     assert play(act, preemptible=0, spec=spec) == play(act, preemptible=0, spec=spec, seeding=Idle)
 
 
-def test_a_step_that_trains_only_when_all_is_generated_is_not_seeded() -> None:
+def test_job_that_cannot_overlap_is_not_seeded() -> None:
     """There is nothing to overlap: its training worker generates to the end."""
 
     async def act(world: World) -> str:

@@ -61,29 +61,29 @@ class Room:
         self.workers.append(await worker.join())
         return worker
 
-    def trainee(self, policy: str = "p") -> PolicyTrainer:
+    def trainer(self, policy: str = "p") -> PolicyTrainer:
         async def next_lease() -> int:
             self.leases[policy] = self.leases.get(policy, 0) + 1
             return self.leases[policy]
 
         return PolicyTrainer(self.training, tenant="alice", policy=policy, model=MODEL, next_lease=next_lease)
 
-    async def begin(self, trainee: PolicyTrainer, policy: str = "p") -> protocol.AdapterRef:
+    async def begin(self, trainer: PolicyTrainer, policy: str = "p") -> protocol.AdapterRef:
         def make(op: str, commit: str, source: protocol.AdapterRef | None) -> protocol.InitAdapter:
             return protocol.InitAdapter(
                 op=op, policy=policy, rank=8, alpha=16.0, targets=["q"], seed=1, commit=commit, source=source
             )
 
-        return self.commit(trainee, await trainee.init(make, None), policy)
+        return self.commit(trainer, await trainer.init(make, None), policy)
 
     def commit(
-        self, trainee: PolicyTrainer, manifest: protocol.Manifest | None, policy: str = "p"
+        self, trainer: PolicyTrainer, manifest: protocol.Manifest | None, policy: str = "p"
     ) -> protocol.AdapterRef:
         assert manifest is not None
         self.artifacts.verify(manifest.hash)
         ref = protocol.AdapterRef(policy=policy, version=self.versions, hash=manifest.hash, rank=8, alpha=16.0)
         self.versions += 1
-        trainee.committed(ref)
+        trainer.committed(ref)
         return ref
 
     def content(self, ref: protocol.AdapterRef) -> str:
@@ -109,28 +109,28 @@ def forward(number: int) -> ForwardRequest:
 
 
 async def step(
-    trainee: PolicyTrainer, parent: protocol.AdapterRef, number: int, *, commit: bool
+    trainer: PolicyTrainer, parent: protocol.AdapterRef, number: int, *, commit: bool
 ) -> protocol.OperationDone:
     """One optimizer step on the gradient of one batch."""
-    await trainee.forward(parent, forward(number))
-    return await trainee.optim_step(parent, protocol.Adam(lr=0.1 * number), commit=commit, scale=1 / number)
+    await trainer.forward(parent, forward(number))
+    return await trainer.optim_step(parent, protocol.Adam(lr=0.1 * number), commit=commit, scale=1 / number)
 
 
-async def history(room: Room, trainee: PolicyTrainer, steps: int, every: int = 1) -> list[str]:
+async def history(room: Room, trainer: PolicyTrainer, steps: int, every: int = 1) -> list[str]:
     """Take that many steps; the content of every committed version."""
-    ref = await room.begin(trainee)
+    ref = await room.begin(trainer)
     contents = [room.content(ref)]
     for number in range(1, steps + 1):
-        done = await step(trainee, ref, number, commit=number % every == 0)
+        done = await step(trainer, ref, number, commit=number % every == 0)
         if number % every == 0:
-            ref = room.commit(trainee, done.manifest)
+            ref = room.commit(trainer, done.manifest)
             contents.append(room.content(ref))
     return contents
 
 
 async def test_steps_follow_each_other_on_one_lease(room: Room) -> None:
     worker = await room.worker()
-    contents = await history(room, room.trainee(), 4)
+    contents = await history(room, room.trainer(), 4)
     assert len(set(contents)) == 5
     assert [type(op).__name__ for op in worker.operations] == ["InitAdapter"] + ["ForwardBackward", "OptimStep"] * 4
     assert {op.lease for op in worker.operations[1:]} == {2}
@@ -143,23 +143,23 @@ async def test_steps_follow_each_other_on_one_lease(room: Room) -> None:
     assert room.staged() == 0
 
 
-async def test_metrics_of_both_operations_come_back(room: Room) -> None:
+async def test_metrics_of_both_operations_are_returned(room: Room) -> None:
     await room.worker()
-    trainee = room.trainee()
-    parent = await room.begin(trainee)
-    done = await trainee.forward(parent, forward(1))
+    trainer = room.trainer()
+    parent = await room.begin(trainer)
+    done = await trainer.forward(parent, forward(1))
     assert done.metrics == {"loss:sum": 1.0, "tokens": 1.0, "entropy:sum": 2.0}
-    done = await trainee.optim_step(parent, protocol.Adam(lr=0.1), commit=True)
+    done = await trainer.optim_step(parent, protocol.Adam(lr=0.1), commit=True)
     assert done.metrics == {"grad_norm": 1.0}
 
 
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("death", range(8))
-async def test_a_lost_worker_costs_its_work_and_nothing_else(tmp_path: Path, every: int, death: int) -> None:
+async def test_lost_worker_costs_its_computation_only(tmp_path: Path, every: int, death: int) -> None:
     """Whenever the worker dies, the versions are those of an undisturbed run."""
     calm = Room(tmp_path / "calm")
     await calm.worker()
-    expected = await history(calm, calm.trainee(), 3, every)
+    expected = await history(calm, calm.trainer(), 3, every)
     rough = Room(tmp_path / "rough")
     first = await rough.worker("a")
     heard = 0
@@ -173,7 +173,7 @@ async def test_a_lost_worker_costs_its_work_and_nothing_else(tmp_path: Path, eve
 
     first.answer = die
     await rough.worker("b")
-    assert await history(rough, rough.trainee(), 3, every) == expected
+    assert await history(rough, rough.trainer(), 3, every) == expected
     assert rough.fleet.losses == (1 if heard > death else 0)
     for room in (calm, rough):
         for worker in room.workers:
@@ -183,9 +183,9 @@ async def test_a_lost_worker_costs_its_work_and_nothing_else(tmp_path: Path, eve
 
 async def test_a_stale_worker_reloads(room: Room) -> None:
     worker = await room.worker()
-    trainee = room.trainee()
-    ref = await room.begin(trainee)
-    ref = room.commit(trainee, (await step(trainee, ref, 1, commit=True)).manifest)
+    trainer = room.trainer()
+    ref = await room.begin(trainer)
+    ref = room.commit(trainer, (await step(trainer, ref, 1, commit=True)).manifest)
     worker.trainer = FakeTrainer()  # it dropped the policy: the pending step must not be built on nothing
 
     heard: list[str] = []
@@ -197,7 +197,7 @@ async def test_a_stale_worker_reloads(room: Room) -> None:
         return None
 
     worker.answer = once
-    done = await step(trainee, ref, 2, commit=True)
+    done = await step(trainer, ref, 2, commit=True)
     assert done.manifest is not None
     assert heard == ["ForwardBackward", "ForwardBackward", "OptimStep"]
     assert worker.operations[-1].lease > worker.operations[-3].lease
@@ -206,61 +206,61 @@ async def test_a_stale_worker_reloads(room: Room) -> None:
 
 async def test_steps_since_the_commit_are_replayed(room: Room) -> None:
     one = await room.worker("one")
-    trainee = room.trainee()
-    ref = await room.begin(trainee)
-    await step(trainee, ref, 1, commit=False)
-    await step(trainee, ref, 2, commit=False)
+    trainer = room.trainer()
+    ref = await room.begin(trainer)
+    await step(trainer, ref, 1, commit=False)
+    await step(trainer, ref, 2, commit=False)
     await one.die()
     two = await room.worker("two")
-    await step(trainee, ref, 3, commit=True)
+    await step(trainer, ref, 3, commit=True)
     assert [op.steps for op in two.operations] == [0, 0, 1, 1, 2, 2]
     assert [op.commit != "" for op in two.operations if isinstance(op, protocol.OptimStep)] == [False, False, True]
 
 
 @pytest.mark.parametrize("category", ["lost", "stale"])
-async def test_who_never_manages_is_no_failure_of_the_job(room: Room, category: Any) -> None:
+async def test_repeated_worker_losses_are_no_failure_of_the_job(room: Room, category: Any) -> None:
     worker = await room.worker()
-    trainee = room.trainee()
-    ref = await room.begin(trainee)
+    trainer = room.trainer()
+    ref = await room.begin(trainer)
 
     async def refuse(op: Any) -> protocol.OperationDone:
         return protocol.OperationDone(epoch=0, op=op.op, error="no luck", category=category)
 
     worker.answer = refuse
     with pytest.raises(Unavailable, match="training failed 4 times, the last: worker worker: no luck"):
-        await step(trainee, ref, 1, commit=True)
+        await step(trainer, ref, 1, commit=True)
 
 
-async def test_a_worker_that_does_not_answer_is_named(tmp_path: Path) -> None:
+async def test_error_names_the_worker_that_does_not_answer(tmp_path: Path) -> None:
     room = Room(tmp_path, request_timeout_seconds=0.2)
     worker = await room.worker()
-    trainee = room.trainee()
-    ref = await room.begin(trainee)
+    trainer = room.trainer()
+    ref = await room.begin(trainer)
     worker.training.clear()
     before = len(worker.other)
     with pytest.raises(Unavailable, match=r"the last: worker worker did not answer ForwardBackward within 0\.2 s"):
-        await step(trainee, ref, 1, commit=True)
+        await step(trainer, ref, 1, commit=True)
     attempts = room.settings.training.retry_limit + 1
     await eventually(
         lambda: sum(isinstance(message, protocol.CancelOperation) for message in worker.other[before:]) == attempts
     )
     worker.training.set()
-    assert (await step(trainee, ref, 1, commit=True)).manifest is not None, "it answers again"
+    assert (await step(trainer, ref, 1, commit=True)).manifest is not None, "it answers again"
     await worker.die()
     room.writer.close()
 
 
-async def test_what_no_worker_can_do_is_not_tried_again(room: Room) -> None:
+async def test_operation_that_cannot_succeed_is_not_retried(room: Room) -> None:
     worker = await room.worker()
-    trainee = room.trainee()
-    ref = await room.begin(trainee)
+    trainer = room.trainer()
+    ref = await room.begin(trainer)
 
     async def refuse(op: Any) -> protocol.OperationDone:
         return protocol.OperationDone(epoch=0, op=op.op, error="the batch is no batch", category="failed")
 
     worker.answer = refuse
     with pytest.raises(TrainingFailed, match="worker worker: the batch is no batch"):
-        await step(trainee, ref, 1, commit=True)
+        await step(trainer, ref, 1, commit=True)
     assert len(worker.operations) == 2
     assert room.staged() == 0
 
@@ -268,8 +268,8 @@ async def test_what_no_worker_can_do_is_not_tried_again(room: Room) -> None:
 @pytest.mark.parametrize("lie", ["nothing uploaded", "other bytes", "no manifest"])
 async def test_a_commit_must_be_what_was_uploaded(room: Room, lie: str) -> None:
     liar = await room.worker("a")
-    trainee = room.trainee()
-    ref = await room.begin(trainee)
+    trainer = room.trainer()
+    ref = await room.begin(trainer)
 
     async def answer(op: Any) -> protocol.OperationDone | None:
         if not isinstance(op, protocol.OptimStep):
@@ -282,16 +282,16 @@ async def test_a_commit_must_be_what_was_uploaded(room: Room, lie: str) -> None:
 
     liar.answer = answer
     with pytest.raises(Unavailable, match="worker a uploaded"):
-        await step(trainee, ref, 1, commit=True)
+        await step(trainer, ref, 1, commit=True)
     assert sum(room.collector.pins.values()) == 1, "version 0 alone, which this test names nowhere else"
 
 
 async def test_late_answers_are_ignored(room: Room) -> None:
     worker = await room.worker()
-    trainee = room.trainee()
-    ref = await room.begin(trainee)
+    trainer = room.trainer()
+    ref = await room.begin(trainer)
     worker.training.clear()
-    stepping = asyncio.create_task(step(trainee, ref, 1, commit=True))
+    stepping = asyncio.create_task(step(trainer, ref, 1, commit=True))
     await eventually(lambda: len(worker.operations) == 2)
     await worker.say(protocol.OperationDone(epoch=0, op="another", metrics={"grad_norm": 9.0}))
     await worker.say(protocol.OperationDone(epoch=0, op=worker.operations[1].op, error="old"), epoch=worker.epoch - 1)
@@ -301,34 +301,34 @@ async def test_late_answers_are_ignored(room: Room) -> None:
     done = await stepping
     await worker.say(protocol.OperationDone(epoch=0, op=worker.operations[1].op, error="again", category="failed"))
     await settle()
-    assert room.commit(trainee, done.manifest).version == 1
+    assert room.commit(trainer, done.manifest).version == 1
 
 
-async def test_cancelling_a_step_gives_it_up_at_the_worker(room: Room) -> None:
+async def test_cancelled_step_is_cancelled_at_the_worker(room: Room) -> None:
     worker = await room.worker()
-    trainee = room.trainee()
-    ref = await room.begin(trainee)
+    trainer = room.trainer()
+    ref = await room.begin(trainer)
     worker.training.clear()
-    stepping = asyncio.create_task(step(trainee, ref, 1, commit=True))
+    stepping = asyncio.create_task(step(trainer, ref, 1, commit=True))
     await eventually(lambda: len(worker.operations) == 2)
     stepping.cancel()
     await asyncio.gather(stepping, return_exceptions=True)
-    trainee.forget()
+    trainer.forget()
     await eventually(lambda: len(worker.other) == 2)
     assert isinstance(worker.other[0], protocol.CancelOperation)
     assert worker.other[0].op == worker.operations[1].op
     assert worker.other[1] == protocol.EvictArtifacts(policy="p")
 
 
-async def test_no_trainer_in_time_is_said(room: Room) -> None:
+async def test_error_reports_that_no_trainer_came_in_time(room: Room) -> None:
     await room.worker("rolls", roles=["rollout"])
     with pytest.raises(Unavailable, match=f"no worker serves {MODEL} for train"):
-        await room.begin(room.trainee())
+        await room.begin(room.trainer())
 
 
-async def test_a_trainer_that_comes_is_found(tmp_path: Path) -> None:
+async def test_waiting_policy_gets_a_trainer_that_joins(tmp_path: Path) -> None:
     room = Room(tmp_path, worker_wait_seconds=20)
-    beginning = asyncio.create_task(room.begin(room.trainee()))
+    beginning = asyncio.create_task(room.begin(room.trainer()))
     await settle()
     await room.worker()
     assert (await beginning).version == 0
@@ -340,19 +340,19 @@ async def test_a_trainer_that_comes_is_found(tmp_path: Path) -> None:
 async def test_policies_are_spread_over_the_trainers(room: Room) -> None:
     workers = [await room.worker(name) for name in ("a", "b")]
     for policy in ("p", "q", "r", "s"):
-        trainee = room.trainee(policy)
-        await step(trainee, await room.begin(trainee, policy), 1, commit=False)
+        trainer = room.trainer(policy)
+        await step(trainer, await room.begin(trainer, policy), 1, commit=False)
     taken = [{op.policy for op in worker.operations} for worker in workers]
     assert [len(policies) for policies in taken] == [2, 2]
     assert not taken[0] & taken[1], "a policy stays where it is"
 
 
-async def test_a_policy_comes_back_to_where_its_state_rests(room: Room) -> None:
+async def test_policy_returns_to_the_worker_with_its_offloaded_state(room: Room) -> None:
     """However often it is told to rest; not once its state may go."""
     workers = [await room.worker(name) for name in ("a", "b")]
     for policy in ("p", "q"):
-        trainee = room.trainee(policy)
-        await step(trainee, await room.begin(trainee, policy), 1, commit=False)
+        trainer = room.trainer(policy)
+        await step(trainer, await room.begin(trainer, policy), 1, commit=False)
     by_name = {worker.name: worker.operations[0].policy for worker in workers}
     later = by_name["b"]
     assert (await room.training.worker_for(later, MODEL)).name == "b"
@@ -365,18 +365,18 @@ async def test_a_policy_comes_back_to_where_its_state_rests(room: Room) -> None:
     assert (await room.training.worker_for(later, MODEL)).name == "a"
 
 
-async def test_a_worker_that_is_given_up_forgets_the_policy(room: Room) -> None:
+async def test_abandoned_worker_evicts_the_policy(room: Room) -> None:
     worker = await room.worker()
-    trainee = room.trainee()
-    ref = await room.begin(trainee)
-    await step(trainee, ref, 1, commit=False)
+    trainer = room.trainer()
+    ref = await room.begin(trainer)
+    await step(trainer, ref, 1, commit=False)
 
     async def gone(op: Any) -> protocol.OperationDone:
         return protocol.OperationDone(epoch=0, op=op.op, error="it is gone", category="lost")
 
     worker.answer = gone
     with pytest.raises(Unavailable, match="it is gone"):
-        await step(trainee, ref, 2, commit=False)
+        await step(trainer, ref, 2, commit=False)
     forgotten = [message for message in worker.other if isinstance(message, protocol.EvictArtifacts)]
     assert forgotten and set(map(repr, forgotten)) == {repr(protocol.EvictArtifacts(policy="p"))}
 
@@ -413,37 +413,37 @@ async def test_a_batch_carries_one_prompt_for_its_group(tmp_path: Path) -> None:
     await service.close()
 
 
-async def test_policies_spread_over_training_workers_that_come_later(room: Room) -> None:
+async def test_policies_spread_over_training_workers_that_join_later(room: Room) -> None:
     """All began where one worker was: at their next steps they go where fewer are, one reload each, and stay."""
     first = await room.worker("first")
     names = ("p", "q", "r", "s")
-    trainees = {name: room.trainee(name) for name in names}
-    refs = {name: await room.begin(trainee, name) for name, trainee in trainees.items()}
+    trainees = {name: room.trainer(name) for name in names}
+    refs = {name: await room.begin(trainer, name) for name, trainer in trainees.items()}
     second = await room.worker("second")
     for number in (1, 2, 3):
-        for name, trainee in trainees.items():
-            done = await step(trainee, refs[name], number, commit=True)
-            refs[name] = room.commit(trainee, done.manifest, name)
+        for name, trainer in trainees.items():
+            done = await step(trainer, refs[name], number, commit=True)
+            refs[name] = room.commit(trainer, done.manifest, name)
     steps = {worker.name: [op.policy for op in worker.operations if isinstance(op, protocol.OptimStep)]
              for worker in (first, second)}  # fmt: skip
     assert steps == {"first": ["r", "s"] * 3, "second": ["p", "q"] * 3}
     assert set(room.leases.values()) == {2}, "nobody moves twice"
 
 
-async def test_a_policy_comes_back_to_the_worker_that_stays(room: Room) -> None:
+async def test_policy_returns_to_the_reserved_worker(room: Room) -> None:
     """Once it has nothing uncommitted; one that may vanish trains it only while no other can."""
     stays = await room.worker("stays")
     spot = await room.worker("spot", kind="preemptible")
-    trainee = room.trainee()
-    ref = await room.begin(trainee)
+    trainer = room.trainer()
+    ref = await room.begin(trainer)
     await stays.die()
-    await step(trainee, ref, 1, commit=False)
+    await step(trainer, ref, 1, commit=False)
     await stays.join()
-    done = await step(trainee, ref, 2, commit=True)
-    ref = room.commit(trainee, done.manifest)
+    done = await step(trainer, ref, 2, commit=True)
+    ref = room.commit(trainer, done.manifest)
     for number in (3, 4):
-        done = await step(trainee, ref, number, commit=True)
-        ref = room.commit(trainee, done.manifest)
+        done = await step(trainer, ref, number, commit=True)
+        ref = room.commit(trainer, done.manifest)
     steps = {
         worker.name: sum(isinstance(op, protocol.OptimStep) for op in worker.operations) for worker in (stays, spot)
     }
@@ -451,31 +451,31 @@ async def test_a_policy_comes_back_to_the_worker_that_stays(room: Room) -> None:
     await eventually(lambda: protocol.EvictArtifacts(policy="p") in spot.other)
 
 
-async def test_places_are_those_of_the_workers_that_are_given_policies(tmp_path: Path) -> None:
+async def test_slots_are_those_of_workers_that_get_policies(tmp_path: Path) -> None:
     """Fewer than there were, once a worker that stays is there: who has begun no gradient queues for its next one."""
     room = Room(tmp_path, trainer_slots=1)
-    places, rested, begun = TrainerSlots(room.fleet, room.settings, room.clock), list[str](), {"one"}
+    slots, offloaded, begun = TrainerSlots(room.fleet, room.settings, room.clock), list[str](), {"one"}
 
-    def guest(name: str) -> SlotHolder:
-        return SlotHolder(name, "alice", name, MODEL, lambda: rested.append(name), lambda: name in begun)
+    def holder(name: str) -> SlotHolder:
+        return SlotHolder(name, "alice", name, MODEL, lambda: offloaded.append(name), lambda: name in begun)
 
-    one, two = guest("one"), guest("two")
+    one, two = holder("one"), holder("two")
     for name in ("spot", "another"):
         await room.worker(name, kind="preemptible")
     for each in (one, two):
-        await asyncio.wait_for(places.acquire(each), 1)
+        await asyncio.wait_for(slots.acquire(each), 1)
     await room.worker("stays")
-    await asyncio.wait_for(places.acquire(one), 1)
-    assert rested == []
+    await asyncio.wait_for(slots.acquire(one), 1)
+    assert offloaded == []
     begun.clear()
-    coming = asyncio.create_task(places.acquire(one))
+    coming = asyncio.create_task(slots.acquire(one))
     await settle()
     assert not coming.done() and not one.busy
-    assert places.reason(one) == f"all 1 training slots for {MODEL} are in use; 0 others wait before this one"
-    assert rested == ["one"]
-    places.idle(two)
+    assert slots.reason(one) == f"all 1 training slots for {MODEL} are in use; 0 others wait before this one"
+    assert offloaded == ["one"]
+    slots.idle(two)
     await asyncio.wait_for(coming, 1)
-    assert one.busy and rested == ["one", "two"]
+    assert one.busy and offloaded == ["one", "two"]
     for worker in room.workers:
         await worker.die()
     room.writer.close()

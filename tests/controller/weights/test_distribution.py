@@ -126,7 +126,7 @@ def bare(ref: protocol.AdapterRef) -> protocol.AdapterRef:
 # --- joining and catching up ------------------------------------------------------------------------------------------
 
 
-async def test_who_loads_for_long_is_neither_given_work_nor_taken_for_stuck(room: Room) -> None:
+async def test_loading_worker_gets_no_work_and_is_not_suspect(room: Room) -> None:
     worker = await room.worker(loading=True, max_context=0, device="").join()
     for _ in range(100):
         await worker.say(beat())
@@ -144,7 +144,7 @@ async def test_who_loads_for_long_is_neither_given_work_nor_taken_for_stuck(room
     await eventually(lambda: room.states() == {"worker": "suspect"})  # it cannot become ready twice
 
 
-async def test_it_catches_up_with_what_is_in_use_and_takes_what_it_has(room: Room) -> None:
+async def test_joining_worker_catches_up_and_accepts_cached_versions(room: Room) -> None:
     one, two = room.ref(1), room.ref(7, "q")
     room.used = [one, two]
     worker = room.worker(loading=True)
@@ -168,7 +168,7 @@ async def test_it_catches_up_with_what_is_in_use_and_takes_what_it_has(room: Roo
     assert here.accepts(room.ref(99)), "it pulls what work names"
 
 
-async def test_who_comes_back_keeps_its_adapters(room: Room) -> None:
+async def test_reconnected_worker_keeps_its_adapters(room: Room) -> None:
     room.used = [room.ref(1)]
     worker = await room.worker().join()
     await eventually(lambda: room.states() == {"worker": "serving"})
@@ -180,7 +180,7 @@ async def test_who_comes_back_keeps_its_adapters(room: Room) -> None:
     assert len(held(worker)) == 1, "it was asked once"
 
 
-async def test_a_newer_version_takes_an_older_ones_place(room: Room) -> None:
+async def test_newer_version_supersedes_an_older_prefetch(room: Room) -> None:
     old, new, other = room.ref(1), room.ref(2), room.ref(1, "q")
     room.used = [old, other]
     worker = room.worker()
@@ -194,7 +194,7 @@ async def test_a_newer_version_takes_an_older_ones_place(room: Room) -> None:
     await eventually(lambda: room.states() == {"worker": "serving"})
 
 
-async def test_what_is_forgotten_need_not_come(room: Room) -> None:
+async def test_evicted_version_need_not_be_prefetched(room: Room) -> None:
     room.used = [room.ref(1)]
     worker = room.worker()
     worker.pulling.clear()
@@ -205,13 +205,13 @@ async def test_what_is_forgotten_need_not_come(room: Room) -> None:
     await eventually(lambda: any(isinstance(message, protocol.EvictArtifacts) for message in worker.other))
 
 
-async def test_trainers_alone_catch_up_with_nothing(room: Room) -> None:
+async def test_worker_without_rollout_role_catches_up_with_nothing(room: Room) -> None:
     room.used = [room.ref(1)]
     await room.worker("trainer", roles=["train"]).join()
     assert room.states() == {"trainer": "serving"}
 
 
-async def test_the_list_of_who_serves_is_what_each_worker_says(room: Room) -> None:
+async def test_serving_list_agrees_with_the_state_of_each_worker(room: Room) -> None:
     room.used = [room.ref(1)]
     workers = [room.worker(f"w{n}", roles=roles) for n, roles in enumerate([["train"], ["rollout"]] * 3)]
     for number, worker in enumerate(workers):
@@ -229,7 +229,7 @@ async def test_the_list_of_who_serves_is_what_each_worker_says(room: Room) -> No
     assert [worker.name for worker in before] == names, "who looks at the list keeps it as it was"
 
 
-async def test_tokens_per_second_are_of_the_last_beats(room: Room) -> None:
+async def test_tokens_per_second_cover_the_last_heartbeats(room: Room) -> None:
     worker = await room.worker().join()
     assert room["worker"].tokens_per_second() == 0.0
     for generated in (0, 100, 200, 400, 600, 800, 1000):
@@ -242,7 +242,7 @@ async def test_tokens_per_second_are_of_the_last_beats(room: Room) -> None:
 # --- published versions -----------------------------------------------------------------------------------------------
 
 
-async def test_a_published_version_is_announced_to_who_generates_and_lacks_it(room: Room) -> None:
+async def test_published_version_is_prefetched_by_rollout_workers_without_it(room: Room) -> None:
     lacking, holding = await room.worker("lacking").join(), room.worker("holding")
     trainer = await room.worker("trainer", roles=["train"]).join()
     new = room.ref(3)
@@ -255,7 +255,7 @@ async def test_a_published_version_is_announced_to_who_generates_and_lacks_it(ro
     await eventually(lambda: new.hash in room["lacking"].cached)
 
 
-async def test_who_is_slow_to_get_versions_is_given_no_request_for_them_meanwhile(room: Room) -> None:
+async def test_slow_worker_gets_no_request_for_a_version_that_it_misses(room: Room) -> None:
     quick, slow = await room.worker("quick").join(), await room.worker("slow").join()
     slow.pulling.clear()
     first, second = room.ref(1), room.ref(2)
@@ -279,7 +279,7 @@ async def test_who_is_slow_to_get_versions_is_given_no_request_for_them_meanwhil
     await quick.die()
 
 
-async def test_who_is_overtaken_by_the_next_version_is_slow(room: Room) -> None:
+async def test_worker_that_misses_a_version_is_marked_slow(room: Room) -> None:
     slow = await room.worker("slow").join()
     slow.pulling.clear()
     for version in (1, 2, 3):
@@ -290,7 +290,7 @@ async def test_who_is_overtaken_by_the_next_version_is_slow(room: Room) -> None:
     assert here.accepts(room.ref(1)), "nobody pulls it ahead any more: work that names it does"
 
 
-async def test_who_does_not_read_its_frames_is_suspect(room: Room) -> None:
+async def test_worker_that_does_not_read_its_frames_is_suspect(room: Room) -> None:
     deaf, other = await room.worker("deaf").join(), await room.worker("other").join()
     link = room["deaf"].connection
     hangs = asyncio.Event()
@@ -320,7 +320,7 @@ def widest_gap(times: list[float]) -> float:
     return max(later - sooner for sooner, later in pairwise(times))
 
 
-def test_a_receiver_ten_times_slower_delays_no_commit() -> None:
+def test_slow_receiver_delays_no_commit() -> None:
     """In virtual time: the same job with two quick generating workers, and with a third whose network is slow."""
     usual = machine(16).model_copy(update={"adapter_bytes": 10_000_000, "download": 20e6, "latency": 0.01})
     algorithm = {"group_size": 4, "groups_per_step": 4, "max_staleness": 1}
@@ -365,7 +365,7 @@ def test_a_receiver_ten_times_slower_delays_no_commit() -> None:
 # --- what cannot be pulled --------------------------------------------------------------------------------------------
 
 
-async def test_who_cannot_pull_what_is_intact_is_suspect(room: Room) -> None:
+async def test_worker_that_cannot_pull_an_intact_artifact_is_suspect(room: Room) -> None:
     room.used = [room.ref(1)]
     worker, other = room.worker(), room.worker("other")
     worker.pulling.clear()
@@ -381,7 +381,7 @@ async def test_who_cannot_pull_what_is_intact_is_suspect(room: Room) -> None:
 
 
 @pytest.mark.parametrize("damage", ["changed", "gone"])
-async def test_nobody_is_suspect_for_what_the_service_itself_has_not(room: Room, damage: str) -> None:
+async def test_no_worker_is_suspect_when_the_copy_of_the_service_is_damaged(room: Room, damage: str) -> None:
     room.used = [room.ref(1)]
     looked: list[str] = []
     verify = room.artifacts.verify
@@ -408,7 +408,7 @@ async def test_nobody_is_suspect_for_what_the_service_itself_has_not(room: Room,
     assert looked == [room.used[0].hash], "hashed once, however many complain"
 
 
-async def test_a_complaint_about_what_nobody_named_is_nothing(room: Room) -> None:
+async def test_failed_pull_of_an_unnamed_artifact_is_ignored(room: Room) -> None:
     ref = room.ref(1)
     worker = await room.worker().join()
     await worker.say(protocol.PullFailed(epoch=0, hash=ref.hash, error="I want it"))
@@ -430,7 +430,7 @@ async def lending(room: Room, name: str, ref: protocol.AdapterRef, **hello: obje
     return await worker.join()
 
 
-async def test_peers_are_told_to_lend_for_the_ticket_that_the_asker_gets(room: Room) -> None:
+async def test_peers_serve_the_artifact_for_the_ticket_of_the_receiver(room: Room) -> None:
     ref = room.ref(1)
     lenders_ = [await lending(room, name, ref) for name in ("a", "b", "c")]
     await lending(room, "mute", ref, address="")
@@ -454,7 +454,7 @@ async def test_peers_are_told_to_lend_for_the_ticket_that_the_asker_gets(room: R
     assert room.residency.adapter_ref(room["a"], ref).peers == [], "who has it needs nobody"
 
 
-async def test_who_is_lost_or_leaves_or_was_told_to_forget_lends_no_more(room: Room) -> None:
+async def test_lost_draining_and_evicted_workers_are_no_peers(room: Room) -> None:
     ref = room.ref(1)
     a, b = await lending(room, "a", ref), await lending(room, "b", ref)
     asker = await room.worker("asker").join()
@@ -471,7 +471,7 @@ async def test_who_is_lost_or_leaves_or_was_told_to_forget_lends_no_more(room: R
     await asker.die()
 
 
-async def test_who_pulled_lends_in_its_turn(room: Room) -> None:
+async def test_worker_that_pulled_an_adapter_becomes_a_peer(room: Room) -> None:
     ref = room.ref(1)
     await lending(room, "a", ref)
     second = await room.worker("second", address="http://second:1").join()
@@ -482,7 +482,7 @@ async def test_who_pulled_lends_in_its_turn(room: Room) -> None:
     assert set(room.residency.adapter_ref(room["third"], ref).peers) == {"http://a:1", "http://second:1"}
 
 
-async def test_a_grant_looks_at_few_lenders_however_many_there_are(room: Room) -> None:
+async def test_grant_considers_a_bounded_number_of_peers(room: Room) -> None:
     ref = room.ref(1)
     for number in range(2 * CANDIDATES):
         await lending(room, f"far{number:02}", ref, host="far")
@@ -497,7 +497,9 @@ WORKERS = st.builds(PeerCandidate, st.text("abc", min_size=1), st.booleans(), st
 
 
 @given(st.lists(WORKERS, unique_by=lambda worker: worker.name), st.integers(0, 4))
-def test_near_lenders_go_first_then_those_left_in_peace(able: list[PeerCandidate], most: int) -> None:
+def test_peers_on_the_same_machine_go_first_then_those_that_served_longest_ago(
+    able: list[PeerCandidate], most: int
+) -> None:
     chosen = select_peers(able, most)
     assert len(chosen) == min(most, len(able))
     by_name = {lender.name: lender for lender in able}
@@ -510,7 +512,7 @@ def test_near_lenders_go_first_then_those_left_in_peace(able: list[PeerCandidate
 # --- the whole service ------------------------------------------------------------------------------------------------
 
 
-async def test_a_worker_that_joins_in_the_middle_of_a_step_helps_with_it(tmp_path: Path) -> None:
+async def test_worker_that_joins_during_a_step_gets_rollouts_of_it(tmp_path: Path) -> None:
     service = Service(tmp_path)
     await service.start()
     first = service.worker("first", chunk=1, shortest=1 << 20)
@@ -538,7 +540,7 @@ async def test_a_worker_that_joins_in_the_middle_of_a_step_helps_with_it(tmp_pat
     await service.close()
 
 
-async def test_what_is_in_use_is_what_jobs_sample_from(tmp_path: Path) -> None:
+async def test_versions_in_use_are_those_that_jobs_sample_from(tmp_path: Path) -> None:
     service = Service(tmp_path)
     await service.start()
     worker = await service.worker("first", chunk=1, shortest=1 << 20).join()
@@ -561,7 +563,7 @@ async def test_what_is_in_use_is_what_jobs_sample_from(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "garbage", "closes", "frozen", "says goodbye"])
-async def test_however_a_worker_leaves_its_requests_go_on_from_their_last_token(tmp_path: Path, how: str) -> None:
+async def test_requests_of_a_worker_that_leaves_resume_from_their_last_token(tmp_path: Path, how: str) -> None:
     service = Service(tmp_path)
     await service.start()
     first = await service.worker("first", chunk=2, shortest=1 << 20).join()
@@ -618,7 +620,7 @@ async def test_however_a_worker_leaves_its_requests_go_on_from_their_last_token(
     await service.close()
 
 
-async def test_running_requests_are_taken_up_by_a_restarted_controller(tmp_path: Path) -> None:
+async def test_restarted_controller_resumes_running_requests(tmp_path: Path) -> None:
     """Three workers generate when the controller dies; each keeps what it sampled, and the next controller goes on
     from there: nothing is generated twice, whatever had been received."""
     service = Service(tmp_path)

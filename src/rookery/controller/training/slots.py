@@ -3,7 +3,7 @@
 * A policy trains on one worker; losing a worker, or asking in either direction, looks at no other worker's policies.
 * More client-driven policies than slots queue, in turns by tenant; none is refused. An idle holder frees its slot and
   is loaded again on use. Where workers leave and fewer slots remain, holders queue for their next gradient too.
-* A waiting policy can be told how many are before it.
+* A waiting policy can be shown how many are before it.
 """
 
 from __future__ import annotations
