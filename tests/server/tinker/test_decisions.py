@@ -21,7 +21,7 @@ from rookery.storage.db import Database
 
 
 @given(st.integers(0, 50), st.integers(0, 30), st.randoms(use_true_random=False))
-def test_numbers_leave_in_order_however_they_come(first: int, count: int, shuffle: random.Random) -> None:
+def test_reorder_buffer_returns_numbers_in_order(first: int, count: int, shuffle: random.Random) -> None:
     numbers = list(range(first, first + count))
     shuffle.shuffle(numbers)
     line: ReorderBuffer[int] = ReorderBuffer(first)
@@ -37,7 +37,7 @@ def test_numbers_leave_in_order_however_they_come(first: int, count: int, shuffl
     assert left == sorted(numbers)
 
 
-def test_a_number_given_up_stays_given_up() -> None:
+def test_skipped_number_is_refused_later() -> None:
     line: ReorderBuffer[str] = ReorderBuffer(4)
     line.put(6, "six")
     line.put(5, "five")
@@ -56,7 +56,7 @@ holders = st.lists(
 
 
 @given(holders, st.integers(1, 12), st.integers(0, 12), st.floats(0, 20))
-def test_who_leaves(found: list[SlotUse], places: int, wanted: int, patience: float) -> None:
+def test_slots_are_freed_in_order_of_idle_time(found: list[SlotUse], places: int, wanted: int, patience: float) -> None:
     gone = slots_to_free(found, places=places, wanted=wanted, now=100.0, patience=patience)
     known = {holder.name: holder for holder in found}
     assert len(set(gone)) == len(gone) <= max(0, len(found) + wanted - places)
@@ -91,7 +91,7 @@ def commit(database: Database, name: str, parent: int | None, done: int, **more:
     ).version  # fmt: skip
 
 
-def test_a_commit_takes_its_calls_and_its_answer_along(database: Database) -> None:
+def test_commit_includes_its_operations_and_its_result(database: Database) -> None:
     for seq in (1, 2, 3):
         database.open_future(future_row(f"one/{seq}", model="one", seq=seq, call=b"call"))
     database.finish_future("one/1", b"gradient", 1.0)
@@ -111,7 +111,7 @@ def test_a_commit_takes_its_calls_and_its_answer_along(database: Database) -> No
     assert {row.id for row in database.open_futures()} == {"one", "one/3"}
 
 
-def test_results_expire_when_nobody_may_replay_them(database: Database) -> None:
+def test_results_expire_when_no_run_can_replay_them(database: Database) -> None:
     commit(database, "zero", None, 0)
     for seq in (1, 2):
         database.open_future(future_row(f"one/{seq}", model="one", seq=seq))
@@ -128,7 +128,7 @@ def test_results_expire_when_nobody_may_replay_them(database: Database) -> None:
     assert database.get_future("alice", "one/2").outcome == b"done"
 
 
-def test_what_a_name_or_a_sampler_holds_is_kept(database: Database) -> None:
+def test_checkpoints_and_samplers_keep_their_artifacts(database: Database) -> None:
     version = commit(database, "zero", None, 0)
     digest = manifest("zero").hash
     database.save_checkpoint(checkpoint_row("one", name="kept", content="zero"), overwrite=False)
@@ -143,7 +143,7 @@ def test_what_a_name_or_a_sampler_holds_is_kept(database: Database) -> None:
     assert not database.get_sampler("alice", "sampler").kept
 
 
-def test_names_are_taken_until_they_are_overwritten(database: Database) -> None:
+def test_checkpoint_name_is_taken_until_overwritten(database: Database) -> None:
     with pytest.raises(Conflict, match="exists already"):
         database.save_checkpoint(checkpoint_row("one", content="b"), overwrite=False)
     outcome = ("one", b"saved")
@@ -155,7 +155,7 @@ def test_names_are_taken_until_they_are_overwritten(database: Database) -> None:
     assert [database.join_sampler("alice", "one") for _ in range(2)] == [1, 2]
 
 
-def test_things_are_made_once(database: Database) -> None:
+def test_rows_are_created_once(database: Database) -> None:
     first = database.get_session("alice", "one")
     keyed = replace(first, id="two", idempotency_key="key")
     assert database.add_session(keyed).id == "two"

@@ -12,7 +12,7 @@ from tests.support.tinkered import MODEL, place_model, running
 PAGE = Path(__file__).parents[3] / "docs" / "serving.md"
 
 
-def test_the_pages_loop_and_chat(
+def test_loop_and_chat_of_the_docs_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place_model(tmp_path)

@@ -53,7 +53,7 @@ def steps(training: tinker.TrainingClient, count: int) -> list[float]:
     return losses
 
 
-def test_chunks_out_of_order_lost_replies_and_the_same_numbers(root: Path) -> None:
+def test_chunks_out_of_order_and_lost_replies_give_the_same_losses(root: Path) -> None:
     """A batch of three chunks, whose first is sent last, through a proxy that loses the first reply of every kind; the
     losses are those of a client with nothing in between."""
     draw = np.random.default_rng(0)
@@ -87,7 +87,7 @@ def test_chunks_out_of_order_lost_replies_and_the_same_numbers(root: Path) -> No
         assert proxy.seen["forward_backward"] == 3 + 1 + 1
 
 
-def test_a_restart_in_the_middle_of_futures_and_of_a_gradient(root: Path) -> None:
+def test_restart_during_open_futures_and_a_gradient(root: Path) -> None:
     port = free_port()
     with running(root, "plain") as service:
         expected = steps(trainer(client(service)), 4)
@@ -113,7 +113,7 @@ def test_a_restart_in_the_middle_of_futures_and_of_a_gradient(root: Path) -> Non
         assert answer.sample(types.ModelInput.from_ints(TOKENS), 1, types.SamplingParams(max_tokens=3)).result(PATIENCE)
 
 
-def test_a_worker_killed_in_the_middle_of_a_gradient_costs_nothing(root: Path) -> None:
+def test_worker_killed_during_a_gradient_changes_no_loss(root: Path) -> None:
     with running(root, "killed") as service:
         expected = steps(trainer(client(service)), 4)
         training = trainer(client(service))
@@ -143,7 +143,7 @@ def wait_for(condition: object) -> None:
     raise AssertionError("it did not come about")
 
 
-def test_64_clients_on_8_places_all_make_progress(root: Path) -> None:
+def test_64_clients_on_8_slots_all_make_progress(root: Path) -> None:
     """Clients of two tenants, all at once, on a worker with places for eight; what a client gets does not depend on the
     others, nor on whether its model's state was in main memory or on disk while others trained."""
     memory, memory_pulls = crowd(root, "memory", 64)
@@ -180,7 +180,7 @@ def crowd(root: Path, data: str, count: int, **more: Any) -> tuple[np.ndarray, i
     return np.array(losses), sum(log.count("pulled trainer_state.safetensors") for log in logs)
 
 
-def test_a_number_that_stays_away_fails_what_waits_for_it(root: Path) -> None:
+def test_missing_sequence_number_fails_the_operations_behind_it(root: Path) -> None:
     with running(root, "gap", session_seq_gap_seconds=1.0) as service:
         training = trainer(client(service))
         training._get_request_id()  # a number that is never sent

@@ -1,4 +1,4 @@
-"""What lives how long in clients' sessions: places, checkpoints, results, samplers; and what a crash leaves of them.
+"""Lifetimes in sessions: trainer slots, checkpoints, results, samplers; and their state after a crash.
 
 The controller is real, its workers follow a script and time passes when a test says so.
 """
@@ -50,7 +50,7 @@ async def heads(client: Client) -> set[str]:
     return {row.hash for row in client.service.database.versions(client.tenant, policy.id) if row.kept}
 
 
-def told_to_rest(worker: ScriptedWorker) -> list[str]:
+def evicted_policies(worker: ScriptedWorker) -> list[str]:
     return [
         message.policy for message in worker.other if isinstance(message, protocol.EvictArtifacts) and message.policy
     ]
@@ -70,7 +70,7 @@ async def test_a_result_that_two_requests_read_from_the_database_is_in_memory_on
 # --- places -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_silent_client_gives_its_place_back_and_may_return(service: Service) -> None:
+async def test_silent_client_releases_its_slot_and_may_return(service: Service) -> None:
     [worker] = service.peers
     silent, eager = await Client(service).begin(), await Client(service, "bob").begin()
     await silent.gradient(1, 2, 3)  # begun: it would keep its place
@@ -81,7 +81,7 @@ async def test_a_silent_client_gives_its_place_back_and_may_return(service: Serv
         await wait(service, 30.0)
         await eager.sessions.heartbeat("bob", eager.session)
     assert isinstance(await eager.outcome(request), operations.ForwardBackwardResult)
-    assert len(told_to_rest(worker)) == 1
+    assert len(evicted_policies(worker)) == 1
     await eager.sessions.finish("bob", eager.session, "success")  # gives its place back at once
     await silent.sessions.heartbeat("alice", silent.session)
     before = len(worker.operations)
@@ -101,9 +101,9 @@ async def test_a_client_that_beats_keeps_its_place_while_nobody_waits(service: S
     for _ in range(10):
         await wait(service, 50.0)
         await visitor.sessions.heartbeat("alice", visitor.session)
-    assert told_to_rest(worker) == []
+    assert evicted_policies(worker) == []
     await wait(service, 151.0)
-    assert len(told_to_rest(worker)) == 1
+    assert len(evicted_policies(worker)) == 1
 
 
 # --- checkpoints and results ------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ async def test_expired_checkpoints_go_and_what_is_in_use_stays(service: Service)
 
 
 @pytest.mark.parametrize("optimizer", [False, True])
-async def test_a_checkpoint_that_is_being_loaded_stays_until_it_is_the_models(
+async def test_checkpoint_stays_while_it_is_loaded(
     service: Service, optimizer: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its owner deletes it meanwhile."""
@@ -215,7 +215,7 @@ async def test_of_a_finished_session_only_names_stay(service: Service) -> None:
     await visitor.outcome(last)
     await visitor.sessions.finish("alice", visitor.session, "success")
     await visitor.sessions.sweep()
-    assert told_to_rest(worker)[-1] == policy.id and not visitor.sessions.runs.keys() - {other.model}
+    assert evicted_policies(worker)[-1] == policy.id and not visitor.sessions.runs.keys() - {other.model}
     assert isinstance(await visitor.outcome(last), operations.OptimStepResult), "results can still be fetched"
     assert len(service.artifacts.hashes()) == 3, "the checkpoint, the last state, bob's"
 
@@ -277,7 +277,7 @@ async def test_a_client_that_stays_away_for_long_has_finished(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-async def test_a_client_that_is_heard_of_is_never_lost(tmp_path: Path, restarts: bool) -> None:
+async def test_client_with_heartbeats_is_never_finished(tmp_path: Path, restarts: bool) -> None:
     """However seldom what it does is stored: one beats as the SDK does, one only calls."""
     service = Service(
         tmp_path, session_poll_seconds=0.05, session_expire_seconds=600.0, suspect_seconds=1e9, stuck_seconds=1e9
@@ -438,7 +438,7 @@ async def test_a_sample_waits_for_the_worker_that_has_it(tmp_path: Path) -> None
     await service.close()
 
 
-async def test_a_damaged_head_is_named_and_another_state_can_be_loaded(service: Service) -> None:
+async def test_corrupt_head_is_reported_and_another_state_can_be_loaded(service: Service) -> None:
     visitor = await Client(service).begin()
     await visitor.gradient()
     await visitor.step()

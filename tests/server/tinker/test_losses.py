@@ -225,7 +225,7 @@ def test_custom_losses_in_two_passes(training: tinker.TrainingClient) -> None:
         ("cross_entropy", None, {"weights": [0.0] * 4}, "weights have shape [4]"),
     ],
 )
-def test_what_is_not_supported_is_refused_and_the_model_goes_on(
+def test_unsupported_loss_is_refused_and_the_model_continues(
     training: tinker.TrainingClient, loss: str, config: Any, given: dict[str, list[float]], said: str
 ) -> None:
     weights = given.pop("weights", None)

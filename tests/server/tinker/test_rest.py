@@ -202,7 +202,7 @@ def test_listings_ttl_deletion_and_information(
     assert [(m.model_name, m.max_context_length) for m in models if m.model_name == MODEL] == [(MODEL, 512)]
 
 
-def test_old_weights_go_and_kept_ones_stay(visitor: tinker.ServiceClient, service: EmbeddedService) -> None:
+def test_old_weights_are_deleted_and_kept_ones_stay(visitor: tinker.ServiceClient, service: EmbeddedService) -> None:
     folder = service.settings.data / "artifacts"
 
     def artifacts() -> set[str]:
@@ -223,7 +223,7 @@ def test_old_weights_go_and_kept_ones_stay(visitor: tinker.ServiceClient, servic
     assert len(artifacts() & kept - before) == 1
 
 
-def test_a_finished_session_ends_and_takes_no_more(service: EmbeddedService) -> None:
+def test_finished_session_accepts_no_more_operations(service: EmbeddedService) -> None:
     visitor = client(service)
     training = trainer(visitor)
     session = visitor.holder.get_session_id()
@@ -252,7 +252,9 @@ def test_a_finished_session_ends_and_takes_no_more(service: EmbeddedService) -> 
         ("POST", "forward_backward", 400),
     ],
 )
-def test_what_is_not_there_says_so_at_once(service: EmbeddedService, method: str, path: str, status: int) -> None:
+def test_unknown_routes_and_ids_get_an_error_at_once(
+    service: EmbeddedService, method: str, path: str, status: int
+) -> None:
     headers = {"X-API-Key": service.key, "Content-Type": "application/json"}
     reply = httpx.request(method, f"{service.url}/tinker/api/v1/{path}", headers=headers, content=b"{}")
     assert reply.status_code == status
@@ -266,7 +268,7 @@ def test_what_is_not_there_says_so_at_once(service: EmbeddedService, method: str
         (RuntimeError("a bug"), {"category": "server", "error": "internal error (RuntimeError); the log has it"}),
     ],
 )
-def test_a_question_for_a_result_is_never_answered_with_500(
+def test_retrieve_future_never_answers_500(
     service: EmbeddedService, monkeypatch: pytest.MonkeyPatch, trouble: Exception, told: dict[str, str]
 ) -> None:
     """The client would ask again at once, for ever."""

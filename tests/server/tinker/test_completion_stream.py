@@ -1,4 +1,4 @@
-"""The stream that tells a client which of a sampler's requests are over (``retrieve_futures``)."""
+"""The stream of a sampler's completed requests (``retrieve_futures``)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rookery.errors import NotFound
 PROMPT = types.ModelInput.from_ints([72, 101, 108, 108, 111])
 
 
-async def told(visitor: Client, sampler: str, cursor: int, wanted: int, clone: int = 0) -> tuple[list[str], int]:
+async def completed(visitor: Client, sampler: str, cursor: int, wanted: int, clone: int = 0) -> tuple[list[str], int]:
     """Ids of ended requests, as many as wanted, in the order in which they were told, and the cursor behind them."""
     found: list[str] = []
     async with asyncio.timeout(PATIENCE):
@@ -30,7 +30,7 @@ async def told(visitor: Client, sampler: str, cursor: int, wanted: int, clone: i
     return found, cursor
 
 
-async def test_every_request_is_told_once_it_ended_and_again_to_a_client_of_an_earlier_process(tmp_path: Path) -> None:
+async def test_every_completed_request_is_reported_and_again_after_a_restart(tmp_path: Path) -> None:
     service = Service(tmp_path, session_poll_seconds=0.05)
     await service.start()
     await service.worker().join()
@@ -39,16 +39,16 @@ async def test_every_request_is_told_once_it_ended_and_again_to_a_client_of_an_e
     early = [await visitor.sample(sampler, number) for number in range(3)]
     for request in early:
         await visitor.outcome(request)  # over before anybody asks
-    first, cursor = await told(visitor, sampler, 0, 3)
+    first, cursor = await completed(visitor, sampler, 0, 3)
     assert sorted(first) == sorted(early) and cursor > 0
-    assert await told(visitor, sampler, 0, 3) == (first, cursor), "the answer was lost: it is told again"
+    assert await completed(visitor, sampler, 0, 3) == (first, cursor), "the answer was lost: it is told again"
     assert await visitor.poll(sampler, 0, cursor, 0.0) == ([], cursor)
-    asked = asyncio.ensure_future(told(visitor, sampler, cursor, 2))
+    asked = asyncio.ensure_future(completed(visitor, sampler, cursor, 2))
     copy = await visitor.sample(sampler, 7 * CLONE_REQUESTS)
     late = [await visitor.sample(sampler, number) for number in (3, 4)]
     second, onward = await asked
     assert second == sorted(late) and onward == cursor + 2
-    assert (await told(visitor, sampler, 0, 1, clone=7))[0] == [copy]
+    assert (await completed(visitor, sampler, 0, 1, clone=7))[0] == [copy]
     with pytest.raises(NotFound):
         await Client(service, "bob").poll(sampler, 0, 0, 0.0)
     await service.crash()
@@ -57,13 +57,13 @@ async def test_every_request_is_told_once_it_ended_and_again_to_a_client_of_an_e
     await service.worker().join()
     third = await visitor.sample(sampler, 5)
     await visitor.outcome(third)
-    again, final = await told(visitor, sampler, onward, 6)
+    again, final = await completed(visitor, sampler, onward, 6)
     assert sorted(again) == sorted([*early, *late, third])
     assert await visitor.poll(sampler, 0, final, 0.0) == ([], final)
     await service.close()
 
 
-async def test_a_request_that_failed_is_told_as_failed_and_idle_feeds_are_forgotten(tmp_path: Path) -> None:
+async def test_failed_request_is_reported_as_failed_and_idle_streams_are_dropped(tmp_path: Path) -> None:
     service = Service(tmp_path, session_poll_seconds=0.05, session_idle_seconds=30.0)
     await service.start()
     worker = await service.worker().join()
@@ -75,17 +75,17 @@ async def test_a_request_that_failed_is_told_as_failed_and_idle_feeds_are_forgot
     events, cursor = await visitor.poll(sampler, 0, 0, None)
     assert [(event.request, event.failed) for event in events] == [(request, True)]
     assert isinstance(await visitor.outcome(request), operations.OperationFailed)
-    feeds = visitor.sessions.futures.completions
-    assert len(feeds) == 1
+    streams = visitor.sessions.futures.completions
+    assert len(streams) == 1
     service.clock.now += 31.0
     await visitor.sessions.sweep()
-    assert len(feeds) == 0
+    assert len(streams) == 0
     events, later = await visitor.poll(sampler, 0, cursor, 0.0)
     assert [event.request for event in events] == [request] and later > cursor
     await service.close()
 
 
-def test_the_sdk_follows_its_samples_by_the_stream_across_a_restart(tmp_path: Path) -> None:
+def test_sdk_follows_its_samples_by_the_stream_across_a_restart(tmp_path: Path) -> None:
     place_model(tmp_path)
     port = free_port()
 

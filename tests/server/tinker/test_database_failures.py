@@ -1,4 +1,4 @@
-"""What becomes of clients' calls when the database refuses for a while, or does not say that it took something.
+"""Operations of clients while the database refuses writes, or stores them without an answer.
 
 The controller is real, its workers follow a script and time passes when a test says so. Only the refusals are made up.
 """
@@ -73,7 +73,7 @@ async def pass_until(service: Service, holds: Any) -> None:
 
 
 @pytest.mark.parametrize("trouble", [FULL, AWAY])
-async def test_an_outcome_that_was_refused_is_stored_later_and_its_model_goes_on(
+async def test_result_refused_by_the_database_is_stored_later(
     service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: RookeryError
 ) -> None:
     visitor = await Client(service).begin()
@@ -91,7 +91,7 @@ async def test_an_outcome_that_was_refused_is_stored_later_and_its_model_goes_on
     assert isinstance(await visitor.step(), operations.OptimStepResult)
 
 
-async def test_a_sample_whose_outcome_was_refused_is_answered_later(
+async def test_sample_whose_result_was_refused_is_answered_later(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     visitor = await Client(service).begin()
@@ -108,7 +108,7 @@ async def test_a_sample_whose_outcome_was_refused_is_answered_later(
 
 
 @pytest.mark.parametrize("trouble", [FULL, AWAY, OSError(5, "Input/output error")])
-async def test_a_sweep_that_failed_is_said_and_done_at_a_later_beat(
+async def test_failed_sweep_is_logged_and_repeated(
     service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: Exception
 ) -> None:
     visitor = await Client(service).begin()
@@ -124,7 +124,7 @@ async def test_a_sweep_that_failed_is_said_and_done_at_a_later_beat(
     await pass_until(service, lambda: not service.database.list_checkpoints("alice"))
 
 
-async def test_what_waits_in_vain_for_a_number_is_told_when_the_database_takes_it(
+async def test_operations_behind_a_missing_number_fail_when_the_database_accepts_it(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meanwhile the waits and lifetimes of others are looked after."""
@@ -150,7 +150,7 @@ async def test_what_waits_in_vain_for_a_number_is_told_when_the_database_takes_i
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-async def test_a_call_that_was_stored_and_not_said_to_be_is_carried_out_when_it_comes_again(
+async def test_operation_stored_but_not_acknowledged_runs_when_sent_again(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where somebody has asked for its outcome in between."""
@@ -179,7 +179,7 @@ async def test_a_call_that_was_stored_and_not_said_to_be_is_carried_out_when_it_
 
 
 @pytest.mark.parametrize("optimizer", [True, False])
-async def test_a_load_that_was_refused_costs_nothing_of_what_was_trained(
+async def test_refused_load_loses_no_training(
     service: Service, monkeypatch: pytest.MonkeyPatch, optimizer: bool
 ) -> None:
     """Neither a step that was acknowledged and is not durable by itself, nor the gradient begun since."""
@@ -215,9 +215,7 @@ async def content(visitor: Client, name: str) -> str:
 
 
 @pytest.mark.parametrize("crash", [False, True])
-async def test_a_step_that_failed_is_not_taken_later_whether_or_not_there_was_a_restart(
-    service: Service, crash: bool
-) -> None:
+async def test_failed_step_is_not_taken_later(service: Service, crash: bool) -> None:
     """Its upload found no room. It is as if neither it nor its gradient had ever been asked for."""
     [worker] = service.peers
     ends = []
@@ -258,7 +256,7 @@ async def without_room(worker: ScriptedWorker, op: Any) -> protocol.OperationDon
 # --- what is in memory ------------------------------------------------------------------------------------------------
 
 
-async def test_a_model_that_there_is_not_leaves_nothing_in_memory(service: Service) -> None:
+async def test_unknown_model_leaves_nothing_in_memory(service: Service) -> None:
     visitor = await Client(service).begin()
     for number in range(3):
         with pytest.raises(NotFound):
