@@ -1,4 +1,4 @@
-"""Real worker processes, a real link, real trouble."""
+"""Real worker processes over a real connection, under faults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rookery.worker.transfer.http import CorruptArtifact, TransferFailed
 
 PROMPT = [40, 41, 42, 43, 44, 45]
 LONG = 400
-"""Tokens of a request that is still going on when the test acts: a small model samples some hundred a second."""
+"""Tokens of a request that still runs when the test acts: a small model samples some hundred per second."""
 
 
 class _Nothing:
@@ -60,7 +60,7 @@ def service(tmp_path: Path) -> Iterator[Dialled]:
 
 @pytest.fixture
 def start(service: Dialled, cache: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts a worker of the service; all of them are gone afterwards."""
+    """Starts a worker of the service; all of them are killed afterwards."""
     with contextlib.ExitStack() as stack:
 
         def begin(*arguments: str, before: str = "", token: str = "token", **settings: str) -> subprocess.Popen[bytes]:
@@ -105,7 +105,7 @@ def generate(request: str, adapter: protocol.AdapterRef | None = None, **changes
 
 
 def ended(process: subprocess.Popen[bytes]) -> tuple[int, str]:
-    """How a process ended, and what it wrote."""
+    """The exit code and the standard error of a process."""
     _, said = process.communicate(timeout=PATIENCE_SECONDS)
     return process.returncode, said.decode()
 
@@ -170,7 +170,7 @@ process.prepare = held_back
 """
 
 
-def test_it_dials_in_before_its_model_is_there_and_beats_meanwhile(
+def test_worker_connects_and_sends_heartbeats_while_its_model_loads(
     service: Dialled, start: Start, tmp_path: Path
 ) -> None:
     go = tmp_path / "go"
@@ -191,16 +191,16 @@ def test_it_dials_in_before_its_model_is_there_and_beats_meanwhile(
     assert (last.hello.loading, last.hello.max_context, last.hello.model_hash) == (False, 512, ready.model_hash)
 
 
-def test_a_token_that_was_read_from_a_file_may_have_its_newline(service: Dialled, start: Start) -> None:
+def test_token_may_end_with_a_newline(service: Dialled, start: Start) -> None:
     start(token="token\n")
     assert service.connection(0).hello.token == "token"
 
 
 @pytest.mark.parametrize(("kind", "ends"), [("UserError", EXIT_REFUSED), ("Unavailable", 1)])
-def test_a_model_that_cannot_be_prepared_ends_it_with_the_reason(
+def test_worker_whose_model_cannot_be_prepared_exits_with_the_reason(
     service: Dialled, start: Start, tmp_path: Path, kind: str, ends: int
 ) -> None:
-    """With code 1 where another time may do."""
+    """With code 1 if a restart may succeed."""
     go = tmp_path / "go"
     broken = HELD_BACK.format(go=str(go)).replace("return prepare", f"raise process.{kind}('no such weights') #")
     worker = start(before=broken)
@@ -213,7 +213,7 @@ def test_a_model_that_cannot_be_prepared_ends_it_with_the_reason(
     assert isinstance(link.frames[-1], protocol.Draining)
 
 
-def test_it_may_be_told_to_end_while_it_loads(service: Dialled, start: Start, tmp_path: Path) -> None:
+def test_sigterm_while_the_model_loads(service: Dialled, start: Start, tmp_path: Path) -> None:
     worker = start(before=HELD_BACK.format(go=str(tmp_path / "never")), drain_seconds="0.5")
     link = service.connection(0)
     service.until(lambda: link.of(protocol.Heartbeat))
@@ -222,9 +222,7 @@ def test_it_may_be_told_to_end_while_it_loads(service: Dialled, start: Start, tm
     assert isinstance(link.frames[-1], protocol.Draining)
 
 
-def test_what_it_shall_hold_comes_from_another_worker_and_what_cannot_be_had_is_told(
-    service: Dialled, start: Start, tmp_path: Path
-) -> None:
+def test_prefetch_pulls_from_a_peer_and_reports_a_failed_pull(service: Dialled, start: Start, tmp_path: Path) -> None:
     start("--peer-port", "0")
     one = service.connection(0)
     assert one.hello.address.startswith("http://127.0.0.1:")
@@ -255,9 +253,7 @@ def test_what_it_shall_hold_comes_from_another_worker_and_what_cannot_be_had_is_
 # --- generating -----------------------------------------------------------------------------------------------------
 
 
-def test_tokens_stream_with_their_version_and_one_request_failing_touches_no_other(
-    service: Dialled, start: Start
-) -> None:
+def test_tokens_carry_their_version_and_a_failing_request_affects_no_other(service: Dialled, start: Start) -> None:
     start("--name", "one", "--preemptible", "--max-rows", "7")
     link = service.connection(0)
     assert (link.hello.name, link.hello.kind, link.hello.max_rows) == ("one", "preemptible", 7)
@@ -306,7 +302,7 @@ def _files(service: Dialled, ref: protocol.AdapterRef) -> dict[str, bytes]:
     return {shard.name: service.artifacts.path(ref.hash, shard.name).read_bytes() for shard in shards}
 
 
-def test_a_killed_worker_costs_no_received_token(service: Dialled, start: Start) -> None:
+def test_killed_worker_loses_no_received_token(service: Dialled, start: Start) -> None:
     first = start(before=SLOW)
     link = service.connection(0)
     adapter = make_policy(service, link, "p")
@@ -328,7 +324,7 @@ def test_a_killed_worker_costs_no_received_token(service: Dialled, start: Start)
     assert received.logprobs + rest.logprobs == whole.logprobs
 
 
-def test_a_lost_link_loses_nothing(service: Dialled, start: Start) -> None:
+def test_lost_connection_loses_no_token(service: Dialled, start: Start) -> None:
     worker = start()
     link = service.connection(0)
     adapter = make_policy(service, link, "p")
@@ -357,14 +353,14 @@ def test_a_lost_link_loses_nothing(service: Dialled, start: Start) -> None:
     assert again.stream("left").tokens == []  # nobody claimed it
     again.drop()
     last = service.connection(2)
-    assert "claimed" in last.hello.running  # it was told to its end, but did that arrive?
+    assert "claimed" in last.hello.running  # its end was sent, but may not have arrived
     last.send(generate("claimed", adapter))
     assert last.finished("claimed").tokens == whole.tokens
     assert worker.poll() is None
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_running_request_goes_on_with_a_newer_version(service: Dialled, start: Start, recompute: bool) -> None:
+def test_running_request_switches_to_a_newer_version(service: Dialled, start: Start, recompute: bool) -> None:
     start(before=SLOW)
     link = service.connection(0)
     old = make_policy(service, link, "p")
@@ -391,7 +387,7 @@ def test_a_running_request_goes_on_with_a_newer_version(service: Dialled, start:
         assert stream.tokens[cut:] == resumed.tokens
 
 
-def test_what_nobody_claims_is_let_go(service: Dialled, start: Start) -> None:
+def test_unclaimed_requests_are_deleted_after_the_rejoin_period(service: Dialled, start: Start) -> None:
     start(before=SLOW, rejoin_seconds="3")
     link = service.connection(0)
     link.send(generate("r", max_tokens=500, prompt=[1], shared_prefix=0))
@@ -399,14 +395,16 @@ def test_what_nobody_claims_is_let_go(service: Dialled, start: Start) -> None:
     link.drop()
     assert service.connection(1).hello.running == ["r"]
     number = 1
-    while (again := service.connection(number)).hello.running:  # it comes back each time, until it has let go
+    while (
+        again := service.connection(number)
+    ).hello.running:  # it reconnects each time, until it has deleted the request
         again.drop()
         number += 1
         assert number < 100
     service.until(lambda: (beats := again.of(protocol.Heartbeat)) and beats[-1].active == 0)
 
 
-def test_what_a_new_link_does_not_claim_is_computed_no_further(service: Dialled, start: Start) -> None:
+def test_requests_not_claimed_after_a_reconnection_are_aborted(service: Dialled, start: Start) -> None:
     start(resume_seconds="0.3", max_rows="1")
     link = service.connection(0)
     link.send(*(generate(f"r{number}") for number in range(50)))
@@ -418,7 +416,7 @@ def test_what_a_new_link_does_not_claim_is_computed_no_further(service: Dialled,
     assert again.of(protocol.Heartbeat)[-1].generated < 50 * LONG
 
 
-def test_a_stopped_worker_comes_back(service: Dialled, start: Start) -> None:
+def test_stopped_worker_reconnects_and_resumes(service: Dialled, start: Start) -> None:
     worker = start(before=SLOW)
     link = service.connection(0)
     link.send(generate("r"))
@@ -433,7 +431,7 @@ def test_a_stopped_worker_comes_back(service: Dialled, start: Start) -> None:
     assert len(had) + len(again.finished("r").tokens) == LONG
 
 
-def test_an_aborted_request_may_begin_again_under_its_name(service: Dialled, start: Start) -> None:
+def test_aborted_request_may_start_again_under_its_name(service: Dialled, start: Start) -> None:
     start()
     link = service.connection(0)
     link.send(generate("r"), generate("aborted"))
@@ -451,7 +449,7 @@ def test_an_aborted_request_may_begin_again_under_its_name(service: Dialled, sta
     service.until(lambda: (beat := link.of(protocol.Heartbeat)[-1]).active + beat.waiting == 0)
 
 
-def test_sigterm_sends_what_was_sampled_and_says_goodbye(service: Dialled, start: Start) -> None:
+def test_sigterm_sends_sampled_tokens_and_draining(service: Dialled, start: Start) -> None:
     worker = start(before=SLOW)
     service.flush_seconds = 60  # nothing leaves by itself
     link = service.connection(0)
@@ -469,7 +467,7 @@ def test_sigterm_sends_what_was_sampled_and_says_goodbye(service: Dialled, start
 # --- training -------------------------------------------------------------------------------------------------------
 
 
-def test_steps_commit_one_after_another(service: Dialled, start: Start) -> None:
+def test_steps_commit_in_sequence(service: Dialled, start: Start) -> None:
     start()
     link = service.connection(0)
     parent = make_policy(service, link, "p")
@@ -510,7 +508,7 @@ def test_steps_commit_one_after_another(service: Dialled, start: Start) -> None:
     assert len(link.done("x").logprobs) == 2 * 5 * 4
 
 
-def test_an_operation_that_fails_is_never_stepped_over(service: Dialled, start: Start) -> None:
+def test_no_step_follows_a_failed_operation(service: Dialled, start: Start) -> None:
     start()
     link = service.connection(0)
     parent, other = make_policy(service, link, "p"), make_policy(service, link, "other")
@@ -564,7 +562,7 @@ NO_ROOM = "Error while serializing: I/O error: No space left on device (os error
 async def test_fault_of_the_worker_is_lost_and_fault_of_the_operation_is_failed(
     error: Exception, category: str
 ) -> None:
-    """An operation that failed ends its job; one that was lost goes to another worker, and pauses the job at last."""
+    """A failed operation ends its job; a lost one is retried by another worker."""
 
     class Troubled:
         def call(self, function: Callable[..., Any]) -> Future[Any]:
@@ -584,7 +582,7 @@ async def test_fault_of_the_worker_is_lost_and_fault_of_the_operation_is_failed(
     assert operations.failed == 1
 
 
-def test_a_step_that_was_cut_off_is_begun_anew(service: Dialled, start: Start) -> None:
+def test_interrupted_step_starts_again(service: Dialled, start: Start) -> None:
     start()
     link = service.connection(0)
     parent = make_policy(service, link, "p")
@@ -600,8 +598,8 @@ def test_a_step_that_was_cut_off_is_begun_anew(service: Dialled, start: Start) -
     assert link.done("c").manifest == service.collect(ticket)
 
 
-def test_after_a_lost_link_a_state_comes_back_without_its_bytes(service: Dialled, start: Start) -> None:
-    """Under another lease: the one before went with the link."""
+def test_state_is_restored_without_a_transfer_after_a_lost_connection(service: Dialled, start: Start) -> None:
+    """Under another lease: the connection ended the former one."""
     start()
     link = service.connection(0)
     parent = make_policy(service, link, "p")
@@ -619,7 +617,7 @@ def test_after_a_lost_link_a_state_comes_back_without_its_bytes(service: Dialled
     assert [path for path, _ in service.requests if path.endswith("trainer_state.safetensors")] == []
 
 
-def test_computing_goes_on_while_a_commit_is_uploaded_and_sigterm_waits_for_it(service: Dialled, start: Start) -> None:
+def test_computation_continues_during_an_upload_and_sigterm_waits_for_it(service: Dialled, start: Start) -> None:
     worker = start(drain_seconds=str(PATIENCE_SECONDS))
     link = service.connection(0)
     parent = make_policy(service, link, "p")
@@ -639,7 +637,7 @@ def test_computing_goes_on_while_a_commit_is_uploaded_and_sigterm_waits_for_it(s
     assert ended(worker)[0] == 0
 
 
-def test_sigterm_while_it_generates_and_trains_hands_back_what_was_sampled(service: Dialled, start: Start) -> None:
+def test_sigterm_during_generation_and_training_sends_sampled_tokens(service: Dialled, start: Start) -> None:
     worker = start(before=SLOW)
     link = service.connection(0)
     parent = make_policy(service, link, "p")
@@ -675,7 +673,7 @@ def test_sigterm_while_it_generates_and_trains_hands_back_what_was_sampled(servi
         ([], "wrong", "the token is wrong"),
     ],
 )
-def test_what_cannot_work_ends_with_one_line(start: Start, arguments: list[str], token: str, says: str) -> None:
+def test_invalid_option_exits_with_one_line(start: Start, arguments: list[str], token: str, says: str) -> None:
     code, said = ended(start(*arguments, token=token))
     assert code == EXIT_REFUSED
     assert says in said
@@ -693,7 +691,7 @@ NativeEngine.step = broken
 """
 
 
-def test_a_failure_of_computing_itself_ends_the_process_after_what_was_sampled(service: Dialled, start: Start) -> None:
+def test_fault_of_the_compute_thread_exits_after_sampled_tokens_are_sent(service: Dialled, start: Start) -> None:
     worker = start(before=BROKEN)
     service.flush_seconds = 60
     link = service.connection(0)
@@ -706,8 +704,8 @@ def test_a_failure_of_computing_itself_ends_the_process_after_what_was_sampled(s
     assert "on fire" in said
 
 
-def test_bytes_are_progress_only_while_nothing_computes() -> None:
-    """Versions of others keep coming while a slice hangs."""
+def test_pulled_bytes_are_progress_only_while_nothing_computes() -> None:
+    """Adapters keep arriving while a slice is stuck."""
     assert progress(ComputeStatus(progress=7), 100) != progress(ComputeStatus(progress=7), 200)
     for busy in ({"active": 1}, {"waiting": 1}, {"training": 1}):
         hangs = ComputeStatus(progress=7, **busy)
@@ -723,10 +721,8 @@ NativeEngine.step = NativeTrainer.step = lambda self: time.sleep(3600)
 
 
 @pytest.mark.parametrize("part", ["engine", "trainer"])
-def test_a_first_slice_that_hangs_is_told_of_as_work_without_progress(
-    service: Dialled, start: Start, part: str
-) -> None:
-    """Or an idle worker's first slice could hang for ever: who has nothing to do need not make progress."""
+def test_stuck_first_slice_shows_as_work_without_progress(service: Dialled, start: Start, part: str) -> None:
+    """Otherwise an idle worker's first slice could be stuck unnoticed: an idle worker makes no progress."""
     start(before=HANGS)
     link = service.connection(0)
     parent = make_policy(service, link, "p")  # calls alone
@@ -739,7 +735,7 @@ def test_a_first_slice_that_hangs_is_told_of_as_work_without_progress(
     assert {beat.progress for beat in link.of(protocol.Heartbeat)[-5:]} == {link.of(protocol.Heartbeat)[-1].progress}
 
 
-def test_engine_and_trainer_share_the_time() -> None:
+def test_engine_and_trainer_share_time_equally() -> None:
     decode, train = TimeSlice(NOTHING, lambda: True), TimeSlice(NOTHING, lambda: training)
 
     def spend(turns: int) -> None:
@@ -753,18 +749,18 @@ def test_engine_and_trainer_share_the_time() -> None:
     training = False
     spend(100)
     assert (round(decode.seconds), train.seconds) == (10, 0)
-    training = True  # it is owed nothing for its idleness
+    training = True  # idle time gives no credit
     spend(110)
     assert abs(decode.seconds - 10 - train.seconds) <= 1.0
     training = False
     spend(1000)
-    training = True  # nor does it owe anything
+    training = True  # nor a debt
     before = train.seconds
     spend(110)
     assert abs(train.seconds - before - 10) <= 1.0
 
 
-def test_it_dies_with_its_parent(service: Dialled, start: Start) -> None:
+def test_worker_ends_with_its_parent(service: Dialled, start: Start) -> None:
     worker = start("--die-with-parent")
     service.connection(0)
     assert worker.stdin is not None

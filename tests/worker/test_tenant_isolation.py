@@ -37,7 +37,7 @@ def fast_alone(turns: int, seconds: float) -> Played:
 
 
 @pytest.mark.parametrize(("turns", "seconds"), [(1, 80), (3, 120)])
-def test_a_hundred_times_slower_environment_leaves_the_others_step_time_within_a_tenth(
+def test_hundred_times_slower_environment_changes_other_step_times_by_less_than_a_tenth(
     turns: int, seconds: float
 ) -> None:
     alone = fast_alone(turns, seconds)
@@ -49,7 +49,7 @@ def test_a_hundred_times_slower_environment_leaves_the_others_step_time_within_a
         assert after < 1.10 * before, (wanted["name"], before, after)
 
 
-def test_what_a_slow_tenant_costs_is_its_own_computing_and_nothing_else() -> None:
+def test_slow_tenant_costs_only_its_own_compute() -> None:
     """One that keeps groups in flight waits less and computes more. That much is taken from the others, and the little
     that decoding apart from them costs."""
     seconds = 80.0
@@ -64,7 +64,7 @@ def test_what_a_slow_tenant_costs_is_its_own_computing_and_nothing_else() -> Non
 
 
 @pytest.mark.parametrize("rows", [64, 8])
-def test_equal_work_gets_equal_shares_at_every_moment(rows: int) -> None:
+def test_equal_work_gets_equal_shares_at_all_times(rows: int) -> None:
     """Also where they queue for the engine, which has rows for one group and a half."""
     jobs = [(f"tenant-{number}", job(f"job-{number}")) for number in range(5)]
     played = play(jobs, seconds=30, environments=ENVIRONMENTS, rows=rows)
@@ -72,7 +72,7 @@ def test_equal_work_gets_equal_shares_at_every_moment(rows: int) -> None:
     assert played.widest_gap() <= 1
 
 
-def test_equal_shares_of_those_who_never_wait() -> None:
+def test_tenants_that_never_wait_get_equal_shares() -> None:
     """With groups always in flight the queue is never empty; from the warm-up on nobody gets ahead."""
     jobs = [(f"tenant-{number}", job(f"job-{number}", max_staleness=2)) for number in range(4)]
     played = play(jobs, seconds=35, environments=ENVIRONMENTS, rows=8)
@@ -80,7 +80,7 @@ def test_equal_shares_of_those_who_never_wait() -> None:
     assert played.widest_gap(WARM_UP) <= 1
 
 
-def test_ten_jobs_of_one_tenant_are_no_ten_shares() -> None:
+def test_ten_jobs_of_one_tenant_get_one_share() -> None:
     one = [("alice", job("one", max_staleness=2))]
     equal = play([*one, ("bob", job("other", max_staleness=2))], seconds=60,
                  environments=ENVIRONMENTS, rows=8)  # fmt: skip
@@ -94,7 +94,7 @@ def test_ten_jobs_of_one_tenant_are_no_ten_shares() -> None:
     assert max(steps) - min(steps) <= 1, "and share it equally"
 
 
-def test_the_same_run_twice_is_the_same_to_the_token() -> None:
+def test_same_run_gives_the_same_tokens() -> None:
     """What the figures above rest on; and a neighbour changes nobody's text."""
     first, second = (play(FAST[:2], seconds=8, environments=ENVIRONMENTS, turns=2) for _ in range(2))
     assert first.commits == second.commits
@@ -102,7 +102,7 @@ def test_the_same_run_twice_is_the_same_to_the_token() -> None:
     assert first.episodes == second.episodes
 
 
-def test_where_a_steps_time_went_is_told() -> None:
+def test_metrics_break_down_the_time_of_a_step() -> None:
     """On-policy, a step's time is what it waited for groups, its training and the commit before; an episode's is the
     queue, the generation and the environment."""
     rows = play(FAST[:1], seconds=20, environments=ENVIRONMENTS).metrics["fast-0"]

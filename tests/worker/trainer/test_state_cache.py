@@ -1,4 +1,4 @@
-"""Training states that rest in a worker's main memory: they come back exactly, and only as far as there is room."""
+"""Offloaded training states in main memory: restored exactly, within a bounded size."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def step(at: NativeTrainer, parent: str, seed: int, *, lease: int = 1, commit: s
         at.mark_committed("p", lease, ref("p", commit))
 
 
-def test_a_state_comes_back_bit_for_bit_without_the_gradient_that_was_begun(tmp_path: Path) -> None:
+def test_restored_state_is_equal_bit_for_bit_without_its_gradient(tmp_path: Path) -> None:
     folder = adapter_folder(tmp_path / "p", 4, 3)
     stays, goes = (trainer(decoder(), {"p": folder}, trainer_state_cache_bytes=1 << 30) for _ in range(2))
     for at in (stays, goes):
@@ -52,7 +52,7 @@ def test_a_state_comes_back_bit_for_bit_without_the_gradient_that_was_begun(tmp_
     assert mine.step == wanted.step == 2
 
 
-def test_an_untrained_state_comes_back_too(tmp_path: Path) -> None:
+def test_untrained_state_is_restored(tmp_path: Path) -> None:
     at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)}, trainer_state_cache_bytes=1 << 30)
     before = masters(at)
     at.offload("p")
@@ -61,7 +61,7 @@ def test_an_untrained_state_comes_back_too(tmp_path: Path) -> None:
     step(at, "v0", 0, lease=2)
 
 
-def test_what_is_no_version_is_not_kept(tmp_path: Path) -> None:
+def test_state_that_is_no_version_is_not_kept(tmp_path: Path) -> None:
     at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)}, trainer_state_cache_bytes=1 << 30)
     step(at, "v0", 0)
     at.offload("p")
@@ -72,7 +72,7 @@ def test_what_is_no_version_is_not_kept(tmp_path: Path) -> None:
     assert len(other.cache) == 0 and not other.restore("p", 2, ref("p"))
 
 
-def test_those_used_least_recently_leave_first(tmp_path: Path) -> None:
+def test_least_recently_used_states_are_evicted_first(tmp_path: Path) -> None:
     at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)})
     state = at._held["p"].state.export()
     aside = TrainerStateCache(2 * state.bytes)
