@@ -176,6 +176,7 @@ def _watch(runs: Sequence[TaskRun], out: Console, start: float) -> None:
 
 def _report(runs: Sequence[TaskRun], out: Console, folder: Path) -> bool:
     """Print each task's results and an example, and download the adapters; returns whether all have learned."""
+    out.print()
     table = Table(title="Held-out prompts, temperature 1", title_justify="left", title_style="bold")
     for column in ("task", "before", "after", "gain / its standard error", "best constant reply", "learned"):
         table.add_column(column, justify="left" if column == "task" else "right")
