@@ -17,7 +17,7 @@ names = st.sampled_from(sorted(ADVANTAGES))
 
 
 @given(names, rewards)
-def test_advantages_sum_to_nothing_and_keep_the_order(name: str, given: list[float]) -> None:
+def test_advantages_sum_to_zero_and_keep_the_order(name: str, given: list[float]) -> None:
     found = advantages(name, given)
     assert len(found) == len(given)
     assert math.fsum(found) == pytest.approx(0, abs=1e-6)
@@ -42,7 +42,7 @@ def test_each_is_its_sources_formula(given: list[float]) -> None:
 
 
 @pytest.mark.parametrize("bad", [[], [1.0], [1.0, math.nan], [1.0, math.inf]])
-def test_no_group_no_advantage(bad: list[float]) -> None:
+def test_a_group_needs_two_finite_rewards(bad: list[float]) -> None:
     with pytest.raises(ValueError, match="at least two rewards, all finite"):
         advantages("grpo", bad)
 
@@ -119,7 +119,7 @@ def test_uba_goes_from_constant_to_cosine(step: int) -> None:
     assert at("uba", step, phi=1.5) <= at("uba", step, phi=0.5) + 1e-12
 
 
-def test_what_cannot_be_computed_is_said() -> None:
+def test_schedules_report_missing_parameters() -> None:
     with pytest.raises(ValueError, match="cosine needs total_steps"):
         at("cosine", 0, total=None)
     with pytest.raises(ValueError, match="no schedule 'x'; known: constant"):

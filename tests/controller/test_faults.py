@@ -203,7 +203,7 @@ def test_a_job_whose_episodes_fail_pauses_with_the_reason(troubled: Troubled, na
     assert {event.kind for event in troubled.jobs[name].events()} >= {"state"}
 
 
-def test_an_episode_that_never_ends_is_closed_with_the_reward_it_has(troubled: Troubled) -> None:
+def test_an_endless_episode_ends_with_its_reward_so_far(troubled: Troubled) -> None:
     view = troubled.views["never-ends"]
     assert (view.state, view.step) == ("completed", 4) and not view.counters.get("episodes_failed")
     episodes = troubled.jobs["never-ends"].trajectories(limit=100)
@@ -234,7 +234,7 @@ def test_groups_that_failed_are_replaced(troubled: Troubled) -> None:
     assert sorted(groups) == list(range(len(groups))), "no prompt was skipped"
 
 
-def test_the_neighbour_of_all_that_went_on(troubled: Troubled) -> None:
+def test_a_neighbour_of_failing_jobs_is_not_affected(troubled: Troubled) -> None:
     view = troubled.neighbour
     assert (view.state, view.step) == ("completed", 6)
     assert not view.counters.get("episodes_failed")
@@ -242,7 +242,7 @@ def test_the_neighbour_of_all_that_went_on(troubled: Troubled) -> None:
     assert totals["episodes_failed"] >= sum(v.counters.get("episodes_failed", 0) for v in troubled.views.values())
 
 
-def test_a_job_goes_on_once_its_environment_is_mended(tmp_path: Path) -> None:
+def test_a_job_resumes_once_its_environment_is_repaired(tmp_path: Path) -> None:
     with ExitStack() as stack:
         service = stack.enter_context(served(tmp_path, failure_rate_window=4))
         stack.enter_context(worker(service, tmp_path))
@@ -403,7 +403,7 @@ def test_a_step_without_a_number_is_skipped_and_flagged(real: dict[str, Learned]
         assert all(np.array_equal(version[name], weight) for name, weight in bad.versions[0].items())
 
 
-def test_it_leaves_the_others_steps_untouched(real: dict[str, Learned]) -> None:
+def test_a_skipped_step_leaves_other_jobs_steps_untouched(real: dict[str, Learned]) -> None:
     alone, beside = real["alone"], real["beside"]
     for one in (alone, beside):
         assert (one.view.state, one.view.step) == ("completed", 2)

@@ -40,7 +40,7 @@ from rookery.scheduling.saturation import ENOUGH, FLAT, KEPT, SaturationEstimato
         (9, 0, [(12, 4), (12, 4)], (1, 8, 0)),  # never more than its rows
     ],
 )
-def test_what_waits_in_a_worker_is_known_from_tokens_and_beats(
+def test_load_follows_from_tokens_and_heartbeats(
     held: int, decoding: int, beats: list[tuple[int, int]], expected: tuple[int, int, int]
 ) -> None:
     assert load(8, held, decoding, beats) == expected
@@ -81,7 +81,7 @@ def test_a_request_goes_to_the_least_pending_below_theta_or_is_held() -> None:
     assert select([at("c", 0, 8, 0)], 0) is None
 
 
-def test_one_pending_request_moves_from_the_most_pending_to_who_has_none() -> None:
+def test_one_pending_request_moves_from_the_most_pending_to_a_worker_without_any() -> None:
     a, b, idle = at("a", 2, 8, 0), at("b", 3, 8, 0), at("c", 0, 1, 7)
     assert balance([a, b, idle], [a, b, idle]) == Move("b", "c", 1, executing=False)
     assert balance([a, b, idle], [a, b]) is None, "who takes it not is no target"
@@ -137,7 +137,7 @@ def test_balancing_comes_to_rest(known: list[Instance]) -> None:
 
 @settings(max_examples=100)
 @given(st.integers(0, 2**32))
-def test_the_index_decides_as_looking_at_everybody_would(seed: int) -> None:
+def test_the_index_decides_as_a_full_scan(seed: int) -> None:
     """Workers come, go and change, in any order."""
     random = Random(seed)
     index, known, tags = WorkerIndex(), {}, {}
@@ -217,7 +217,7 @@ def test_on_a_smooth_curve_nearly_all_of_the_throughput_is_there(overhead: float
     assert rate(plateau.saturated_rows / 2) <= (FLAT + 2 * noise) * best
 
 
-def test_nothing_is_known_before_it_is() -> None:
+def test_saturation_is_unknown_before_enough_samples() -> None:
     plateau, random = SaturationEstimator(), Random(0)
     assert plateau.saturated_rows is None
     fed(plateau, lambda count: 10.0 * count, list(range(1, 65)), 0.05, random)
@@ -228,7 +228,7 @@ def test_nothing_is_known_before_it_is() -> None:
     assert few.saturated_rows == 1
 
 
-def test_beats_that_say_nothing_are_left_out_and_old_ones_forgotten() -> None:
+def test_uninformative_heartbeats_are_ignored_and_old_ones_dropped() -> None:
     plateau, random = SaturationEstimator(), Random(0)
     for before, after, tokens, seconds in [(0, 8, 100, 1.0), (2, 8, 100, 1.0), (8, 8, 0, 1.0), (8, 8, 100, 0.01)]:
         for _ in range(KEPT):
@@ -271,7 +271,7 @@ async def beat(worker: ScriptedWorker, active: int, waiting: int, generated: int
     await settle()
 
 
-async def test_a_worker_that_joins_gets_what_waits_elsewhere_at_once(tmp_path: Path) -> None:
+async def test_a_joining_worker_gets_pending_requests_at_once(tmp_path: Path) -> None:
     room = Room(tmp_path, dispatch_ahead=6)
     old = await frozen(room, "old", 4)
     seeds = texts(10)
@@ -298,7 +298,7 @@ async def test_a_worker_that_joins_gets_what_waits_elsewhere_at_once(tmp_path: P
     await room.close()
 
 
-async def test_a_beat_tells_of_requests_that_wait_though_rows_are_free(tmp_path: Path) -> None:
+async def test_heartbeats_report_requests_that_wait_despite_free_rows(tmp_path: Path) -> None:
     """The first worker has memory for two; the second takes one of the others each time that it has a row."""
     room = Room(tmp_path, dispatch_ahead=4)
     one, two = await frozen(room, "one", 4), await frozen(room, "two", 4)
@@ -320,7 +320,7 @@ async def test_a_beat_tells_of_requests_that_wait_though_rows_are_free(tmp_path:
     await room.close()
 
 
-async def test_what_waits_in_a_worker_is_never_more_than_theta(tmp_path: Path) -> None:
+async def test_a_worker_never_has_more_pending_requests_than_theta(tmp_path: Path) -> None:
     room = Room(tmp_path, dispatch_ahead=3)
     worker = await frozen(room, "one", 4)
     seeds = texts(20)
@@ -387,7 +387,7 @@ async def test_nothing_decoding_moves_before_the_plateau_is_known(tmp_path: Path
     await room.close()
 
 
-async def test_what_somebody_waits_for_is_not_moved(tmp_path: Path) -> None:
+async def test_interactive_requests_are_not_moved(tmp_path: Path) -> None:
     room = Room(tmp_path, dispatch_ahead=4, interactive_share=1.0)
     old = await frozen(room, "old", 2)
     rollouts = [room.sample(seed) for seed in texts(2)]
@@ -404,7 +404,7 @@ async def test_what_somebody_waits_for_is_not_moved(tmp_path: Path) -> None:
     await room.close()
 
 
-async def test_a_frame_looks_at_no_more_jobs_and_workers_than_it_moves(tmp_path: Path) -> None:
+async def test_the_cost_of_a_frame_does_not_depend_on_jobs_and_workers(tmp_path: Path) -> None:
     """However many wait: two looks for the request that takes the place of the one that ended."""
     room = Room(tmp_path, dispatch_ahead=0)
     workers = [await frozen(room, f"w{number}", 1) for number in range(20)]

@@ -76,7 +76,7 @@ def test_tenants_and_jobs_take_turns_and_keep_their_order(
         assert numbers == sorted(numbers)
 
 
-def test_what_is_not_ready_is_passed_over_without_losing_its_turn() -> None:
+def test_items_that_are_not_ready_keep_their_turn() -> None:
     queue: DeficitRoundRobin[str] = DeficitRoundRobin()
     queue.put("a", "1", "a1")
     queue.put("b", "1", "b1")
@@ -183,7 +183,7 @@ def test_strict_mode_runs_one_steps_groups_at_a_time() -> None:
 
 
 @given(st.lists(st.sampled_from(["", "", "boom", "late"]), max_size=60), st.integers(2, 20), st.floats(0.1, 1))
-def test_the_verdict_is_that_of_the_window(ends: list[str], window: int, share: float) -> None:
+def test_the_pause_reason_is_that_of_the_window(ends: list[str], window: int, share: float) -> None:
     failures = FailureRateMonitor(window, share)
     seen: deque[str] = deque(maxlen=window)
     for end in ends:

@@ -145,7 +145,7 @@ async def test_the_context_ends_an_episode_in_its_middle_and_refuses_one_at_its_
 # --- environments that misbehave --------------------------------------------------------------------------------------
 
 
-async def test_one_that_never_ends_is_closed_with_what_it_has(service: Service) -> None:
+async def test_an_episode_that_reaches_max_turns_keeps_its_reward(service: Service) -> None:
     await service.worker().join()
     host = await service.host(turns=10**6).join()
     job = await run(service, stop__steps=1, environment__max_turns=3)
@@ -168,7 +168,9 @@ async def test_one_that_never_ends_is_closed_with_what_it_has(service: Service) 
         (HANG, "step was not answered within 2 s"),
     ],
 )
-async def test_failed_members_are_counted_and_their_group_goes_on(service: Service, answer: Any, problem: str) -> None:
+async def test_failed_members_are_counted_and_their_group_continues(
+    service: Service, answer: Any, problem: str
+) -> None:
     """Of four members one fails: three train. Of the second group three fail: it is replaced."""
     worker = await service.worker().join()
 
@@ -192,7 +194,7 @@ async def test_failed_members_are_counted_and_their_group_goes_on(service: Servi
 
 
 @pytest.mark.parametrize("where", ["reset", "generation"])
-async def test_failures_elsewhere_count_the_same(service: Service, where: str) -> None:
+async def test_failures_of_environment_and_engine_count_the_same(service: Service, where: str) -> None:
     worker = await service.worker().join()
 
     def script(message: Any) -> Any:
@@ -232,7 +234,7 @@ async def test_a_job_pauses_with_its_reason_when_most_fail(service: Service) -> 
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
-async def test_prompts_that_cannot_be_had_pause_the_job(service: Service, split: str) -> None:
+async def test_unavailable_prompts_pause_the_job(service: Service, split: str) -> None:
     await service.worker().join()
     host = service.host()
     usual = host.prompts
@@ -249,7 +251,7 @@ async def test_prompts_that_cannot_be_had_pause_the_job(service: Service, split:
     assert view.reason == f"prompts({split!r}): FileNotFoundError: rows.csv"
 
 
-async def test_an_environment_without_prompts(service: Service) -> None:
+async def test_an_environment_without_prompts_pauses_the_job(service: Service) -> None:
     await service.worker().join()
     host = service.host()
     host.prompts = lambda message: protocol.Prompts(epoch=host.epoch, call=message.call)  # type: ignore[method-assign]
@@ -351,7 +353,7 @@ async def test_a_deterministic_environment_is_replayed_in_another_host(service: 
     assert set(generated.values()) == {1}, "what was said is not said again"
 
 
-async def test_another_environment_fails_and_its_group_is_replaced(service: Service) -> None:
+async def test_an_episode_of_a_lost_nondeterministic_environment_fails(service: Service) -> None:
     """A host with no replies in it yet costs nothing: that episode begins anew."""
     job, first, _ = await lose_host(service, False, environment__return_timeout=0.05)
     view = await service.ends(job)
@@ -362,7 +364,7 @@ async def test_another_environment_fails_and_its_group_is_replaced(service: Serv
     service.check_history(job)
 
 
-async def test_without_any_host_the_job_pauses_and_says_so(service: Service) -> None:
+async def test_a_job_without_a_host_pauses_with_the_reason(service: Service) -> None:
     await service.worker().join()
     job = await run(service, environment__return_timeout=0.05)
     view = await service.ends(job, "paused")
@@ -426,7 +428,7 @@ async def test_an_episode_that_ends_while_its_host_is_away_is_closed_when_it_is_
     assert sorted(host.closed) == sorted(left), "each once"
 
 
-async def test_a_host_that_comes_back_lets_go_of_what_is_replayed_elsewhere(service: Service) -> None:
+async def test_a_reconnected_host_closes_episodes_that_are_replayed_elsewhere(service: Service) -> None:
     """While the job goes on: only of that."""
     job, first, second = await lose_host(service, True)
     left = set(first.episodes)
@@ -440,7 +442,7 @@ async def test_a_host_that_comes_back_lets_go_of_what_is_replayed_elsewhere(serv
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-async def test_a_rested_jobs_episodes_outlive_a_restart_until_the_job_ends(tmp_path: Path, wanted: bool) -> None:
+async def test_episodes_of_a_paused_job_outlive_a_restart(tmp_path: Path, wanted: bool) -> None:
     service = Service(tmp_path)
     await service.start()
     await service.worker().join()

@@ -141,7 +141,7 @@ def test_strictly_on_policy_every_token_of_a_step_is_its_parents(
 
 
 @pytest.mark.parametrize("in_flight", MODES)
-def test_episodes_go_on_with_the_newest_version_and_groups_are_as_old_as_their_oldest_token(
+def test_episodes_continue_on_the_newest_version_and_groups_are_as_old_as_their_oldest_token(
     tmp_path: Path, in_flight: str
 ) -> None:
     async def scene(service: Service) -> None:
@@ -223,7 +223,7 @@ def test_a_version_is_kept_while_a_reply_runs_that_began_with_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize("in_flight", ["switch", "recompute"])
-def test_after_a_restart_episodes_go_on_with_the_head(tmp_path: Path, in_flight: str) -> None:
+def test_after_a_restart_episodes_continue_on_the_head(tmp_path: Path, in_flight: str) -> None:
     async def scene(service: Service) -> None:
         await Paced(service).join()
         host = await service.host(turns=3).join()
@@ -258,7 +258,7 @@ def test_after_a_restart_episodes_go_on_with_the_head(tmp_path: Path, in_flight:
     play(tmp_path, scene)
 
 
-def test_what_a_lost_version_sampled_is_dropped(tmp_path: Path) -> None:
+def test_groups_sampled_by_a_lost_version_are_dropped(tmp_path: Path) -> None:
     async def scene(service: Service) -> None:
         await Paced(service).join()
         host = await service.host(turns=3).join()

@@ -218,7 +218,7 @@ async def test_stop_by_wall_time(service: Service, waiting: bool) -> None:
 
 
 @pytest.mark.parametrize("restart", [False, True])
-async def test_wall_time_counts_what_was_not_committed(service: Service, restart: bool) -> None:
+async def test_wall_time_includes_uncommitted_steps(service: Service, restart: bool) -> None:
     """Over pauses and restarts, whose own time does not count."""
     await service.worker().join()
     host = await service.host().join()
@@ -241,7 +241,7 @@ async def test_wall_time_counts_what_was_not_committed(service: Service, restart
     assert "reached 100 s" in (await service.ends(job)).reason
 
 
-async def test_what_a_job_did_not_use_is_closed_with_it(service: Service) -> None:
+async def test_open_groups_are_closed_when_the_job_ends(service: Service) -> None:
     worker = await service.worker().join()
     host = await service.host(turns=3).join()
     job = await run(service, stop__steps=50, algorithm__max_staleness=3)
@@ -258,7 +258,9 @@ async def test_what_a_job_did_not_use_is_closed_with_it(service: Service) -> Non
     await service.controller.cancel("alice", job)
 
 
-async def test_who_sees_the_end_of_a_job_sees_all_of_it(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_counters_are_complete_when_the_end_of_a_job_is_visible(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await service.worker().join()
     await service.host(turns=3).join()
     stored, seen = service.database.set_job_state, []
@@ -292,7 +294,7 @@ async def test_who_sees_the_end_of_a_job_sees_all_of_it(service: Service, monkey
 # --- pause and resume -------------------------------------------------------------------------------------------------
 
 
-async def test_pause_keeps_tokens_and_resume_takes_them_up(service: Service) -> None:
+async def test_pause_keeps_tokens_and_resume_continues_from_them(service: Service) -> None:
     worker = await service.worker(chunk=1, shortest=4).join()
     host = await service.host(turns=2).join()
     job = await run(service, stop__steps=3)
@@ -339,7 +341,7 @@ async def test_a_pause_while_it_is_stored_that_a_job_runs_leaves_the_counts_righ
     assert service.controller.queries.health()["jobs"] == {"paused": 1}
 
 
-async def test_a_job_that_nobody_looks_at_remembers_no_more_than_its_window(service: Service) -> None:
+async def test_the_token_rate_window_is_trimmed_without_readers(service: Service) -> None:
     job = await run(service)
     await service.ends(job, "running")
     progress = service.controller.jobs.runners[job].job.progress  # type: ignore[union-attr]
@@ -412,7 +414,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-async def test_workers_dying_in_the_middle_of_sentences_change_nothing(
+async def test_workers_that_die_while_generating_change_nothing(
     tmp_path: Path, undisturbed: dict[int, str], turns: int
 ) -> None:
     service = Service(tmp_path)
@@ -516,7 +518,7 @@ async def test_a_model_that_is_gone_after_a_restart_pauses_its_jobs(tmp_path: Pa
     await service.close()
 
 
-async def test_a_corrupt_head_is_stepped_back_from(tmp_path: Path) -> None:
+async def test_a_corrupt_head_is_rolled_back(tmp_path: Path) -> None:
     service = Service(tmp_path)
     await service.start()
     await service.worker().join()
@@ -552,7 +554,7 @@ async def test_a_corrupt_head_is_stepped_back_from(tmp_path: Path) -> None:
     await service.close()
 
 
-async def test_what_was_stepped_back_over_is_no_part_of_the_history(tmp_path: Path) -> None:
+async def test_versions_lost_in_a_rollback_are_not_in_the_lineage(tmp_path: Path) -> None:
     """Versions between the corrupt head and the best one, to which the job goes back, are not kept."""
     service = Service(tmp_path)
     await service.start()
@@ -591,7 +593,7 @@ async def test_what_was_stepped_back_over_is_no_part_of_the_history(tmp_path: Pa
     await service.close()
 
 
-async def test_nothing_left_to_step_back_to(tmp_path: Path) -> None:
+async def test_a_job_without_an_intact_version_fails(tmp_path: Path) -> None:
     service = Service(tmp_path)
     await service.start()
     await service.worker().join()
@@ -653,7 +655,7 @@ async def test_the_first_evaluation_survives_a_restart(tmp_path: Path) -> None:
     await service.close()
 
 
-async def test_failed_held_out_episodes_are_told_apart(service: Service) -> None:
+async def test_failed_held_out_episodes_are_reported_separately(service: Service) -> None:
     await service.worker().join()
 
     def script(message: Any) -> Any:
@@ -794,7 +796,7 @@ async def test_a_commit_that_fails_leaves_no_artifact_behind(
     assert len(versions) == 5
 
 
-async def test_an_artifact_of_which_nobody_can_tell_whether_it_is_named_stays(
+async def test_an_artifact_whose_references_are_unknown_stays(
     service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def away(*arguments: Any, **values: Any) -> Any:
@@ -858,7 +860,7 @@ async def test_same_idempotency_key_returns_the_same_job(service: Service) -> No
     assert len(await service.controller.queries.list("alice")) == 1
 
 
-async def test_a_job_whose_change_was_stored_and_not_answered_goes_on(
+async def test_a_stored_state_change_without_reply_takes_effect(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The database's server goes away after it has stored that the job is submitted, resumed, completed."""
@@ -1000,7 +1002,7 @@ async def test_the_source_of_a_warm_start_stays_until_it_is_read(service: Servic
     assert not world.collector.pins and not world.collector.deferred
 
 
-async def test_others_answer_as_if_nothing_were_there(service: Service) -> None:
+async def test_another_tenants_objects_answer_not_found(service: Service) -> None:
     await service.worker().join()
     await service.host().join()
     job = await run(service)
@@ -1096,7 +1098,7 @@ async def test_following_metrics_until_the_end(service: Service) -> None:
     assert (await service.controller.queries.wait("alice", job)).state == "completed"
 
 
-async def test_who_waits_for_whom_is_said(service: Service) -> None:
+async def test_waits_for_names_the_bottleneck(service: Service) -> None:
     job = await run(service)
 
     async def says(text: str) -> bool:
@@ -1149,7 +1151,7 @@ async def test_no_worker_in_time_pauses_the_job_with_its_reason(tmp_path: Path) 
     await service.close()
 
 
-async def test_old_trajectories_are_let_go(tmp_path: Path) -> None:
+async def test_old_trajectories_are_trimmed(tmp_path: Path) -> None:
     service = Service(tmp_path, trajectory_keep=8)
     await service.start()
     await service.worker().join()

@@ -21,7 +21,7 @@ from rookery.scheduling.fairness import PriorityQueues
     share=st.integers(1, 3),
     room=st.integers(1, 6),
 )
-def test_the_express_queue_goes_first_within_its_share_and_nobody_waits_for_ever(
+def test_the_express_queue_goes_first_within_its_share_and_no_queue_starves(
     express: list[str], common: list[str], share: int, room: int
 ) -> None:
     """A round of taking fills one worker; then everything it holds completes, until all is done."""
@@ -67,7 +67,7 @@ async def test_a_chat_does_not_wait_for_the_rollouts_before_it(tmp_path: Path) -
     await room.close()
 
 
-async def test_a_flood_of_chats_leaves_the_rollouts_their_part(tmp_path: Path) -> None:
+async def test_many_chats_leave_rollouts_their_share(tmp_path: Path) -> None:
     room = Room(tmp_path, dispatch_ahead=0, interactive_share=0.5)
     chats = [room.sample(number, "b", f"chat-{number}", interactive=True, episode="") for number in range(12)]
     rollouts = [room.sample(number) for number in range(4)]
@@ -80,7 +80,7 @@ async def test_a_flood_of_chats_leaves_the_rollouts_their_part(tmp_path: Path) -
     await room.close()
 
 
-async def test_a_reply_is_shown_while_it_grows(tmp_path: Path) -> None:
+async def test_tokens_are_streamed_to_the_caller(tmp_path: Path) -> None:
     """Also when it goes on elsewhere: never less than before, at last the whole."""
     room = Room(tmp_path)
     seen: list[list[int]] = []
@@ -97,7 +97,7 @@ async def test_a_reply_is_shown_while_it_grows(tmp_path: Path) -> None:
     await room.close()
 
 
-def test_the_engine_gives_rows_to_who_is_first_and_changes_no_text() -> None:
+def test_the_engine_admits_interactive_requests_first_and_changes_no_text() -> None:
     calm = make()
     for number in range(3):
         calm.submit(order(f"r{number}", seed=number, max_tokens=20, adapter=None))
@@ -126,7 +126,7 @@ def test_the_engine_gives_rows_to_who_is_first_and_changes_no_text() -> None:
     assert texts == expected
 
 
-def test_growing_texts_take_room_from_those_who_are_not_first() -> None:
+def test_growing_texts_preempt_requests_that_are_not_interactive() -> None:
     alone = make()
     engine = make(max_rows=4, kv_budget_bytes=780 * alone._store.token_bytes)
     for number in range(4):

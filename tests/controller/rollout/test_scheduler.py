@@ -89,7 +89,7 @@ def parts(seed: int, *spans: tuple[int, int]) -> list[protocol.TokenChunk]:
     ]
 
 
-async def test_a_reply_is_what_the_worker_sampled(tmp_path: Path) -> None:
+async def test_a_result_is_what_the_worker_sampled(tmp_path: Path) -> None:
     room = Room(tmp_path)
     worker = await room.worker()
     for number, reply in enumerate(await asyncio.gather(*(room.sample(number) for number in range(20)))):
@@ -136,7 +136,7 @@ def test_no_token_is_lost_or_sampled_twice(
     asyncio.run(run())
 
 
-async def test_requests_of_a_lost_worker_go_first_and_to_who_has_least(tmp_path: Path) -> None:
+async def test_requests_of_a_lost_worker_go_first_to_the_least_loaded_worker(tmp_path: Path) -> None:
     room = Room(tmp_path, dispatch_ahead=0)
     one = await room.worker("one", max_rows=2)
     one.generating.clear()
@@ -209,7 +209,7 @@ async def test_a_lost_workers_frames_are_ignored_after_it_came_back(tmp_path: Pa
 
 
 @pytest.mark.parametrize("heard", [0, 2])
-async def test_tokens_under_way_to_a_caller_that_left_are_no_gap(tmp_path: Path, heard: int) -> None:
+async def test_tokens_in_flight_to_a_cancelled_caller_leave_no_gap(tmp_path: Path, heard: int) -> None:
     """It gives up and returns meanwhile: the worker had gone further than was received."""
     room = Room(tmp_path)
     worker = await room.worker()
@@ -246,7 +246,7 @@ async def test_tokens_under_way_to_a_caller_that_left_are_no_gap(tmp_path: Path,
         ({"finish": "error"}, "gave no reason"),
     ],
 )
-async def test_nonsense_fails_that_request_alone(tmp_path: Path, chunk: dict[str, Any], problem: str) -> None:
+async def test_invalid_chunks_fail_only_their_request(tmp_path: Path, chunk: dict[str, Any], problem: str) -> None:
     room = Room(tmp_path)
     worker = await room.worker()
     worker.generating.clear()
@@ -262,7 +262,7 @@ async def test_nonsense_fails_that_request_alone(tmp_path: Path, chunk: dict[str
     await room.close()
 
 
-async def test_what_a_worker_gives_up_goes_on_elsewhere(tmp_path: Path) -> None:
+async def test_a_rejected_request_resumes_at_another_worker(tmp_path: Path) -> None:
     room = Room(tmp_path)
     worker = await room.worker(chunk=1)
     worker.generating.clear()
@@ -278,7 +278,7 @@ async def test_what_a_worker_gives_up_goes_on_elsewhere(tmp_path: Path) -> None:
     await room.close()
 
 
-async def test_draining_hands_over_and_loses_nothing(tmp_path: Path) -> None:
+async def test_requests_of_a_draining_worker_resume_elsewhere(tmp_path: Path) -> None:
     room = Room(tmp_path)
     worker = await room.worker("old", chunk=2)
     worker.generating.clear()
@@ -324,7 +324,7 @@ async def test_a_worker_holds_its_rows_and_a_few_more(tmp_path: Path) -> None:
     await room.close()
 
 
-async def test_cancelled_requests_are_aborted_parked_and_taken_up(tmp_path: Path) -> None:
+async def test_cancelled_requests_are_aborted_and_resume_from_their_tokens(tmp_path: Path) -> None:
     room = Room(tmp_path)
     worker = await room.worker(chunk=1)
     seed = next(s for s in range(100) if len(text_of(s, 12)[0]) == 12)
@@ -413,7 +413,7 @@ async def test_a_worker_gets_new_tickets_for_what_it_was_given_only(tmp_path: Pa
     await room.close()
 
 
-async def test_a_new_controller_takes_up_what_a_worker_still_holds(tmp_path: Path) -> None:
+async def test_a_new_controller_resumes_requests_that_a_worker_still_holds(tmp_path: Path) -> None:
     room = Room(tmp_path, dispatch_ahead=0)
     await room.worker("a", max_rows=8)
     holder = ScriptedWorker(room.fleet.serve, room.tickets, "z", max_rows=8)
@@ -424,7 +424,7 @@ async def test_a_new_controller_takes_up_what_a_worker_still_holds(tmp_path: Pat
     await room.close()
 
 
-async def test_what_a_worker_brought_along_binds_nobody_for_ever(tmp_path: Path) -> None:
+async def test_a_resumption_expires(tmp_path: Path) -> None:
     """It drops what was not asked for in time: then its gate and its rows count again. An ended job's goes at once."""
     room = Room(tmp_path, resume_seconds=15)
     room.rollouts.gate = lambda worker: False
@@ -466,7 +466,7 @@ async def send(worker: ScriptedWorker, request: str, finish: str | None = None) 
 
 
 @pytest.mark.parametrize("in_flight", ["switch", "recompute"])
-async def test_a_new_version_reaches_what_runs_what_waits_and_what_is_parked(tmp_path: Path, in_flight: Any) -> None:
+async def test_a_new_version_reaches_running_waiting_and_retained_requests(tmp_path: Path, in_flight: Any) -> None:
     room = Room(tmp_path, dispatch_ahead=0)
     worker = await room.worker(max_rows=2, chunk=4)
     worker.generating.clear()
@@ -506,7 +506,7 @@ async def test_a_new_version_reaches_what_runs_what_waits_and_what_is_parked(tmp
 @pytest.mark.parametrize(
     "changes", [{"prompt": [1, 5, 7]}, {"temperature": 0.5}, {"max_tokens": 11}, {"adapter": NEWER}, {"seed": 10**6}]
 )
-async def test_what_returns_for_another_text_begins_anew(tmp_path: Path, changes: dict[str, Any]) -> None:
+async def test_a_resubmitted_request_with_another_prompt_starts_over(tmp_path: Path, changes: dict[str, Any]) -> None:
     """As after a new reset of its environment: nothing of before is gone on with, or taken for it."""
     room = Room(tmp_path)
     worker = await room.worker()
@@ -534,7 +534,7 @@ async def test_what_returns_for_another_text_begins_anew(tmp_path: Path, changes
 
 
 @pytest.mark.parametrize(("in_flight", "claims"), [("switch", True), ("finish", True), ("switch", False)])
-async def test_older_tokens_are_taken_from_who_had_the_request_before_only(
+async def test_older_versions_are_accepted_only_from_resumed_requests(
     tmp_path: Path, in_flight: Any, claims: bool
 ) -> None:
     """A service that was restarted knows the newest version alone; its worker sampled some tokens before that."""
@@ -557,7 +557,7 @@ async def test_older_tokens_are_taken_from_who_had_the_request_before_only(
     await room.close()
 
 
-async def test_a_closed_gate_lets_in_who_is_waited_for_alone(tmp_path: Path) -> None:
+async def test_a_closed_gate_admits_only_interactive_requests(tmp_path: Path) -> None:
     room = Room(tmp_path)
     closed: set[str] = {"one"}
     room.rollouts.gate = lambda worker: worker.name not in closed
@@ -577,7 +577,7 @@ async def test_a_closed_gate_lets_in_who_is_waited_for_alone(tmp_path: Path) -> 
     await room.close()
 
 
-async def test_what_is_handed_off_goes_on_elsewhere_with_its_tokens(tmp_path: Path) -> None:
+async def test_migrated_requests_resume_elsewhere_with_their_tokens(tmp_path: Path) -> None:
     """What does not decode yet first, then what has the fewest tokens; what somebody waits for stays."""
     room = Room(tmp_path, dispatch_ahead=0)
     one = await room.worker("one", max_rows=4, chunk=2)
@@ -610,7 +610,7 @@ async def test_what_is_handed_off_goes_on_elsewhere_with_its_tokens(tmp_path: Pa
     await room.close()
 
 
-async def test_who_catches_up_takes_what_it_holds(tmp_path: Path) -> None:
+async def test_a_worker_that_catches_up_gets_requests_for_cached_adapters(tmp_path: Path) -> None:
     room = Room(tmp_path)
     room.residency.in_use = lambda model: [ADAPTER, NEWER]
     worker = ScriptedWorker(room.fleet.serve, room.tickets)

@@ -1,7 +1,7 @@
 """The shared state of one running job, assembled once and passed to its groups, episodes, steps and evaluations.
 
 Fields only. Everything random in a job is derived from its spec's seed and from the place of what it is for
-(:func:`~rookery.controller.jobs.trajectory.derive`), so that it is the same after any restart.
+(:func:`~rookery.controller.jobs.trajectory.derive_seed`), so that it is the same after any restart.
 """
 
 from __future__ import annotations
