@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.tiny import small
 from tests.worker.engine.test_exactness import RANKS, adapter, order, prompt, run
@@ -20,9 +19,10 @@ from torch import Tensor
 
 from rookery import protocol
 from rookery.worker.engine.native.attention import SequenceChunk
-from rookery.worker.engine.native.cuda.buckets import LEAST_KEYS, Kept, bucket
-from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner, decode_inputs
-from rookery.worker.engine.native.cuda.kv_pool import SCRATCH, KVPool, KVRange
+from rookery.worker.engine.native.cuda import graph_runner
+from rookery.worker.engine.native.cuda.buckets import LEAST_KEYS, bucket
+from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
+from rookery.worker.engine.native.cuda.kv_pool import KVPool, KVRange
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.batch_invariance import LANES, key_capacity
@@ -156,13 +156,13 @@ def test_a_slice_of_prefill_copies_a_bounded_number_of_keys(most: int) -> None:
     """However few tokens each text adds to a long shared prompt; one alone is computed whatever it looks at."""
     decoder = small("llama", torch.float32)
     engine, seen = pooled(decoder, prefill_keys=most), []
-    prefill = engine._runner.prefill
+    prefill = engine.runner.prefill
 
     def counted(streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
         seen.append([s.prefix_length + s.start + len(s.tokens) for s in streams])
         return prefill(streams)
 
-    engine._runner.prefill = counted  # type: ignore[method-assign]
+    engine.runner.prefill = counted  # type: ignore[method-assign]
     text = prompt(decoder, 0, 60)
     orders = [order(f"r{i}", "", [*text, i, i + 1], len(text), seed=i) for i in range(12)]
     orders += [order(f"w{i}", "", prompt(decoder, i, 20), 20, seed=i) for i in range(30)]  # more than there are rows
@@ -174,18 +174,18 @@ def test_a_slice_of_prefill_copies_a_bounded_number_of_keys(most: int) -> None:
 def test_recorded_steps_are_dropped_when_the_adapters_move_and_only_then() -> None:
     decoder = small("llama", torch.float32)
     engine = pooled(decoder)
-    runner = engine._runner
+    runner = engine.runner
     assert isinstance(runner, CudaGraphRunner)
     address = runner.store.k.data_ptr()
     run(engine, [order("base", "", [5, 6, 7], 0)])
     run(engine, [order("one", "b", [5, 6, 7], 0)])
-    kept = dict(runner._steps._kept)
+    kept = dict(runner.graphs)
     assert {of.adapters for of in kept} == {0, 4}
     run(engine, [order("two", "d", [5, 6, 7], 0, max_tokens=150), order("three", "b", [8], 0)])  # a place was free
     run(engine, [order("four", "a", [5, 6, 7], 0, max_tokens=150)])  # fewer targets; the others idle meanwhile
-    assert all(runner._steps._kept[of] is step for of, step in kept.items())
+    assert all(runner.graphs[of] is step for of, step in kept.items())
     run(engine, [order("five", "c", [5, 6, 7], 0)])  # a larger rank: other tensors
-    now = runner._steps._kept
+    now = runner.graphs
     assert all((now.get(of) is step) == (of.adapters == 0) for of, step in kept.items())
     assert runner.store.k.data_ptr() == address
 
@@ -194,23 +194,23 @@ def test_prefill_leaves_adapters_where_recorded_steps_know_them() -> None:
     """Also where it multiplies each one's rows apart, and those that run have not stood side by side for long."""
     decoder = small("llama", torch.float32)
     engine = pooled(decoder, batched_matmul)
-    runner = engine._runner
+    runner = engine.runner
     assert isinstance(runner, CudaGraphRunner)
     runner.prepare_adapters(["a", "c", "b"])  # the one of the largest rank between
     turns = [[order(f"{key}{turn}", key, [5, 6, 7 + turn], 0) for key in "ab"] for turn in range(2)]
     texts = run(engine, turns[0])
-    kept, state = dict(runner._steps._kept), engine.bank.layout_version
+    kept, state = dict(runner.graphs), engine.bank.layout_version
     texts |= run(engine, turns[1])
     assert kept and engine.bank.layout_version == state
-    assert all(runner._steps._kept[of] is step for of, step in kept.items())
+    assert all(runner.graphs[of] is step for of, step in kept.items())
     same(texts, run(dense(decoder), [*turns[0], *turns[1]]))
 
 
 def _whole(engine: NativeEngine) -> bool:
     """Whether what is free and what is parked is the whole pool again."""
-    pool = engine._runner.store
+    pool = engine.runner.store
     assert isinstance(pool, KVPool)
-    return pool.free_tokens + sum(parked.place.capacity for parked in pool.retained.values()) == pool.tokens - LANES
+    return pool.free_tokens + sum(kept.slot.capacity for kept in pool.retained.values()) == pool.tokens - LANES
 
 
 # --- the parts that are pure ----------------------------------------------------------------------------------------
@@ -230,58 +230,17 @@ def test_few_buckets_serve_many_steps() -> None:
     assert len({bucket(1, keys, 0, 0) for keys in range(1, 1 << 16)}) == 4
 
 
-def test_the_number_of_recorded_steps_is_bounded() -> None:
-    kept: Kept[int] = Kept(most=3)
-    made = []
-
-    def get(i: int) -> int:
-        return kept.get(bucket(1 << i, 1, 0, i % 2), lambda: made.append(i) or len(made))  # type: ignore[func-returns-value]
-
-    first = get(0)
-    for i in (1, 2, 0, 3):
-        get(i)
-    assert len(kept) == 3 and get(0) == first, "the one used last stays"
-    assert made == [0, 1, 2, 3]
-    get(1)
-    assert made[-1] == 1, "the one unused longest was dropped"
-    kept.drop(lambda of: of.adapters > 0)
-    assert len(kept) == 1
+def test_the_number_of_graphs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_runner, "MAX_GRAPHS", 2)
+    decoder = small("llama", torch.float32)
+    engine = pooled(decoder)
+    assert isinstance(engine.runner, CudaGraphRunner)
+    orders = [order(f"r{i}", "", [5, 6, 7 + i], 0, max_tokens=3 + 2 * i) for i in range(4)]
+    texts = run(engine, orders)  # steps of 4, 3, 2 and 1 rows
+    assert {shape.rows for shape in engine.runner.graphs} == {1, 2}
+    same(texts, run(dense(decoder), orders))
 
 
-@settings(max_examples=60)
-@given(
-    rows=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 60)), min_size=1, max_size=9),
-    window=st.sampled_from([0, 1, 7, 64, 500]),
-)
-def test_a_plan_names_what_each_row_may_see(rows: list[tuple[int, int]], window: int) -> None:
-    """``rows``: tokens cached of the tail, and of the shared prompt (0: none)."""
-    streams, place = [], LANES
-    for start, before in rows:
-        own, prefix = KVRange(place, 128), KVRange(place + 128, 64) if before else None
-        place += 192
-        streams.append(SequenceChunk("", [place % 50], start, own, prefix, before))
-    of = bucket(len(rows), 91, max(before for _, before in rows), 0)
-    filled = decode_inputs(of, [window], streams, [])
-    base, filled = filled[: 3 * of.rows].reshape(3, -1), filled[3 * of.rows :]
-    parts = filled.reshape(-1, 2, of.rows)
-    assert len(parts) == (2 if of.prefix else 1)
-    for i, stream in enumerate(streams):
-        position = stream.prefix_length + stream.start
-        assert base[:, i].tolist() == [stream.tokens[0], position, stream.slot.start + stream.start]
-        visible = [at for at in range(position + 1) if not window or position - at < window]
-        expected = {
-            (stream.prefix_slot.start + at) if stream.prefix_slot is not None and at < stream.prefix_length
-            else stream.slot.start + at - stream.prefix_length
-            for at in visible
-        }  # fmt: skip
-        seen = [np.arange(begin, begin + length) for begin, length in parts[:, :, i]]
-        assert set(np.concatenate(seen).tolist()) == expected
-    spare = slice(len(rows), None)
-    assert (base[2, spare] == SCRATCH).all() and (parts[0, 0, spare] == SCRATCH).all()
-    assert (parts[0, 1, spare] == 1).all() and not parts[1:, 1, spare].any()
-
-
-@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 300), st.integers(0, 9)), max_size=60))
 def test_ranges_of_the_pool_never_overlap(steps: list[tuple[int, int, int]]) -> None:
     config = small("llama").config
@@ -305,13 +264,13 @@ def test_ranges_of_the_pool_never_overlap(steps: list[tuple[int, int, int]]) -> 
                 held.append(pool.resize("tail", place, length) or place)
             if what == 3 and length % 2 and (revived := pool.restore("tail", which, length)) is not None:
                 held.append(revived[0])
-        taken = [*held, *(parked.place for parked in pool.retained.values())]
+        taken = [*held, *(kept.slot for kept in pool.retained.values())]
         used = sorted((place.start, place.start + place.capacity) for place in taken)
         assert all(stop <= start for (_, stop), (start, _) in pairwise(used))
         assert not used or (used[0][0] >= LANES and used[-1][1] <= pool.tokens)
         assert pool.free_tokens + sum(place.capacity for place in taken) == pool.tokens - LANES
-        assert len(pool._free) == len(set(pool._free))
-        assert all(stop < start for (_, stop), (start, _) in pairwise(pool._free))
+        assert len(pool.free_ranges) == len(set(pool.free_ranges))
+        assert all(stop < start for (_, stop), (start, _) in pairwise(pool.free_ranges))
     for place in held:
         pool.free(place)
     largest = 960

@@ -205,8 +205,8 @@ def test_a_budget_too_small_for_all_only_delays() -> None:
     orders = [order(f"r{i}", "abcd"[i % 4], [*text, i], 31, seed=i, max_tokens=100) for i in range(12)]
     engine, _ = world(decoder)
     plenty = run(engine, orders)
-    token = engine._store.token_bytes
+    token = engine.store.token_bytes
     engine, _ = world(decoder, kv_budget_bytes=token * 700)
     assert run(engine, orders) == plenty
     assert engine.stats["preempted"] > 0
-    assert engine._store.bytes <= token * 700
+    assert engine.store.bytes <= token * 700

@@ -122,7 +122,7 @@ class Run:
         while self.step():
             pass
         assert {said.finish for said in self.said.values()} == {"length"}
-        assert all(not arena.taken for kind in self.engine._store.arenas.values() for arena in kind.values())
+        assert all(not arena.taken for kind in self.engine.store.arenas.values() for arena in kind.values())
         return self.said
 
 
@@ -299,9 +299,9 @@ def test_an_older_version_leaves_memory_with_its_last_request() -> None:
 def test_computing_anew_takes_bounded_slices_in_its_own_place() -> None:
     engine = make(small("llama"), max_rows=2, prefill_tokens=16)
     run = Run(engine).submit(*(order(name, seed=seed, max_tokens=60) for seed, name in enumerate("abc"))).until("a", 40)
-    rows = list(engine._scheduler.running)
+    rows = list(engine.admission.running)
     engine.switch_adapter("a", version(1), recompute=True)
-    assert (engine._scheduler.running, engine.waiting) == (rows, 1)
+    assert (engine.admission.running, engine.waiting) == (rows, 1)
     grown = len(run.said["b"].tokens)
     while len(run.said["a"].tokens) == 40:
         filled = engine.stats["prefill_tokens"]
@@ -333,7 +333,7 @@ def test_whoever_switches_touches_nobody_else(
     """Any requests, switches at any moments, with little room or much. Who never switches says what it says alone; who
     recomputes says what a chain of resumed requests says; every token carries the version that was due."""
     decoder = small("llama")
-    token = make(decoder)._store.token_bytes
+    token = make(decoder).store.token_bytes
     engine = make(decoder, max_rows=rows, prefill_tokens=slice_tokens, kv_budget_bytes=token * (200 if tight else 9999))
     run, due, orders = Run(engine), {}, {}
     for number, (length, part, switches, episode) in enumerate(requests):

@@ -1,12 +1,13 @@
-"""Who computes and who waits, and where the caches of those who compute lie.
+"""Admission: which requests run and which wait, and where the caches of the running ones are.
 
 * First come, first served, up to ``max_rows`` and the cache's budget; beyond, requests wait. When growing texts fill
-  the budget, the youngest goes back to the head of the queue.
-* Requests marked ``first`` stand before the others in the queue and take their rows, the youngest's first.
-* A group's prompt is cached once for all its members, and kept after them while there is room; so is an episode's tail,
-  for its next turn. A prompt that is computed while its group waits is kept the same way: who waits holds nothing.
-* A cache is taken up by the adapter that computed it alone; by a newer version of its policy only for a request that
-  keeps its cache when it changes over (``Request.keeps``), and then with the shared prompt that it was computed upon.
+  the budget, the youngest request is preempted: it returns to the head of the queue.
+* ``interactive`` requests wait ahead of the others and preempt them, the youngest first.
+* A group's prompt is cached once for all its members, and retained after them while there is room; so is the tail of an
+  episode, for its next turn. A prompt that is computed while its group waits is retained the same way: a waiting
+  request owns no memory.
+* A cache is reused only under the adapter that computed it; under a newer version of its policy only by a request that
+  keeps its cache when it switches (``EngineRequest.keeps_cache``), and then with the shared prompt that it follows.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from rookery.worker.model.lora import LoraManager
 
 @dataclass(frozen=True)
 class _RetainedTail:
-    """What is known of an episode's tail that nobody runs with."""
+    """Metadata of an episode's retained tail."""
 
     policy: str
-    made: tuple[str, ...]
+    cached_by: tuple[str, ...]
     """The adapters that computed it."""
-    under: str
+    prefix_adapter: str
     """The adapter that computed the shared prompt before it."""
-    shared: tuple[int, ...]
+    shared_tokens: tuple[int, ...]
     tokens: list[int]
 
 
-class Scheduler:
-    """``stats`` counts ``preempted`` and ``reused_tokens``."""
+class Admission:
+    """The queue and the running requests. It counts ``preempted`` and ``reused_tokens`` in ``stats``."""
 
     def __init__(self, store: KVStore, bank: LoraManager, max_rows: int, stats: defaultdict[str, float]) -> None:
         self.running: list[EngineRequest] = []
-        """Admitted requests in order of admission."""
+        """In order of admission."""
         self.waiting: deque[EngineRequest] = deque()
         self._store = store
         self._bank = bank
@@ -49,63 +50,62 @@ class Scheduler:
     # --- the queue --------------------------------------------------------------------------------------------------
 
     def enqueue(self, request: EngineRequest) -> None:
-        """Queue a request."""
         if request.params.interactive:
-            self.waiting.insert(self._num_interactive_waiting(), request)
+            self.waiting.insert(self._num_interactive(), request)
         else:
             self.waiting.append(request)
 
     def admit(self) -> None:
-        """Give rows to those who wait, as far as there are rows and room."""
+        """Admits waiting requests as far as there are rows and memory."""
         while self.waiting:
             request = self.waiting[0]
             if len(self.running) < self._max_rows and self._allocate(request):
                 self.running.append(self.waiting.popleft())
-            elif not (request.params.interactive and any(not row.params.interactive for row in self.running)):
-                return
+            elif request.params.interactive and any(not row.params.interactive for row in self.running):
+                self._preempt(self._youngest())
             else:
-                self._preempt(self._preemption_victim())
+                return
 
-    def _preemption_victim(self) -> EngineRequest:
-        """The row that gives way; one that is ``first`` only if all are."""
+    def _youngest(self) -> EngineRequest:
+        """The request to preempt; an interactive one only if all are."""
         return next((row for row in reversed(self.running) if not row.params.interactive), self.running[-1])
 
-    def _preempt(self, row: EngineRequest) -> None:
-        """A row goes back to wait, at the head of its kind."""
-        self.running.remove(row)
-        self._free(row)
-        self.waiting.insert(0 if row.params.interactive else self._num_interactive_waiting(), row)
+    def _preempt(self, request: EngineRequest) -> None:
+        """Moves a running request to the head of the queue of its kind."""
+        self.running.remove(request)
+        self._free(request)
+        self.waiting.insert(0 if request.params.interactive else self._num_interactive(), request)
         self._stats["preempted"] += 1
 
-    def _num_interactive_waiting(self) -> int:
-        """How many that are ``first`` wait: they are at the head of the queue."""
+    def _num_interactive(self) -> int:
+        """Waiting interactive requests; they are at the head of the queue."""
         return sum(request.params.interactive for request in self.waiting)
 
     def grow_running(self) -> None:
-        """Grows the rows' places for their next token; what finds no room sends the youngest row back to wait."""
+        """Makes room for the next token of every running request; preempts the youngest while there is none."""
         for row in list(self.running):
             while row.slot is not None and row.tail_length > row.slot.capacity:
-                moved = self._store.resize("tail", row.slot, row.tail_length)
-                if moved is not None:
-                    row.slot = moved
+                slot = self._store.resize("tail", row.slot, row.tail_length)
+                if slot is not None:
+                    row.slot = slot
                 else:
-                    self._preempt(self._preemption_victim())
+                    self._preempt(self._youngest())
 
     def on_adapter_switched(self, request: EngineRequest, *, keep: bool) -> None:
-        """The request has been given another adapter. With ``keep`` its cache stays as far as it has one that its next
-        token can follow; else all of it is computed anew, where the request stands."""
+        """Call after the request has another adapter. With ``keep`` it keeps the cache that its next token can follow;
+        otherwise the cache is computed again, without the request leaving its row."""
         request.keeps_cache = keep
         if request not in self.running:
             return
         if keep and request.tail and request.prefix_cached:
             request.cached_by = (*request.cached_by, request.key) if request.filled else (request.key,)
             return
-        self._free(request, park=False)
+        self._free(request, retain=False)
         if not self._allocate(request):
             self._preempt(request)
 
     def remove(self, request: EngineRequest) -> None:
-        """A request is over."""
+        """Removes a finished request."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
@@ -113,125 +113,124 @@ class Scheduler:
         self._free(request)
 
     def waiting_prefixes(self, fits: Callable[[int], bool]) -> Iterator[SharedPrefix]:
-        """The shared prompts that those who wait will want first, each with a place of its own: for who computes one
-        whole, to :meth:`keep`. Ends at one whose length does not fit, or for which there is no room."""
+        """Shared prompts that waiting requests need first, each with a slot: for a caller that computes each one whole
+        and passes it to :meth:`retain_prefix`. Ends at the first that does not fit, or for which there is no room."""
         known = set(self._prefixes)
         for request in self.waiting:
-            key = (request.key, self._shared_tokens(request))
-            if not request.shared or key in known or self._store.contains(key):
+            key, length = (request.key, request.shared_tokens), request.params.shared_prefix
+            if not length or key in known or self._store.contains(key):
                 continue
-            place = self._store.allocate("shared", request.shared) if fits(request.shared) else None
-            if place is None:
+            slot = self._store.allocate("shared", length) if fits(length) else None
+            if slot is None:
                 return
             known.add(key)
-            yield SharedPrefix(key, place)
+            yield SharedPrefix(key, slot)
 
-    def retain_prefix(self, segment: SharedPrefix) -> None:
-        """One that :meth:`ahead` gave is complete."""
-        self._store.retain(segment.slot, len(segment.tokens), segment.key, segment.logits)
+    def retain_prefix(self, prefix: SharedPrefix) -> None:
+        """Retains a complete prefix that no running request uses."""
+        self._store.retain(prefix.slot, len(prefix.tokens), prefix.key, prefix.logits)
 
-    # --- places -----------------------------------------------------------------------------------------------------
+    # --- memory -----------------------------------------------------------------------------------------------------
 
     def _allocate(self, request: EngineRequest) -> bool:
-        """Finds or makes the places of a request's segments; False (and nothing changed) when there is no room now."""
+        """Finds or allocates the slots of a request; False (and nothing changes) when there is no room."""
         tail = request.tail
         if not self._restore_tail(request, tail):
             request.slot, request.filled = self._store.allocate("tail", max(len(tail), 1)), 0
             request.cached_by = (request.key,)
         if request.slot is None:
             return False
-        if request.shared and request.prefix is None and not self._join_prefix(request, request.key):
+        if request.params.shared_prefix and request.prefix is None and not self._join_prefix(request, request.key):
             self._free(request)
             return False
         return True
 
-    def _free(self, request: EngineRequest, *, park: bool = True) -> None:
-        """Gives the request's places back; an episode's tail is parked for its next turn, if that may use it."""
-        place, request.slot = request.slot, None
-        park = park and bool(request.params.episode and request.filled) and self._adapter_attached(request.key)
-        if place is not None and park:
-            adapter, segment = request.params.adapter, request.prefix
-            about = _RetainedTail(
+    def _free(self, request: EngineRequest, *, retain: bool = True) -> None:
+        """Frees the slots of a request; with ``retain``, the tail of an episode is retained for its next turn if the
+        adapter is still attached."""
+        slot, request.slot = request.slot, None
+        retain = retain and bool(request.params.episode and request.filled) and self._attached(request.key)
+        if slot is not None and retain:
+            adapter, prefix = request.params.adapter, request.prefix
+            metadata = _RetainedTail(
                 policy=adapter.policy if adapter is not None else "",
-                made=request.cached_by,
-                under=segment.key[0] if segment is not None else request.key,
-                shared=self._shared_tokens(request),
+                cached_by=request.cached_by,
+                prefix_adapter=prefix.key[0] if prefix is not None else request.key,
+                shared_tokens=request.shared_tokens,
                 tokens=request.tail[: request.filled],
             )
-            self._store.retain(place, request.filled, ("episode", request.params.episode), about)
-        elif place is not None:
-            self._store.free(place)
+            self._store.retain(slot, request.filled, ("episode", request.params.episode), metadata)
+        elif slot is not None:
+            self._store.free(slot)
         request.filled = 0
-        self._release_prefix(request, wanted=park)
+        self._leave_prefix(request, retained_tail=retain)
 
-    def _adapter_attached(self, key: str) -> bool:
-        """Whether requests may still come for this adapter."""
+    def _attached(self, key: str) -> bool:
+        """Whether new requests may use this adapter."""
         return not key or key in self._bank
 
     def _restore_tail(self, request: EngineRequest, tail: list[int]) -> bool:
-        """Takes up the episode's cache where it is a beginning of this request's tail."""
+        """Restores the episode's cache if the request's tail extends it."""
         episode = request.params.episode
         kept = self._store.restore("tail", ("episode", episode), len(tail)) if episode and tail else None
         if kept is None:
             return False
-        place, about = kept
-        if not self._can_extend(request, tail, about):
-            self._store.free(place)
+        slot, metadata = kept
+        if not self._can_extend(request, tail, metadata):
+            self._store.free(slot)
             return False
-        # Where all of the tail is there, its last token is computed again: its logits were not kept.
-        request.slot, request.filled = place, min(len(about.tokens), len(tail) - 1)
-        request.cached_by = about.made if about.made[-1] == request.key else (*about.made, request.key)
+        # If the whole tail is cached, its last token is computed again: its logits are not retained.
+        request.slot, request.filled = slot, min(len(metadata.tokens), len(tail) - 1)
+        made = metadata.cached_by
+        request.cached_by = made if made[-1] == request.key else (*made, request.key)
         self._stats["reused_tokens"] += request.filled
         return True
 
-    def _can_extend(self, request: EngineRequest, tail: list[int], about: _RetainedTail) -> bool:
-        """Whether the request may go on from a parked tail. One that stands upon another adapter's shared prompt brings
-        that with it."""
-        if about.shared != self._shared_tokens(request) or tail[: len(about.tokens)] != about.tokens:
+    def _can_extend(self, request: EngineRequest, tail: list[int], kept: _RetainedTail) -> bool:
+        """Whether the request may continue from a retained tail. If the tail follows another adapter's shared prompt,
+        the request joins that."""
+        if kept.shared_tokens != request.shared_tokens or tail[: len(kept.tokens)] != kept.tokens:
             return False
-        own = about.under == request.key
-        if own and about.made == (request.key,):
+        same_prefix = kept.prefix_adapter == request.key
+        if same_prefix and kept.cached_by == (request.key,):
             return True
         adapter = request.params.adapter
-        if not request.keeps_cache or adapter is None or about.policy != adapter.policy:
+        if not request.keeps_cache or adapter is None or kept.policy != adapter.policy:
             return False
-        return own or not request.shared or self._join_prefix(request, about.under)
-
-    def _shared_tokens(self, request: EngineRequest) -> tuple[int, ...]:
-        return tuple(request.params.prompt[: request.shared])
+        return same_prefix or not kept.shared_tokens or self._join_prefix(request, kept.prefix_adapter)
 
     def _join_prefix(self, request: EngineRequest, adapter: str) -> bool:
-        """The shared prompt as ``adapter`` computes it. Another's than the request's own is taken complete or not at
-        all."""
-        tokens = self._shared_tokens(request)
+        """Joins the shared prompt as ``adapter`` computes it. One of another adapter than the request's is joined
+        complete or not at all."""
+        tokens = request.shared_tokens
         key = (adapter, tokens)
-        segment = self._prefixes.get(key)
-        if segment is None:
+        prefix = self._prefixes.get(key)
+        if prefix is None:
             kept = self._store.restore("shared", key, len(tokens))
             if kept is not None:
-                segment = SharedPrefix(key, kept[0], filled=len(tokens), logits=kept[1])
+                prefix = SharedPrefix(key, kept[0], filled=len(tokens), logits=kept[1])
                 self._stats["reused_tokens"] += len(tokens)
             else:
-                place = self._store.allocate("shared", len(tokens)) if adapter == request.key else None
-                if place is None:
+                slot = self._store.allocate("shared", len(tokens)) if adapter == request.key else None
+                if slot is None:
                     return False
-                segment = SharedPrefix(key, place)
-            self._prefixes[key] = segment
-        elif adapter != request.key and not segment.complete:
+                prefix = SharedPrefix(key, slot)
+            self._prefixes[key] = prefix
+        elif adapter != request.key and not prefix.complete:
             return False
-        segment.users += 1
-        request.prefix = segment
+        prefix.users += 1
+        request.prefix = prefix
         return True
 
-    def _release_prefix(self, request: EngineRequest, *, wanted: bool) -> None:
-        """``wanted``: by a parked tail."""
-        segment, request.prefix = request.prefix, None
-        if segment is None:
+    def _leave_prefix(self, request: EngineRequest, *, retained_tail: bool) -> None:
+        """The last user's prefix is retained if requests may still need it: for its adapter or a retained tail."""
+        prefix, request.prefix = request.prefix, None
+        if prefix is None:
             return
-        segment.users -= 1
-        if segment.users == 0:
-            del self._prefixes[segment.key]
-            if segment.complete and (wanted or self._adapter_attached(segment.key[0])):
-                self._store.retain(segment.slot, len(segment.tokens), segment.key, segment.logits)
+        prefix.users -= 1
+        if prefix.users == 0:
+            del self._prefixes[prefix.key]
+            if prefix.complete and (retained_tail or self._attached(prefix.key[0])):
+                self.retain_prefix(prefix)
             else:
-                self._store.free(segment.slot)
+                self._store.free(prefix.slot)

@@ -1,22 +1,22 @@
-"""Keys and values: contiguous segments in arenas, under one budget in bytes.
+"""The KV cache of a CPU engine: contiguous segments in arenas, under one budget in bytes.
 
 Promises:
 
-* A segment (the shared prompt of a group, or one request's private tail) is contiguous, and the segments of one
+* A segment (the shared prompt of a group, or the private tail of one request) is contiguous, and the segments of one
   capacity lie side by side without gaps, so that one batched product reads them in place.
-* What is allocated never exceeds the budget. What nobody runs with is *parked* (copied out at its exact length, least
-  recently used first to go) and may be taken up again.
-* A place is zeroed before it is used: nothing of another tenant, a NaN least of all, is left in it.
+* Allocated bytes never exceed the budget. A segment that no request uses can be *retained*: copied out at its exact
+  length, restored for a later request, and evicted least recently used first.
+* A slot is zeroed before it is used: no value of another tenant, and no NaN, remains in it.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from rookery.worker.model.batch_invariance import exact_key_capacity
@@ -25,35 +25,55 @@ from rookery.worker.model.config import DecoderConfig
 Kind = Literal["shared", "tail"]
 
 _FIRST_SLOTS = 4
-"""Places of a new arena; it grows by half."""
+"""Slots of a new arena; it grows by half."""
 
 
 class KVStore(Protocol):
-    """Where segments lie: ``KvStore`` on a CPU, ``pool.Pool`` on a GPU. Places are opaque to all but the store and the
-    attention that reads it; each has a ``capacity``."""
+    """Memory for keys and values: ``KVCache`` on a CPU, ``cuda.KVPool`` on a GPU. Slots are opaque to all but the store
+    and the attention that reads it; each has a ``capacity`` in tokens."""
 
     @property
     def budget(self) -> int:
         """Bytes."""
         ...
 
-    def fits_alone(self, *lengths: int) -> bool: ...
-    def allocate(self, kind: Kind, length: int) -> Any | None: ...
-    def resize(self, kind: Kind, place: Any, length: int) -> Any | None: ...
-    def free(self, place: Any) -> None: ...
-    def contains(self, key: Hashable) -> bool: ...
-    def retain(self, place: Any, length: int, key: Hashable, about: Any) -> None: ...
-    def restore(self, kind: Kind, key: Hashable, length: int) -> tuple[Any, Any] | None: ...
+    def fits_alone(self, *lengths: int) -> bool:
+        """Whether segments of these lengths would fit in an empty store."""
+        ...
+
+    def allocate(self, kind: Kind, length: int) -> Any | None:
+        """A slot for ``length`` tokens; evicts retained segments if it must. None when the store is full."""
+        ...
+
+    def resize(self, kind: Kind, slot: Any, length: int) -> Any | None:
+        """The slot of the same segment with room for ``length`` tokens; None (and nothing changes) when the store is
+        full."""
+        ...
+
+    def free(self, slot: Any) -> None: ...
+
+    def contains(self, key: Hashable) -> bool:
+        """Whether a segment is retained under ``key``."""
+        ...
+
+    def retain(self, slot: Any, length: int, key: Hashable, metadata: Any) -> None:
+        """Frees the slot and retains its first ``length`` tokens under ``key`` as long as there is room for them."""
+        ...
+
+    def restore(self, kind: Kind, key: Hashable, length: int) -> tuple[Any, Any] | None:
+        """A slot with room for ``length`` tokens that holds the segment retained under ``key``, and its metadata. None
+        when there is no such segment, or (it stays retained) no room."""
+        ...
 
 
 class KVSlot:
-    """Where one segment lies. ``slot`` changes when neighbours leave."""
+    """The place of one segment in its arena. ``index`` changes when an earlier slot is freed."""
 
     __slots__ = ("arena", "index")
 
-    def __init__(self, arena: Arena, slot: int) -> None:
+    def __init__(self, arena: Arena, index: int) -> None:
         self.arena = arena
-        self.index = slot
+        self.index = index
 
     @property
     def capacity(self) -> int:
@@ -61,16 +81,15 @@ class KVSlot:
 
 
 class Arena:
-    """``k`` and ``v`` [layers, slots, kv_heads, capacity, head_dim]; slots [0, len(places)) are taken."""
+    """Slots of one capacity: ``k`` and ``v`` [layers, slots, kv_heads, capacity, head_dim], of which the first
+    ``len(taken)`` are in use."""
 
-    def __init__(self, config: DecoderConfig, size: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        self.capacity = size
+    def __init__(self, config: DecoderConfig, capacity: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        self.capacity = capacity
         self.taken: list[KVSlot] = []
-        self.k = torch.zeros(config.layers, 0, config.kv_heads, size, config.head_dim, dtype=dtype, device=device)
+        self.k = torch.zeros(config.layers, 0, config.kv_heads, capacity, config.head_dim, dtype=dtype, device=device)
         self.v = self.k.clone()
-        self.slot_bytes = (
-            2 * self.k[:, :0].new_zeros(1).element_size() * (config.layers * config.kv_heads * size * config.head_dim)
-        )
+        self.slot_bytes = 2 * dtype.itemsize * config.layers * config.kv_heads * capacity * config.head_dim
 
     @property
     def num_slots(self) -> int:
@@ -81,34 +100,34 @@ class Arena:
         return self.num_slots * self.slot_bytes
 
     def resize(self, slots: int) -> None:
-        taken = len(self.taken)
-        for name in ("k", "v"):
-            old: Tensor = getattr(self, name)
-            new = old.new_empty(old.shape[0], slots, *old.shape[2:])  # a place is zeroed when it is taken
-            new[:, :taken] = old[:, :taken]
-            setattr(self, name, new)
+        self.k, self.v = (self._resized(old, slots) for old in (self.k, self.v))
+
+    def _resized(self, old: Tensor, slots: int) -> Tensor:
+        new = old.new_empty(old.shape[0], slots, *old.shape[2:])  # ``allocate`` zeroes a slot
+        new[:, : len(self.taken)] = old[:, : len(self.taken)]
+        return new
 
     def allocate(self) -> KVSlot:
-        """A zeroed place; there must be a free slot."""
-        place = KVSlot(self, len(self.taken))
-        self.taken.append(place)
-        self.k[:, place.index].zero_()
-        self.v[:, place.index].zero_()
-        return place
+        """A zeroed slot; there must be a free one."""
+        slot = KVSlot(self, len(self.taken))
+        self.taken.append(slot)
+        for x in (self.k, self.v):
+            x[:, slot.index].zero_()
+        return slot
 
-    def free(self, place: KVSlot) -> None:
-        """Frees ``place``; the last one moves into the gap."""
+    def free(self, slot: KVSlot) -> None:
+        """Frees ``slot``; the last slot moves into the gap."""
         last = self.taken.pop()
-        if last is not place:
-            self.k[:, place.index] = self.k[:, last.index]
-            self.v[:, place.index] = self.v[:, last.index]
-            last.index = place.index
+        if last is not slot:
+            for x in (self.k, self.v):
+                x[:, slot.index] = x[:, last.index]
+            last.index = slot.index
             self.taken[last.index] = last
 
 
 @dataclass
 class RetainedSegment:
-    """A segment that nobody runs with: ``k``, ``v`` [layers, kv_heads, length, head_dim], and what its owner knows."""
+    """A segment that no request uses: ``k``, ``v`` [layers, kv_heads, length, head_dim] and its owner's metadata."""
 
     k: Tensor
     v: Tensor
@@ -120,7 +139,7 @@ class RetainedSegment:
 
 
 class KVCache:
-    """All arenas and parked segments of one engine."""
+    """``KVStore`` with all arenas and retained segments of one engine."""
 
     def __init__(
         self, config: DecoderConfig, dtype: torch.dtype, device: torch.device | str, budget_bytes: int
@@ -130,100 +149,84 @@ class KVCache:
         self.device = device
         self.budget = budget_bytes
         self.arenas: dict[Kind, dict[int, Arena]] = {"shared": {}, "tail": {}}
-        self.retained: OrderedDict[Hashable, RetainedSegment] = OrderedDict()
-        self._parked_bytes = 0
-        """Counted along: thousands may be parked, and the budget is asked for every new segment."""
+        self.retained: LRUCache[Hashable, RetainedSegment] = LRUCache(budget_bytes, getsizeof=lambda kept: kept.bytes)
         self.token_bytes = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
 
     @property
     def bytes(self) -> int:
         arenas = sum(arena.bytes for kind in self.arenas.values() for arena in kind.values())
-        return arenas + self._parked_bytes
+        return arenas + int(self.retained.currsize)
 
     def fits_alone(self, *lengths: int) -> bool:
-        """Whether segments of these lengths would fit if nothing else were there."""
-        return (
-            sum(exact_key_capacity(self.dtype, length) for length in lengths if length) * self.token_bytes
-            <= self.budget
-        )
+        """See ``KVStore``."""
+        tokens = sum(exact_key_capacity(self.dtype, length) for length in lengths if length)
+        return tokens * self.token_bytes <= self.budget
 
     def allocate(self, kind: Kind, length: int, others: int = 0) -> KVSlot | None:
-        """A place for ``length`` tokens, at the cost of parked segments if need be; None when the budget is full. So
-        many ``others`` are likely to want one soon."""
+        """See ``KVStore``. ``others`` is the number of segments that are likely to need a slot of this size soon."""
         size = exact_key_capacity(self.dtype, length)
         arena = self.arenas[kind].get(size)
         if arena is None:
             arena = self.arenas[kind][size] = Arena(self.config, size, self.dtype, self.device)
-        if len(arena.taken) == arena.num_slots and not self._widen(arena, others):
+        if len(arena.taken) == arena.num_slots and not self._grow(arena, others):
             return None
         return arena.allocate()
 
-    def resize(self, kind: Kind, place: KVSlot, length: int) -> KVSlot | None:
-        """The same segment with room for ``length`` tokens; None (and nothing changed) when the budget is full."""
-        if length <= place.capacity:
-            return place
-        new = self.allocate(kind, length, len(place.arena.taken))
+    def resize(self, kind: Kind, slot: KVSlot, length: int) -> KVSlot | None:
+        """See ``KVStore``."""
+        if length <= slot.capacity:
+            return slot
+        new = self.allocate(kind, length, len(slot.arena.taken))
         if new is not None:
-            for source, target in ((place.arena.k, new.arena.k), (place.arena.v, new.arena.v)):
-                target[:, new.index, :, : place.capacity] = source[:, place.index]
-            self.free(place)
+            for source, target in ((slot.arena.k, new.arena.k), (slot.arena.v, new.arena.v)):
+                target[:, new.index, :, : slot.capacity] = source[:, slot.index]
+            self.free(slot)
         return new
 
-    def free(self, place: KVSlot) -> None:
-        place.arena.free(place)
+    def free(self, slot: KVSlot) -> None:
+        slot.arena.free(slot)
 
     def contains(self, key: Hashable) -> bool:
-        """Whether a segment is parked under ``key``."""
+        """See ``KVStore``."""
         return key in self.retained
 
-    def retain(self, place: KVSlot, length: int, key: Hashable, about: Any) -> None:
-        """Copies ``length`` tokens out under ``key`` and frees the place. Forgotten if there is no room for it."""
-        k, v = (x[:, place.index, :, :length].clone() for x in (place.arena.k, place.arena.v))
-        self.free(place)
-        self._unpark(key)
-        parked = RetainedSegment(k, v, about)
-        if self._reclaim(parked.bytes):
-            self._keep(key, parked)
+    def retain(self, slot: KVSlot, length: int, key: Hashable, metadata: Any) -> None:
+        """See ``KVStore``."""
+        k, v = (x[:, slot.index, :, :length].clone() for x in (slot.arena.k, slot.arena.v))
+        self.free(slot)
+        self.retained.pop(key, None)
+        kept = RetainedSegment(k, v, metadata)
+        if self._reclaim(kept.bytes):
+            self.retained[key] = kept
 
     def restore(self, kind: Kind, key: Hashable, length: int) -> tuple[KVSlot, Any] | None:
-        """A parked segment with room for ``length`` tokens, and what was kept about it; None when it is not there, or
-        (still parked) when there is no room."""
-        parked = self._unpark(key)
-        if parked is None:
+        """See ``KVStore``."""
+        kept = self.retained.pop(key, None)
+        if kept is None:
             return None
-        size = parked.k.shape[2]
-        place = self.allocate(kind, max(length, size))
-        if place is None:
-            self._keep(key, parked)
+        size = kept.k.shape[2]
+        slot = self.allocate(kind, max(length, size))
+        if slot is None:
+            self.retained[key] = kept
             return None
-        place.arena.k[:, place.index, :, :size] = parked.k
-        place.arena.v[:, place.index, :, :size] = parked.v
-        return place, parked.metadata
+        slot.arena.k[:, slot.index, :, :size] = kept.k
+        slot.arena.v[:, slot.index, :, :size] = kept.v
+        return slot, kept.metadata
 
-    def _keep(self, key: Hashable, parked: RetainedSegment) -> None:
-        self.retained[key] = parked
-        self._parked_bytes += parked.bytes
-
-    def _unpark(self, key: Hashable) -> RetainedSegment | None:
-        parked = self.retained.pop(key, None)
-        if parked is not None:
-            self._parked_bytes -= parked.bytes
-        return parked
-
-    def _widen(self, arena: Arena, others: int) -> bool:
+    def _grow(self, arena: Arena, others: int) -> bool:
         taken = len(arena.taken)
         for slots in (taken + max(_FIRST_SLOTS, taken // 2, others), taken + 1):
-            # while it is copied the old one is there too
+            # the old tensors stay allocated until they are copied
             if self._reclaim(slots * arena.slot_bytes, keep=arena):
                 arena.resize(slots)
                 return True
         return False
 
     def _reclaim(self, wanted: int, keep: Arena | None = None) -> bool:
-        """Makes ``wanted`` bytes of room: first what was parked longest ago, which costs nothing, then unused arenas,
-        then slack, which is copied and soon wanted again."""
+        """Makes ``wanted`` bytes of room: evicts retained segments, which is free, then deletes unused arenas, then
+        shrinks arenas with free slots, which costs a copy."""
         while self.bytes + wanted > self.budget and self.retained:
-            self._unpark(next(iter(self.retained)))
+            self.retained.popitem()
         if self.bytes + wanted <= self.budget:
             return True
         for kind in self.arenas.values():

@@ -1,4 +1,4 @@
-"""One generation while the engine holds it, and when its text is complete."""
+"""The state of one generation in the engine, and when its text is complete."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from rookery import protocol
 Finish = Literal["", "stop", "length", "abort", "error"]
 
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer decodes the first bytes of a character to while the others are missing."""
+"""The text that a tokenizer decodes the first bytes of a character to while the others are missing."""
 
 _LONGEST_CHARACTER = 4
-"""Tokens (bytes, at worst) after which an incomplete character is no character but invalid UTF-8."""
+"""Tokens (bytes, at worst) after which an incomplete character is invalid UTF-8."""
 
 
 @dataclass
 class SharedPrefix:
-    """The shared prompt of a group under one adapter. ``filled`` tokens of it are cached; ``logits`` [vocab], those
-    after its last token, let every member start without computing anything."""
+    """The shared prompt of a group under one adapter. ``filled`` of its tokens are cached; ``logits`` [vocab] after its
+    last token let every member of the group start without any compute."""
 
     key: tuple[str, tuple[int, ...]]
+    """(adapter, tokens)"""
     slot: Any
     filled: int = 0
     logits: Tensor | None = None
@@ -42,31 +43,32 @@ class SharedPrefix:
 
 @dataclass(eq=False)
 class EngineRequest:
-    """``tokens`` are the answer so far, given ones included; ``logprobs`` those of the sampled ones. The cache holds
-    ``filled`` tokens of the private tail, which is ``prompt[shared:] + tokens``."""
+    """``tokens`` are the answer so far, ``prefix_tokens`` included; ``logprobs`` those of the sampled ones. The cache
+    holds ``filled`` tokens of the private tail, which is ``prompt[shared_prefix:] + tokens``."""
 
     params: protocol.Generate
-    """As it was asked for, but for the adapter: that of the next token."""
+    """As submitted, except for the adapter: that of the next token."""
     key: str
-    """The adapter of the next token."""
+    """Hash of the adapter of the next token; empty for the base model."""
     stops: StopStrings
     tokens: list[int]
     logprobs: list[float] = field(default_factory=list)
     finish: Finish = ""
     error: str = ""
     num_drained: int = 0
-    """Answer tokens handed out by ``drain``, given ones included."""
+    """Answer tokens that ``chunks`` has returned, ``prefix_tokens`` included."""
     prefix: SharedPrefix | None = None
     slot: Any = None
+    """The KV slot of the tail, while the request runs."""
     filled: int = 0
     cached_by: tuple[str, ...] = ()
-    """The adapters that computed what is cached of the tail, oldest first."""
+    """The adapters that computed the cached tail, oldest first."""
     keeps_cache: bool = field(init=False)
-    """Whether it may go on from a cache that an older version of its policy computed."""
+    """Whether it may continue from a cache that an older version of its policy computed."""
     versions: list[tuple[int, protocol.AdapterRef | None]] = field(init=False)
-    """What sampled: (number of the first answer token, version), oldest first."""
-    scores: dict[int, protocol.PromptLogprob] = field(default_factory=dict)
-    """Of prompt tokens, by position."""
+    """(number of the first answer token, version that samples from there on), oldest first."""
+    prompt_logprobs: dict[int, protocol.PromptLogprob] = field(default_factory=dict)
+    """By position in the prompt."""
 
     def __post_init__(self) -> None:
         self.keeps_cache = self.params.in_flight == "switch"
@@ -74,18 +76,18 @@ class EngineRequest:
 
     @property
     def scored_positions(self) -> range:
-        """Positions in the prompt whose tokens are to be scored."""
+        """Positions in the prompt whose log-probabilities are requested."""
         length = len(self.params.prompt)
         return range(max(1, length - self.params.prompt_logprobs), length)
 
     @property
-    def shared(self) -> int:
-        return self.params.shared_prefix
+    def prefix_cached(self) -> bool:
+        """Whether its shared prompt, if it has one, is cached."""
+        return self.prefix is None or self.prefix.complete
 
     @property
-    def prefix_cached(self) -> bool:
-        """Whether its shared prompt, where it has one, is cached."""
-        return self.prefix is None or self.prefix.complete
+    def shared_tokens(self) -> tuple[int, ...]:
+        return tuple(self.params.prompt[: self.params.shared_prefix])
 
     @property
     def tail(self) -> list[int]:
@@ -96,36 +98,36 @@ class EngineRequest:
         return len(self.params.prompt) - self.params.shared_prefix + len(self.tokens)
 
     def switch_adapter(self, ref: protocol.AdapterRef) -> None:
-        """What is sampled from now on is of this version."""
+        """Samples with ``ref`` from the next token on."""
         self.params = msgspec.structs.replace(self.params, adapter=ref)
         self.key = ref.hash
         self.versions.append((len(self.tokens), ref))
 
-    def append(self, token: int, logprob: float, context: int) -> None:
-        """Takes a sampled token and decides whether it ends the text. ``context`` is the longest sequence."""
+    def append(self, token: int, logprob: float, max_context: int) -> None:
+        """Appends a sampled token and sets ``finish`` if it ends the text."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        self.check_finished(context)
+        self.check_finished(max_context)
 
-    def check_finished(self, context: int) -> None:
+    def check_finished(self, max_context: int) -> None:
         """Sets ``finish`` when the tokens so far end the text."""
-        if self.tokens and (self.tokens[-1] in self.params.stop_tokens or self.stops.found(self.tokens)):
+        params = self.params
+        if self.tokens and (self.tokens[-1] in params.stop_tokens or self.stops.found(self.tokens)):
             self.finish = "stop"
-        elif len(self.tokens) >= self.params.max_tokens or len(self.params.prompt) + len(self.tokens) >= context:
+        elif len(self.tokens) >= params.max_tokens or len(params.prompt) + len(self.tokens) >= max_context:
             self.finish = "length"
 
     def chunks(self) -> list[protocol.TokenChunk]:
-        """What has not been handed out yet, in one chunk per version that sampled it; the last one tells the end."""
-        begins = [
-            self.num_drained,
-            *(begin for begin, _ in self.versions if self.num_drained < begin < len(self.tokens)),
-        ]
+        """Tokens since the last call, one chunk per version that sampled them; the last chunk has ``finish``."""
+        sent = self.num_drained
+        begins = [sent, *(begin for begin, _ in self.versions if sent < begin < len(self.tokens))]
         self.num_drained = len(self.tokens)
         chunks = [self._chunk(*part) for part in zip(begins, [*begins[1:], self.num_drained], strict=True)]
         last = chunks[-1]
         last.finish, last.error = self.finish, self.error
         if self.finish:
-            last.prompt_logprobs = [self.scores[at] for at in self.scored_positions if at in self.scores]
+            scored = self.prompt_logprobs
+            last.prompt_logprobs = [scored[at] for at in self.scored_positions if at in scored]
         return chunks
 
     def _chunk(self, begin: int, end: int) -> protocol.TokenChunk:
@@ -143,10 +145,11 @@ class EngineRequest:
 
 
 class StopStrings:
-    """Finds stop strings in the text of a growing list of tokens, decoding each token a bounded number of times.
+    """Finds stop strings in the text of a growing list of tokens; decodes each token a bounded number of times.
 
-    A text is decoded in pieces: a piece grows until its text ends on a whole character and the next begins with the
-    piece's last tokens as context, since a token's text may depend on the one before it (leading spaces)."""
+    The text is decoded in pieces. A piece grows until its text ends on a whole character; the next piece is decoded
+    with the previous one's last tokens as context, since the text of a token may depend on the one before it (leading
+    spaces)."""
 
     def __init__(self, stops: Sequence[str], decode: Callable[[list[int]], str]) -> None:
         self.stops = [stop for stop in stops if stop]
@@ -158,7 +161,7 @@ class StopStrings:
         """Tokens whose text is in ``text``."""
 
     def found(self, tokens: list[int]) -> bool:
-        """Whether a stop string is complete; ``tokens`` only ever grows between calls."""
+        """Whether a stop string is complete; ``tokens`` only grows between calls."""
         if not self.stops:
             return False
         while self._end < len(tokens):
@@ -172,7 +175,6 @@ class StopStrings:
             seen = len(self.text)
             self.text += text[len(before) :]
             self._begin, self._end = self._end, end
-            for stop in self.stops:
-                if stop in self.text[max(0, seen - len(stop) + 1) :]:
-                    return True
+            if any(stop in self.text[max(0, seen - len(stop) + 1) :] for stop in self.stops):
+                return True
         return False

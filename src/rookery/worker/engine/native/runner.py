@@ -1,7 +1,7 @@
-"""One slice of an engine's batch through the decoder: how depends on the device, what comes out does not.
+"""Runners: one slice of an engine's batch through the decoder. The device decides how; the results are the same.
 
-``DenseRunner`` is the CPU's: caches in arenas, products in the shapes that make a token's result exact
-(``worker/exact.py``). ``pooled.PooledRunner`` is a GPU's.
+``DenseRunner`` is the CPU's: caches in arenas, products in the shapes that make a token's result independent of the
+batch (``batch_invariance``). ``cuda.CudaGraphRunner`` is a GPU's.
 """
 
 from __future__ import annotations
@@ -12,29 +12,32 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rookery.worker import device
 from rookery.worker.engine.native.attention import SegmentAttention, SequenceChunk
+from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
 from rookery.worker.engine.native.kv_cache import KVCache, KVStore
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
 
 
 class Runner(Protocol):
-    """``store`` holds what streams name as their places. Streams are sorted by ``LoraBank.order`` after ``arrange``."""
+    """``store`` holds the slots that chunks name. After ``prepare_adapters``, chunks are sorted by
+    ``LoraManager.slot_order``."""
 
     @property
     def store(self) -> KVStore: ...
 
     def prepare_adapters(self, keys: Iterable[str]) -> None:
-        """These adapters are about to run."""
+        """Called before each slice with the adapters that it uses."""
         ...
 
     def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
-        """Hidden states [tokens, hidden] of the streams one after another, and [streams] where each one's last token
-        is in them."""
+        """Hidden states [tokens, hidden] of the chunks one after another, and the index [chunks] of each one's last
+        token among them."""
         ...
 
     def decode(self, streams: Sequence[SequenceChunk]) -> Tensor:
-        """Logits [at least len(streams), vocab] after one token of each stream; good until the next call."""
+        """Logits [at least len(streams), vocab] after one token of each chunk, valid until the next call."""
         ...
 
 
@@ -47,21 +50,31 @@ class DenseRunner:
         self._bank = bank
 
     def prepare_adapters(self, keys: Iterable[str]) -> None:
-        """A batch's LoRA takes rows in any order."""
+        """Nothing to do: ``BatchLora`` takes rows in any order."""
 
     def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
-        batch = SegmentAttention(self._decoder.config, streams, self._decoder.dtype, self._decoder.device)
+        """See ``Runner``."""
+        attend = SegmentAttention(self._decoder.config, streams, self._decoder.dtype, self._decoder.device)
         groups = [(key, sum(len(s.tokens) for s in group)) for key, group in groupby(streams, key=lambda s: s.key)]
-        if len(batch.tokens) > sum(count for _, count in groups):
-            groups = [(key, 2 * count) for key, count in groups]  # one token, doubled
+        if len(attend.tokens) > sum(count for _, count in groups):
+            groups = [(key, 2 * count) for key, count in groups]  # a lone token, doubled
         lora = self._bank.batch_product([key for key, _ in groups], [count for _, count in groups])
-        return self._decoder.forward(batch.tokens, batch.positions, batch, lora), batch.last
+        return self._decoder.forward(attend.tokens, attend.positions, attend, lora), attend.last
 
     def decode(self, streams: Sequence[SequenceChunk]) -> Tensor:
+        """See ``Runner``."""
         hidden, last = self.prefill(streams)
         return logits_at(self._decoder, hidden, last)
 
 
+def best_runner(decoder: Decoder, bank: LoraManager, kv_budget_bytes: int) -> Runner:
+    """The runner of the decoder's device. The pool needs the fused kernels: without them, every row's keys are gathered
+    at the length of the longest."""
+    fused = device.fuses(decoder.device, decoder.dtype)
+    runner: type[DenseRunner | CudaGraphRunner] = CudaGraphRunner if fused else DenseRunner
+    return runner(decoder, bank, kv_budget_bytes)
+
+
 def logits_at(decoder: Decoder, hidden: Tensor, index: Tensor) -> Tensor:
-    """Logits of the indexed positions; a lone one comes twice (``worker/exact.py``)."""
+    """Logits of the indexed positions; a lone one is doubled (``batch_invariance``)."""
     return decoder.compute_logits(hidden.index_select(0, index if len(index) > 1 else index.repeat(2)))

@@ -1,24 +1,22 @@
-"""Keys and values on a GPU: one pool of tokens, allocated once, in which segments are ranges.
+"""The KV cache of a GPU engine: one pool of tokens, allocated once, in which segments are ranges.
 
 Promises:
 
-* The pool's tensors never move, so that what a CUDA graph has recorded about them stays true.
-* A segment is contiguous. What nobody runs with is *parked* where it lies and is given up, least recently used first,
-  when others need the room.
-* Nothing is read that its owner has not written: attention over the pool takes ranges with their lengths. So places are
-  not cleaned.
-
-The pool is what ``cache.KvStore`` is on a CPU, where products over whole arenas are the fast ones.
+* The pool's tensors never move, so that CUDA graphs may hold their addresses.
+* A segment is contiguous. A retained segment stays where it is and is evicted, least recently used first, when its
+  range is needed.
+* No one reads a token that its owner has not written: attention over the pool takes ranges with their lengths. So
+  ranges are not zeroed.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from cachetools import LRUCache
 from torch import Tensor
 
 from rookery.worker.engine.native.kv_cache import Kind
@@ -26,7 +24,7 @@ from rookery.worker.model.batch_invariance import LANES, key_capacity
 from rookery.worker.model.config import DecoderConfig
 
 SCRATCH = 0
-"""A token that is nobody's: rows that only fill up a batch write there."""
+"""A token that belongs to no segment: the padding rows of a batch write there."""
 
 
 @dataclass(eq=False)
@@ -38,14 +36,15 @@ class KVRange:
 
 
 @dataclass(frozen=True)
-class _RetainedRange:
-    place: KVRange
-    length: int
-    about: Any
+class RetainedRange:
+    """A segment that no request uses, and its owner's metadata."""
+
+    slot: KVRange
+    metadata: Any
 
 
 class KVPool:
-    """``k`` and ``v`` [layers, tokens, kv_heads, head_dim]. See ``cache.Store``."""
+    """``KVStore`` on a GPU: ``k`` and ``v`` [layers, tokens, kv_heads, head_dim]."""
 
     def __init__(
         self, config: DecoderConfig, dtype: torch.dtype, device: torch.device | str, budget_bytes: int
@@ -57,72 +56,71 @@ class KVPool:
         shape = (config.layers, self.tokens, config.kv_heads, config.head_dim)
         self.k: Tensor = torch.empty(shape, dtype=dtype, device=device)
         self.v: Tensor = torch.empty(shape, dtype=dtype, device=device)
-        self.retained: OrderedDict[Hashable, _RetainedRange] = OrderedDict()
-        self._free = [(LANES, self.tokens)]
-        """Free ranges (start, stop) in order, none touching the next; the first ``LANES`` tokens are scratch."""
+        self.retained: LRUCache[Hashable, RetainedRange] = LRUCache(self.tokens, lambda kept: kept.slot.capacity)
+        self.free_ranges = [(LANES, self.tokens)]
+        """(start, stop) in order, none adjacent to the next; the first ``LANES`` tokens are scratch."""
 
     @property
     def free_tokens(self) -> int:
-        """Tokens that nobody holds, parked segments aside."""
-        return sum(stop - start for start, stop in self._free)
+        """Tokens in no segment, retained ones included."""
+        return sum(stop - start for start, stop in self.free_ranges)
 
     def fits_alone(self, *lengths: int) -> bool:
-        """Whether segments of these lengths would fit if nothing else were there."""
+        """See ``KVStore``."""
         return sum(key_capacity(length) for length in lengths if length) <= self.tokens - LANES
 
     def allocate(self, kind: Kind, length: int) -> KVRange | None:
-        """A place for ``length`` tokens, at the cost of parked segments if need be; None when there is no room."""
+        """See ``KVStore``."""
         size = key_capacity(length)
         while True:
-            for i, (start, stop) in enumerate(self._free):
+            for i, (start, stop) in enumerate(self.free_ranges):
                 if stop - start >= size:
-                    self._free[i : i + 1] = [(start + size, stop)] if stop - start > size else []
+                    self.free_ranges[i : i + 1] = [(start + size, stop)] if stop - start > size else []
                     return KVRange(start, size)
             if not self.retained:
                 return None
-            _, oldest = self.retained.popitem(last=False)
-            self.free(oldest.place)
+            _, oldest = self.retained.popitem()
+            self.free(oldest.slot)
 
-    def resize(self, kind: Kind, place: KVRange, length: int) -> KVRange | None:
-        """The same segment with room for ``length`` tokens; None (and nothing changed) when there is no room."""
-        if length <= place.capacity:
-            return place
+    def resize(self, kind: Kind, slot: KVRange, length: int) -> KVRange | None:
+        """See ``KVStore``."""
+        if length <= slot.capacity:
+            return slot
         new = self.allocate(kind, length)
         if new is not None:
             for x in (self.k, self.v):
-                x[:, new.start : new.start + place.capacity] = x[:, place.start : place.start + place.capacity]
-            self.free(place)
+                x[:, new.start : new.start + slot.capacity] = x[:, slot.start : slot.start + slot.capacity]
+            self.free(slot)
         return new
 
-    def free(self, place: KVRange) -> None:
-        start, stop = place.start, place.start + place.capacity
-        at = sum(free < start for free, _ in self._free)
-        if at < len(self._free) and self._free[at][0] == stop:
-            stop = self._free.pop(at)[1]
-        if at and self._free[at - 1][1] == start:
-            start = self._free.pop(at - 1)[0]
+    def free(self, slot: KVRange) -> None:
+        start, stop = slot.start, slot.start + slot.capacity
+        at = sum(free < start for free, _ in self.free_ranges)
+        if at < len(self.free_ranges) and self.free_ranges[at][0] == stop:
+            stop = self.free_ranges.pop(at)[1]
+        if at and self.free_ranges[at - 1][1] == start:
+            start = self.free_ranges.pop(at - 1)[0]
             at -= 1
-        self._free.insert(at, (start, stop))
+        self.free_ranges.insert(at, (start, stop))
 
     def contains(self, key: Hashable) -> bool:
-        """Whether a segment is parked under ``key``."""
+        """See ``KVStore``."""
         return key in self.retained
 
-    def retain(self, place: KVRange, length: int, key: Hashable, about: Any) -> None:
-        """Keeps the segment under ``key`` while nobody needs its room."""
+    def retain(self, slot: KVRange, length: int, key: Hashable, metadata: Any) -> None:
+        """See ``KVStore``."""
         before = self.retained.pop(key, None)
         if before is not None:
-            self.free(before.place)
-        self.retained[key] = _RetainedRange(place, length, about)
+            self.free(before.slot)
+        self.retained[key] = RetainedRange(slot, metadata)
 
     def restore(self, kind: Kind, key: Hashable, length: int) -> tuple[KVRange, Any] | None:
-        """A parked segment with room for ``length`` tokens, and what was kept about it; None when it is not there, or
-        (still parked) when there is no room."""
-        parked = self.retained.pop(key, None)
-        if parked is None:
+        """See ``KVStore``."""
+        kept = self.retained.pop(key, None)
+        if kept is None:
             return None
-        place = self.resize(kind, parked.place, length)
-        if place is None:
-            self.retained[key] = parked
+        slot = self.resize(kind, kept.slot, length)
+        if slot is None:
+            self.retained[key] = kept
             return None
-        return place, parked.about
+        return slot, kept.metadata
