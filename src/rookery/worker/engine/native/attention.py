@@ -1,10 +1,10 @@
-"""Attention of one batch over cached segments: the same arithmetic for prefill and for decoding.
+"""Attention of a CPU batch over cached segments: the same arithmetic for prefill and for decoding.
 
-Promise: a token's output is a function of its own request alone, bit for bit on CPU. Its keys are split
-where the request says (the shared prefix, then the private tail) and nowhere else; scores of both parts lie side by
-side, each part beginning at a multiple of ``LANES``, go through one softmax, and each part's values are summed by one
-plain product whose padding is zero (or by several, cut where ``exact.depths`` says). Chunk sizes, neighbours and
-capacities only change padding.
+Promise: a token's output is a function of its own request alone, bit for bit on CPU. Its keys are split between the
+shared prefix and the private tail and nowhere else. The scores of both parts lie side by side, each part starting at a
+multiple of ``LANES``, and go through one softmax; each part's values are summed by one plain product whose padding is
+zero (or by several, split as ``contraction_chunks`` says). Chunk sizes, other requests and capacities only change
+padding.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from rookery.worker.model.config import DecoderConfig
 
 @dataclass
 class SequenceChunk:
-    """Consecutive tokens of one sequence: ``tokens`` are written into ``place`` from ``start`` on and attend to the
-    ``prefix_length`` tokens in ``prefix`` and to their own segment up to themselves. Places are the store's (``Place``
-    for ``Batch``)."""
+    """Consecutive tokens of one sequence. They are written into ``slot`` from ``start`` on and attend to the
+    ``prefix_length`` tokens in ``prefix_slot`` and to their own segment up to themselves. ``key`` is their adapter.
+    Slots are those of the runner's ``KVStore``."""
 
     key: str
     tokens: Sequence[int]
@@ -39,8 +39,8 @@ class SequenceChunk:
 
 @dataclass
 class _TailBlock:
-    """The streams whose own segments lie in one arena: those from ``begin`` to ``end``, in the order of their slots.
-    ``slots`` is None when they are all of its taken slots."""
+    """The chunks whose tails lie in one arena: those from ``begin`` to before ``end``, in the order of their slots.
+    ``slots`` is None when they fill all taken slots, which are then read in place."""
 
     arena: Arena
     begin: int
@@ -54,8 +54,8 @@ class _TailBlock:
 
 @dataclass
 class _PrefixBlock:
-    """The prefixes in one arena. ``grid`` [slots · width] lists each prefix's streams, padded with any; cell
-    ``cells[j]`` of the grid is ``streams[j]``."""
+    """The shared prefixes in one arena. ``grid`` [slots · width] lists the chunks of each prefix, padded with
+    arbitrary ones; cell ``cells[j]`` of the grid is chunk ``streams[j]``."""
 
     arena: Arena
     used: int
@@ -66,11 +66,11 @@ class _PrefixBlock:
 
 
 class SegmentAttention:
-    """``Attend`` for a list of streams, and the flat ``tokens`` and ``positions`` that go with it.
+    """``AttentionBackend`` of a list of chunks, and the flat ``tokens`` and ``positions`` that go with it.
 
-    ``last[i]`` is the flat index of stream i's last token. A batch of one token is doubled (``worker/exact.py``).
-    Inside, streams stand in the order in which their own segments lie in memory: cell ``cells[j]`` of the grid
-    [streams · width] is token j, and cell i of it reads token ``grid[i]`` (padding any)."""
+    ``last[i]`` is the flat index of chunk i's last token. A lone token is doubled (``batch_invariance``). Internally,
+    chunks are in the order in which their tails lie in memory: cell ``cells[j]`` of the grid [chunks · width] is token
+    j, and cell i of it reads token ``grid[i]`` (padding reads an arbitrary one)."""
 
     def __init__(
         self, config: DecoderConfig, streams: Sequence[SequenceChunk], dtype: torch.dtype, device: torch.device | str
@@ -90,11 +90,11 @@ class SegmentAttention:
         arena_of = np.array([number[id(s.slot.arena)] for s in streams])
         slot_of = np.array([s.slot.index for s in streams])
         order = np.lexsort((slot_of, arena_of))
-        standing = np.empty_like(order)
-        standing[order] = np.arange(self.count)
+        place = np.empty_like(order)
+        place[order] = np.arange(self.count)
         grid = np.zeros((self.count, self.width), dtype=np.int64)
-        grid[standing[owner], within] = np.arange(len(owner))
-        cells = standing[owner] * self.width + within
+        grid[place[owner], within] = np.arange(len(owner))
+        cells = place[owner] * self.width + within
         tokens = np.concatenate([np.asarray(s.tokens, dtype=np.int64) for s in streams])
         start = np.array([s.start for s in streams])
         prefix = np.array([s.prefix_length for s in streams])
@@ -106,7 +106,7 @@ class SegmentAttention:
         self.tokens, self.positions = self._tensor(tokens), self._tensor(position)
         self.grid, self.cells = self._tensor(grid.reshape(-1)), self._tensor(cells)
         self.last = self._tensor(starts + counts - 1)
-        self._plan_own(arenas, arena_of[order], slot_of[order])
+        self._plan_tails(arenas, arena_of[order], slot_of[order])
         self._plan_writes(arenas, arena_of[owner], slot_of[owner], start[owner] + within)
         self._plan_prefixes([streams[i] for i in order])
         self._plan_masks(prefix[order], start[order])
@@ -114,15 +114,15 @@ class SegmentAttention:
     def _tensor(self, x: np.ndarray | list[int]) -> Tensor:
         return torch.as_tensor(np.asarray(x, dtype=np.int64), device=self.device)
 
-    def _plan_own(self, arenas: Sequence[Arena], arena_of: np.ndarray, slot_of: np.ndarray) -> None:
-        self.own: list[_TailBlock] = []
+    def _plan_tails(self, arenas: Sequence[Arena], arena_of: np.ndarray, slot_of: np.ndarray) -> None:
+        self.tails: list[_TailBlock] = []
         for i, arena in enumerate(arenas):
             begin, end = (int(x) for x in np.searchsorted(arena_of, (i, i + 1)))
             whole = end - begin == len(arena.taken)  # then they are read in place
-            self.own.append(_TailBlock(arena, begin, end, None if whole else self._tensor(slot_of[begin:end])))
+            self.tails.append(_TailBlock(arena, begin, end, None if whole else self._tensor(slot_of[begin:end])))
 
     def _plan_writes(self, arenas: Sequence[Arena], arena_of: np.ndarray, slot_of: np.ndarray, at: np.ndarray) -> None:
-        """All are by token."""
+        """Arguments are per token."""
         self.writes: list[tuple[Arena, Tensor | None, Tensor]] = []
         heads = np.arange(self.config.kv_heads)
         for i, arena in enumerate(arenas):
@@ -154,12 +154,12 @@ class SegmentAttention:
             )
 
     def _plan_masks(self, prefix: np.ndarray, start: np.ndarray) -> None:
-        """Additive masks, one per sliding window in use: [streams · kv_heads, rows, keys] where one product answers all
-        scores, else [streams, 1, rows, keys] and the score buffer."""
+        """Additive masks, one per sliding window in use: [chunks · kv_heads, rows, keys] where one product computes all
+        scores, else [chunks, 1, rows, keys] and the score buffer."""
         self.before = max((p.arena.capacity for p in self.prefixes), default=0)
-        after = max(o.arena.capacity for o in self.own)
-        self.alone = len(self.own) == 1 and not self.prefixes
-        # query and key positions, counted from the sequence's first token
+        after = max(o.arena.capacity for o in self.tails)
+        self.one_product = len(self.tails) == 1 and not self.prefixes
+        # positions of queries and keys, counted from the sequence's first token
         query = self._tensor(prefix + start)[:, None] + torch.arange(self.width, device=self.device)
         key = torch.arange(after, device=self.device) + self._tensor(prefix)[:, None]
         if self.before:
@@ -174,17 +174,18 @@ class SegmentAttention:
             if self.config.group > 1:
                 mask = mask.repeat_interleave(self.config.group, 1)
             mask = pad_rows(mask, self.rows)
-            if self.alone:
+            if self.one_product:
                 self.masks[window] = mask.repeat_interleave(self.config.kv_heads, 0)
             else:
                 self.masks[window] = mask.unsqueeze(1)
-        if not self.alone:
-            # Gaps between a segment's capacity and the widest are never written: zero, so that no NaN meets the mask.
+        if not self.one_product:
+            # Gaps between a segment's capacity and the widest one are never written: they are zero, so that the mask
+            # never meets a NaN.
             shape = (self.count, self.config.kv_heads, self.rows, self.before + after)
             self.scores = torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See ``decoder.Attend``."""
+        """See ``AttentionBackend``."""
         cfg = self.config
         self._write(layer, k, v)
         q = q * (1.0 / math.sqrt(cfg.head_dim))
@@ -194,16 +195,16 @@ class SegmentAttention:
         if not self.dense:
             q = q.view(self.count, self.width, cfg.kv_heads, cfg.group, size).transpose(1, 2)
         q = pad_rows(q.reshape(self.count, cfg.kv_heads, real, size), rows).contiguous()
-        p = torch.softmax(self._scored(layer, q), -1)
+        p = torch.softmax(self._scores(layer, q), -1)
         out = q.new_empty(q.shape)
-        for own in self.own:
-            part = p[own.rows, ..., self.before : self.before + own.arena.capacity]
-            values = _read(own, own.arena.v[layer]).flatten(0, 1)
-            _weigh(part.reshape(len(values), rows, -1), values, out[own.rows].view(len(values), rows, size))
+        for block in self.tails:
+            part = p[block.rows, ..., self.before : self.before + block.arena.capacity]
+            values = _read(block, block.arena.v[layer]).flatten(0, 1)
+            _weighted_sum(part.reshape(len(values), rows, -1), values, out[block.rows].view(len(values), rows, size))
         for prefix in self.prefixes:
             values = prefix.arena.v[layer, : prefix.used].flatten(0, 1)
             weights = self._gather(prefix, p[..., : prefix.arena.capacity])
-            summed = _weigh(weights, values, out.new_empty(*weights.shape[:2], size))
+            summed = _weighted_sum(weights, values, out.new_empty(*weights.shape[:2], size))
             out.index_add_(0, prefix.streams, self._scatter(prefix, summed))
         out = out[:, :, :real]
         if not self.dense:
@@ -211,18 +212,17 @@ class SegmentAttention:
         out = out.reshape(self.count * self.width, cfg.heads, size)
         return out if self.in_order else out.index_select(0, self.cells)
 
-    def _scored(self, layer: int, q: Tensor) -> Tensor:
-        """Scores of q [streams, kv_heads, rows, head_dim] with what is hidden at -inf: [streams, kv_heads, rows,
-        keys]."""
+    def _scores(self, layer: int, q: Tensor) -> Tensor:
+        """Masked scores of q [chunks, kv_heads, rows, head_dim]: [chunks, kv_heads, rows, keys]."""
         rows, size = q.shape[2:]
         mask = self.masks[self.config.windows[layer]]
-        for own in self.own:
-            keys = _read(own, own.arena.k[layer]).flatten(0, 1).transpose(1, 2)
-            mine = q[own.rows].view(len(keys), rows, size)
-            if self.alone:
+        for block in self.tails:
+            keys = _read(block, block.arena.k[layer]).flatten(0, 1).transpose(1, 2)
+            mine = q[block.rows].view(len(keys), rows, size)
+            if self.one_product:
                 return torch.baddbmm(mask, mine, keys).view(*q.shape[:3], -1)
-            scores = torch.bmm(mine, keys).view(own.end - own.begin, -1, rows, own.arena.capacity)
-            self.scores[own.rows, ..., self.before : self.before + own.arena.capacity] = scores
+            scores = torch.bmm(mine, keys).view(block.end - block.begin, -1, rows, block.arena.capacity)
+            self.scores[block.rows, ..., self.before : self.before + block.arena.capacity] = scores
         for prefix in self.prefixes:
             keys = prefix.arena.k[layer, : prefix.used].flatten(0, 1).transpose(1, 2)
             scores = torch.bmm(self._gather(prefix, q), keys)
@@ -237,27 +237,26 @@ class SegmentAttention:
                 cache[layer].view(-1, size).index_copy_(0, rows, chosen.reshape(-1, size))
 
     def _gather(self, prefix: _PrefixBlock, x: Tensor) -> Tensor:
-        """x [streams, kv_heads, rows, n] → [prefixes · kv_heads, width · rows, n], each prefix's streams in a row."""
+        """x [chunks, kv_heads, rows, n] → [prefixes · kv_heads, width · rows, n], by prefix."""
         heads, rows, n = x.shape[1:]
         picked = x.index_select(0, prefix.grid).view(prefix.used, prefix.width, heads, rows, n)
         return picked.transpose(1, 2).contiguous().view(prefix.used * heads, prefix.width * rows, n)
 
     def _scatter(self, prefix: _PrefixBlock, x: Tensor) -> Tensor:
-        """The way back, one entry per ``prefix.streams``: → [len(streams), kv_heads, rows, n]."""
+        """The inverse of ``_gather``: → [len(prefix.streams), kv_heads, rows, n]."""
         heads, n = self.config.kv_heads, x.shape[-1]
         x = x.view(prefix.used, heads, prefix.width, -1, n).transpose(1, 2)
         return x.reshape(prefix.used * prefix.width, heads, -1, n).index_select(0, prefix.cells)
 
 
-def _weigh(weights: Tensor, values: Tensor, out: Tensor) -> Tensor:
-    """``out`` = weights [batch, rows, keys] · values [batch, keys, head_dim]; several pieces of the keys add up in
-    float32."""
-    pieces = contraction_chunks(values.shape[1], values.dtype, values.device)
-    if len(pieces) == 1:
+def _weighted_sum(weights: Tensor, values: Tensor, out: Tensor) -> Tensor:
+    """``out`` = weights [batch, rows, keys] · values [batch, keys, head_dim]; chunks of the keys add up in float32."""
+    chunks = contraction_chunks(values.shape[1], values.dtype, values.device)
+    if len(chunks) == 1:
         return torch.bmm(weights, values, out=out)
-    return out.copy_(chunked_matmul(weights, values.split(pieces, 1)))
+    return out.copy_(chunked_matmul(weights, values.split(chunks, 1)))
 
 
-def _read(own: _TailBlock, cache: Tensor) -> Tensor:
-    """[streams, kv_heads, capacity, head_dim] of the streams from ``own.begin`` on."""
-    return cache[: own.end - own.begin] if own.slots is None else cache.index_select(0, own.slots)
+def _read(block: _TailBlock, cache: Tensor) -> Tensor:
+    """[chunks, kv_heads, capacity, head_dim] of the block's chunks."""
+    return cache[: block.end - block.begin] if block.slots is None else cache.index_select(0, block.slots)
