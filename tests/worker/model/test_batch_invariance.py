@@ -12,7 +12,7 @@ import torch
 from tests.support.tiny import divide
 from torch import Tensor
 
-from rookery.worker.engine.native.attention import _weigh
+from rookery.worker.engine.native.attention import weighted_sum
 from rookery.worker.model import batch_invariance
 from rookery.worker.model.batch_invariance import (
     LANES,
@@ -121,7 +121,7 @@ def test_the_values_of_attention_by_keys(threads: int, batch: int, rows: int) ->
     for capacity in dict.fromkeys(exact_key_capacity(DTYPE, keys) for keys in (length, 500, 800, 1500)):
         wide, keys = weights.new_zeros(batch, rows, capacity), values.new_zeros(batch, capacity, size)
         wide[..., :length], keys[:, :length] = weights, values
-        results.append(_weigh(wide, keys, torch.empty(batch, rows, size, dtype=DTYPE)))
+        results.append(weighted_sum(wide, keys, torch.empty(batch, rows, size, dtype=DTYPE)))
         torch.set_num_threads(threads)
     assert results[0].count_nonzero() > 0, "these sums show nothing"
     for result in results[1:]:
@@ -146,7 +146,7 @@ def test_a_projection_in_blocks(in_pieces: None, rows: int, pack: bool) -> None:
 def test_attention_in_pieces_of_the_keys(in_pieces: None) -> None:
     weights, values = torch.rand(3, 7, 64), torch.randn(3, 64, 16)
     assert len(contraction_chunks(64, values.dtype, "cpu")) == 3
-    got = _weigh(weights, values, torch.empty(3, 7, 16))
+    got = weighted_sum(weights, values, torch.empty(3, 7, 16))
     torch.testing.assert_close(got.double(), weights.double() @ values.double(), atol=2e-5, rtol=1e-5)
 
 

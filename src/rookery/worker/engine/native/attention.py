@@ -200,11 +200,11 @@ class SegmentAttention:
         for block in self.tails:
             part = p[block.rows, ..., self.before : self.before + block.arena.capacity]
             values = _read(block, block.arena.v[layer]).flatten(0, 1)
-            _weighted_sum(part.reshape(len(values), rows, -1), values, out[block.rows].view(len(values), rows, size))
+            weighted_sum(part.reshape(len(values), rows, -1), values, out[block.rows].view(len(values), rows, size))
         for prefix in self.prefixes:
             values = prefix.arena.v[layer, : prefix.used].flatten(0, 1)
             weights = self._gather(prefix, p[..., : prefix.arena.capacity])
-            summed = _weighted_sum(weights, values, out.new_empty(*weights.shape[:2], size))
+            summed = weighted_sum(weights, values, out.new_empty(*weights.shape[:2], size))
             out.index_add_(0, prefix.streams, self._scatter(prefix, summed))
         out = out[:, :, :real]
         if not self.dense:
@@ -249,7 +249,7 @@ class SegmentAttention:
         return x.reshape(prefix.used * prefix.width, heads, -1, n).index_select(0, prefix.cells)
 
 
-def _weighted_sum(weights: Tensor, values: Tensor, out: Tensor) -> Tensor:
+def weighted_sum(weights: Tensor, values: Tensor, out: Tensor) -> Tensor:
     """``out`` = weights [batch, rows, keys] · values [batch, keys, head_dim]; chunks of the keys add up in float32."""
     chunks = contraction_chunks(values.shape[1], values.dtype, values.device)
     if len(chunks) == 1:
