@@ -1,4 +1,4 @@
-"""Training that begins while a step's rollouts still run: the same gradient, the same promises.
+"""Training that starts while a step's rollouts still run: the same gradient, the same promises.
 
 On a small random model in float32, portioned gradients agree with whole ones within 2e-5 of their largest entry and
 steps within 2e-6 (sums in another order, and the normalisation applied at another place).
@@ -58,7 +58,7 @@ def group(rng: Random, number: int) -> CompleteGroup:
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "mean"])
-def test_a_step_in_portions_is_the_same_step(tmp_path: Path, name: str) -> None:
+def test_step_in_micro_batches_equals_the_whole_step(tmp_path: Path, name: str) -> None:
     """Also where the portions come in another order; and the loss that is shown is that of the whole."""
     job = spec(name=name, kl_weight=0.3)
     groups = [group(Random(seed), seed) for seed in range(4)]
@@ -92,9 +92,7 @@ def test_a_step_in_portions_is_the_same_step(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "sent"), [({}, False), ({"kl_weight": 0.1}, True), ({"loss": {"name": "dro", "beta": 0.1}}, True)]
 )
-def test_tokens_without_advantage_are_computed_where_something_else_pulls_at_them(
-    algorithm: dict[str, Any], sent: bool
-) -> None:
+def test_tokens_without_advantage_are_sent_if_another_term_needs_them(algorithm: dict[str, Any], sent: bool) -> None:
     even = group(Random(1), 1)
     for outcome in even.episodes:
         outcome.reward = 1.0
@@ -109,7 +107,7 @@ def test_tokens_without_advantage_are_computed_where_something_else_pulls_at_the
 
 
 @pytest.mark.parametrize("scale", [0.125, 1.0, 3.0])
-def test_the_scale_comes_before_the_clipping(tmp_path: Path, scale: float) -> None:
+def test_scale_is_applied_before_clipping(tmp_path: Path, scale: float) -> None:
     """The bound lies at the unscaled gradient's norm: what is scaled up is clipped, what is scaled down is not."""
     folder = adapter_folder(tmp_path / "p", 4, 1)
     job, groups = spec(), [group(Random(1), 1)]
@@ -137,7 +135,7 @@ def test_the_scale_comes_before_the_clipping(tmp_path: Path, scale: float) -> No
     st.lists(st.tuples(st.integers(0, 6), st.integers(2, 5)), max_size=12), st.integers(1, 8), st.integers(0, 30),
     st.integers(0, 3),
 )  # fmt: skip
-def test_portions_are_those_that_expire_first_and_never_too_old(
+def test_micro_batches_take_the_oldest_admissible_groups(
     given: list[tuple[int, int]], count: int, enough: int, max_staleness: int
 ) -> None:
     ready = [ReadyGroup(str(i), i, step, responses) for i, (step, responses) in enumerate(given)]
@@ -186,7 +184,7 @@ async def let_go(host: ScriptedHost, slow: Slow) -> None:
     await host.join()
 
 
-async def test_training_begins_while_rollouts_run_and_in_any_order(service: Service) -> None:
+async def test_training_starts_while_rollouts_run(service: Service) -> None:
     worker = await service.worker().join()
     slow = Slow()
     slow.held = {"0", "1"}
@@ -216,7 +214,7 @@ async def test_training_begins_while_rollouts_run_and_in_any_order(service: Serv
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 5, 100])
-async def test_the_history_is_that_of_whole_steps(tmp_path: Path, micro_batch: int) -> None:
+async def test_history_equals_that_of_whole_steps(tmp_path: Path, micro_batch: int) -> None:
     contents = set()
     for size in (0, micro_batch):
         service = Service(tmp_path / str(size))
@@ -232,7 +230,7 @@ async def test_the_history_is_that_of_whole_steps(tmp_path: Path, micro_batch: i
 
 
 @pytest.mark.parametrize("death", range(1, 7))
-async def test_a_worker_lost_between_portions_costs_its_work_and_nothing_else(tmp_path: Path, death: int) -> None:
+async def test_worker_lost_between_micro_batches_costs_only_its_work(tmp_path: Path, death: int) -> None:
     """It dies as it is given its operation number ``death`` after the first version; another one computes all again."""
     contents = []
     for dies in (False, True):
@@ -259,7 +257,7 @@ async def test_a_worker_lost_between_portions_costs_its_work_and_nothing_else(tm
     assert contents[0] == contents[1]
 
 
-async def test_a_controller_that_dies_between_portions_takes_them_back(tmp_path: Path) -> None:
+async def test_controller_killed_between_micro_batches_repeats_them(tmp_path: Path) -> None:
     """Whatever was differentiated, no group is consumed before the commit: each trains once."""
     calm = Service(tmp_path / "calm")
     await calm.start()
@@ -290,7 +288,7 @@ async def test_a_controller_that_dies_between_portions_takes_them_back(tmp_path:
     await service.close()
 
 
-async def test_a_group_that_waits_in_portions_keeps_the_staleness_bound(service: Service) -> None:
+async def test_groups_in_micro_batches_keep_the_staleness_bound(service: Service) -> None:
     worker = await service.worker().join()
     slow = Slow()
     slow.held = {"0"}
