@@ -113,14 +113,10 @@ class FakeTrainer:
             self._states[policy].complete = False
 
     def init_adapter(self, op: protocol.InitAdapter, source: bytes | None) -> OperationResult:
-        """A new adapter from the operation's seed, or from the ``source`` adapter file."""
-        start = f"seed {op.seed} rank {op.rank}"
-        if source is not None:
-            start = msgspec.json.decode(source, type=AdapterState).chain
-        files = {
-            ADAPTER: msgspec.json.encode(AdapterState(start, start)),
-            CONFIG: peft_config(op.rank, op.alpha, op.targets),
-        }
+        """A new adapter from the operation's seed, or with the weights of the ``source`` adapter file."""
+        seed = f"seed {op.seed} rank {op.rank}"
+        weights = source if source is not None else msgspec.json.encode(AdapterState(seed, seed))
+        files = {ADAPTER: weights, CONFIG: peft_config(op.rank, op.alpha, op.targets)}
         reply = protocol.OperationDone(epoch=0, op=op.op, metrics={"grad_norm": 1.0})
         return OperationResult(reply, files, op.commit)
 
