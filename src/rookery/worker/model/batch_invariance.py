@@ -1,22 +1,23 @@
-"""The few rules that make a token's result on CPU independent of what else is in the batch.
+"""Batch invariance on CPU: a token's result does not depend on which other tokens are in its batch.
 
-A row of a matrix product must depend on that row alone, and zeros appended to the contraction must change nothing. In
-bfloat16 all products go through oneDNN, whose kernels, but for those named below, add along it in one fixed order. In
-float32 only the base model's projections do (``model/projection.py``); the others go through PyTorch's BLAS, whose
-kernels take rows by the block, on Intel's processors only if they are told to be reproducible
-(``worker/__init__.py``). What would break it, and every product of the engine is shaped to avoid:
+As in the field's use of the term, a kernel is batch-invariant if a row's result is the same bits for any number of
+rows beside it. A matrix product is not by itself: the number of rows decides which kernel runs and in which order it
+adds. Here zeros appended to the contraction must not change the result either. In bfloat16 all products go through
+oneDNN, whose kernels, except those named below, add along the contraction in one fixed order. In float32 only the base
+model's linear layers do (``layers``); the others go through PyTorch's BLAS, whose kernels take rows by the block, on
+Intel's processors only if they are told to be reproducible (``worker/__init__.py``). The engine shapes every product to
+avoid the exceptions:
 
 * bfloat16: a lone row is multiplied by another kernel → at least two rows;
-* bfloat16: a product of at most ``_SMALL`` multiplications does not go to oneDNN at all → enough rows;
-* bfloat16 by tile instructions (AMX): a contraction longer than ``TILE_DEPTH`` is added up in an order that depends on
-  rows, columns and threads. Where columns are many it is one order up to ``TILE_ROWS`` rows → blocks of rows
-  (``model/projection.py``); where they are few there is none → pieces of the contraction (``depths``);
-* the same: a contraction of less than 32 goes by another kernel where a thread has one row → rows for all threads;
-* float32: rows that are left over, less than a block of them, are added up in another order where a thread has no
-  others → whole blocks;
-* float32: a contraction is cut into pieces, and where depends on its length → ``exact_capacity`` and
-  ``alone_in`` keep to lengths that are cut alike;
-* a softmax adds lane by lane, so a key must keep its lane → key ranges begin and end at multiples of ``LANES``.
+* bfloat16: a product of at most ``_SMALL`` multiplications does not go to oneDNN → enough rows;
+* bfloat16 with tile instructions (AMX): a contraction longer than ``TILE_DEPTH`` is added in an order that depends on
+  rows, columns and threads. With many columns the order is the same up to ``TILE_ROWS`` rows → blocks of rows
+  (``layers.PackedLinear``); with few columns it is not → chunks of the contraction (``contraction_chunks``);
+* the same: a contraction of less than 32 uses another kernel where a thread has one row → rows for all threads;
+* float32: rows beyond the last whole block are added in another order where a thread has no others → whole blocks;
+* float32: a contraction is split at places that depend on its length → ``exact_key_capacity`` and
+  ``zero_padding_is_exact`` keep to lengths that are split alike;
+* a softmax adds lane by lane, so a key must keep its lane → key ranges start and end at multiples of ``LANES``.
 
 Tests check the rules, bit for bit, on random models and on SmolLM2, in the type that the machine's workers compute in.
 """
@@ -98,7 +99,7 @@ def contraction_chunks(depth: int, dtype: torch.dtype, device: torch.device | st
 
 
 def chunked_matmul(x: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-    """x [..., rows, depth] · w [..., depth, out], for ``w`` in the pieces that ``depths`` says; several add up in
+    """x [..., rows, depth] · w [..., depth, out], for ``w`` in the chunks of ``contraction_chunks``; several add up in
     float32."""
     if len(pieces) == 1:
         return x @ pieces[0]

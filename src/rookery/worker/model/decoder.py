@@ -6,7 +6,7 @@ Promises:
   belongs to which token, is brought in by two callables, so that generation and training run the same arithmetic.
 * Base weights are frozen; gradients flow through what ``attend`` and ``lora`` bring in.
 * On a CPU every token's result depends on that token's own inputs only, bit for bit, whatever else is in the stream, as
-  long as the stream has at least two tokens (see ``worker/exact.py``).
+  long as the stream has at least two tokens (see ``batch_invariance``).
 * No RoPE table depends on how many tokens asked for it.
 """
 
@@ -101,8 +101,8 @@ class Decoder:
     """The base model."""
 
     def __init__(self, config: DecoderConfig, weights: Mapping[str, Tensor], *, pack: bool = False) -> None:
-        """``weights`` under the fused names that ``weights.fuse`` gives, all of one dtype and on one device; ``pack``
-        as in ``Projection``."""
+        """``weights`` under the fused names that ``convert.fuse`` gives, all of one dtype and on one device; ``pack``
+        as in ``PackedLinear``."""
         self.config = config
         self.embedding = weights["embed"]
         self.norm = weights["norm"]
@@ -167,7 +167,7 @@ class Decoder:
         return rms_norm(x, self.norm, self.config.eps)
 
     def compute_logits(self, hidden: Tensor, *, whole: bool = False) -> Tensor:
-        """hidden [n, hidden] → logits [n, vocab] in the base dtype; ``whole`` as in ``Projection``."""
+        """hidden [n, hidden] → logits [n, vocab] in the base dtype; ``whole`` as in ``PackedLinear``."""
         return self._project.single_product(hidden) if whole else self._project(hidden)
 
     def _heads(self, layer: int, w: Layer, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
