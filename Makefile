@@ -49,32 +49,32 @@ chaos: $(VENV)/.tests
 
 # The same in virtual time, at scale: about twenty minutes on one quiet core.
 chaos-at-scale: $(VENV)/.tests
-	$(BIN)/python benchmarks/chaos_at_scale.py
+	$(BIN)/python -m benchmarks.scale.chaos_at_scale
 
 # Peers, each in an environment of its own, for the measures that stand beside them.
 bench-peers: .bench/vllm/.installed .bench/trl/.installed
 
 # One shape of each quick measure, on a quiet machine; RESULTS.md is made from what all of them wrote.
 bench: $(VENV)/.tests
-	$(BIN)/python benchmarks/generation.py --quick
-	$(BIN)/python benchmarks/training.py --quick
-	$(BIN)/python benchmarks/grpo_step.py --quick
-	$(BIN)/python benchmarks/service_floor.py
-	$(BIN)/python benchmarks/report.py
+	$(BIN)/python -m benchmarks.micro.generation --quick
+	$(BIN)/python -m benchmarks.micro.training --quick
+	$(BIN)/python -m benchmarks.jobs.grpo_step --quick
+	$(BIN)/python -m benchmarks.micro.service_floor
+	$(BIN)/python -m benchmarks.lib.report
 
 # These whole, then the curve of tenants, asynchrony, the lag study, memory, spinning: hours on a quiet machine. What the
 # curve and the two after it have measured is kept: stopped and made again, they go on with what is missing; another
 # machine's cells are put aside, and found there again. Each script can also measure a part (--help).
 bench-full: $(VENV)/.tests bench-peers
-	$(BIN)/python benchmarks/generation.py
-	$(BIN)/python benchmarks/training.py
-	$(BIN)/python benchmarks/grpo_step.py
-	$(BIN)/python benchmarks/curve.py
-	$(BIN)/python benchmarks/asynchrony.py
-	$(BIN)/python benchmarks/lag_study.py
-	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/spinning.py
-	$(BIN)/python benchmarks/report.py
+	$(BIN)/python -m benchmarks.micro.generation
+	$(BIN)/python -m benchmarks.micro.training
+	$(BIN)/python -m benchmarks.jobs.grpo_step
+	$(BIN)/python -m benchmarks.jobs.curve
+	$(BIN)/python -m benchmarks.jobs.asynchrony
+	$(BIN)/python -m benchmarks.jobs.lag_study
+	$(BIN)/python -m benchmarks.micro.memory
+	$(BIN)/python -m benchmarks.micro.spinning
+	$(BIN)/python -m benchmarks.lib.report
 
 # Ratios that hold on any machine, with generous bounds: part of the tests.
 bench-smoke: $(VENV)/.tests
@@ -82,29 +82,29 @@ bench-smoke: $(VENV)/.tests
 
 # Losing workers, seeding: about half an hour.
 bench-preemption: $(VENV)/.tests
-	$(BIN)/python benchmarks/preemption.py
-	$(BIN)/python benchmarks/seeding.py
-	$(BIN)/python benchmarks/report.py
+	$(BIN)/python -m benchmarks.scale.preemption
+	$(BIN)/python -m benchmarks.scale.seeding
+	$(BIN)/python -m benchmarks.lib.report
 
 # Tinker calls beside SkyRL's server, and how far sampling's log-probabilities are from training's: wants a quiet machine.
 bench-tinker: $(VENV)/.tests .bench/skyrl/.installed .bench/tinker-0.24.1
-	$(BIN)/python benchmarks/tinker_latency.py
-	$(BIN)/python benchmarks/logprob_agreement.py
-	$(BIN)/python benchmarks/report.py
+	$(BIN)/python -m benchmarks.micro.tinker_latency
+	$(BIN)/python -m benchmarks.micro.logprob_agreement
+	$(BIN)/python -m benchmarks.lib.report
 
 # Where a GPU is at hand: at most ten minutes. Elsewhere it says so and measures nothing.
 bench-gpu: $(VENV)/.tests
-	$(BIN)/python benchmarks/gpu.py
-	$(BIN)/python benchmarks/report.py
+	$(BIN)/python -m benchmarks.micro.gpu
+	$(BIN)/python -m benchmarks.lib.report
 
 # The Tinker cookbook's math_rl env=arithmetic on the real model, sync and async: about ten minutes.
 cookbook: $(VENV)/.tests .bench/cookbook/.installed
-	$(BIN)/python benchmarks/cookbook.py
-	$(BIN)/python benchmarks/report.py
+	$(BIN)/python -m benchmarks.jobs.cookbook
+	$(BIN)/python -m benchmarks.lib.report
 
 # The controller's time per event as workers and jobs grow: wants a quiet machine.
 controller-scaling: $(VENV)/.tests
-	$(BIN)/python benchmarks/controller_scaling.py
+	$(BIN)/python -m benchmarks.scale.controller_scaling
 
 .bench/vllm/.installed: benchmarks/peers/vllm.txt
 	@$(PYTHON) -m venv .bench/vllm

@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import peft
 import torch
 import transformers
-from child import serve
-from workload import random_ids
+from benchmarks.lib.child import serve
+from benchmarks.lib.workload import random_ids
 
 if __name__ == "__main__":
     base = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=getattr(torch, sys.argv[2]))

@@ -15,11 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["TINKER_TELEMETRY"] = "0"
 
 import tinker
-from child import serve
+from benchmarks.lib.child import serve
 from tinker import types
 
 RANK = 8

@@ -11,15 +11,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import peft
 import torch
 import transformers
 import trl
-from child import serve
+from benchmarks.lib.child import serve
+from benchmarks.lib.workload import COMPLETIONS, PROMPTS, REPLY_TOKENS, questions, reward, stories
 from datasets import Dataset
-from workload import COMPLETIONS, PROMPTS, REPLY_TOKENS, questions, reward, stories
 
 TEXTS = {"questions": questions, "stories": stories}
 

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
 
 import vllm
-from child import serve
+from benchmarks.lib.child import serve
 from vllm.lora.request import LoRARequest
 
 if __name__ == "__main__":

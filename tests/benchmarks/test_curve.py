@@ -9,11 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import harness
 import pytest
-import report
-from cells import Cells
-from curve_figures import (
+from benchmarks.jobs.curve_figures import (
     LATENCIES,
     STEPS,
     TENANTS,
@@ -25,10 +22,12 @@ from curve_figures import (
     points,
     reward_differences,
 )
-from harness import Result, Row
+from benchmarks.lib import harness, report
+from benchmarks.lib.cells import Cells
+from benchmarks.lib.harness import Result, Row
+from benchmarks.lib.intervals import paired, t_quantile, welch
 from hypothesis import given
 from hypothesis import strategies as st
-from intervals import paired, t_quantile, welch
 from tests.support.measured import CROWD_COMPUTE, SOLO_COMPUTE, SOLO_SECONDS, curve_cells
 
 VALUES = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=6)

@@ -7,20 +7,28 @@ import math
 from pathlib import Path
 from typing import Any
 
-import asynchrony_figures
-import curve_figures
-import lag_figures
-import lag_study
-import pages
 import pytest
 import torch
-from asynchrony_figures import APART, BUDGETS, PLACES, Place, choices, gains, micro_batches, phases, steps, theory
-from asynchrony_theory import Phase, apart, jointly, separately, shared, tight_budget
-from harness import RESULTS, ROOT
+from benchmarks.jobs import asynchrony_figures, curve_figures, lag_figures, lag_study
+from benchmarks.jobs.asynchrony_figures import (
+    APART,
+    BUDGETS,
+    PLACES,
+    Place,
+    choices,
+    gains,
+    micro_batches,
+    phases,
+    steps,
+    theory,
+)
+from benchmarks.jobs.asynchrony_theory import Phase, apart, jointly, separately, shared, tight_budget
+from benchmarks.jobs.lag_figures import LAGS, LOSSES, Arm, collapsed, comparisons
+from benchmarks.lib import pages
+from benchmarks.lib.harness import RESULTS, ROOT
+from benchmarks.lib.plots import FOLDER, draw
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from lag_figures import LAGS, LOSSES, Arm, collapsed, comparisons
-from plots import FOLDER, draw
 from tests.support.measured import asynchrony_cells, curve_cells, lag_run
 
 from rookery.algorithms.losses import LOSSES as LOSS_FUNCTIONS
@@ -274,6 +282,6 @@ def test_pages_say_what_the_results_say(page: str) -> None:
     results = {path.stem: json.loads(path.read_text()) for path in RESULTS.glob("*.json")}
     plots = {path.stem: path for path in FOLDER.glob("*.png")}
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert pages.filled(ROOT / page, results, plots) == text, "run: python benchmarks/report.py"
+    assert pages.filled(ROOT / page, results, plots) == text, "run: python -m benchmarks.lib.report"
     named = {match[2] for match in pages.MARKED.finditer(text)}
     assert named == SHOWN[page]

@@ -7,15 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gpu
-import gpu_check
-import gpu_models
-import gpu_peers
 import pytest
-import report
 import torch
 import transformers
-from harness import HERE, RESULTS, Result
+from benchmarks.lib import report
+from benchmarks.lib.harness import HERE, RESULTS, Result
+from benchmarks.micro import gpu, gpu_check, gpu_models, gpu_peers
 from torch import Tensor
 
 from rookery.worker.model.config import DecoderConfig
@@ -49,7 +46,9 @@ def test_without_a_gpu_it_says_so_and_writes_nothing() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     before = (RESULTS / "gpu.json").exists()
-    done = subprocess.run([sys.executable, str(HERE / "gpu.py")], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.micro.gpu"], cwd=HERE.parent, capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "GPU: not measured here, PyTorch sees no CUDA device\n"
     assert (RESULTS / "gpu.json").exists() == before

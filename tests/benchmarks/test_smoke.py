@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from contender import Contender
-from workload import random_ids
+from benchmarks.lib.contender import Contender
+from benchmarks.lib.workload import random_ids
 
 pytestmark = pytest.mark.alone
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -24,7 +24,7 @@ VOCABULARY = 49152
 @pytest.fixture(scope="module", params=["engine", "trainer"])
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Contender]:
     folder = tmp_path_factory.mktemp("bench")
-    script = BENCHMARKS / f"contender_{request.param}.py"
+    script = BENCHMARKS / "lib" / f"contender_{request.param}.py"
     contender = Contender(request.param, [sys.executable, str(script)], {"ROOKERY_BENCH": str(folder)})
     yield contender
     contender.close()

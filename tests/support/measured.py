@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from asynchrony_figures import CORES, PLACES, ROWS, SAMPLES, STALENESS, UNITS, choices, costs_key, job_key, phases
-from asynchrony_theory import apart, shared
-from curve_figures import LATENCIES, SOLO_JOBS, STEPS, TENANTS, TRL_JOBS
+from benchmarks.jobs.asynchrony_figures import (
+    CORES,
+    PLACES,
+    ROWS,
+    SAMPLES,
+    STALENESS,
+    UNITS,
+    choices,
+    costs_key,
+    job_key,
+    phases,
+)
+from benchmarks.jobs.asynchrony_theory import apart, shared
+from benchmarks.jobs.curve_figures import LATENCIES, SOLO_JOBS, STEPS, TENANTS, TRL_JOBS
 
 SOLO_SECONDS, SOLO_COMPUTE = 15.0, 12.0
 CROWD_COMPUTE = 13.0

@@ -1,0 +1,98 @@
+"""Measures of hours, in pieces: every finished piece (a *cell*) is written at once, and a second start goes on with
+what is missing.
+
+The cells lie in the result's own file, so rows, verdicts and tables are always those of the cells that are there. Cells
+of another machine or of another plan are never mixed with new ones. Another machine's are put aside, under a name that
+is found again on that machine; with those of another plan the start is refused, unless it is to begin anew.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib import harness
+from benchmarks.lib.harness import Result
+
+Cell = dict[str, Any]
+"""What one piece measured: JSON."""
+
+
+class Cells:
+    """``figures(cells)`` makes the result from whatever cells there are, also from none."""
+
+    def __init__(
+        self, figures: Callable[[Mapping[str, Cell]], Result], plan: Mapping[str, Any], *, anew: bool = False
+    ) -> None:
+        """``plan`` holds what all cells share, as JSON. ``anew`` drops the cells that are there. Raises ``SystemExit``
+        where they are kept and of another plan."""
+        self._figures = figures
+        self._plan = dict(plan)
+        self._path = harness.RESULTS / f"{figures({}).name}.json"
+        self.cells: dict[str, Cell] = {}
+        stored = self._of_this_machine()
+        if stored is not None and not anew:
+            there, here = stored["data"]["plan"], json.loads(json.dumps(self._plan))
+            if there != here:
+                told = f"{self._path.name} has cells of another plan: {there}, not {here}"
+                raise SystemExit(f"{told}; --anew drops them")
+            self.cells = stored["data"]["cells"]
+        else:
+            self.result().save()  # whoever goes on from here is held to this plan
+
+    def _of_this_machine(self) -> dict[str, Any] | None:
+        """What is stored. Another machine's is put aside, and what was put aside of this one taken back."""
+        stored, here = self._stored(), harness.machine()
+        if stored is None or stored["machine"] == here:
+            return stored
+        kept, mine = self._aside(stored["machine"]), self._aside(here)
+        self._path.replace(kept)
+        print(f"{self._path.name} was of another machine, {stored['machine']}: it is {kept.name} now", flush=True)
+        if mine.exists():
+            mine.replace(self._path)
+        return self._stored()
+
+    def _stored(self) -> dict[str, Any] | None:
+        if not self._path.exists():
+            return None
+        content: dict[str, Any] = json.loads(self._path.read_text())
+        return content
+
+    def _aside(self, of: str) -> Path:
+        return self._path.with_name(f"{self._path.name}.{sha256(of.encode()).hexdigest()[:8]}")
+
+    def measure(self, key: str, run: Callable[[], Cell]) -> Cell:
+        """The cell ``key``: as it is stored, or measured now and stored."""
+        if key not in self.cells:
+            print(f"{key} …", flush=True)
+            began = time.perf_counter()
+            cell = run()
+            self.put(key, {**cell, "took": time.perf_counter() - began})
+        return self.cells[key]
+
+    def put(self, key: str, cell: Cell) -> None:
+        """Store a cell; ``took``, if it is there, is how many seconds it took."""
+        self.cells[key] = cell
+        self.result().save()
+        print(f"{key}: {cell['took']:.0f} s" if "took" in cell else key, flush=True)
+
+    def result(self) -> Result:
+        """Of the cells so far."""
+        result = self._figures(self.cells)
+        result.data |= {"plan": self._plan, "cells": self.cells}
+        return result
+
+    def tell(self) -> None:
+        """Print what the cells say."""
+        result = self.result()
+        for line in (*result.rows, *result.verdicts, *result.notes):
+            print(f"  {line}")
+
+
+def table(title: str, head: list[str], rows: list[list[Any]]) -> dict[str, Any]:
+    """A table for :attr:`Result.data` ``["tables"]``: cells are numbers, texts, or None for what was not measured."""
+    return {"title": title, "head": head, "rows": rows}

@@ -1,0 +1,179 @@
+"""What every measure shares: the machine's name, medians, the model as peers want it, and where results go.
+
+A result is one JSON file in ``results/``: what was measured, on what, with which command, all repeats and the verdicts.
+``report.py`` makes the tables and plots from these files alone, so that no figure is ever typed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rookery.cluster.base import preloaded
+from rookery.settings import Settings
+
+HERE = Path(__file__).resolve().parents[1]
+ROOT = HERE.parent
+RESULTS = HERE / "results"
+WORK = Path(os.environ.get("ROOKERY_BENCH", ROOT / ".bench"))
+"""Peers' environments and the model in their format: all that can be made again."""
+MODEL = "smollm2-135m-instruct"
+
+
+@dataclass
+class Row:
+    """One line of a table. ``values`` are all repeats, in ``unit``; the table shows their median and range."""
+
+    what: str
+    values: list[float]
+    unit: str
+    note: str = ""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.median:.4g} {self.unit}  {self.note}".rstrip()
+
+
+LEFT_OUT = "left out by --quick"
+"""Why a target has no figure."""
+MET = {True: "met", False: "not met", None: "not measured"}
+"""In words."""
+
+
+@dataclass
+class Verdict:
+    """A target and what was measured. ``met`` is None where it could not be measured; ``why`` says more."""
+
+    target: str
+    measured: str
+    met: bool | None
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.target}: {self.measured} ({MET[self.met]}) {self.why}".rstrip()
+
+
+@dataclass
+class Result:
+    name: str
+    title: str
+    command: str
+    rows: list[Row] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    machine: str = ""
+    simulated: bool = False
+    data: dict[str, Any] = field(default_factory=dict)
+    """What plots are drawn from."""
+
+    def add(self, what: str, values: Sequence[float], unit: str, note: str = "") -> Row:
+        row = Row(what, [float(value) for value in values], unit, note)
+        self.rows.append(row)
+        print(f"  {row}", flush=True)
+        return row
+
+    def judge(self, target: str, measured: str, met: bool | None, why: str = "") -> None:
+        verdict = Verdict(target, measured, met, why)
+        self.verdicts.append(verdict)
+        print(f"  {verdict}", flush=True)
+
+    def save(self) -> None:
+        """Write it whole, with the machine and the versions."""
+        self.machine = machine()
+        self.versions = {**versions("torch", "rookery"), **self.versions}
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{self.name}.json"
+        write_result(path, asdict(self))
+        print(f"wrote {path.relative_to(ROOT)}")
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """A process that ends meanwhile leaves the file as it was."""
+    aside = path.with_suffix(".new")
+    aside.write_text(json.dumps(result, indent=1) + "\n")
+    aside.replace(path)
+
+
+@contextmanager
+def whole(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes ``folder`` once that is done: a process that ends meanwhile leaves none."""
+    aside = folder.with_name(f"{folder.name}.new")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    yield aside
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.rename(folder)
+
+
+def machine() -> str:
+    """Cores, processor, memory, Python, and the allocator of compute processes if it is not the C library's. A virtual
+    machine's processor may hide its name: family and model tell those apart of which one is twice as quick."""
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        about = dict(re.findall(r"^(.+?)\s*: (.+)$", info.read_text(), re.MULTILINE))
+        name = about.get("model name", name)
+        if "cpu family" in about:
+            name += f" (family {about['cpu family']}, model {about['model']})"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    cores = len(os.sched_getaffinity(0))
+    allocator = Settings.load().worker.allocator
+    given = f", {allocator}" if preloaded({}, allocator) else ""
+    return f"{cores} cores of {name}, {memory:.0f} GiB, Python {platform.python_version()}{given}"
+
+
+def versions(*packages: str) -> dict[str, str]:
+    found = {}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def command() -> str:
+    """How this script was called."""
+    script = Path(sys.argv[0]).resolve().relative_to(ROOT).with_suffix("")
+    return " ".join(["python -m", ".".join(script.parts), *sys.argv[1:]])
+
+
+def options(description: str | None, quick: str = "") -> argparse.ArgumentParser:
+    """The options of a script: ``--repeats``, and ``--quick`` where ``quick`` says what that leaves."""
+    parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each contender (default: 3)")
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    return parser
+
+
+def repeats(description: str | None) -> int:
+    """The ``--repeats`` of a script that has no other option."""
+    return int(options(description).parse_args().repeats)
+
+
+def peer_python(name: str) -> Path | None:
+    """The interpreter of a peer's environment, which ``make bench-peers`` makes; None where it is missing."""
+    path = WORK / name / "bin" / "python"
+    return path if path.exists() else None
+
+
+def ratio(ours: Row, theirs: Row) -> float:
+    """Median over median."""
+    return ours.median / theirs.median

@@ -1,0 +1,118 @@
+"""The base model and adapters as transformers, PEFT, vLLM and TRL read them: the same numbers under published names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from benchmarks.lib.contender import Contender, ContenderFailed
+from benchmarks.lib.harness import HERE, MODEL, WORK, Result, peer_python, whole
+from benchmarks.lib.orders import trained_adapter
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from rookery.settings import Settings
+from rookery.tokenization.chat import Chat
+from rookery.worker.model.adapter import write_adapter
+from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.convert import prepare
+from rookery.worker.model.decoder import SITES, best_dtype
+
+OURS = ("GOMP_SPINCOUNT", "MKL_CBWR")
+"""What a worker's package writes into the environment for its own threads and sums: a peer's are as its libraries have
+them. Large pages and the allocator are for everybody."""
+
+FILES = (
+    "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
+)  # fmt: skip
+
+
+def number_type() -> str:
+    """What every contender computes in: the quicker of bfloat16 and float32 on this machine, as a worker chooses."""
+    return str(best_dtype()).removeprefix("torch.")
+
+
+def ours() -> Path:
+    """The prepared folder."""
+    return prepare(MODEL, Settings.load().cache)
+
+
+def published() -> Path:
+    """The same weights under the names of a ``LlamaForCausalLM`` checkpoint."""
+    target = WORK / "model"
+    if not (target / "model.safetensors").exists():
+        with whole(target) as folder:
+            _publish(folder)
+    return target
+
+
+def _publish(target: Path) -> None:
+    source = ours()
+    config = DecoderConfig.read(source)
+    for name in FILES:
+        if (source / name).exists():
+            shutil.copy(source / name, target)
+    about = json.loads((target / "config.json").read_text())
+    about.pop("quantization_config", None)
+    about |= {"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    (target / "config.json").write_text(json.dumps(about))
+    tensors = {}
+    with safe_open(source / "model.safetensors", framework="pt") as file:
+        tensors["model.embed_tokens.weight"] = file.get_tensor("embed")
+        tensors["model.norm.weight"] = file.get_tensor("norm")
+        for i in range(config.layers):
+            there, here = f"model.layers.{i}.", f"layers.{i}."
+            tensors[there + "input_layernorm.weight"] = file.get_tensor(here + "attention_norm")
+            tensors[there + "post_attention_layernorm.weight"] = file.get_tensor(here + "mlp_norm")
+            for site, parts in SITES.items():
+                room = "self_attn" if site in ("qkv", "o") else "mlp"
+                sizes = [config.site_shape(part)[1] for part in parts]
+                for part, weight in zip(parts, file.get_tensor(here + site).split(sizes), strict=True):
+                    tensors[f"{there}{room}.{part}_proj.weight"] = weight.contiguous()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def start_peer(name: str, home: str, script: str, *more: str, environment: dict[str, str] | None = None) -> Contender:
+    """``peers/script`` with the model, the type of numbers and ``more``, in the environment ``home``, loaded. Raises
+    :class:`ContenderFailed`."""
+    python = peer_python(home)
+    if python is None:
+        raise ContenderFailed("its environment is missing: make bench-peers")
+    without = [part for name in OURS for part in ("-u", name)]
+    command = ["env", *without, str(python), str(HERE / "peers" / script), str(published()), number_type(), *more]
+    return Contender(name, command, environment)
+
+
+def attempt(result: Result, peers: dict[str, Contender], name: str, **task: Any) -> dict[str, Any] | None:
+    """What this peer measured. None, with a note, where it fails: then it is ended, and among ``peers`` no more. None
+    if it is not among them."""
+    if name not in peers:
+        return None
+    try:
+        return peers[name].run(**task)
+    except ContenderFailed as error:
+        result.notes.append(f"{name} failed: {error}")
+        print(result.notes[-1], flush=True)
+        peers.pop(name).close()
+        return None
+
+
+def chat_ids(texts: list[str]) -> list[list[int]]:
+    """Questions as the model reads them, template and all."""
+    chat = Chat.load(ours())
+    return [list(chat.prompt([{"role": "user", "content": text}])) for text in texts]
+
+
+def adapters(count: int) -> list[Path]:
+    """PEFT folders of so many different adapters on every linear layer."""
+    config = DecoderConfig.read(ours())
+    folders = []
+    for seed in range(count):
+        folder = WORK / f"adapter-{seed}"
+        if not (folder / "adapter_model.safetensors").exists():
+            with whole(folder) as made:
+                write_adapter(made, trained_adapter(config, seed), MODEL)
+        folders.append(folder)
+    return folders
