@@ -50,18 +50,7 @@ A job is one reinforcement-learning task that trains one LoRA adapter. Write it 
 with a mistake creates nothing; all mistakes are reported at once, one line each, and an unknown field is a mistake. Durations
 are seconds, or a text with a unit: `90s`, `30m`, `1.5h`, `2d`.
 
-```yaml
-name: json-adder
-base_model: smollm2-135m-instruct
-environment: {id: jsonl, path: sums.jsonl, eval_last: 64, verifier: {name: number, where: only}}
-policies:
-  main: {rank: 16, alpha: 32, targets: all-linear, optimizer: {lr: 3.0e-4, schedule: constant}}
-algorithm: {name: grpo, group_size: 8, groups_per_step: 8, max_staleness: 2, loss: {name: aipo, rho: 4.0}}
-sampling: {temperature: 1.0, max_tokens: 24}
-evaluation: {every: 10, prompts: 64}
-checkpoints: {keep_last: 3, keep_best: true}
-stop: {steps: 40, wall_time: 30m}
-```
+The README has a whole job.
 """
 
 ADVANTAGES = """\

@@ -94,9 +94,17 @@ def test_python_examples_compile(page: Path) -> None:
         compile(text, page.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/environments.md"])
-def test_python_examples_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one of each page, for a step, against a real service whose worker computes nothing."""
+def test_readme_shows_the_examples() -> None:
+    """Another test runs them on the real model and compares rewards."""
+    examples = ROOT / "examples"
+    readme = ROOT / "README.md"
+    assert next(blocks(readme, "python")) == (examples / "own_task.py").read_text(encoding="utf-8")
+    assert next(blocks(readme, "yaml")) == (examples / "sums.yaml").read_text(encoding="utf-8")
+
+
+def test_environment_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step of it, with a real service and a worker that computes nothing."""
+    page = "docs/environments.md"
     text = next(blocks(ROOT / page, "python"))
     example, replaced = re.subn(r'base_model="[^"]+"(.*?)stop=\{"steps": 40\}', rf'base_model="{MODEL}"\1{SMALL}', text,
                                 flags=re.DOTALL)  # fmt: skip

@@ -1,0 +1,61 @@
+"""The examples of README and docs learn on the real model: ``make test-examples``, about ten minutes."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rookery.client import Client
+from rookery.server.embedded import EmbeddedService
+from rookery.settings import Settings
+from rookery.spec.parsing import read_job
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(1800)]
+
+ROOT = Path(__file__).parents[1]
+
+STANDARD_ERRORS = 2.0
+"""A gain beyond this many standard errors counts as learning."""
+
+
+def check_learned(client: Client, best_constant: float) -> None:
+    """The newest job's last version beats version 0 and the best constant answer on the same held-out prompts."""
+    (job,) = client.jobs()
+    first, *_, last = job.evaluations()
+    print(f"{job.show().name}: {first.mean:.3f} -> {last.mean:.3f} +/- {last.stderr:.3f}, constant {best_constant:.3f}")
+    assert last.mean - first.mean > STANDARD_ERRORS * (last.stderr**2 + first.stderr**2) ** 0.5
+    assert last.mean - best_constant > STANDARD_ERRORS * last.stderr
+
+
+@pytest.fixture
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A client of a service with one local worker for the real model."""
+    settings = Settings.load({}, data=tmp_path / "data", port=0)
+    with EmbeddedService(settings) as service:
+        monkeypatch.setenv("ROOKERY_URL", service.url)
+        monkeypatch.setenv("ROOKERY_KEY", service.key)
+        monkeypatch.chdir(tmp_path)
+        with Client() as client:
+            yield client
+
+
+def test_own_task_learns(client: Client) -> None:
+    runpy.run_path(str(ROOT / "examples" / "own_task.py"), run_name="__main__")
+    check_learned(client, best_constant=0.16)
+
+
+def test_sums_learns(client: Client) -> None:
+    file = ROOT / "examples" / "sums.yaml"
+    client.submit(read_job(file), folder=file.parent).wait()
+    check_learned(client, best_constant=0.16)
+
+
+def test_example_of_the_environments_page_learns(client: Client) -> None:
+    page = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
+    example = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+    exec(compile(example, "docs/environments.md", "exec"), {"__name__": "example"})
+    check_learned(client, best_constant=0.0)
