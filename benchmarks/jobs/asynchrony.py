@@ -1,7 +1,7 @@
 """LlamaRL's theory of asynchrony, against this engine and trainer: costs by micro-batch, predicted and measured steps.
 
-``python -m benchmarks.jobs.asynchrony [--repeats N] [--anew]``; resumable. Every repeat is first the costs: seconds per
-sample of generation and of training by micro-batch, with both cores and with one, and the memory of each. From them
+``python -m benchmarks.jobs.asynchrony [--repeats N] [--discard]``; resumable. Every repeat is first the costs: seconds
+per sample of generation and of training by micro-batch, with both cores and with one, and the memory of each. From them
 follow the micro-batches of each memory budget, and the predictions (``asynchrony_theory.py``). Then, within the same
 hour, since machines are not equally quick at all times, jobs of a real service with those micro-batches: on one worker
 that has both cores for both phases (*shared*), and on two workers with a core each, of which one generates and one
@@ -49,10 +49,10 @@ STOP_SECONDS = 30.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--repeats", type=int, default=3, help="runs of every cost and of every job (default: 3)")
-    parser.add_argument("--anew", action="store_true", help="drop the cells that are there")
+    parser.add_argument("--discard", action="store_true", help="drop the cells that are there")
     given = parser.parse_args()
     plan = {"model": MODEL, "job": [PROMPTS, COMPLETIONS, REPLY_TOKENS, STEPS], "repeats": given.repeats}
-    cells = Cells(figures, plan, anew=given.anew)
+    cells = Cells(figures, plan, discard=given.discard)
     prompts = chat_ids(stories(PROMPTS))
     for repeat in range(given.repeats):
         for cores in CORES:

@@ -1,7 +1,7 @@
 """The headline curve: N tenants at once against the same jobs one after another, with environments of some latency.
 
-``python -m benchmarks.jobs.curve [--cells …] [--latency …] [--tenants …] [--seeds …] [--anew]``; resumable. A job is 8
-prompts x 8 completions x 20 tokens, 5 steps, staleness 0. Three kinds of cells:
+``python -m benchmarks.jobs.curve [--cells …] [--latency …] [--tenants …] [--seeds …] [--discard]``; resumable. A job is
+8 prompts x 8 completions x 20 tokens, 5 steps, staleness 0. Three kinds of cells:
 
 * *solo*: jobs alone on the service, one after another, staleness 0 and 2: what baselines and the bound are made of;
 * *crowd*: N tenants with keys and environments of their own submit at the same moment; before and after them the same
@@ -56,9 +56,9 @@ def main() -> None:
     parser.add_argument("--latency", nargs="*", choices=list(LATENCIES), default=list(LATENCIES))
     parser.add_argument("--tenants", nargs="*", type=int, choices=TENANTS, default=TENANTS)
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
-    parser.add_argument("--anew", action="store_true", help="drop the cells that are there")
+    parser.add_argument("--discard", action="store_true", help="drop the cells that are there")
     given = parser.parse_args()
-    cells = Cells(figures, {"model": MODEL, "job": [PROMPTS, COMPLETIONS, REPLY_TOKENS, STEPS]}, anew=given.anew)
+    cells = Cells(figures, {"model": MODEL, "job": [PROMPTS, COMPLETIONS, REPLY_TOKENS, STEPS]}, discard=given.discard)
     for seed in given.seeds:
         if "solo" in given.cells:
             for latency in sorted({seconds for name in given.latency for seconds in LATENCIES[name]}):

@@ -1,6 +1,6 @@
 """How much does lag cost, and does correcting for it help? Jobs of every staleness, loss and seed on one service.
 
-``python -m benchmarks.jobs.lag_study [--steps N] [--staleness …] [--losses …] [--seeds …] [--anew]``; resumable. All
+``python -m benchmarks.jobs.lag_study [--steps N] [--staleness …] [--losses …] [--seeds …] [--discard]``; resumable. All
 runs are jobs of one service and train side by side. Its data lies in ``runs/lag-study``: a second start goes on with
 every job where its last commit left it, and submits those that are new. Figures are written as each job ends. The
 folder stays, in case runs are added; it may be removed when none is under way.
@@ -50,11 +50,11 @@ def main() -> None:
     parser.add_argument("--staleness", nargs="*", type=int, choices=LAGS, default=LAGS)
     parser.add_argument("--losses", nargs="*", choices=list(LOSSES), default=list(LOSSES))
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
-    parser.add_argument("--anew", action="store_true", help="drop the runs that are there")
+    parser.add_argument("--discard", action="store_true", help="drop the runs that are there")
     given = parser.parse_args()
     plan = {"model": MODEL, "steps": given.steps, "groups": [GROUPS, GROUP_SIZE], "lr": LEARNING_RATE, "rank": RANK}
-    cells = Cells(figures, plan, anew=given.anew)
-    if given.anew:
+    cells = Cells(figures, plan, discard=given.discard)
+    if given.discard:
         shutil.rmtree(FOLDER, ignore_errors=True)
     arms = [Arm(loss, lag, seed) for seed in given.seeds for lag in given.staleness for loss in given.losses]
     missing = [arm for arm in arms if arm.key not in cells.cells]

@@ -3,7 +3,7 @@ what is missing.
 
 The cells lie in the result's own file, so rows, verdicts and tables are always those of the cells that are there. Cells
 of another machine or of another plan are never mixed with new ones. Another machine's are put aside, under a name that
-is found again on that machine; with those of another plan the start is refused, unless it is to begin anew.
+is found again on that machine; with those of another plan the start is refused, unless `--discard` drops them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Cells:
     """``figures(cells)`` makes the result from whatever cells there are, also from none."""
 
     def __init__(
-        self, figures: Callable[[Mapping[str, Cell]], Result], plan: Mapping[str, Any], *, anew: bool = False
+        self, figures: Callable[[Mapping[str, Cell]], Result], plan: Mapping[str, Any], *, discard: bool = False
     ) -> None:
         """``plan`` holds what all cells share, as JSON. ``anew`` drops the cells that are there. Raises ``SystemExit``
         where they are kept and of another plan."""
@@ -35,11 +35,11 @@ class Cells:
         self._path = harness.RESULTS / f"{figures({}).name}.json"
         self.cells: dict[str, Cell] = {}
         stored = self._of_this_machine()
-        if stored is not None and not anew:
+        if stored is not None and not discard:
             there, here = stored["data"]["plan"], json.loads(json.dumps(self._plan))
             if there != here:
                 told = f"{self._path.name} has cells of another plan: {there}, not {here}"
-                raise SystemExit(f"{told}; --anew drops them")
+                raise SystemExit(f"{told}; --discard drops them")
             self.cells = stored["data"]["cells"]
         else:
             self.result().save()  # whoever goes on from here is held to this plan

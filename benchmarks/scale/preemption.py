@@ -99,8 +99,8 @@ def kills(result: Result) -> None:
                 place.wait_serving("two")
                 result.add(f"killed at {share:.0%}: a new worker serves after", [time.perf_counter() - began], "s")
                 texts = told(replies)
-                anew = generated(place, "two", total - received) - (total - received)
-                again += anew
+                repeated = generated(place, "two", total - received) - (total - received)
+                again += repeated
                 differing += sum(one != other for one, other in zip(texts, calm, strict=True))
                 missing += abs(place.metric_total("sampled_tokens") - total)
     rows = f"{len(SHARES)} kills, {REQUESTS} requests of up to {TOKENS} tokens, {total} tokens"

@@ -199,7 +199,7 @@ def test_a_second_start_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch
     with pytest.raises(SystemExit):  # that plan is kept, though nothing has been measured
         start()
     with pytest.raises(Ended):
-        start(anew=True)
+        start(discard=True)
     assert json.loads((tmp_path / "counted.json").read_text())["rows"][0]["values"] == [1]
     ran.append(0)  # it is not interrupted again
     cells = start()
@@ -207,7 +207,7 @@ def test_a_second_start_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch
     assert [row.what for row in cells.result().rows] == ["1", "2", "3"]
     start()
     assert ran == [1, 0, 2, 3]
-    start(anew=True)
+    start(discard=True)
     assert ran == [1, 0, 2, 3, 1, 2, 3]
     assert not list(tmp_path.glob("*.new"))
 
@@ -241,9 +241,9 @@ def test_cells_of_another_plan_are_not_mixed(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     monkeypatch.setattr(harness, "ROOT", tmp_path)
     Cells(counted, {"steps": 5}).measure("1", lambda: {"value": 1})
-    with pytest.raises(SystemExit, match=r"another plan.*--anew"):
+    with pytest.raises(SystemExit, match=r"another plan.*--discard"):
         Cells(counted, {"steps": 6})
-    assert Cells(counted, {"steps": 5}, anew=True).cells == {}
+    assert Cells(counted, {"steps": 5}, discard=True).cells == {}
 
 
 def test_each_machine_goes_on_with_its_own_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

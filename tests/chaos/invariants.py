@@ -286,10 +286,10 @@ class Requests(FleetListener):
 
     def _state(self, connection: Connection) -> tuple[Any, ...]:
         worker = connection.worker
-        heard = (
+        received = (
             worker.outbox.last_frame if worker.state in ("suspect", "gone") else 0.0
-        )  # one that drains is heard still
-        return (self._rollouts.sampled_tokens, self._rollouts.migrated, self._fleet.losses, worker.state, heard)
+        )  # one that drains is received still
+        return (self._rollouts.sampled_tokens, self._rollouts.migrated, self._fleet.losses, worker.state, received)
 
     def _output(self, connection: Connection, message: protocol.Output) -> None:
         self._events.note("output", connection.worker.name, *[(c.offset, len(c.tokens)) for c in message.chunks])

@@ -18,11 +18,12 @@ from rookery import protocol
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import BUILTIN
 from rookery.controller.jobs.trajectory import derive_seed
+from rookery.simulation.fakes.connection import Identity
 from rookery.simulation.fakes.engine import Row
 from rookery.simulation.fakes.faults import Faults, Phase
 from rookery.simulation.fakes.host import EpisodeCall, FakeHost, user_message
 from rookery.simulation.fakes.trainer import ADAPTER, FakeTrainer
-from rookery.simulation.fakes.worker import FakeWorker, Identity
+from rookery.simulation.fakes.worker import FakeWorker
 from rookery.simulation.profiles import Machine
 from rookery.storage.artifacts import Artifacts, Staging
 
@@ -41,7 +42,7 @@ REWARDS = 3
 """Different rewards: few, so that some groups have no variance."""
 
 
-class World(Protocol):
+class SimulatedFleet(Protocol):
     """The run, as machines and hosts use it."""
 
     plan: Plan
@@ -65,7 +66,7 @@ class World(Protocol):
 class LiveTickets:
     """The HTTP routes of the live controller: they open nothing while it is down."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimulatedFleet) -> None:
         self._world = world
         self.artifacts = world.artifacts
 
@@ -85,7 +86,7 @@ class LiveTickets:
 class PlannedFaults(Faults):
     """The faults of one machine's processes, drawn as often as the plan says."""
 
-    def __init__(self, world: World, machine: SpotMachine) -> None:
+    def __init__(self, world: SimulatedFleet, machine: SpotMachine) -> None:
         self._world, self._machine = world, machine
         self._random, self._plan = world.random, world.plan
 
@@ -144,7 +145,7 @@ class PlannedFaults(Faults):
 class SpotMachine:
     """A machine that runs one worker process after the other."""
 
-    def __init__(self, world: World, number: int, *, trains: bool) -> None:
+    def __init__(self, world: SimulatedFleet, number: int, *, trains: bool) -> None:
         self.name = f"w{number}"
         self.trains = trains
         self.process: FakeWorker | None = None
@@ -216,7 +217,7 @@ class SpotMachine:
 class HostPlace:
     """Environment hosts of one place; the next process takes over when one ends."""
 
-    def __init__(self, world: World, number: int) -> None:
+    def __init__(self, world: SimulatedFleet, number: int) -> None:
         self._world = world
         self._name = f"host{number}"
         self._births = 0

@@ -61,7 +61,7 @@ MUTATIONS = [
         "frames of a connection given up count", Fleet, "_deliver", ' or worker.state in ("suspect", "gone")', "",
         "epochs", half_opens=0.05, slow_latency=4.0,
     ),
-    _one("epochs do not grow", Fleet, "_register", "self._epoch += 1", "pass", "epochs"),
+    _one("epochs do not grow", Fleet, "_register", "self.epoch += 1", "pass", "epochs"),
     _one(
         "acknowledge before the commit", Job, "_commit_version", "ref = await", COMMITTED_EARLY, "durable",
     ),
@@ -84,7 +84,7 @@ MUTATIONS = [
         "prefix_tokens=[]", "given",
     ),
     _one(
-        "take tokens from whoever sends them", RolloutScheduler, "_on_output", " or inflight.worker is not worker", "",
+        "take tokens from whoever sends them", RolloutScheduler, "on_output", " or inflight.worker is not worker", "",
         "tokens",
         "epochs",
     ),

@@ -92,10 +92,10 @@ class SlowWriter:
             return
         self._waiting.popleft()
         fails = self.troubled and self._random.random() < self._failing and _is_database(call)
-        heard = not fails or self._random.random() < 0.5
+        received = not fails or self._random.random() < 0.5
         error: BaseException | None = None
         result = None
-        if heard:
+        if received:
             self.carried += 1
             try:
                 result = call()
@@ -104,7 +104,7 @@ class SlowWriter:
         if commit and self.on_commit(True):
             return
         if fails:
-            self._events.note("database", "trouble", "carried out" if heard else "not carried out")
+            self._events.note("database", "trouble", "carried out" if received else "not carried out")
             error = Unavailable("the database does not answer: the server went away")
         if not future.done():
             if error is not None:

@@ -36,15 +36,15 @@ def play(environment: Environment, prompt: Any, *replies: str) -> tuple[float, d
     episode = environment.for_episode()
     episode.prompt, episode.seed = prompt, 0
     first: Any = episode.reset(prompt, 0)
-    heard = [message["content"] for message in first]
+    received = [message["content"] for message in first]
     total, metrics = 0.0, {}
     for turn, text in enumerate(replies):
         step: Any = episode.step(Reply(text=text, tokens=[], messages=[], turn=turn))
         total += step.reward
         metrics.update(step.metrics)
-        heard += [message["content"] for message in step.messages]
+        received += [message["content"] for message in step.messages]
         assert step.done == (turn == len(replies) - 1)
-    return total, metrics, heard
+    return total, metrics, received
 
 
 # --- jsonl ----------------------------------------------------------------------------------------------------------

@@ -393,27 +393,27 @@ class Recording(rookery.Environment):
 
     def __init__(self, word: str) -> None:
         self.word = word
-        self.heard: list[str] = []
+        self.received: list[str] = []
         self.lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recording:
         made = Recording(self.word)
-        made.heard, made.lock = self.heard, self.lock
+        made.received, made.lock = self.received, self.lock
         return made
 
     def prompts(self, split: str) -> list[str]:
         with self.lock:
-            self.heard.append(f"{self.word} prompts {split}")
+            self.received.append(f"{self.word} prompts {split}")
         return [f"{self.word} {number}" for number in range(4)]
 
     def reset(self, prompt: str, seed: int) -> list[dict[str, str]]:
         with self.lock:
-            self.heard.append(f"{self.word} reset {prompt}")
+            self.received.append(f"{self.word} reset {prompt}")
         return [{"role": "user", "content": prompt}]
 
     def step(self, reply: rookery.Reply) -> rookery.Step:
         with self.lock:
-            self.heard.append(f"{self.word} step {reply.messages[0]['content']}")
+            self.received.append(f"{self.word} step {reply.messages[0]['content']}")
         return rookery.Step(reward=float(reply.text == "4"), done=True)
 
 
@@ -439,9 +439,11 @@ def test_hosts_with_one_name_get_episodes_of_their_tenant_only(town: Town) -> No
         jobs.append(bob.train(base_model=MODEL, environment=bobs, name="shared", **parts))
         assert [job.wait(PATIENCE).state for job in jobs] == ["completed"] * 3
         early.cancel()
-    assert {line.split()[0] for line in bobs.heard} == {"bob"}
-    assert {line.split()[0] for line in adas.heard} == {SECRET}
-    assert not [line for line in bobs.heard if SECRET in line] and not [line for line in adas.heard if "bob" in line]
+    assert {line.split()[0] for line in bobs.received} == {"bob"}
+    assert {line.split()[0] for line in adas.received} == {SECRET}
+    assert not [line for line in bobs.received if SECRET in line] and not [
+        line for line in adas.received if "bob" in line
+    ]
 
 
 # --- sockets and tickets ----------------------------------------------------------------------------------------------

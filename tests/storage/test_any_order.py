@@ -102,7 +102,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @precondition(lambda self: self.head is not None)
     @rule()
-    def lose_head(self) -> None:
+    def roll_back(self) -> None:
         assert self.head is not None
         parent = self.parents[self.head]
         if parent is None:

@@ -189,7 +189,7 @@ def test_a_full_disk_undoes_all_of_them(database: Database) -> None:
         pages = connection.execute("PRAGMA page_count").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count={pages + 1}")
 
-    event.listen(database._engine, "connect", small)
+    event.listen(database.engine, "connect", small)
     with pytest.raises(StorageFull), database.batch_transaction():
         database.save_turns(group.episodes[0].id, b"small")
         with pytest.raises(StorageFull):
@@ -198,7 +198,7 @@ def test_a_full_disk_undoes_all_of_them(database: Database) -> None:
             database.save_turns(group.episodes[0].id, b"after")
         with pytest.raises(StorageFull):
             database.get_job("alice", "job")
-    event.remove(database._engine, "connect", small)
+    event.remove(database.engine, "connect", small)
     database.close()
     assert [episode.turns for episode in database.open_groups("job")[0].episodes] == [b"", b""]
 
@@ -212,7 +212,7 @@ async def test_the_writer_batches_calls_of_the_database(database: Database, writ
 
     group = new_group(0, members=40)
     await writer(database.add_groups, "job", [group])
-    event.listen(database._engine, "commit", count)
+    event.listen(database.engine, "commit", count)
     saved = await asyncio.gather(
         *(writer(database.save_turns, episode.id, b"said", version=0) for episode in group.episodes)
     )

@@ -199,7 +199,7 @@ class Dialled:
             if not self.tickets.reads(x_rookery_ticket, digest):
                 return Response(status_code=404)
             self.requests.append((f"{digest}/{name}", request.headers.get("range", "")))
-            path = self.artifacts._root / digest / name
+            path = self.artifacts.root / digest / name
             if self.cut is None:
                 return FileResponse(path)
             return _Broken(path, self.cut)

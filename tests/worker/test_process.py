@@ -28,7 +28,7 @@ from rookery.worker.compute import ComputeStatus, TimeSlice, next_slice
 from rookery.worker.connection import progress
 from rookery.worker.model.convert import prepare
 from rookery.worker.training_ops import TrainingOps
-from rookery.worker.transfer.http import CorruptArtifact, TransferFailed
+from rookery.worker.transfer.http import CorruptDownload, TransferFailed
 
 PROMPT = [40, 41, 42, 43, 44, 45]
 LONG = 400
@@ -533,8 +533,8 @@ def test_no_step_follows_a_failed_operation(service: Dialled, start: Start) -> N
     assert link.done("nothing held").category == "stale"
     link.send(forward("unknown loss", parent, batch(service), loss=protocol.Loss(name="none such")))
     assert link.done("unknown loss").category == "failed"
-    link.send(forward("anew", parent, batch(service)), optim("anew step", parent))
-    assert (link.done("anew").error, link.done("anew step").error) == ("", "")
+    link.send(forward("second", parent, batch(service)), optim("second step", parent))
+    assert (link.done("second").error, link.done("second step").error) == ("", "")
     # an operation that is cancelled is not answered, nor is its gradient stepped with
     link.send(forward("cancelled", parent, batch(service), steps=1), protocol.CancelOperation(op="cancelled"))
     link.send(optim("after", parent, steps=1))
@@ -553,7 +553,7 @@ NO_ROOM = "Error while serializing: I/O error: No space left on device (os error
         (MemoryError(), "lost"),
         (torch.OutOfMemoryError("CUDA out of memory"), "lost"),
         (TransferFailed("PUT: the service's disk is full"), "lost"),
-        (CorruptArtifact("artifact 0123 is corrupt"), "failed"),
+        (CorruptDownload("artifact 0123 is corrupt"), "failed"),
         (UserError("the adapter to start from has rank 8, the policy asks for 4"), "failed"),
         (SafetensorError("Error while serializing: unknown dtype"), "failed"),
         (RuntimeError("shapes do not match"), "failed"),

@@ -81,7 +81,7 @@ class Controller:
         fleet = Fleet(settings, clock, worker_token)
         peers = PeerDirectory(self.tickets, clock, settings.server.ticket_seconds)
         residency = AdapterResidency(fleet, peers, artifacts, store.run, clock)
-        residency.in_use = self._in_use
+        residency.in_use = self.versions_in_use
         collector = ArtifactCollector(store, artifacts, residency)
         rollouts = scheduler(fleet, residency, settings, clock)
         training = TrainingDispatcher(fleet, residency, collector, self.tickets, settings, clock, ids, store.run)
@@ -301,7 +301,7 @@ class Controller:
             runner.publish(row)
         self.jobs.notify(job)
 
-    def _in_use(self, model: str) -> list[protocol.AdapterRef]:
+    def versions_in_use(self, model: str) -> list[protocol.AdapterRef]:
         """The versions that running jobs of a base model sample from."""
         return [ref for job in self.jobs.running() if job.spec.base_model == model for ref in job.policy.in_use()]
 

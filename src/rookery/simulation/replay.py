@@ -378,17 +378,9 @@ MODES = {
             most=balanced,
         ),
         Mode("rookery", "the shipped scheduling, whole"),
-        Mode(
-            "no-seeding",
-            "reserved machines generate only while there is nobody else",
-            seeding=NeverSeeding,
-        ),
+        Mode("no-seeding", "reserved machines generate only without remote ones", seeding=NeverSeeding),
         Mode("no-migration", "a rollout whose instance left starts over", scheduler=RestartingScheduler),
-        Mode(
-            "no-memory",
-            "the time of seeding is learned anew at each change",
-            seeding=SeedingWithoutMemory,
-        ),
+        Mode("no-memory", "T_seed is learned again at each change", seeding=SeedingWithoutMemory),
     )
 }
 """By name, in the order in which they are shown; the first is what the others are compared with."""

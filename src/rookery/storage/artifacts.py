@@ -46,7 +46,7 @@ class Artifacts:
     """The artifacts below ``root``, which is made if missing. Methods may be called from any thread."""
 
     def __init__(self, root: Path, max_bytes: int = MAX_ARTIFACT_BYTES) -> None:
-        self._root = root
+        self.root = root
         self._staging = root / ".staging"
         self._max_bytes = max_bytes
         with disk_errors(_DISK):
@@ -94,12 +94,12 @@ class Artifacts:
         trash = self._staging / f"{hash}.{secrets.token_hex(8)}"  # nothing is created first: the disk may be full
         with suppress(FileNotFoundError):
             self._folder(hash).rename(trash)
-            _sync_folder(self._root)
+            _sync_folder(self.root)
             shutil.rmtree(trash)
 
     def hashes(self) -> set[str]:
         """Names of all visible artifacts."""
-        return {entry.name for entry in self._root.iterdir() if _HASH.fullmatch(entry.name)}
+        return {entry.name for entry in self.root.iterdir() if _HASH.fullmatch(entry.name)}
 
     def sweep(self) -> int:
         """Remove the half-written artifacts that a crash left; returns their number. Only at start: it would also
@@ -120,7 +120,7 @@ class Artifacts:
     def _folder(self, hash: str) -> Path:
         if not _HASH.fullmatch(hash):
             raise NotFound("no such artifact: a hash is 64 hexadecimal digits")
-        return self._root / hash
+        return self.root / hash
 
     def _publish(self, folder: Path, manifest: Manifest) -> None:
         """Renames a complete, synced folder to where it is visible, durably."""
@@ -140,7 +140,7 @@ class Artifacts:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
             shutil.rmtree(folder)  # another thread committed the same content first
-        _sync_folder(self._root)
+        _sync_folder(self.root)
 
 
 class Staging:

@@ -73,19 +73,19 @@ class Database(Transactions):
                 options = {"connect_args": {"check_same_thread": False, "timeout": LOCK_WAIT_SECONDS}}
                 if parsed.database in (None, "", ":memory:"):
                     options["poolclass"] = StaticPool
-            self._engine: Engine = create_engine(parsed, **options)
+            self.engine: Engine = create_engine(parsed, **options)
         except ModuleNotFoundError as error:
             raise UserError(f"database: {error.name} is missing; {installs('postgres')}") from None
         except (ArgumentError, NoSuchModuleError) as error:
             raise UserError(f"database: {error}; give a URL like sqlite:////path/rookery.db") from None
-        if self._engine.dialect.name == "sqlite":
-            event.listen(self._engine, "connect", _prepare_sqlite)
-            event.listen(self._engine, "begin", _begin_sqlite)
-            self._reader = self._engine.execution_options(begin="BEGIN")
-        elif self._engine.dialect.name == "postgresql":
-            self._reader = self._engine.execution_options(isolation_level="REPEATABLE READ")
+        if self.engine.dialect.name == "sqlite":
+            event.listen(self.engine, "connect", _prepare_sqlite)
+            event.listen(self.engine, "begin", _begin_sqlite)
+            self._reader = self.engine.execution_options(begin="BEGIN")
+        elif self.engine.dialect.name == "postgresql":
+            self._reader = self.engine.execution_options(isolation_level="REPEATABLE READ")
         else:
-            raise UserError(f"database: {self._engine.dialect.name} is not supported; use SQLite or PostgreSQL")
+            raise UserError(f"database: {self.engine.dialect.name} is not supported; use SQLite or PostgreSQL")
 
     def create(self) -> None:
         """Make the tables, or migrate those of an earlier version of Rookery. The schema's version is read before
@@ -104,7 +104,7 @@ class Database(Transactions):
     def claim(self) -> None:
         """Reserve the database for this service until :meth:`close`; a second call checks that it still is. On SQLite
         nothing is done. Raises :class:`UserError` where another service has it, :class:`Unavailable`."""
-        if self._engine.dialect.name != "postgresql":
+        if self.engine.dialect.name != "postgresql":
             return
         with _plain_errors():
             try:
@@ -113,7 +113,7 @@ class Database(Transactions):
                     return
             except DBAPIError:  # the claim ended with the connection
                 self._give_up_claim()
-            connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+            connection = self.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
             free = False
             try:
                 for name, value in (
@@ -147,14 +147,14 @@ class Database(Transactions):
 
     def close(self) -> None:
         self._give_up_claim()
-        self._engine.dispose()
+        self.engine.dispose()
 
     @contextmanager
     def batch_transaction(self) -> Iterator[None]:
         """Calls of this thread within become durable at the end, all at once. A call that raises is undone alone. A
         full disk or a lost server, in a call or at the end, is raised at the end, and all calls are undone."""
         shared = self._shared
-        with _plain_errors(), self._engine.begin() as connection:
+        with _plain_errors(), self.engine.begin() as connection:
             shared.connection, shared.failure = connection, None
             try:
                 yield
@@ -166,13 +166,13 @@ class Database(Transactions):
     def _make_private(self) -> None:
         """Make SQLite's file readable by its owner only: it holds every tenant's text. SQLite gives its companions the
         same mode."""
-        url, path = self._engine.url, self._engine.url.database
-        if self._engine.dialect.name == "sqlite" and path and path != ":memory:" and not url.query:
+        url, path = self.engine.url, self.engine.url.database
+        if self.engine.dialect.name == "sqlite" and path and path != ":memory:" and not url.query:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             os.chmod(path, 0o600)
 
     def _shown_url(self) -> str:
-        return self._engine.url.render_as_string(hide_password=True)
+        return self.engine.url.render_as_string(hide_password=True)
 
     def _shared_connection(self) -> Connection | None:
         """This thread's connection within ``batch_transaction``. Raises the error with which that failed already."""
@@ -200,7 +200,7 @@ class Database(Transactions):
                 part.rollback()
                 raise
             return
-        with _plain_errors(), self._engine.begin() as connection:
+        with _plain_errors(), self.engine.begin() as connection:
             yield connection
 
     @contextmanager

@@ -124,7 +124,7 @@ class GenerationManager:
         self._compute = compute
         self._transfers = transfers
         self._on_output = on_output
-        self._held: dict[str, HeldRequest] = {}
+        self.held: dict[str, HeldRequest] = {}
         self._by_key: dict[str, HeldRequest] = {}
         self._attempts = itertools.count()
         self.failed = 0
@@ -138,7 +138,7 @@ class GenerationManager:
         """Start a request, or resume one that is held."""
         if (ref := generate.adapter) is not None:
             self._transfers.set_ticket(ref.hash, ref.ticket, ref.peers)
-        held = self._held.get(generate.request)
+        held = self.held.get(generate.request)
         if held is not None:
             if held.resumable and held.continues(generate):
                 self._resume(held, generate)
@@ -146,20 +146,20 @@ class GenerationManager:
             self.abort(generate.request)
         key = f"{generate.request}/{next(self._attempts)}"
         held = HeldRequest(generate, key, sent=len(generate.prefix_tokens))
-        self._held[generate.request] = self._by_key[key] = held
+        self.held[generate.request] = self._by_key[key] = held
         held.submission = asyncio.create_task(self._submit(held, msgspec.structs.replace(generate, request=key)))
 
     def switch(self, switch: protocol.SwitchAdapter) -> None:
         """Continue a request with a newer version as soon as that is loaded; replaces an earlier pending switch. A
         request that has ended, or is unknown, does not change."""
         self._transfers.set_ticket(switch.adapter.hash, switch.adapter.ticket, switch.adapter.peers)
-        held = self._held.get(switch.request)
+        held = self.held.get(switch.request)
         if held is not None and not held.finish:
             self._schedule_switch(held, switch)
 
     def abort(self, request: str) -> None:
         """Delete a request and its tokens."""
-        held = self._held.pop(request, None)
+        held = self.held.pop(request, None)
         if held is None:
             return
         del self._by_key[held.key]
@@ -259,7 +259,7 @@ class GenerationManager:
     def take(self, now: float) -> list[protocol.TokenChunk]:
         """Chunks that the present connection has not been sent; they count as sent at ``now``."""
         chunks = []
-        for request, held in self._held.items():
+        for request, held in self.held.items():
             if not held.claimed or held.end_sent or (held.sent == held.length and not held.finish):
                 continue
             for begin, end, version in held.unsent_runs():
@@ -281,26 +281,26 @@ class GenerationManager:
 
     def running(self) -> list[str]:
         """Requests that a controller may claim."""
-        return [request for request, held in self._held.items() if held.resumable]
+        return [request for request, held in self.held.items() if held.resumable]
 
     def waiting(self) -> int:
         """Number of requests that wait for their adapter."""
-        return sum(held.submission is not None and not held.submission.done() for held in self._held.values())
+        return sum(held.submission is not None and not held.submission.done() for held in self.held.values())
 
     def on_disconnect(self, now: float) -> None:
         """The connection has ended: no request is claimed."""
-        for held in self._held.values():
+        for held in self.held.values():
             if held.claimed:
                 held.claimed, held.idle_since = False, now
 
     def abort_unclaimed(self) -> None:
         """The controller has had time to claim its requests: abort the others. Finished ones cost nothing."""
-        for request, held in list(self._held.items()):
+        for request, held in list(self.held.items()):
             if not held.claimed and not held.finish:
                 self.abort(request)
 
     def expire(self, before: float) -> None:
         """Delete requests that have been unclaimed, or sent to their end, since ``before``."""
-        for request, held in list(self._held.items()):
+        for request, held in list(self.held.items()):
             if (not held.claimed or held.end_sent) and held.idle_since < before:
                 self.abort(request)

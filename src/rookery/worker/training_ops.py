@@ -30,7 +30,7 @@ from rookery import protocol
 from rookery.worker.compute import Compute, WorkerCore
 from rookery.worker.trainer.base import Export, TrainerResult
 from rookery.worker.transfer.client import TransferClient
-from rookery.worker.transfer.http import CorruptArtifact, TransferFailed, errno_of, is_plain, one_line
+from rookery.worker.transfer.http import CorruptDownload, TransferFailed, errno_of, is_plain, one_line
 
 log = logging.getLogger("rookery.worker.training_ops")
 
@@ -258,5 +258,5 @@ class TrainingOps:
 def _is_own_fault(error: Exception) -> bool:
     """Whether the operation failed because of this worker or its connection, so that another worker may succeed."""
     if isinstance(error, TransferFailed):
-        return not isinstance(error, CorruptArtifact)
+        return not isinstance(error, CorruptDownload)
     return isinstance(error, OSError | MemoryError | torch.OutOfMemoryError) or errno_of(error) != 0

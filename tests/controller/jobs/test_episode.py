@@ -298,8 +298,8 @@ async def test_answers_of_an_old_connection_are_ignored(service: Service) -> Non
     host = await service.host().join()
     host.answering.clear()
     job = await run(service, stop__steps=1)
-    await eventually(lambda: any(h.calls for h in service.controller.context.hosts._hosts.values()))
-    (ours,) = service.controller.context.hosts._hosts.values()
+    await eventually(lambda: any(h.calls for h in service.controller.context.hosts.hosts.values()))
+    (ours,) = service.controller.context.hosts.hosts.values()
     call = next(iter(ours.calls))
     assert host.link is not None
     stale = protocol.Prompts(epoch=host.epoch - 1, call=call, error="from the past")

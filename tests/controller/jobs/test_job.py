@@ -587,8 +587,8 @@ async def test_versions_lost_in_a_rollback_are_not_in_the_lineage(tmp_path: Path
     await service.ends(job)
     rows = await service.controller.queries.metrics("alice", job)
     assert [row["step"] for row in rows] == list(range(1, head.step + 2))
-    anew = range(head.version + 1, head.version + 1 + len(rows) - best)
-    assert [row["version"] for row in rows] == [*range(1, best + 1), *anew]
+    later = range(head.version + 1, head.version + 1 + len(rows) - best)
+    assert [row["version"] for row in rows] == [*range(1, best + 1), *later]
     assert not {op.parent.version for op in again.operations} & set(range(best + 1, head.version + 1))
     await service.close()
 

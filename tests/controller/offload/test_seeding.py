@@ -237,7 +237,7 @@ class Idle(Seeding):
 
 
 @dataclass
-class World:
+class SimulatedFleet:
     """A reserved worker that trains and generates, and preemptible ones; 32 episodes a step, 8 rows each."""
 
     site: SimulatedService
@@ -280,7 +280,7 @@ def gap(row: dict[str, Any]) -> float:
 
 
 def play(
-    act: Callable[[World], Coroutine[Any, Any, Any]], *, preemptible: int, seeding: type[Seeding] = Seeding,
+    act: Callable[[SimulatedFleet], Coroutine[Any, Any, Any]], *, preemptible: int, seeding: type[Seeding] = Seeding,
     train_token: float = 0.0006, initial: float = 2.0, spec: dict[str, Any] | None = None, **more: Any,
 ) -> Any:  # fmt: skip
     """What ``act`` answers, of a job that runs from the start."""
@@ -290,7 +290,7 @@ def play(
         site = SimulatedService(
             Path(folder), length, context=CONTEXT, seed=1, tenants=["alice"], seeding=seeding, settings=chosen
         )
-        world = World(site, machine(8).model_copy(update={"train_token": train_token}))
+        world = SimulatedFleet(site, machine(8).model_copy(update={"train_token": train_token}))
         await site.controller.start()
         reserved = site.worker("reserved", world.machine)
         reserved.start()
@@ -314,7 +314,7 @@ def play(
 def test_preemptible_workers_shorten_the_step_and_no_token_is_lost() -> None:
     """Groups complete; what was handed off goes on where it was: every token was received once."""
 
-    async def steps(world: World) -> tuple[float, list[dict[str, Any]], dict[str, float]]:
+    async def steps(world: SimulatedFleet) -> tuple[float, list[dict[str, Any]], dict[str, float]]:
         view = await world.site.controller.queries.wait("alice", world.job)
         assert (view.state, view.step) == ("completed", 7), view.reason
         ended = await world.site.controller.queries.trajectories("alice", world.job, 1000)
@@ -344,7 +344,7 @@ def test_the_gap_of_waits_closes(initial: float, steps: int) -> None:
     below 10% of the step within so many steps. Training and generating overlap in the seed phase too, so what is too
     long costs little and is corrected slowly."""
 
-    async def act(world: World) -> list[dict[str, Any]]:
+    async def act(world: SimulatedFleet) -> list[dict[str, Any]]:
         return await world.reach(steps + 3)
 
     rows = play(act, preemptible=1, initial=initial)
@@ -356,7 +356,7 @@ def test_the_gap_of_waits_closes(initial: float, steps: int) -> None:
 def test_three_one_three_instances_restore_the_seed_seconds(middle: bool) -> None:
     """Whether they come back in the middle of a step or between two."""
 
-    async def act(world: World) -> None:
+    async def act(world: SimulatedFleet) -> None:
         await world.reach(7)
         await world.rent(1)
         await world.reach(12)
@@ -380,7 +380,7 @@ def test_three_one_three_instances_restore_the_seed_seconds(middle: bool) -> Non
 def test_workers_that_do_not_pay_off_stand_by_with_a_note() -> None:
     """Training takes so long that two workers do all the generating meanwhile."""
 
-    async def act(world: World) -> None:
+    async def act(world: SimulatedFleet) -> None:
         await world.reach(4)
         seeding = world.site.controller.context.seeding
         most = world.learned().max_remote
@@ -411,7 +411,7 @@ def test_workers_that_do_not_pay_off_stand_by_with_a_note() -> None:
 def test_without_remote_workers_nothing_changes(spec: dict[str, Any]) -> None:
     """To the frame and the microsecond."""
 
-    async def act(world: World) -> str:
+    async def act(world: SimulatedFleet) -> str:
         await world.reach(4)
         return world.site.log.digest()
 
@@ -421,7 +421,7 @@ def test_without_remote_workers_nothing_changes(spec: dict[str, Any]) -> None:
 def test_job_that_cannot_overlap_is_not_seeded() -> None:
     """There is nothing to overlap: its training worker generates to the end."""
 
-    async def act(world: World) -> str:
+    async def act(world: SimulatedFleet) -> str:
         rows = await world.reach(4)
         assert "seconds/seed" not in rows[-1]
         return world.site.log.digest()
@@ -432,7 +432,7 @@ def test_job_that_cannot_overlap_is_not_seeded() -> None:
 
 
 def test_when_all_remote_workers_vanish_the_training_worker_generates_again() -> None:
-    async def act(world: World) -> None:
+    async def act(world: SimulatedFleet) -> None:
         rows = await world.reach(3)
         seeding = world.site.controller.context.seeding
         for _ in range(200):  # into a train phase
@@ -452,7 +452,7 @@ def test_when_all_remote_workers_vanish_the_training_worker_generates_again() ->
 def test_two_strict_jobs_are_seeded_together() -> None:
     """One trains while the other generates, though neither trains in portions; both go on."""
 
-    async def act(world: World) -> None:
+    async def act(world: SimulatedFleet) -> None:
         controller = world.site.controller
         view, _ = await controller.submit("alice", {**job(micro_batch=0), "name": "other"})
         for name in (world.job, view.id):

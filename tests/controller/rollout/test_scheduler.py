@@ -208,30 +208,30 @@ async def test_a_lost_workers_frames_are_ignored_after_it_came_back(tmp_path: Pa
     await room.close()
 
 
-@pytest.mark.parametrize("heard", [0, 2])
-async def test_tokens_in_flight_to_a_cancelled_caller_leave_no_gap(tmp_path: Path, heard: int) -> None:
+@pytest.mark.parametrize("received", [0, 2])
+async def test_tokens_in_flight_to_a_cancelled_caller_leave_no_gap(tmp_path: Path, received: int) -> None:
     """It gives up and returns meanwhile: the worker had gone further than was received."""
     room = Room(tmp_path)
     worker = await room.worker()
     worker.generating.clear()
     reply = room.sample(4)
     await eventually(lambda: bool(worker.active))
-    if heard:
-        await worker.say(protocol.Output(epoch=0, chunks=parts(4, (0, heard))))
-        await eventually(lambda: room.rollouts.sampled_tokens == heard)
+    if received:
+        await worker.say(protocol.Output(epoch=0, chunks=parts(4, (0, received))))
+        await eventually(lambda: room.rollouts.sampled_tokens == received)
     reply.cancel()
     await asyncio.gather(reply, return_exceptions=True)
-    await worker.say(protocol.Output(epoch=0, chunks=parts(4, (heard, heard + 2))))  # nobody waits for it
+    await worker.say(protocol.Output(epoch=0, chunks=parts(4, (received, received + 2))))  # nobody waits for it
     await settle()
     reply = room.sample(4)
-    # said before the worker heard of either
-    await worker.say(protocol.Output(epoch=0, chunks=parts(4, (heard + 2, heard + 4))))
+    # said before the worker received of either
+    await worker.say(protocol.Output(epoch=0, chunks=parts(4, (received + 2, received + 4))))
     await settle()
     assert not reply.done()
-    assert (room.rollouts.sampled_tokens, room.rollouts.late_chunks) == (heard, 2)
+    assert (room.rollouts.sampled_tokens, room.rollouts.late_chunks) == (received, 2)
     worker.generating.set()
     check(await reply, 4)
-    assert worker.generates[-1].prefix_tokens == parts(4, (0, heard))[0].tokens
+    assert worker.generates[-1].prefix_tokens == parts(4, (0, received))[0].tokens
     await room.close()
 
 
@@ -355,7 +355,7 @@ async def test_a_reply_that_came_with_the_cancellation_is_kept(tmp_path: Path) -
     reply = room.sample(3)
     await eventually(lambda: bool(worker.active))
     output = protocol.Output(epoch=worker.epoch, chunks=[worker.next_chunk("job-3")])
-    room.rollouts._on_output(room.fleet.all()[0], output)  # the same moment: before the waiting task has run
+    room.rollouts.on_output(room.fleet.all()[0], output)  # the same moment: before the waiting task has run
     reply.cancel()
     with pytest.raises(asyncio.CancelledError):
         await reply
@@ -440,9 +440,9 @@ async def test_a_resumption_expires(tmp_path: Path) -> None:
     room.rollouts.gate = lambda worker: True
     room.rollouts.dispatch()
     check(await late, 2)
-    assert set(room.rollouts._resumptions) == {"job-3", "another-1"}
+    assert set(room.rollouts.resumptions) == {"job-3", "another-1"}
     room.rollouts.close_job("job")
-    assert set(room.rollouts._resumptions) == {"another-1"}
+    assert set(room.rollouts.resumptions) == {"another-1"}
     await room.close()
 
 
@@ -488,7 +488,7 @@ async def test_a_new_version_reaches_running_waiting_and_retained_requests(tmp_p
     await eventually(lambda: room.rollouts.sampled_tokens == 12)
     room.rollouts.switch("job", NEWER, recompute=in_flight == "recompute")
     room.rollouts.switch("job", ADAPTER, recompute=False)  # older: nobody goes back
-    late = worker.next_chunk(f"job-{runs}")  # sampled before the worker heard of it
+    late = worker.next_chunk(f"job-{runs}")  # sampled before the worker received of it
     await worker.say(protocol.Output(epoch=0, chunks=[late]))
     await settle()
     [switch] = worker.other
@@ -522,7 +522,7 @@ async def test_a_resubmitted_request_with_another_prompt_starts_over(tmp_path: P
     await eventually(lambda: len(worker.generates) == 2)
     again = worker.generates[1]
     assert again.prefix_tokens == []
-    await worker.say(protocol.Output(epoch=0, chunks=parts(seed, (3, 6))))  # said before the worker heard of either
+    await worker.say(protocol.Output(epoch=0, chunks=parts(seed, (3, 6))))  # said before the worker received of either
     await settle()
     assert (room.rollouts.sampled_tokens, room.rollouts.late_chunks) == (3, 1)
     worker.generating.set()
@@ -718,7 +718,7 @@ def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Pa
             if asked[number]["in_flight"] == "finish":
                 assert set(reply.versions) == {begun}
         await settle()
-        assert not rollouts.waiting() and not rollouts._inflight and not rollouts._by_job
+        assert not rollouts.waiting() and not rollouts.inflight and not rollouts.by_job
         assert not any(
             rollouts.pool.outstanding(worker) or rollouts.pool.executing(worker) for worker in room.fleet.all()
         )

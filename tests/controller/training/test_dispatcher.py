@@ -90,7 +90,7 @@ class Room:
         return self.artifacts.path(ref.hash, ADAPTER).read_text()
 
     def staged(self) -> int:
-        return len(list((self.artifacts._root / ".staging").iterdir()))
+        return len(list((self.artifacts.root / ".staging").iterdir()))
 
 
 @pytest.fixture
@@ -162,19 +162,19 @@ async def test_lost_worker_costs_its_computation_only(tmp_path: Path, every: int
     expected = await history(calm, calm.trainer(), 3, every)
     rough = Room(tmp_path / "rough")
     first = await rough.worker("a")
-    heard = 0
+    received = 0
 
     async def die(op: Any) -> None:
-        nonlocal heard
-        heard += 1
-        if heard == death + 1:
+        nonlocal received
+        received += 1
+        if received == death + 1:
             assert first.link is not None
             first.link.cut()
 
     first.answer = die
     await rough.worker("b")
     assert await history(rough, rough.trainer(), 3, every) == expected
-    assert rough.fleet.losses == (1 if heard > death else 0)
+    assert rough.fleet.losses == (1 if received > death else 0)
     for room in (calm, rough):
         for worker in room.workers:
             await worker.die()
@@ -188,18 +188,18 @@ async def test_a_stale_worker_reloads(room: Room) -> None:
     ref = room.commit(trainer, (await step(trainer, ref, 1, commit=True)).manifest)
     worker.trainer = FakeTrainer()  # it dropped the policy: the pending step must not be built on nothing
 
-    heard: list[str] = []
+    received: list[str] = []
 
     async def once(op: Any) -> protocol.OperationDone | None:
-        heard.append(type(op).__name__)
-        if heard == ["ForwardBackward"]:
+        received.append(type(op).__name__)
+        if received == ["ForwardBackward"]:
             return protocol.OperationDone(epoch=0, op=op.op, error="not held here", category="stale")
         return None
 
     worker.answer = once
     done = await step(trainer, ref, 2, commit=True)
     assert done.manifest is not None
-    assert heard == ["ForwardBackward", "ForwardBackward", "OptimStep"]
+    assert received == ["ForwardBackward", "ForwardBackward", "OptimStep"]
     assert worker.operations[-1].lease > worker.operations[-3].lease
     assert room.training.retries == 1
 

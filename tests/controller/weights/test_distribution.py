@@ -553,11 +553,11 @@ async def test_versions_in_use_are_those_that_jobs_sample_from(tmp_path: Path) -
     await eventually(committed)
     worker.generating.clear()
     await settle()
-    versions = [ref.version for ref in service.controller._in_use(MODEL)]
+    versions = [ref.version for ref in service.controller.versions_in_use(MODEL)]
     sampled = {generate.adapter.version for generate, _ in worker.active.values() if generate.adapter is not None}
     assert sampled <= set(versions)
     assert versions == sorted(versions)
-    assert service.controller._in_use("another model") == []
+    assert service.controller.versions_in_use("another model") == []
     worker.generating.set()
     await service.close()
 
@@ -576,8 +576,8 @@ async def test_requests_of_a_worker_that_leaves_resume_from_their_last_token(tmp
     await eventually(lambda: len(first.active) == 4 and rollouts.sampled_tokens >= 12)
     first.generating.clear()
     await settle()
-    had = {name: live.result.tokens[:] for name, live in rollouts._inflight.items()}
-    logprobs = {name: live.result.logprobs[:] for name, live in rollouts._inflight.items()}
+    had = {name: live.result.tokens[:] for name, live in rollouts.inflight.items()}
+    logprobs = {name: live.result.logprobs[:] for name, live in rollouts.inflight.items()}
     assert sum(map(len, had.values())) == rollouts.sampled_tokens
     late = [first.next_chunk(name) for name in list(first.active)]
     second = await service.worker("second", chunk=3, shortest=1 << 20).join()

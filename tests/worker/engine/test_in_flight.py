@@ -346,23 +346,23 @@ def test_whoever_switches_touches_nobody_else(
             max_tokens=12,
             episode=name if episode else "",
         )
-        due[name] = [(at, n + 1, anew) for n, (at, anew) in enumerate(sorted(switches, key=lambda s: s[0]))]
+        due[name] = [(at, n + 1, recompute) for n, (at, recompute) in enumerate(sorted(switches, key=lambda s: s[0]))]
     run.submit(*orders.values())
     happened: dict[str, list[tuple[int, int, bool]]] = {name: [] for name in orders}
     busy = True
     while busy:
         for name, switches in due.items():
             while switches and len(run.said[name].tokens) >= switches[0][0] and not run.said[name].finish:
-                _, number, anew = switches.pop(0)
-                assert engine.switch_adapter(name, version(number), recompute=anew)
-                happened[name].append((len(run.said[name].tokens), number, anew))
+                _, number, recompute = switches.pop(0)
+                assert engine.switch_adapter(name, version(number), recompute=recompute)
+                happened[name].append((len(run.said[name].tokens), number, recompute))
         busy = run.step()
     for name, said in run.end().items():
         spans = [(0, 0, True), *happened[name]]
         wanted = [max(number for at, number, _ in spans if at <= i) for i in range(12)]
         assert said.versions == wanted
         assert all(math.isfinite(value) for value in said.logprobs)
-        if all(anew for _, _, anew in spans):
+        if all(recompute for _, _, recompute in spans):
             for (at, number, _), end in zip(spans, [*(s[0] for s in spans[1:]), 12], strict=True):
                 if end > at:
                     resumed = msgspec.structs.replace(
@@ -431,7 +431,7 @@ class Bench:
 
     async def compute(self, name: str, count: int) -> None:
         """Until so many tokens of a request have been sampled and kept."""
-        while (held := self.requests._held[name]).length < count:
+        while (held := self.requests.held[name]).length < count:
             assert not held.finish, held.error
             await settle()
             self.core.engine.step()

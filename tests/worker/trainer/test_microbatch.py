@@ -239,12 +239,12 @@ async def test_worker_lost_between_micro_batches_costs_only_its_work(tmp_path: P
         first = await service.worker("a").join()
         await service.worker("b").join()
         await service.host().join()
-        heard = 0
+        received = 0
 
         async def die(op: Any, first: Any = first, dies: bool = dies) -> None:
-            nonlocal heard
-            heard += not isinstance(op, protocol.InitAdapter)
-            if dies and heard == death and first.link is not None:
+            nonlocal received
+            received += not isinstance(op, protocol.InitAdapter)
+            if dies and received == death and first.link is not None:
                 first.link.cut()
 
         first.answer = die

@@ -46,7 +46,7 @@ def test_restored_state_is_equal_bit_for_bit_without_its_gradient(tmp_path: Path
     assert goes.holds("p", 2, "v1", 0) and len(goes.cache) == goes.cache.bytes == 0
     for at, lease in ((stays, 1), (goes, 2)):
         step(at, "v1", 1, lease=lease)
-    mine, wanted = goes._held["p"].state, stays._held["p"].state
+    mine, wanted = goes.held["p"].state, stays.held["p"].state
     for name in ("masters", "exp_avg", "exp_avg_sq", "_compute"):
         assert torch.equal(getattr(mine, name), getattr(wanted, name)), name
     assert mine.step == wanted.step == 2
@@ -74,7 +74,7 @@ def test_state_that_is_no_version_is_not_kept(tmp_path: Path) -> None:
 
 def test_least_recently_used_states_are_evicted_first(tmp_path: Path) -> None:
     at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)})
-    state = at._held["p"].state.export()
+    state = at.held["p"].state.export()
     aside = TrainerStateCache(2 * state.bytes)
     assert state.bytes == 4 * len(masters(at))
     for name in ("a", "b"):

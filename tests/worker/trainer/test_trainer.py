@@ -151,11 +151,11 @@ def finish(of: NativeTrainer) -> dict[str, TrainerResult]:
 
 
 def gradient(of: NativeTrainer, policy: str = "p") -> Tensor:
-    return of._held[policy].state.gradient.clone()
+    return of.held[policy].state.gradient.clone()
 
 
 def masters(of: NativeTrainer, policy: str = "p") -> Tensor:
-    return of._held[policy].state.masters.clone()
+    return of.held[policy].state.masters.clone()
 
 
 def close(given: Tensor, wanted: Tensor, share: float = 2e-5) -> None:
@@ -504,7 +504,7 @@ def test_pass_out_of_memory_is_lost_and_next_passes_are_shorter(
     assert {op: answer.category for op, answer in done.items()} == {
         "fb x": "lost", "fb y": "lost", "opt x": "stale", "opt y": "stale", "again": "", "opt again": "",
     }  # fmt: skip
-    assert at._slice_tokens == 2048 and not at.pending
+    assert at.slice_tokens == 2048 and not at.pending
     alone = trainer(decoder(), folders, slice_tokens=2048)
     alone.forward_backward(forward_backward("x", op="again"), protocol.TrainingBatch(groups=units(0)))
     alone.optim_step(optim("x", op="opt again"))
@@ -518,7 +518,7 @@ def test_nan_skips_one_policy_and_changes_no_other(tmp_path: Path) -> None:
 
     def run(advantage: float, weights: float) -> tuple[NativeTrainer, dict[str, TrainerResult]]:
         at = trainer(base, folders, slice_tokens=4096)
-        at._held["x"].state.sites[1, "qkv"].a.mul_(weights)
+        at.held["x"].state.sites[1, "qkv"].a.mul_(weights)
         bad = units(0)
         bad[0].members[1].advantages[2] = advantage
         at.forward_backward(forward_backward("x", op="fb x"), protocol.TrainingBatch(groups=bad))
@@ -535,11 +535,11 @@ def test_nan_skips_one_policy_and_changes_no_other(tmp_path: Path) -> None:
         assert done["fb x"].metrics["nonfinite"] >= 1
         before = trainer(base, folders)
         assert torch.equal(masters(at, "x"), masters(before, "x"))
-        assert at._held["x"].state.step == 0
+        assert at.held["x"].state.step == 0
         assert torch.equal(masters(at, "y"), masters(fine, "y"))
         assert at.holds("x", 1, "v0", 0) and at.holds("y", 1, "v0", 1)
         # the policy continues with its next batch
-        at._held["x"].state._refresh()
+        at.held["x"].state._refresh()
         at.forward_backward(forward_backward("x", zero_grad=True), protocol.TrainingBatch(groups=units(0)))
         at.optim_step(optim("x"))
         assert finish(at)["opt"].metrics["skipped"] == 0
@@ -573,7 +573,7 @@ def test_export_resumes_bit_for_bit(tmp_path: Path) -> None:
     second.optim_step(optim(lease=2, parent=ref("p", "v1")))
     finish(second)
     assert torch.equal(masters(second), wanted)
-    assert torch.equal(second._held["p"].state.exp_avg_sq, first._held["p"].state.exp_avg_sq)
+    assert torch.equal(second.held["p"].state.exp_avg_sq, first.held["p"].state.exp_avg_sq)
 
 
 def test_operations_run_only_on_the_state_they_name(tmp_path: Path) -> None:

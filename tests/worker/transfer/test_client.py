@@ -22,7 +22,7 @@ from rookery.errors import UserError
 from rookery.worker.transfer import client, peers
 from rookery.worker.transfer.cache import AdapterCache, CacheEvents
 from rookery.worker.transfer.client import TransferClient
-from rookery.worker.transfer.http import CorruptArtifact, TransferFailed
+from rookery.worker.transfer.http import CorruptDownload, TransferFailed
 from rookery.worker.transfer.peers import PeerServer, listen
 from rookery.worker.transfer.prefetch import Prefetcher
 
@@ -93,7 +93,7 @@ async def test_corrupt_shard_is_fetched_twice_and_refused(service: Dialled, tmp_
     path = service.artifacts.path(manifest.hash, "adapter_model.safetensors")
     good = path.read_bytes()
     path.write_bytes(bytes([good[0] ^ 1]) + good[1:])
-    with pytest.raises(CorruptArtifact, match=r"adapter_model\.safetensors"):
+    with pytest.raises(CorruptDownload, match=r"adapter_model\.safetensors"):
         async with here.pulled(service.ref(manifest, 1)):
             pass
     assert here.corrupt == 2
@@ -288,13 +288,13 @@ async def test_cache_folder_of_another_user_is_refused(tmp_path: Path, monkeypat
 @pytest.mark.parametrize("name", ["../escape", ".hidden/x", "/etc/x"])
 async def test_manifest_cannot_name_files_outside_its_folder(service: Dialled, tmp_path: Path, name: str) -> None:
     manifest = protocol.manifest_of([protocol.Shard(name=name, size=1, sha256="0" * 64)])
-    folder = service.artifacts._root / manifest.hash
+    folder = service.artifacts.root / manifest.hash
     folder.mkdir()
     (folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
     (folder / name).parent.mkdir(exist_ok=True)
     here = transfers(service, tmp_path)
     service.artifacts.open = lambda digest: manifest  # type: ignore[method-assign]
-    with pytest.raises(CorruptArtifact, match="outside"):
+    with pytest.raises(CorruptDownload, match="outside"):
         async with here.pulled(service.ref(manifest, 1)):
             pass
     await here.close()

@@ -96,7 +96,7 @@ class EnvironmentHosts:
         self._ids = ids
         self._authenticate = authenticate
         self._unfinished = unfinished
-        self._hosts: dict[str, EnvironmentHost] = {}
+        self.hosts: dict[str, EnvironmentHost] = {}
         self._epoch = int(clock.time() * 1000)
         self._change = asyncio.Condition()
 
@@ -116,14 +116,14 @@ class EnvironmentHosts:
     async def _register(self, hello: Any, connection: Connection) -> EnvironmentHost:
         owner = await self._check(hello)
         continuing = await self._continuing(hello)
-        host = self._hosts.get(hello.instance)
+        host = self.hosts.get(hello.instance)
         if host is not None and host.owner != owner:
             raise RegistrationRefused("this instance name is taken")
         self._epoch += 1
         outbox = Outbox(connection, self._epoch, self._clock)
         if host is None:
             host = EnvironmentHost(owner, hello, outbox, self._clock.monotonic(), episodes=continuing)
-            self._hosts[hello.instance] = host
+            self.hosts[hello.instance] = host
         else:
             host.hello, host.outbox, host.connected = hello, outbox, True
             host.interrupt()
@@ -156,7 +156,7 @@ class EnvironmentHosts:
     async def _continuing(self, hello: protocol.HostHello) -> set[str]:
         """Of the episodes that a host has from before this process, those whose jobs have not ended. Nothing is awaited
         between this answer and the host's registration, so that a job which ends finds them there."""
-        if not hello.episodes or hello.instance in self._hosts:
+        if not hello.episodes or hello.instance in self.hosts:
             return set()
         unfinished = set(await self._unfinished())
         return {name for name in hello.episodes if name.rsplit("-", 2)[0] in unfinished}  # JOB-GROUP-MEMBER
@@ -192,18 +192,18 @@ class EnvironmentHosts:
         while True:
             await self._clock.sleep(limits.heartbeat_seconds)
             now = self._clock.monotonic()
-            for host in list(self._hosts.values()):
+            for host in list(self.hosts.values()):
                 if host.connected:
                     if reason := host.outbox.problem(limits.suspect_seconds):
                         await host.outbox.connection.close(reason)
                 elif not host.episodes and now - host.left > limits.rejoin_seconds:
-                    del self._hosts[host.hello.instance]
+                    del self.hosts[host.hello.instance]
 
     def offers(self, owner: str, environment: str) -> bool:
-        return any(host.connected and host.offers(owner, environment) for host in self._hosts.values())
+        return any(host.connected and host.offers(owner, environment) for host in self.hosts.values())
 
     def count(self) -> int:
-        return sum(host.connected for host in self._hosts.values())
+        return sum(host.connected for host in self.hosts.values())
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class EnvironmentHosts:
         """The connected host with the fewest episodes that offers ``environment``. Raises :class:`Unavailable`."""
 
         def able() -> list[EnvironmentHost]:
-            return [host for host in self._hosts.values() if host.connected and host.offers(owner, environment)]
+            return [host for host in self.hosts.values() if host.connected and host.offers(owner, environment)]
 
         try:
             async with asyncio.timeout(timeout), self._change:
@@ -227,10 +227,10 @@ class EnvironmentHosts:
         connects, or any host that can replay the episode, or the timeout. Raises :class:`Unavailable`."""
 
         def found() -> EnvironmentHost | None:
-            known = self._hosts.get(instance)
+            known = self.hosts.get(instance)
             if known is not None and known.owner == owner:
                 return known
-            able = (host for host in self._hosts.values() if host.connected and host.offers(owner, environment))
+            able = (host for host in self.hosts.values() if host.connected and host.offers(owner, environment))
             return next((host for host in able if host.deterministic(environment)), None)
 
         with contextlib.suppress(TimeoutError):
@@ -277,7 +277,7 @@ class EnvironmentHosts:
 
     def close_job(self, job: str) -> None:
         """The job has ended: close the episodes that its hosts still run."""
-        for host in self._hosts.values():
+        for host in self.hosts.values():
             for episode in sorted(name for name in host.episodes if name.startswith(f"{job}-")):
                 self.close_episode(host, episode)
 
@@ -318,7 +318,7 @@ class EnvironmentHosts:
         deterministic = host.deterministic(environment)
 
         def replaced() -> bool:
-            others = [h for h in self._hosts.values() if h.connected and h.offers(host.owner, environment)]
+            others = [h for h in self.hosts.values() if h.connected and h.offers(host.owner, environment)]
             return any(deterministic or other.joined > host.left for other in others)
 
         try:

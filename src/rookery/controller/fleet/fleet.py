@@ -67,7 +67,7 @@ class Fleet:
         self._able: dict[tuple[str, str], list[Worker]] = {}
         """By role and model. A list is replaced, never changed."""
         self._closing: set[asyncio.Task[None]] = set()
-        self._epoch = int(clock.time() * 1000)
+        self.epoch = int(clock.time() * 1000)
         self._handlers: dict[type, Callable[[Worker, Any], None]] = {}
         self.listeners: list[FleetListener] = []
         self.ignored_frames = 0
@@ -170,11 +170,11 @@ class Fleet:
             known = self._workers.get(name)
         if known is not None and known.state in CONNECTED:
             self._disconnect(known, "it reconnected")
-        self._epoch += 1
+        self.epoch += 1
         now = self._clock.monotonic()
         worker = self._workers[name] = Worker(
             hello,
-            Outbox(connection, self._epoch, self._clock),
+            Outbox(connection, self.epoch, self._clock),
             since=now,
             last_progress=now,
             active_requests=set(hello.running),

@@ -62,14 +62,14 @@ class RolloutScheduler(FleetListener):
         self.pool = WorkerPool(settings, clock)
         self._queues: defaultdict[str, PriorityQueues[InflightRequest]] = defaultdict(PriorityQueues)
         """By base model."""
-        self._inflight: dict[str, InflightRequest] = {}
+        self.inflight: dict[str, InflightRequest] = {}
         """By the request's id."""
         self._assigned: dict[str, InflightRequest] = {}
         """Requests that a worker has, by their names there."""
-        self._by_job: defaultdict[str, dict[InflightRequest, None]] = defaultdict(dict)
+        self.by_job: defaultdict[str, dict[InflightRequest, None]] = defaultdict(dict)
         self._retained: dict[str, dict[str, InflightRequest]] = {}
         """By job and id: cancelled requests whose tokens are kept."""
-        self._resumptions: dict[str, Resumption] = {}
+        self.resumptions: dict[str, Resumption] = {}
         """By the request's id, until it is submitted."""
         self._resume_until = 0.0
         """Until then, workers that hold requests of an earlier controller are reconnecting."""
@@ -83,14 +83,14 @@ class RolloutScheduler(FleetListener):
         self.late_chunks = 0
         """Chunks for requests that are no longer with their sender."""
         fleet.listeners.append(self)
-        fleet.route(protocol.Output, self._on_output)
+        fleet.route(protocol.Output, self.on_output)
 
     async def sample(
         self, request: SamplingRequest, on_tokens: Callable[[SamplingResult], None] | None = None
     ) -> SamplingResult:
         """The complete result; ``on_tokens`` is called with it each time that tokens have arrived. Raises
         :class:`GenerationFailed`, or :class:`Unavailable` when no worker came in time."""
-        if request.id in self._inflight:
+        if request.id in self.inflight:
             raise RuntimeError(f"request {request.id} is in flight already")
         earlier = self._retained.get(request.job, {}).pop(request.id, None)
         kept = earlier if earlier is not None and request.continues_text_of(earlier.request) else None
@@ -105,9 +105,9 @@ class RolloutScheduler(FleetListener):
             inflight.result = kept.result
             if request.superseded_by(kept.request.adapter):
                 inflight.request = request = request.with_adapter(kept.request.adapter)
-        self._inflight[request.id] = inflight
-        self._by_job[request.job][inflight] = None
-        resumption = self._resumptions.get(request.id)
+        self.inflight[request.id] = inflight
+        self.by_job[request.job][inflight] = None
+        resumption = self.resumptions.get(request.id)
         if resumption is not None and self._still_held(resumption):
             self._assign(inflight, resumption.worker, request.generate.interactive)
         else:
@@ -141,7 +141,7 @@ class RolloutScheduler(FleetListener):
 
     def unstarted(self, request: str) -> bool:
         """Whether the request waits for a worker and has no tokens yet."""
-        inflight = self._inflight.get(request)
+        inflight = self.inflight.get(request)
         return inflight is not None and inflight.worker is None and not inflight.result.tokens
 
     # --- decisions of other rooms -------------------------------------------------------------------------------------
@@ -149,8 +149,8 @@ class RolloutScheduler(FleetListener):
     def close_job(self, job: str) -> None:
         """The job has ended: drop the tokens kept for it and the requests that workers still hold for it."""
         self._retained.pop(job, None)
-        for request in [name for name in self._resumptions if name.startswith(f"{job}-")]:  # as its episodes' names do
-            del self._resumptions[request]
+        for request in [name for name in self.resumptions if name.startswith(f"{job}-")]:  # as its episodes' names do
+            del self.resumptions[request]
 
     def dispatch(self, *workers: Worker) -> None:
         """The gate has changed, for these workers or for all."""
@@ -164,7 +164,7 @@ class RolloutScheduler(FleetListener):
         """Move the job's requests for older versions of the policy to ``ref``: running ones from their next token on,
         with their attention cache kept, or computed again with ``recompute``; waiting and retained ones when they
         begin. Requests that finish on their version are left alone."""
-        for inflight in (*self._by_job.get(job, ()), *self._retained.get(job, {}).values()):
+        for inflight in (*self.by_job.get(job, ()), *self._retained.get(job, {}).values()):
             if not inflight.request.superseded_by(ref):
                 continue
             inflight.request = inflight.request.with_adapter(ref)
@@ -214,7 +214,7 @@ class RolloutScheduler(FleetListener):
                     elif now - inflight.waiting_since > wait and not inflight.done.done():
                         inflight.done.set_exception(Unavailable(self._fleet.missing("rollout", model)))
             limit = self._settings.worker.request_timeout_seconds
-            for inflight in list(self._inflight.values()):
+            for inflight in list(self.inflight.values()):
                 if inflight.worker is not None and now - inflight.last_activity > limit:
                     error = GenerationFailed(f"worker {inflight.worker.name} sent no tokens for {limit:g} s")
                     self._withdraw(inflight)
@@ -254,7 +254,7 @@ class RolloutScheduler(FleetListener):
         inflight.last_activity = self._clock.monotonic()
         inflight.result.queue_seconds += inflight.last_activity - inflight.queued_at
         inflight.allowed_versions = {inflight.policy_version[1]}
-        resumption = self._resumptions.pop(request.id, None)
+        resumption = self.resumptions.pop(request.id, None)
         inflight.resumed = resumption is not None and resumption.worker is worker
         inflight.wire_name = resumption.wire_name if resumption is not None and inflight.resumed else request.id
         if not inflight.resumed and worker.epoch in inflight.revoked_epochs:
@@ -280,14 +280,14 @@ class RolloutScheduler(FleetListener):
             return
         for wire_name in sorted(worker.active_requests):  # resumptions need no room and no gate: they run already
             request = wire_name.partition(REASSIGNED)[0]
-            inflight = self._inflight.get(request)
-            other = self._resumptions.get(request)
+            inflight = self.inflight.get(request)
+            other = self.resumptions.get(request)
             resumption = Resumption(worker, wire_name, self._clock.monotonic())
             if inflight is None:
                 if other is None or not self._still_held(other):
-                    self._resumptions[request] = resumption
+                    self.resumptions[request] = resumption
             elif inflight.worker is None and not inflight.done.done():
-                self._resumptions[request] = resumption
+                self.resumptions[request] = resumption
                 self._queue_of(inflight.request).remove(inflight.request.tenant, inflight.request.job, inflight)
                 self._assign(inflight, worker, inflight.request.generate.interactive)
         worker.active_requests.clear()
@@ -303,7 +303,7 @@ class RolloutScheduler(FleetListener):
         self.pool.on_heartbeat(worker, beat)
         self._dispatch(worker.hello.model)
 
-    def _on_output(self, worker: Worker, message: protocol.Output) -> None:
+    def on_output(self, worker: Worker, message: protocol.Output) -> None:
         worker.max_flush_tokens = max(worker.max_flush_tokens, sum(len(chunk.tokens) for chunk in message.chunks))
         for chunk in message.chunks:
             inflight = self._assigned.get(chunk.request)
@@ -348,8 +348,8 @@ class RolloutScheduler(FleetListener):
         self._release(inflight)
 
     def on_worker_lost(self, worker: Worker, reason: str) -> None:
-        for request in [request for request, held in self._resumptions.items() if held.worker is worker]:
-            del self._resumptions[request]
+        for request in [request for request, held in self.resumptions.items() if held.worker is worker]:
+            del self.resumptions[request]
         for inflight in reversed(self.pool.remove(worker)):
             self._requeue(inflight, "lost")
         self._dispatch(worker.hello.model)
@@ -382,10 +382,10 @@ class RolloutScheduler(FleetListener):
     def _finish(self, inflight: InflightRequest) -> None:
         """The caller has the result, or gave up."""
         request = inflight.request
-        self._inflight.pop(request.id, None)
-        del self._by_job[request.job][inflight]
-        if not self._by_job[request.job]:
-            del self._by_job[request.job]
+        self.inflight.pop(request.id, None)
+        del self.by_job[request.job][inflight]
+        if not self.by_job[request.job]:
+            del self.by_job[request.job]
         if inflight.worker is None:
             self._queue_of(request).remove(request.tenant, request.job, inflight)
         else:

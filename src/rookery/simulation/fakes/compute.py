@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from rookery import protocol
 from rookery.simulation.fakes.engine import FakeEngine
 from rookery.simulation.fakes.text import Length
-from rookery.simulation.fakes.trainer import FakeTrainer, Operation, OperationResult, batch_size
+from rookery.simulation.fakes.trainer import FakeOperationResult, FakeTrainer, Operation, batch_size
 from rookery.simulation.profiles import Machine
 
 TOLERANCE = 1e-6
@@ -26,7 +26,7 @@ TOLERANCE = 1e-6
 @dataclass(eq=False)
 class QueuedOperation:
     op: Operation
-    run: Callable[[], OperationResult]
+    run: Callable[[], FakeOperationResult]
     seconds: float
     """Of computing, still to be done."""
 
@@ -39,7 +39,7 @@ class FakeCompute:
         trainer: FakeTrainer,
         *,
         flush: Callable[[], Awaitable[None]],
-        answer: Callable[[OperationResult], object],
+        answer: Callable[[FakeOperationResult], object],
     ) -> None:
         """``flush`` sends the engine's tokens: it is called at once when a request has ended, else ``flush_seconds``
         after its last call. ``answer`` takes the results of operations."""
@@ -96,7 +96,7 @@ class FakeCompute:
         )
 
     def queue(
-        self, op: Operation, run: Callable[[], OperationResult], batch: protocol.TrainingBatch | None = None
+        self, op: Operation, run: Callable[[], FakeOperationResult], batch: protocol.TrainingBatch | None = None
     ) -> None:
         """Queue an operation whose state is here: ``run`` is called when its time has passed."""
         seconds = self._machine.optimizer if batch is None else self._machine.train_token * batch_size(batch)[0]

@@ -1,10 +1,29 @@
-"""Connections in memory: two ends, whole frames in order. When either end is cut, both end at once."""
+"""Connections in memory: two ends, whole frames in order. When either end is cut, both end at once. And the identity
+that a worker reports when it connects."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from rookery.protocol.connection import ConnectionClosed
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The identity that a worker reports in its Hello."""
+
+    name: str
+    instance: str
+    """Unique per process."""
+    model: str
+    token: str
+    roles: Sequence[Literal["rollout", "train"]] = ("rollout", "train")
+    kind: Literal["reserved", "preemptible"] = "reserved"
+    price: float = 0.0
+    """Per hour."""
 
 
 class MemoryConnection:

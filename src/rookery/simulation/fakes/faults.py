@@ -14,7 +14,7 @@ Phase = Literal["begin", "upload", "reply", "replied", "committed"]
 """Of a training operation: before it, before each file of its upload, before and after its reply, at its commit."""
 
 
-class Tickets(Protocol):
+class TicketRoutes(Protocol):
     """The worker's view of the service's HTTP routes; :class:`rookery.controller.weights.tickets.Tickets` is one."""
 
     @property

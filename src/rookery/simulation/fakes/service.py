@@ -23,10 +23,10 @@ from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.protocol.connection import Connection
 from rookery.settings import Settings
 from rookery.simulation.clock import InlineWriter, VirtualClock
-from rookery.simulation.fakes.connection import MemoryConnection, connection_pair
+from rookery.simulation.fakes.connection import Identity, MemoryConnection, connection_pair
 from rookery.simulation.fakes.host import FakeHost, fixed_turns, uniform_reward
 from rookery.simulation.fakes.text import Length, chat
-from rookery.simulation.fakes.worker import FakeWorker, Identity
+from rookery.simulation.fakes.worker import FakeWorker
 from rookery.simulation.profiles import Machine
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database

@@ -49,7 +49,7 @@ class AdapterState(msgspec.Struct):
 
 
 @dataclass
-class OperationResult:
+class FakeOperationResult:
     """``upload`` holds the files that a commit writes under ``ticket`` before the reply is sent."""
 
     reply: protocol.OperationDone
@@ -115,36 +115,36 @@ class FakeTrainer:
         if policy in self._states:
             self._states[policy].complete = False
 
-    def init_adapter(self, op: protocol.InitAdapter, source: bytes | None) -> OperationResult:
+    def init_adapter(self, op: protocol.InitAdapter, source: bytes | None) -> FakeOperationResult:
         """A new adapter from the operation's seed, or with the weights of the ``source`` adapter file."""
         seed = f"seed {op.seed} rank {op.rank}"
         weights = source if source is not None else msgspec.json.encode(AdapterState(seed, seed))
         files = {ADAPTER: weights, CONFIG: peft_config(op.rank, op.alpha, op.targets)}
         reply = protocol.OperationDone(epoch=0, op=op.op, metrics={"grad_norm": 1.0})
-        return OperationResult(reply, files, op.commit)
+        return FakeOperationResult(reply, files, op.commit)
 
     def apply(
         self, op: protocol.ForwardBackward | protocol.OptimStep, batch: protocol.TrainingBatch | None = None
-    ) -> OperationResult:
+    ) -> FakeOperationResult:
         """Run ``op`` on the state that it names."""
         state = self._states.get(op.policy)
         if state is None or not self.holds(op):
-            return OperationResult(stale(op, f"policy {op.policy} is not held in that state"))
+            return FakeOperationResult(stale(op, f"policy {op.policy} is not held in that state"))
         if isinstance(op, protocol.ForwardBackward):
             assert batch is not None
-            return OperationResult(self._forward_backward(op, state, batch))
+            return FakeOperationResult(self._forward_backward(op, state, batch))
         reply = protocol.OperationDone(epoch=0, op=op.op)
         if op.adam is not None:
             if not state.complete:
-                return OperationResult(stale(op, "a part of the gradient never arrived"))
+                return FakeOperationResult(stale(op, "a part of the gradient never arrived"))
             state.steps.append(TrainedStep(sorted(state.gradient), f"{op.scale} {op.adam.lr}"))
             state.gradient = []
             reply.metrics = {"grad_norm": 1.0}
         if not op.commit:
-            return OperationResult(reply)
+            return FakeOperationResult(reply)
         state.exported = len(state.steps)
         made = AdapterState(chain_of(state.parent_chain, state.steps), state.parent_chain, state.steps)
-        return OperationResult(reply, {ADAPTER: msgspec.json.encode(made), CONFIG: state.config}, op.commit)
+        return FakeOperationResult(reply, {ADAPTER: msgspec.json.encode(made), CONFIG: state.config}, op.commit)
 
     def _forward_backward(
         self, op: protocol.ForwardBackward, state: _PolicyState, batch: protocol.TrainingBatch

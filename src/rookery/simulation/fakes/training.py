@@ -18,8 +18,8 @@ from rookery import protocol
 from rookery.errors import RookeryError
 from rookery.protocol.connection import ConnectionClosed
 from rookery.simulation.fakes.compute import FakeCompute
-from rookery.simulation.fakes.faults import Faults, Phase, Tickets
-from rookery.simulation.fakes.trainer import ADAPTER, CONFIG, OperationResult, stale
+from rookery.simulation.fakes.faults import Faults, Phase, TicketRoutes
+from rookery.simulation.fakes.trainer import ADAPTER, CONFIG, FakeOperationResult, stale
 from rookery.simulation.profiles import Machine
 
 UPLOAD_ATTEMPTS = 3
@@ -30,7 +30,7 @@ class FakeTrainingOps:
         self,
         compute: FakeCompute,
         machine: Machine,
-        tickets: Tickets,
+        tickets: TicketRoutes,
         faults: Faults,
         *,
         spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
@@ -131,7 +131,7 @@ class FakeTrainingOps:
         category: Literal["stale", "lost"] = "stale",
     ) -> None:
         self._broken.add(op.policy)
-        await self.answer(OperationResult(msgspec.structs.replace(stale(op, reason), category=category)))
+        await self.answer(FakeOperationResult(msgspec.structs.replace(stale(op, reason), category=category)))
 
     async def _load_parent(self, op: protocol.ForwardBackward | protocol.OptimStep) -> bool:
         await self._wait_readable(op.parent)
@@ -155,7 +155,7 @@ class FakeTrainingOps:
             source = self._read(op.source.hash, ADAPTER)
         self._compute.queue(op, lambda: self.trainer.init_adapter(op, source))
 
-    async def answer(self, result: OperationResult) -> None:
+    async def answer(self, result: FakeOperationResult) -> None:
         """Upload what the operation made, and reply."""
         reply = result.reply
         if result.upload is not None:

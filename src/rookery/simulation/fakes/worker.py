@@ -14,14 +14,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from rookery import protocol
 from rookery.protocol.connection import ConnectionClosed
 from rookery.simulation.fakes.compute import FakeCompute
-from rookery.simulation.fakes.connection import MemoryConnection
-from rookery.simulation.fakes.faults import Faults, Tickets
+from rookery.simulation.fakes.connection import Identity, MemoryConnection
+from rookery.simulation.fakes.faults import Faults, TicketRoutes
 from rookery.simulation.fakes.text import Length
 from rookery.simulation.fakes.trainer import FakeTrainer
 from rookery.simulation.fakes.training import FakeTrainingOps
@@ -39,26 +38,11 @@ HOLD_SECONDS = 60.0
 MODEL_HASH, DEVICE = "fake", "fake"
 
 
-@dataclass(frozen=True)
-class Identity:
-    """The identity that a worker reports in its Hello."""
-
-    name: str
-    instance: str
-    """Unique per process."""
-    model: str
-    token: str
-    roles: Sequence[Literal["rollout", "train"]] = ("rollout", "train")
-    kind: Literal["reserved", "preemptible"] = "reserved"
-    price: float = 0.0
-    """Per hour."""
-
-
 class FakeWorker:
     def __init__(
         self,
         dial: Callable[[], MemoryConnection],
-        tickets: Tickets,
+        tickets: TicketRoutes,
         identity: Identity,
         machine: Machine,
         length: Length,

@@ -40,7 +40,7 @@ from rookery.worker.transfer.cache import (
     write_atomically,
 )
 from rookery.worker.transfer.http import (
-    CorruptArtifact,
+    CorruptDownload,
     RetryTransfer,
     TicketRefused,
     TransferFailed,
@@ -212,7 +212,7 @@ class TransferClient:
                 self._peers.mark_failed(digest)  # the service's own bytes are not known to be wrong
             else:
                 fetches -= 1
-        raise CorruptArtifact(f"artifact {digest[:12]} is corrupt: {shard.name} does not have the hash that names it")
+        raise CorruptDownload(f"artifact {digest[:12]} is corrupt: {shard.name} does not have the hash that names it")
 
     async def _download(self, url: str, part: Path, size: int, ticket: str) -> None:
         """Append to ``part`` until it has ``size`` bytes from the service."""

@@ -35,7 +35,7 @@ class Unreachable(TransferFailed):
     """The service did not answer within all attempts."""
 
 
-class CorruptArtifact(TransferFailed):
+class CorruptDownload(TransferFailed):
     """The bytes do not have the hash that names them; a retry does not help."""
 
 
@@ -74,7 +74,7 @@ async def download(
         with part.open("ab" if response.status_code == 206 else "wb") as file:
             async for block in response.aiter_raw():
                 if file.tell() + len(block) > size:
-                    raise CorruptArtifact(f"GET {url}: longer than the {size} bytes that its manifest states")
+                    raise CorruptDownload(f"GET {url}: longer than the {size} bytes that its manifest states")
                 file.write(block)
                 count(len(block))
 
@@ -84,11 +84,11 @@ def decode_manifest(content: bytes, digest: str) -> protocol.Manifest:
     try:
         manifest = msgspec.json.decode(content, type=protocol.Manifest)
     except msgspec.MsgspecError as error:
-        raise CorruptArtifact(f"artifact {digest[:12]} is corrupt: no manifest ({error})") from None
+        raise CorruptDownload(f"artifact {digest[:12]} is corrupt: no manifest ({error})") from None
     if protocol.manifest_of(manifest.shards).hash != digest or manifest.hash != digest:
-        raise CorruptArtifact(f"artifact {digest[:12]} is corrupt: its manifest does not have the hash that names it")
+        raise CorruptDownload(f"artifact {digest[:12]} is corrupt: its manifest does not have the hash that names it")
     if any(Path(shard.name).name != shard.name for shard in manifest.shards):
-        raise CorruptArtifact(f"artifact {digest[:12]} names a shard outside its folder")
+        raise CorruptDownload(f"artifact {digest[:12]} names a shard outside its folder")
     return manifest
 
 

@@ -86,10 +86,10 @@ class NativeTrainer:
         self._decoder = decoder
         self._max_rank = max_rank
         self._limits = limits or limits_for(decoder)
-        self._slice_tokens = min(slice_tokens, self._limits.max_tokens)
+        self.slice_tokens = min(slice_tokens, self._limits.max_tokens)
         self._attention = attention or attention_for(decoder)
         self._base_model = base_model
-        self._held: dict[str, HeldPolicy] = {}
+        self.held: dict[str, HeldPolicy] = {}
         self.cache = TrainerStateCache(trainer_state_cache_bytes)
         self._queues: dict[str, dict[str, deque[Queued]]] = {}
         """Tenant → policy → operations."""
@@ -109,7 +109,7 @@ class NativeTrainer:
         return AdapterExport(adapter, base_model=self._base_model)
 
     def holds(self, policy: str, lease: int, parent_hash: str, steps: int) -> bool:
-        held = self._held.get(policy)
+        held = self.held.get(policy)
         queued = sum(isinstance(op, protocol.OptimStep) and op.adam is not None for op in self._queue(policy))
         return held is not None and held.matches(lease, parent_hash, steps - queued)
 
@@ -128,10 +128,10 @@ class NativeTrainer:
 
     def _hold(self, policy: str, lease: int, parent: protocol.AdapterRef, export: AdapterExport) -> None:
         state = PolicyState(export, self._decoder.config, self._decoder.dtype, self._decoder.device)
-        self._held[policy] = HeldPolicy(lease, state, {parent.hash: 0})
+        self.held[policy] = HeldPolicy(lease, state, {parent.hash: 0})
 
     def offload(self, policy: str) -> None:
-        held = self._held.get(policy)
+        held = self.held.get(policy)
         if held is not None:
             version = next((hash for hash, steps in held.versions.items() if steps == held.steps), None)
             if version is not None:
@@ -143,7 +143,7 @@ class NativeTrainer:
             self._remove(queued)
             if not (isinstance(queued, QueuedBatch) and queued.abandoned):
                 self._finish(_op(queued).op, "the policy was evicted from this worker", "lost")
-        self._held.pop(policy, None)
+        self.held.pop(policy, None)
 
     def discard_offloaded(self, parent_hash: str) -> None:
         self.cache.pop(parent_hash)
@@ -152,7 +152,7 @@ class NativeTrainer:
         self.cache.clear()
 
     def mark_committed(self, policy: str, lease: int, ref: protocol.AdapterRef) -> None:
-        held = self._held.get(policy)
+        held = self.held.get(policy)
         if held is None or held.lease != lease or held.exported_steps is None:
             log.info("commit of a state that is not held here", extra={"policy": policy, "version": ref.version})
             return
@@ -242,9 +242,9 @@ class NativeTrainer:
         the pass is less than half full, or if the rest of it fits: every policy in a pass costs products of its own, so
         a nearly full pass takes no fraction of a batch."""
         items: list[PassItem] = []
-        share, tokens, memory = self._limits.copied_key_share, self._slice_tokens, float(self._limits.max_tokens)
+        share, tokens, memory = self._limits.copied_key_share, self.slice_tokens, float(self._limits.max_tokens)
         for batch in ready:
-            if 2 * tokens <= self._slice_tokens and sum(group.tokens for group in batch.groups) > tokens:
+            if 2 * tokens <= self.slice_tokens and sum(group.tokens for group in batch.groups) > tokens:
                 continue
             chosen: list[PackedGroup] = []
             while batch.groups:
@@ -254,14 +254,14 @@ class NativeTrainer:
                 chosen.append(batch.groups.popleft())
                 tokens, memory = tokens - group.tokens, memory - group.memory(share)
             if chosen:
-                items.append(PassItem(batch, self._held[batch.op.policy].state, chosen))
+                items.append(PassItem(batch, self.held[batch.op.policy].state, chosen))
         return items
 
     def _on_out_of_memory(self, items: list[PassItem], error: str) -> None:
         """The pass's operations are ``lost``, and the next passes are half as long."""
         torch.cuda.empty_cache()
-        self._slice_tokens = max(1, self._slice_tokens // 2)
-        log.warning("out of memory in a pass; passes have at most %d tokens now: %s", self._slice_tokens, error)
+        self.slice_tokens = max(1, self.slice_tokens // 2)
+        log.warning("out of memory in a pass; passes have at most %d tokens now: %s", self.slice_tokens, error)
         for item in items:
             item.queued.abandon()  # the gradient may contain a part of it
             self._finish(item.queued.op.op, "this worker's memory did not hold the pass", "lost")
@@ -270,7 +270,7 @@ class NativeTrainer:
         """Whether ``batch`` can run on the state that it names; otherwise it is removed, with a result unless it was
         abandoned."""
         op = batch.op
-        held = self._held.get(op.policy)
+        held = self.held.get(op.policy)
         matches = held is not None and held.matches(op.lease, op.parent.hash, op.steps)
         if held is None or not matches or batch.abandoned or batch.state not in (None, held.state):
             self._remove(batch)
@@ -291,7 +291,7 @@ class NativeTrainer:
     def _optimise(self, op: protocol.OptimStep) -> None:
         began = time.perf_counter()
         self._remove(op)
-        held = self._held.get(op.policy)
+        held = self.held.get(op.policy)
         if held is None or not held.matches(op.lease, op.parent.hash, op.steps):
             self._finish(op.op, OTHER_STATE, "stale")
             return
@@ -333,7 +333,7 @@ class NativeTrainer:
         return group
 
     def _split(self, group: PackedGroup) -> list[PackedGroup]:
-        max_tokens = max(self._slice_tokens, int(len(group.prompt) / PROMPT_SHARE))
+        max_tokens = max(self.slice_tokens, int(len(group.prompt) / PROMPT_SHARE))
         return group.split(max_tokens, self._limits.max_tokens, self._limits.copied_key_share)
 
     def _queue(self, policy: str) -> deque[Queued]:

@@ -1,0 +1,228 @@
+"""The rules of the house: sizes, one name for one thing, the direction of imports, the field's words."""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "rookery"
+
+MAX_CODE, MAX_FILES, MAX_FILE, MIN_FILE, MAX_PACKAGE = 21_700, 240, 400, 40, 2_500
+"""Lines of code and files of ``src/rookery``, raw lines of a file and of a package. Lower the first two whenever the
+code shrinks: 16,000 lines in 150 files is enough for what it does."""
+
+MAX_TEST_CODE, MAX_BENCHMARK_CODE, MAX_DOCS = 20_800, 4_000, 1_720
+
+SAME_ROLE = {
+    "admin", "app", "attention", "balancing", "base", "batch", "chat", "cli", "client", "codec", "common", "compute",
+    "connection", "demo", "engine", "futures", "generation", "groups", "host", "job", "jobs", "lora", "models",
+    "native", "offload", "openai", "peers", "placement", "pool", "process", "report", "request", "run", "runner",
+    "runs", "sampler", "samplers", "schemas", "serve", "sessions", "storage", "trainer", "training", "usage",
+    "versions", "worker",
+}  # fmt: skip
+"""File names that several rooms may have: each plays the same role there."""
+
+ARROWS: dict[str, set[str]] = {
+    "errors": set(),
+    "settings": {"errors"},
+    "aio": set(),
+    "spec": {"errors"},
+    "protocol": {"errors", "aio"},
+    "algorithms": set(),
+    "scheduling": {"errors"},
+    "telemetry": {"errors", "settings"},
+    "tokenization": {"errors"},
+    "storage": {"errors", "aio", "protocol", "spec"},
+    "environments": {"errors", "aio", "settings", "protocol", "spec"},
+    "controller": {
+        "errors", "aio", "settings", "protocol", "spec", "algorithms", "scheduling", "telemetry", "tokenization",
+        "storage", "environments",
+    },
+    "worker": {"errors", "aio", "settings", "protocol", "spec", "algorithms", "tokenization", "telemetry"},
+    "client": {"errors", "aio", "settings", "spec", "environments", "storage.data_dir"},
+    "cluster": {"errors", "aio", "settings", "tokenization"},
+    "simulation": {
+        "errors", "aio", "settings", "protocol", "spec", "scheduling", "tokenization", "storage", "controller",
+        "environments", "algorithms",
+    },
+}  # fmt: skip
+"""What each room may import. ``server`` and ``cli`` stand above all; nothing but ``cli`` imports ``server``."""
+
+CONTROLLER_FLOORS = [
+    {"fleet"}, {"weights"}, {"rollout", "training"}, {"offload"}, {"jobs", "sessions"},
+]  # fmt: skip
+"""Packages of ``controller/`` from the ground up: each imports only those below it, and its own floor not at all."""
+
+PRIVATE_NAMES_ALLOWED = 20
+
+DIALECT = """
+Looking Intake World Desks Desk Rollouts Lending Absences Holdings Trainee Places Guest OpenStep Measuring Remotes
+ClientModel Feeds Billing Payer Pulse Ledger ThreadLedger Groupable Plateau Lanes FailureWindow Beat Bye Lend Granted
+Forget Observed News Ahead Lender Chain KvStore PooledRunner Kept Draw Aside Bundle Pieces GrowingText KeyFirst Judges
+WaitedTooLong hand_off said_before lose_head carry_out given_back handed_off anew settle_tiles spares heard unsent_most
+""".split()
+"""Names of the former private dialect that must not come back."""
+
+
+@cache
+def sources(folder: Path) -> dict[Path, str]:
+    return {path: path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))}
+
+
+def code_lines(source: str) -> int:
+    """Lines that hold code: no blank lines, comments, docstrings or imports."""
+    skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in skipped:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        docstring = (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
+        if docstring or isinstance(node, ast.Import | ast.ImportFrom):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def test_source_stays_small() -> None:
+    files = sources(SOURCE)
+    assert sum(map(code_lines, files.values())) <= MAX_CODE
+    assert len(files) <= MAX_FILES
+    assert {str(path): n for path, text in files.items() if (n := text.count("\n")) > MAX_FILE} == {}
+    packages: Counter[Path] = Counter()
+    for path, text in files.items():
+        packages[path.parent] += text.count("\n")
+    assert {str(path): lines for path, lines in packages.items() if lines > MAX_PACKAGE} == {}
+
+
+def test_files_are_no_fragments() -> None:
+    small = {  # Alembic needs its two small files
+        str(path.relative_to(SOURCE)): text.count("\n")
+        for path, text in sources(SOURCE).items()
+        if text.count("\n") < MIN_FILE
+        and path.name not in ("__init__.py", "__main__.py")
+        and "migrations" not in path.parts
+    }
+    assert small == {}
+
+
+def test_tests_benchmarks_and_docs_stay_small() -> None:
+    assert sum(map(code_lines, sources(ROOT / "tests").values())) <= MAX_TEST_CODE
+    assert sum(map(code_lines, sources(ROOT / "benchmarks").values())) <= MAX_BENCHMARK_CODE
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    assert sum(page.read_text(encoding="utf-8").count("\n") for page in pages) <= MAX_DOCS
+
+
+def classes() -> Iterator[tuple[str, Path]]:
+    for path, text in sources(SOURCE).items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                yield node.name, path
+
+
+def test_no_two_classes_share_a_name() -> None:
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name, path in classes():
+        found[name].append(str(path.relative_to(SOURCE)))
+    assert {name: places for name, places in found.items() if len(places) > 1} == {}
+
+
+def test_files_of_different_rooms_share_a_name_only_for_the_same_role() -> None:
+    found: defaultdict[str, set[Path]] = defaultdict(set)
+    for path in sources(SOURCE):
+        if not path.stem.startswith("__"):
+            found[path.stem].add(path.parent)
+    assert {name: places for name, places in found.items() if len(places) > 1 and name not in SAME_ROLE} == {}
+
+
+def imported(path: Path) -> Iterator[list[str]]:
+    """The parts of each module below ``rookery`` that the file imports, also where only types are meant."""
+    for node in ast.walk(ast.parse(sources(SOURCE)[path])):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "rookery":
+            parts = node.module.split(".")[1:]
+            yield from [parts] if parts else [[alias.name] for alias in node.names]
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[1:] for alias in node.names if alias.name.startswith("rookery."))
+
+
+def test_rooms_import_one_way() -> None:
+    wrong = set()
+    for path in sources(SOURCE):
+        room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+        if room in ("server", "cli", "__init__"):
+            continue
+        for parts in imported(path):
+            if parts[0] != room and not {parts[0], ".".join(parts)} & ARROWS[room]:
+                wrong.add(f"{path.relative_to(SOURCE)} imports {'.'.join(parts)}")
+    assert wrong == set()
+
+
+def test_controller_imports_downwards() -> None:
+    floor = {package: number for number, packages in enumerate(CONTROLLER_FLOORS) for package in packages}
+    wrong = set()
+    for path in sources(SOURCE / "controller"):
+        here = path.relative_to(SOURCE / "controller").parts[0]
+        for parts in imported_from(path):
+            if here in floor and parts[0] in floor and parts[0] != here and floor[parts[0]] >= floor[here]:
+                wrong.add(f"{path.relative_to(SOURCE)} imports controller.{'.'.join(parts)}")
+    assert wrong == set()
+
+
+def imported_from(path: Path) -> Iterator[list[str]]:
+    """Modules of ``controller`` that the file imports at run time; imports for types alone are not counted."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rookery.controller"):
+            parts = (node.module or "").split(".")[2:]
+            yield from [parts] if parts else [[alias.name] for alias in node.names]
+
+
+@pytest.mark.parametrize("folder", ["src/rookery", "tests", "benchmarks"])
+def test_no_name_of_the_former_dialect(folder: str) -> None:
+    banned = re.compile(rf"\b({'|'.join(DIALECT)})\b")
+    found = set()
+    for path, text in sources(ROOT / folder).items():
+        if path == Path(__file__):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            names = [getattr(node, field, None) for field in ("name", "attr", "id", "arg")]
+            found |= {
+                f"{path.relative_to(ROOT)}: {name}"
+                for name in names
+                if isinstance(name, str) and banned.fullmatch(name)
+            }
+    assert found == set()
+
+
+def test_tests_use_exported_names() -> None:
+    """A test that reaches into ``_private`` names of the package breaks with every refactoring."""
+    private = re.compile(r"_[a-z]\w*")
+    of_ours = set(re.findall(r"\b_[a-z]\w*", "\n".join(sources(SOURCE).values())))
+    found = []
+    for path, text in sources(ROOT / "tests").items():
+        tree = ast.parse(text)
+        defined = {
+            node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else node.attr
+            for node in ast.walk(tree)
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            or (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+        }
+        for node in ast.walk(tree):
+            name = node.attr if isinstance(node, ast.Attribute) else None
+            if name and private.fullmatch(name) and name in of_ours and name not in defined:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno} {name}")
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rookery"):
+                found += [
+                    f"{path.relative_to(ROOT)}:{node.lineno} {a.name}" for a in node.names if private.fullmatch(a.name)
+                ]
+    assert len(found) <= PRIVATE_NAMES_ALLOWED, found
