@@ -199,6 +199,21 @@ class SessionSettings(Section):
     """Weights of an unnamed sampler are deleted when unused for this long."""
 
 
+class LimitSettings(Section):
+    """Budgets: the most that one job or one tenant may ask of the service. A job beyond a limit is refused with the
+    numbers; work beyond a limit waits."""
+
+    options_bytes: int = Field(64 << 10, ge=1 << 10)
+    """Largest options of a job's environment as JSON, without rows. Options travel with every episode; rows are stored
+    once, as a dataset."""
+    job_tokens: int = Field(1 << 25, ge=1)
+    """Sampled tokens that the groups of one job may hold in memory: `groups_per_step` x (`max_staleness` + 1) x
+    `group_size` x `max_tokens` x turns. A token takes about 80 bytes of the service."""
+    job_episodes: int = Field(4096, ge=2)
+    """Episodes of one job that run at once, in whole groups, at least one. Further groups start when others end. An
+    evaluation has as many in addition."""
+
+
 class OffloadSettings(Section):
     """RLBoost's Algorithm 1: rollouts offloaded to remote workers."""
 
@@ -222,6 +237,7 @@ class Settings(Section):
     engine: EngineSettings = EngineSettings()
     training: TrainingSettings = TrainingSettings()
     sessions: SessionSettings = SessionSettings()
+    limits: LimitSettings = LimitSettings()
     offload: OffloadSettings = OffloadSettings()
 
     @model_validator(mode="before")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -40,5 +41,7 @@ class ControllerContext:
     """The chat template and tokenizer of a base model, prepared if they were not."""
     check_environment: Callable[[str, dict[str, Any]], object]
     """Raises :class:`~rookery.errors.UserError` for a built-in environment that cannot be made with such options."""
+    refused: Counter[str]
+    """Refusals by the limit that caused them, since the service started."""
     on_metrics: Callable[[str, dict[str, Any]], None]
     """Called with a job's id and the metrics row of each committed step."""

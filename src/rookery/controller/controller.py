@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -101,6 +102,7 @@ class Controller:
             collector=collector,
             chat=chat,
             check_environment=check_environment,
+            refused=Counter(),
             on_metrics=self._on_metrics,
         )
         self.jobs = JobRegistry()

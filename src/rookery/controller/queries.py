@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from rookery import protocol
+from rookery.controller import budgets
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import BUILTIN, SERVICE
 from rookery.controller.jobs.progress import SHOWN_REWARDS
@@ -246,6 +247,7 @@ class JobQueries:
                 "failed_pulls": context.residency.failed_pulls,
                 "frames_ignored": fleet.ignored_frames,
                 "frames_bad": fleet.bad_frames,
+                **{f"refused_{limit}": context.refused[limit] for limit in budgets.COUNTED},
                 **context.usage.totals(),
                 **{name: counted[name] for name in COUNTED},
             },

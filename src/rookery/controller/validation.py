@@ -14,13 +14,14 @@ from typing import Any
 import msgspec
 
 from rookery import protocol
+from rookery.controller import budgets
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.sessions.samplers import SCHEME, find_checkpoint
 from rookery.controller.views import NUMBER
 from rookery.controller.weights.distribution import adapter_ref
 from rookery.errors import NotFound, Unavailable, UserError
-from rookery.spec.job import JobSpec
+from rookery.spec.job import EnvironmentSpec, JobSpec
 from rookery.spec.parsing import SpecError, parse_job
 from rookery.spec.policy import TARGETS, PolicySpec
 from rookery.storage.models import PolicyRow, UploadKind, VersionRow
@@ -61,6 +62,7 @@ class JobValidator:
                 f"policies.{name}.rank: given {policy.rank}, allowed: at most {context.settings.engine.max_rank}"
                 " (the service's ROOKERY_MAX_RANK)"
             )
+        problems += budgets.job_problems(spec, context.settings.limits, context.refused)
         try:
             options = await self.options(tenant, spec)
             if spec.environment.id is not None:
@@ -70,7 +72,7 @@ class JobValidator:
             problems.append(line if line.startswith("environment.") else f"environment: {line}")
         if problems:
             raise SpecError(problems)
-        spec = spec.model_copy(update={"base_model": model})
+        spec = await self.store_rows(tenant, spec.model_copy(update={"base_model": model}))
         new = PolicyRow(
             id=context.ids.new("policy"), tenant=tenant, name=name, rank=policy.rank, alpha=policy.scale_alpha,
             targets=list(policy.targets),
@@ -86,6 +88,18 @@ class JobValidator:
         if found.state == "refused":
             raise UserError(found.reason)
         return model.name
+
+    async def store_rows(self, tenant: str, spec: JobSpec) -> JobSpec:
+        """The job with its inline rows as stored datasets: the options travel with every episode."""
+        environment = spec.environment
+        inline = {name: rows for name in budgets.ROWS if (rows := environment.options.get(name)) is not None}
+        if environment.id != "jsonl" or not inline:
+            return spec
+        fields = environment.model_dump(exclude=set(budgets.ROWS))
+        for name, rows in inline.items():
+            content = await asyncio.to_thread(budgets.as_jsonl, rows)
+            fields[budgets.ROWS[name]] = await self.upload(tenant, "dataset", {"rows.jsonl": content})
+        return spec.model_copy(update={"environment": EnvironmentSpec.model_validate(fields)})
 
     async def options(self, tenant: str, spec: JobSpec) -> dict[str, Any]:
         """The environment's options as its host gets them: uploads replaced by the paths of their files."""

@@ -35,14 +35,14 @@ class JsonlOptions(BaseModel):
     verifier: Annotated[Verifier, Discriminator("name"), BeforeValidator(_named)]
     """Judges the reply: a name, or a mapping with `name` and the options of that [verifier](#verifiers)."""
     rows: list[dict[str, Any]] | None = None
-    """Rows in the job itself."""
+    """Rows in the job itself. The service stores them as a dataset and puts `dataset` in their place."""
     path: str | None = None
     """A JSONL file on your machine. The Python client and `rookery run` upload it and put `dataset` in its place.
     Relative paths start at the job file's folder."""
     dataset: str | None = None
     """Hash of an uploaded file, as `POST /api/v1/datasets` answered it."""
     eval_rows: list[dict[str, Any]] | None = None
-    """Held-out rows in the job itself."""
+    """Held-out rows in the job itself, stored like `rows`."""
     eval_path: str | None = None
     """A JSONL file with held-out rows, uploaded like `path`."""
     eval_dataset: str | None = None

@@ -6,6 +6,7 @@ depends on the prompt's number alone, so two versions differ only by their weigh
 
 from __future__ import annotations
 
+import asyncio
 import math
 import statistics
 from typing import Any
@@ -45,8 +46,9 @@ async def evaluate(job: JobContext, version: int) -> None:
     store, evaluation, progress = job.controller.store, job.spec.evaluation, job.progress
     with job.policy.pinned(version) as ref:  # until its score is known: it may be the best
         prompts = await held_out_prompts(job)
+        places = asyncio.Semaphore(job.controller.settings.limits.job_episodes)
         async with TaskGroup() as tasks:
-            runs = [tasks.create_task(_run(job, ref, number, prompt)) for number, prompt in enumerate(prompts)]
+            runs = [tasks.create_task(_run(job, ref, number, prompt, places)) for number, prompt in enumerate(prompts)]
         results = [run.result() for run in runs]
         mean, stderr = summarise(results)
         failed = [result.error for result in results if result.error]
@@ -79,12 +81,15 @@ async def held_out_prompts(job: JobContext) -> list[bytes]:
     return await get_prompts(job, "eval", 0, evaluation.prompts, seed=evaluation.seed, shuffle=False)
 
 
-async def _run(job: JobContext, ref: protocol.AdapterRef, number: int, prompt: bytes) -> EvalResult:
+async def _run(
+    job: JobContext, ref: protocol.AdapterRef, number: int, prompt: bytes, places: asyncio.Semaphore
+) -> EvalResult:
     seed = derive_seed(job.spec.seed, "evaluation", job.spec.evaluation.seed, number)
     episode = Episode(job, f"{job.row.id}-e{ref.version}-{number}", ref, prompt, seed, environment_seed=seed)
     shown = msgspec.json.decode(prompt)
     try:
-        result = await episode.run()
+        async with places:
+            result = await episode.run()
     except (EpisodeFailed, GenerationFailed) as error:
         return EvalResult(shown, error=str(error))
     finally:

@@ -18,6 +18,7 @@ from typing import Any
 
 from rookery import protocol
 from rookery.aio import Signal, TaskGroup
+from rookery.controller import budgets
 from rookery.controller.jobs.batch import CompleteGroup
 from rookery.controller.jobs.evaluation import evaluate
 from rookery.controller.jobs.groups import Groups
@@ -120,6 +121,7 @@ class Job:
     async def _keep_in_flight(self, tasks: TaskGroup) -> None:
         """Keep groups in flight up to the staleness bound, starting with the groups of an earlier run."""
         algorithm, groups = self.spec.algorithm, self.groups
+        at_once = budgets.groups_at_once(self.spec, self._controller.settings.limits)
         await groups.resume(tasks)
         while True:
             change = self._changed.next
@@ -136,6 +138,7 @@ class Job:
             if self.spec.stop.steps is not None:
                 needed = (self.spec.stop.steps - self.step) * algorithm.groups_per_step
                 count = min(count, needed - groups.in_flight - ready)
+            count = min(count, at_once - groups.in_flight)
             if count > 0:
                 await groups.begin(tasks, count)
             else:

@@ -86,7 +86,7 @@ class JobRunner:
 
     async def _assemble(self) -> Job:
         context, row = self._context, self.row
-        spec = JobSpec.model_validate(row.spec)
+        spec = await self._validator.store_rows(row.tenant, JobSpec.model_validate(row.spec))
         self._provide(spec.base_model)
         policies = await context.store.policies(row.tenant, row.id)
         await context.usage.open(row.tenant, row.id, [policy.id for policy in policies])

@@ -1,0 +1,59 @@
+"""Budgets of a job: what its spec may ask of the service's memory, decided before anything is stored or started. Pure.
+
+* The environment's options travel with every episode: they are small, and rows are stored once as a dataset.
+* All groups of a step are complete before it is taken, so the tokens of ``max_staleness + 1`` steps are in memory.
+* A refusal names the field, the numbers and the setting, and is counted under the setting's name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rookery.settings import LimitSettings
+from rookery.spec.job import JobSpec
+
+ROWS = {"rows": "dataset", "eval_rows": "eval_dataset"}
+"""Options of a ``jsonl`` environment that hold rows, with the option that names their stored dataset."""
+
+SINGLE_TURN = frozenset({"jsonl", "reasoning-gym"})
+"""Built-in environments whose episodes end with the first reply."""
+
+COUNTED = ("options_bytes", "job_tokens")
+"""The limits whose refusals are counted."""
+
+
+def job_problems(spec: JobSpec, limits: LimitSettings, refused: Counter[str]) -> list[str]:
+    """One line per limit that the job exceeds; ``refused`` counts them."""
+    problems = []
+    options = {name: value for name, value in spec.environment.options.items() if name not in ROWS}
+    size = len(json.dumps(options))
+    if size > limits.options_bytes:
+        refused["options_bytes"] += 1
+        problems.append(
+            f"environment: its options have {size} bytes without rows, allowed: at most {limits.options_bytes}"
+            " (the service's ROOKERY_OPTIONS_BYTES)"
+        )
+    algorithm, turns = spec.algorithm, 1 if spec.environment.id in SINGLE_TURN else spec.environment.max_turns
+    groups = algorithm.groups_per_step * (algorithm.max_staleness + 1)
+    tokens = groups * algorithm.group_size * spec.sampling.max_tokens * turns
+    if tokens > limits.job_tokens:
+        refused["job_tokens"] += 1
+        problems.append(
+            f"algorithm: {groups} groups in memory (groups_per_step x (max_staleness + 1)) x group_size"
+            f" {algorithm.group_size} x max_tokens {spec.sampling.max_tokens} x turns {turns} = {tokens} tokens,"
+            f" allowed: at most {limits.job_tokens} (the service's ROOKERY_JOB_TOKENS)"
+        )
+    return problems
+
+
+def groups_at_once(spec: JobSpec, limits: LimitSettings) -> int:
+    """Groups of the job that may run at once; at least one."""
+    return max(1, limits.job_episodes // spec.algorithm.group_size)
+
+
+def as_jsonl(rows: Sequence[Any]) -> bytes:
+    """Rows as the content of a JSONL file."""
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()

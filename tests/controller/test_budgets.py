@@ -1,0 +1,126 @@
+"""Budgets of jobs and tenants: what one of them asks beyond a limit is refused with the numbers, or waits."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.support.peers import HANG, Service, eventually, job_of, settle
+
+from rookery import protocol
+from rookery.environments.jsonl import read_jsonl
+from rookery.spec.parsing import SpecError
+
+ROWS = [{"prompt": f"{number} {'x' * 1000}", "answer": "1"} for number in range(100)]
+
+
+@pytest.fixture
+def settings() -> dict[str, Any]:
+    """Settings of the service; a test gives its own."""
+    return {}
+
+
+@pytest.fixture
+async def service(tmp_path: Path, settings: dict[str, Any]) -> AsyncIterator[Service]:
+    service = Service(tmp_path, **settings)
+    await service.start()
+    yield service
+    await service.close()
+    service.database.close()
+
+
+def inline(**changes: Any) -> dict[str, Any]:
+    return job_of(environment={"id": "jsonl", "rows": ROWS, "verifier": "exact"}, **changes)
+
+
+async def hosted(service: Service, script: Any = None) -> Any:
+    """A host of the service for ``jsonl``."""
+    host = service.host(key="service-key", environments={"builtin:jsonl": True}, script=script)
+    await host.join()
+    return host
+
+
+# --- a job ------------------------------------------------------------------------------------------------------------
+
+
+async def test_inline_rows_are_stored_once_and_never_travel_with_an_episode(service: Service) -> None:
+    """The service held a copy of all rows for each of its episodes."""
+    options: list[dict[str, Any]] = []
+
+    def script(message: protocol.Reset | protocol.StepEpisode) -> Any:
+        if isinstance(message, protocol.Reset):
+            options.append(message.options)
+        return None
+
+    await service.worker().join()
+    host = await hosted(service, script)
+    view, _ = await service.controller.submit("alice", inline(algorithm={"group_size": 16, "groups_per_step": 2}))
+    assert "rows" not in view.spec["environment"]
+    digest = view.spec["environment"]["dataset"]
+    await service.ends(view.id)
+    assert len(options) == 64
+    assert max(len(msgspec.msgpack.encode(one)) for one in [*options, *(ask.options for ask in host.asked)]) < 1000
+    assert service.database.get_upload("alice", "dataset", digest).size > 100_000
+    assert read_jsonl(service.artifacts.path(digest, "rows.jsonl").read_bytes()) == ROWS
+
+
+async def test_rows_of_a_job_that_an_earlier_version_stored_are_moved_to_a_dataset(service: Service) -> None:
+    await service.worker().join()
+    host = await hosted(service)
+    view, _ = await service.controller.submit("alice", inline())
+    await service.controller.pause("alice", view.id)
+    spec = {**view.spec, "environment": {"id": "jsonl", "rows": ROWS, "verifier": "exact"}}
+    with service.database.writing() as connection:
+        connection.exec_driver_sql("UPDATE jobs SET spec = ?", (msgspec.json.encode(spec).decode(),))
+    await service.controller.resume("alice", view.id)
+    await service.ends(view.id)
+    assert all("path" in ask.options and "rows" not in ask.options for ask in host.asked)
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "limit"),
+    [
+        ({"algorithm": {"group_size": 1024, "groups_per_step": 4096}}, "= 268435456 tokens", "job_tokens"),
+        ({"sampling": {"max_tokens": 131072}, "algorithm": {"max_staleness": 64}}, "x turns 8 =", "job_tokens"),
+        ({"environment": {"hosted": "task", "more": "x" * 70_000}}, "70012 bytes", "options_bytes"),
+    ],
+)
+async def test_job_beyond_a_limit_is_refused_with_the_numbers(
+    service: Service, change: dict[str, Any], said: str, limit: str
+) -> None:
+    with pytest.raises(SpecError, match=said) as refusal:
+        await service.controller.submit("alice", job_of(**{"environment": {"hosted": "task"}, **change}))
+    assert refusal.value.status == 422
+    assert f"ROOKERY_{limit.upper()}" in str(refusal.value)
+    assert service.controller.queries.health()["totals"][f"refused_{limit}"] == 1
+
+
+@pytest.mark.parametrize("settings", [{"job_episodes": 8}])
+async def test_job_starts_only_as_many_groups_as_its_episodes_allow(service: Service) -> None:
+    await service.worker().join()
+    host = await service.host(script=lambda message: HANG).join()
+    view, _ = await service.controller.submit("alice", job_of(algorithm={"group_size": 4, "groups_per_step": 6}))
+    await eventually(lambda: host.calls == 8)
+    await settle()
+    assert host.calls == 8
+    assert (await service.controller.queries.show("alice", view.id)).groups_in_flight == 2
+
+
+@pytest.mark.parametrize("settings", [{"job_episodes": 4}])
+async def test_job_whose_group_exceeds_its_episodes_runs_one_group_at_a_time(service: Service) -> None:
+    await service.worker().join()
+    running: set[str] = set()
+    most = 0
+
+    def script(message: protocol.Reset | protocol.StepEpisode) -> Any:
+        nonlocal most
+        (running.add if isinstance(message, protocol.Reset) else running.discard)(message.episode)
+        most = max(most, len({name.rsplit("-", 1)[0] for name in running}))
+
+    await service.host(script=script).join()
+    view, _ = await service.controller.submit("alice", job_of(algorithm={"group_size": 6, "groups_per_step": 3}))
+    await service.ends(view.id)
+    assert most == 1
