@@ -15,7 +15,7 @@ from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.jobs import groups as groups_module
 from rookery.controller.jobs import job as job_module
 from rookery.controller.jobs.groups import Groups
-from rookery.controller.jobs.job import Job
+from rookery.controller.jobs.job import TrainingJob
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.training.policy_versions import PolicyVersions
@@ -63,7 +63,7 @@ MUTATIONS = [
     ),
     _one("epochs do not grow", Fleet, "_register", "self.epoch += 1", "pass", "epochs"),
     _one(
-        "acknowledge before the commit", Job, "_commit_version", "ref = await", COMMITTED_EARLY, "durable",
+        "acknowledge before the commit", TrainingJob, "_commit_version", "ref = await", COMMITTED_EARLY, "durable",
     ),
     _one(
         "commit what is not durable yet", TrainingDispatcher, "uploading",
@@ -114,7 +114,7 @@ MUTATIONS = [
         frozenset({"stale"}),
     ),
     _one(
-        "commit without what was consumed", Job, "_commit", "consumed = [group.id for",
+        "commit without what was consumed", TrainingJob, "_commit", "consumed = [group.id for",
         "consumed = [] and [group.id for", "groups",
     ),
     _one(

@@ -82,7 +82,7 @@ class Client:
         return await self.do(forward(tokens or (5, 6, 7)))
 
     async def step(self) -> AnyResult:
-        return await self.do(operations.OptimStep(adam=ADAM))
+        return await self.do(operations.OptimStepOperation(adam=ADAM))
 
     async def save(self, name: str, ttl: float | None = None, kind: Any = "weights") -> str:
         saved = await self.do(operations.SaveState(kind=kind, name=name, ttl=ttl))
@@ -105,7 +105,7 @@ class Client:
         return request
 
 
-def forward(tokens: Sequence[int], *, only: bool = False) -> operations.ForwardBackward:
+def forward(tokens: Sequence[int], *, only: bool = False) -> operations.ForwardBackwardOperation:
     """Cross-entropy of each token from the one before it."""
     targets = list(tokens[1:])
     rows = len(targets)
@@ -114,6 +114,6 @@ def forward(tokens: Sequence[int], *, only: bool = False) -> operations.ForwardB
         advantages=[0.0] * rows, weights=[1.0] * rows,
     )  # fmt: skip
     batch = protocol.encode(protocol.TrainingBatch(data=[datum]))
-    return operations.ForwardBackward(
+    return operations.ForwardBackwardOperation(
         batch=batch, shapes=[[rows]], loss=protocol.Loss(name="cross_entropy"), forward_only=only
     )

@@ -38,7 +38,7 @@ class Words(TypeDecorator[str]):
         return value.replace("\x00", "\ufffd").encode("utf-8", "replace").decode("utf-8")
 
 
-class Json(TypeDecorator[Any]):
+class JsonText(TypeDecorator[Any]):
     """Any JSON value, plus NaN and infinities."""
 
     impl = Text
@@ -69,8 +69,8 @@ class Base(MappedAsDataclass, DeclarativeBase, kw_only=True):
         str: Words,
         int: BigInteger,
         float: Double,
-        dict[str, Any]: Json,
-        list[str]: Json,
+        dict[str, Any]: JsonText,
+        list[str]: JsonText,
         Manifest: ManifestJson,
     }
 

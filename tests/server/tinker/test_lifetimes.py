@@ -211,7 +211,7 @@ async def test_of_a_finished_session_only_names_stay(service: Service) -> None:
     path = await visitor.save("kept")
     kept, _, policy = await visitor.find(path)
     await visitor.gradient()
-    last = await visitor.send(operations.OptimStep(adam=ADAM))
+    last = await visitor.send(operations.OptimStepOperation(adam=ADAM))
     await visitor.outcome(last)
     await visitor.sessions.finish("alice", visitor.session, "success")
     await visitor.sessions.sweep()

@@ -39,7 +39,7 @@ class _UncommittedStep:
     metrics: dict[str, Any]
 
 
-class Job:
+class TrainingJob:
     """A running job. :meth:`run` returns the reason why the job is complete, or raises the error that stopped it."""
 
     def __init__(self, job: JobContext) -> None:

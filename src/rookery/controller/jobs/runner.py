@@ -14,7 +14,7 @@ from rookery.aio import Signal
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentFailed
 from rookery.controller.jobs.groups import JobPaused
-from rookery.controller.jobs.job import Job
+from rookery.controller.jobs.job import TrainingJob
 from rookery.controller.jobs.job_context import JobContext
 from rookery.controller.jobs.progress import Progress
 from rookery.controller.training.policy_versions import PolicyVersions
@@ -50,7 +50,7 @@ class JobRunner:
     ) -> None:
         """``provide(model)`` asks for a worker with that model; ``folder`` is the job's, for its metrics."""
         self.row = row
-        self.job: Job | None = None
+        self.job: TrainingJob | None = None
         """None until its model and its environment's data are there."""
         self.wanted: JobState | None = None
         """The state that its owner asked for while it ran."""
@@ -84,7 +84,7 @@ class JobRunner:
         finally:
             await self._store_counters()
 
-    async def _assemble(self) -> Job:
+    async def _assemble(self) -> TrainingJob:
         context, row = self._context, self.row
         spec = await self._validator.store_rows(row.tenant, JobSpec.model_validate(row.spec))
         self._provide(spec.base_model)
@@ -103,7 +103,7 @@ class JobRunner:
             progress=Progress(context, row, spec, MetricsExport(self._folder)),
             warm_start=await warm_start(row.tenant, spec, policies[0]) if new else None,
         )
-        return Job(job)
+        return TrainingJob(job)
 
     async def _chat(self, model: str) -> Chat:
         """The base model's chat template and tokenizer. For a job that has run before they existed: an error is
@@ -153,7 +153,7 @@ class JobRegistry:
         """How many jobs are in which state."""
         self._signals: WeakValueDictionary[str, Signal] = WeakValueDictionary()
 
-    def running(self) -> list[Job]:
+    def running(self) -> list[TrainingJob]:
         """The jobs that are assembled and run."""
         return [runner.job for runner in self.runners.values() if runner.job is not None]
 

@@ -80,7 +80,7 @@ class Future:
 
 
 @dataclass(frozen=True)
-class Completion:
+class CompletedRequest:
     """A request that has its result. ``size``: the result's bytes, about."""
 
     request: str
@@ -227,10 +227,10 @@ class _SamplerStream:
     first: int
     cursor: int
     polled: float
-    events: deque[Completion] = field(default_factory=deque)
+    events: deque[CompletedRequest] = field(default_factory=deque)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def add(self, completion: Completion) -> None:
+    def add(self, completion: CompletedRequest) -> None:
         self.events.append(completion)
         self.changed.set()
 
@@ -260,7 +260,7 @@ class CompletionStream:
 
     async def poll(
         self, tenant: str, sampler: str, clone: int, cursor: int, seconds: float | None
-    ) -> tuple[Sequence[Completion], int]:
+    ) -> tuple[Sequence[CompletedRequest], int]:
         """The requests of the client's ``clone``-th copy that completed after ``cursor``, at once or within ``seconds``
         (at most ``session_poll_seconds``), and the next cursor. Raises :class:`NotFound` for another tenant's
         sampler."""
@@ -285,7 +285,7 @@ class CompletionStream:
         """``future`` has its result."""
         stream = self._streams.get((future.id.rpartition("/")[0], future.seq // CLONE_REQUESTS))
         if stream is not None:
-            stream.add(Completion(future.id, isinstance(future.result, OperationFailed), future.size))
+            stream.add(CompletedRequest(future.id, isinstance(future.result, OperationFailed), future.size))
 
     async def _load(self, tenant: str, sampler: str, clone: int) -> _SamplerStream:
         context = self._context
@@ -298,7 +298,7 @@ class CompletionStream:
             assert row.outcome is not None
             if row.id not in added:
                 failed = isinstance(decode_result(row.outcome), OperationFailed)
-                stream.add(Completion(row.id, failed, len(row.outcome)))
+                stream.add(CompletedRequest(row.id, failed, len(row.outcome)))
         return stream
 
 

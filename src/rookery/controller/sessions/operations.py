@@ -31,7 +31,7 @@ class CreateModel(Operation):
     seed: int | None = None
 
 
-class ForwardBackward(Operation, tag="Compute"):
+class ForwardBackwardOperation(Operation, tag="Compute"):
     """Compute a batch's loss and log-probabilities; unless ``forward_only``, add its gradient to the run's."""
 
     batch: bytes
@@ -60,7 +60,7 @@ class InvalidOperation(Operation, tag="Refused"):
         return self.gradient
 
 
-class OptimStep(Operation, tag="Step"):
+class OptimStepOperation(Operation, tag="Step"):
     adam: protocol.Adam
 
 
@@ -106,7 +106,14 @@ class Sample(Operation):
 
 
 AnyOperation = (
-    CreateModel | ForwardBackward | InvalidOperation | OptimStep | SaveState | SaveSampler | LoadState | Sample
+    CreateModel
+    | ForwardBackwardOperation
+    | InvalidOperation
+    | OptimStepOperation
+    | SaveState
+    | SaveSampler
+    | LoadState
+    | Sample
 )
 
 
@@ -125,7 +132,7 @@ class ModelCreated(OperationResult, tag="Created", rename={"model_id": "model"})
 
 class ForwardBackwardResult(OperationResult, tag="Computed"):
     """``logprobs``: float32 little-endian, the targets of all data in order; ``shapes`` and ``cells`` as in
-    :class:`ForwardBackward`."""
+    :class:`ForwardBackwardOperation`."""
 
     metrics: dict[str, float]
     logprobs: bytes

@@ -23,7 +23,7 @@ from rookery.controller.sessions.futures import FutureExpired, Futures
 from rookery.controller.sessions.operations import (
     AnyOperation,
     CreateModel,
-    ForwardBackward,
+    ForwardBackwardOperation,
     LoadState,
     OperationFailed,
     Sample,
@@ -296,7 +296,7 @@ class Sessions:
     async def submit(self, tenant: str, id: str, seq: int | None, operation: AnyOperation) -> str:
         """Queue an operation of a training run at ``seq`` (None: after all that arrived); returns the request's id."""
         run = await self.run(tenant, id)
-        if isinstance(operation, ForwardBackward):
+        if isinstance(operation, ForwardBackwardOperation):
             chat = await self._context.chat(run.row.base_model)
             longest = max((shape[0] for shape in operation.shapes), default=0)
             if longest > chat.context:

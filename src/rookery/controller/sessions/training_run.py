@@ -102,9 +102,9 @@ class TrainingRun:
         """Bring back the effect of an operation that an earlier process executed after the head."""
         if isinstance(result, operations.OperationFailed):
             self._on_failure(operation, result)
-        elif isinstance(operation, operations.ForwardBackward) and not operation.forward_only:
+        elif isinstance(operation, operations.ForwardBackwardOperation) and not operation.forward_only:
             self._trainer.recall(_forward_request(operation))
-        elif isinstance(operation, operations.OptimStep):
+        elif isinstance(operation, operations.OptimStepOperation):
             self._trainer.recall(OptimRequest(operation.adam))
             self._last_step = seq
 
@@ -217,14 +217,14 @@ class TrainingRun:
         if isinstance(result, operations.OperationFailed):
             self._on_failure(operation, result)
         if result is not None:
-            trace = operation.adds_gradient or isinstance(operation, operations.OptimStep)
+            trace = operation.adds_gradient or isinstance(operation, operations.OptimStepOperation)
             await self._futures.finish(future, result, trace=trace)
 
     async def _dispatch(self, future: Future, operation: operations.AnyOperation) -> operations.AnyResult | None:
         match operation:
-            case operations.ForwardBackward():
+            case operations.ForwardBackwardOperation():
                 return await self._forward_backward(operation)
-            case operations.OptimStep():
+            case operations.OptimStepOperation():
                 return await self._optim_step(future, operation)
             case operations.SaveSampler():
                 return await self._save_sampler(operation)
@@ -244,7 +244,7 @@ class TrainingRun:
         """Update the gradient's state, now or in a replay."""
         if operation.adds_gradient:
             self._gradient_error = result.error
-        elif isinstance(operation, operations.OptimStep):
+        elif isinstance(operation, operations.OptimStepOperation):
             self._gradient_error = ""
             self._trainer.drop_gradient()
 
@@ -265,7 +265,9 @@ class TrainingRun:
 
         return await self._trainer.init(make, source)
 
-    async def _forward_backward(self, operation: operations.ForwardBackward) -> operations.ForwardBackwardResult:
+    async def _forward_backward(
+        self, operation: operations.ForwardBackwardOperation
+    ) -> operations.ForwardBackwardResult:
         parent = adapter_ref(self.policy, self._head)
         await self._slots.acquire(self._holder)
         done = await self._trainer.forward(parent, _forward_request(operation))
@@ -276,7 +278,9 @@ class TrainingRun:
             metrics=metrics, logprobs=done.logprobs, shapes=operation.shapes, cells=operation.cells
         )
 
-    async def _optim_step(self, future: Future, operation: operations.OptimStep) -> operations.OptimStepResult | None:
+    async def _optim_step(
+        self, future: Future, operation: operations.OptimStepOperation
+    ) -> operations.OptimStepResult | None:
         parent = adapter_ref(self.policy, self._head)
         if self._gradient_error:
             raise UserError(
@@ -395,5 +399,5 @@ class TrainingRun:
         await self._versions.retire()
 
 
-def _forward_request(operation: operations.ForwardBackward) -> ForwardRequest:
+def _forward_request(operation: operations.ForwardBackwardOperation) -> ForwardRequest:
     return ForwardRequest(operation.batch, operation.loss, forward_only=operation.forward_only, logprobs=True)

@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 
 from rookery import protocol
-from rookery.controller.sessions.operations import ForwardBackward, LoadState, OptimStep, Sample, SaveSampler, SaveState
+from rookery.controller.sessions.operations import (
+    ForwardBackwardOperation,
+    LoadState,
+    OptimStepOperation,
+    Sample,
+    SaveSampler,
+    SaveState,
+)
 from rookery.errors import UserError
 from rookery.server.tinker import schemas
 from rookery.spec.job import LOSS_PARAMETERS
@@ -39,10 +46,10 @@ TTL_SECONDS = (3600, 10 * 365 * 86400)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,199}")
 
 
-def optim_step(request: schemas.OptimStepRequest) -> OptimStep:
+def optim_step(request: schemas.OptimStepRequest) -> OptimStepOperation:
     check_optimizer(request.optimizer_params)
     adam = schemas.AdamParams.model_validate(request.adam_params or {})
-    return OptimStep(
+    return OptimStepOperation(
         adam=protocol.Adam(
             lr=adam.learning_rate, beta1=adam.beta1, beta2=adam.beta2, eps=adam.eps, weight_decay=adam.weight_decay,
             clip=adam.grad_clip_norm,
@@ -103,7 +110,7 @@ def _save(
     return SaveState(kind=kind, name=name, ttl=check_ttl(ttl), overwrite=overwrite, about=about or {})
 
 
-def sample(request: schemas.SampleRequest, sampler: str) -> Sample:
+def sample(request: schemas.AsampleRequest, sampler: str) -> Sample:
     params, last = request.sampling_params, request.prompt_logprobs_last_n
     if params.top_k > 0 or params.top_p != 1.0:
         raise UserError(
@@ -158,7 +165,7 @@ class Tensor:
         return full
 
 
-def forward_backward(schema: Any, message: Any) -> ForwardBackward:
+def forward_backward(schema: Any, message: Any) -> ForwardBackwardOperation:
     """A protobuf ``ForwardBackwardRequest`` of ``schema``. Raises :class:`UserError`."""
     name = message.loss_fn
     if name not in INPUTS:
@@ -176,7 +183,7 @@ def forward_backward(schema: Any, message: Any) -> ForwardBackward:
         shapes.append(list(shape))
         if places is not None:
             cells[number] = places.tolist()
-    return ForwardBackward(
+    return ForwardBackwardOperation(
         batch=protocol.encode(protocol.TrainingBatch(data=data)),
         shapes=shapes,
         loss=protocol.Loss(name=name, params=_parameters(message)),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from msgspec.structs import asdict
 
-from rookery.controller.sessions.futures import Completion, QueueStatus
+from rookery.controller.sessions.futures import CompletedRequest, QueueStatus
 from rookery.controller.sessions.operations import (
     AnyResult,
     ForwardBackwardResult,
@@ -44,7 +44,7 @@ def try_again(request: str, status: QueueStatus) -> dict[str, Any]:
     }
 
 
-def completion(done: Completion) -> dict[str, Any]:
+def completion(done: CompletedRequest) -> dict[str, Any]:
     if done.failed:
         return {"state": "failed", "request_id": done.request}
     return {"state": "finished", "request_id": done.request, "response_payload_uncompressed_size": done.size}

@@ -48,7 +48,7 @@ async def sampler(service: Service, owner: Owner, sampler: str) -> Response:
 
 @routes.post("/asample")
 async def asample(service: Service, owner: Owner, request: Request) -> Response:
-    body = await schemas.read(schemas.SampleRequest, request)
+    body = await schemas.read(schemas.AsampleRequest, request)
     if body.sampling_session_id is None or body.seq_id is None:
         raise UserError("asample needs sampling_session_id and seq_id; create a sampling session first")
     operation = decode.sample(body, body.sampling_session_id)

@@ -52,7 +52,7 @@ class CreateSession(TinkerRequest):
     display_name: str | None = None
 
 
-class Heartbeat(TinkerRequest):
+class SessionHeartbeat(TinkerRequest):
     session_id: str
 
 
@@ -171,7 +171,7 @@ class SamplingParams(TinkerRequest):
     top_p: float = 1.0
 
 
-class SampleRequest(TinkerRequest):
+class AsampleRequest(TinkerRequest):
     num_samples: int = Field(1, ge=1, le=4096)
     prompt: ModelInput
     sampling_params: SamplingParams

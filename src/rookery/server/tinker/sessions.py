@@ -49,7 +49,7 @@ async def create_session(service: Service, owner: Owner, request: Request, key: 
 
 @routes.post("/session_heartbeat")
 async def heartbeat(service: Service, owner: Owner, request: Request) -> Response:
-    body = await schemas.read(schemas.Heartbeat, request)
+    body = await schemas.read(schemas.SessionHeartbeat, request)
     await service.controller.sessions.heartbeat(owner.id, body.session_id)
     return json_response({"type": "session_heartbeat"})
 
