@@ -17,7 +17,6 @@ from tests.support.peers import MODEL, Service, eventually, job_of
 
 from rookery import protocol
 from rookery.cli.jobs import cost_lines
-from rookery.controller.jobs.step import init_adapter
 from rookery.controller.rollout.scheduler import SamplingRequest
 from rookery.controller.training.policy_trainer import ForwardRequest, PolicyTrainer
 from rookery.controller.views import JobView
@@ -30,7 +29,7 @@ from rookery.scheduling.usage import (
     WorkerMeter,
     reserved_alone,
 )
-from rookery.spec.job import JobSpec
+from rookery.storage.models import PolicyRow
 from rookery.storage.tenants import TENANT_TOTAL
 
 # --- sharing an interval ----------------------------------------------------------------------------------------------
@@ -279,9 +278,9 @@ async def test_chat_requests_and_clients_models_are_charged_to_their_tenants(ser
     rollouts, training = service.controller.context.rollouts, service.controller.context.training
     reply = await rollouts.sample(question())
     assert reply.tokens
-    trainee = PolicyTrainer(training, tenant="bob", policy="policy-of-a-client", model=MODEL, next_lease=lease)
-    spec = JobSpec.model_validate(job_of())
-    manifest = await trainee.init(partial(init_adapter, spec, "policy-of-a-client"), None)
+    row = PolicyRow(id="policy-of-a-client", tenant="bob", name="run", rank=16, alpha=32.0, targets=["q"])
+    trainee = PolicyTrainer(training, row, MODEL, lease)
+    manifest = await trainee.init(0, None)
     parent = protocol.AdapterRef(policy="policy-of-a-client", version=0, hash=manifest.hash, rank=16, alpha=32.0)
     busy.worker.answer = None
 
@@ -299,7 +298,7 @@ async def test_chat_requests_and_clients_models_are_charged_to_their_tenants(ser
     assert list(await usage.by_job("bob")) == [TENANT_TOTAL]
 
 
-async def lease() -> int:
+async def lease(policy: str) -> int:
     return 1
 
 

@@ -343,7 +343,8 @@ class InitAdapter(Message, kw_only=True):
     targets: list[str]
     """Any of q k v o gate up down."""
     seed: int
-    commit: str
+    commit: str = ""
+    """An upload ticket."""
     source: AdapterRef | None = None
 
 

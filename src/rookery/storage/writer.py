@@ -39,29 +39,28 @@ class BatchTransaction(Protocol):
         ...
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Call:
     run: Callable[[], Any]
     store: BatchTransaction | None
     """The database whose method it is; None for calls that cannot share a transaction."""
     loop: asyncio.AbstractEventLoop
     future: asyncio.Future[Any]
-    result: Any = None
-    error: BaseException | None = None
 
-    def execute(self) -> None:
+    def attempt(self) -> tuple[Any, BaseException | None]:
+        """The result or the error."""
         try:
-            self.result = self.run()
+            return self.run(), None
         except BaseException as error:  # the caller handles it, not this thread
-            self.error = error
+            return None, error
 
-    def settle(self) -> None:
+    def settle(self, result: Any, error: BaseException | None) -> None:
         if self.future.done():  # the caller was cancelled
             return
-        if self.error is not None:
-            self.future.set_exception(self.error)
+        if error is not None:
+            self.future.set_exception(error)
         else:
-            self.future.set_result(self.result)
+            self.future.set_result(result)
 
 
 class StorageWriter:
@@ -78,13 +77,10 @@ class StorageWriter:
         if self._closed:
             raise RuntimeError("the storage writer is closed")
         loop = asyncio.get_running_loop()
-        store = getattr(call, "__self__", None)
+        owner = getattr(call, "__self__", None)
+        store = owner if isinstance(owner, BatchTransaction) else None
         future: asyncio.Future[T] = loop.create_future()
-        self._queue.put(
-            _Call(
-                partial(call, *arguments, **named), store if isinstance(store, BatchTransaction) else None, loop, future
-            )
-        )
+        self._queue.put(_Call(partial(call, *arguments, **named), store, loop, future))
         return await future
 
     def close(self) -> None:
@@ -107,29 +103,23 @@ class StorageWriter:
             calls = [first]
             while waiting and len(calls) < GROUPED_CALLS and _share(first, waiting[0]):
                 calls.append(waiting.popleft())  # type: ignore[arg-type]
-            if len(calls) == 1:
-                first.execute()
-            else:
-                self._execute_batch(calls)
-            for call in calls:
+            for call, outcome in zip(calls, _execute(calls), strict=True):
                 with suppress(RuntimeError):  # its loop is closed: nobody waits for it
-                    call.loop.call_soon_threadsafe(call.settle)
+                    call.loop.call_soon_threadsafe(call.settle, *outcome)
 
-    @staticmethod
-    def _execute_batch(calls: list[_Call]) -> None:
-        store = calls[0].store
-        assert store is not None
-        try:
-            with store.batch_transaction():
-                for call in calls:
-                    call.execute()
-        except StorageFull:  # nothing is durable: calls that need no room may still succeed
-            for call in calls:
-                call.result = call.error = None
-                call.execute()
-        except Exception as error:  # nothing is known to be durable
-            for call in calls:
-                call.error = error
+
+def _execute(calls: list[_Call]) -> list[tuple[Any, BaseException | None]]:
+    """Run the calls in one transaction; their results and errors."""
+    store = calls[0].store
+    if len(calls) == 1 or store is None:
+        return [call.attempt() for call in calls]
+    try:
+        with store.batch_transaction():
+            return [call.attempt() for call in calls]
+    except StorageFull:  # nothing is durable: calls that need no room may still succeed
+        return [call.attempt() for call in calls]
+    except Exception as error:  # nothing is known to be durable
+        return [(None, error) for _ in calls]
 
 
 def _share(first: _Call, other: _Call | None) -> bool:

@@ -26,6 +26,7 @@ from rookery.settings import Settings
 from rookery.simulation.fakes.trainer import FakeTrainer
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database
+from rookery.storage.models import PolicyRow
 from rookery.storage.store import Store
 from rookery.storage.writer import StorageWriter
 
@@ -62,19 +63,15 @@ class Room:
         return worker
 
     def trainer(self, policy: str = "p") -> PolicyTrainer:
-        async def next_lease() -> int:
+        async def next_lease(policy: str) -> int:
             self.leases[policy] = self.leases.get(policy, 0) + 1
             return self.leases[policy]
 
-        return PolicyTrainer(self.training, tenant="alice", policy=policy, model=MODEL, next_lease=next_lease)
+        row = PolicyRow(id=policy, tenant="alice", name=policy, rank=8, alpha=16.0, targets=["q"])
+        return PolicyTrainer(self.training, row, MODEL, next_lease)
 
     async def begin(self, trainer: PolicyTrainer, policy: str = "p") -> protocol.AdapterRef:
-        def make(op: str, commit: str, source: protocol.AdapterRef | None) -> protocol.InitAdapter:
-            return protocol.InitAdapter(
-                op=op, policy=policy, rank=8, alpha=16.0, targets=["q"], seed=1, commit=commit, source=source
-            )
-
-        return self.commit(trainer, await trainer.init(make, None), policy)
+        return self.commit(trainer, await trainer.init(1, None), policy)
 
     def commit(
         self, trainer: PolicyTrainer, manifest: protocol.Manifest | None, policy: str = "p"

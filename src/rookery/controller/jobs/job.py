@@ -24,7 +24,7 @@ from rookery.controller.jobs.evaluation import evaluate
 from rookery.controller.jobs.groups import Groups
 from rookery.controller.jobs.job_context import JobContext
 from rookery.controller.jobs.progress import per_token
-from rookery.controller.jobs.step import StepAccumulator, adam, forward_backward, init_adapter
+from rookery.controller.jobs.step import StepAccumulator, adam, forward_backward
 from rookery.controller.training.policy_trainer import PolicyTrainer
 from rookery.scheduling.staleness import admission_budget
 
@@ -51,14 +51,8 @@ class TrainingJob:
         self.step = job.row.step
         self._changed = Signal()
         self.groups = Groups(job, self._changed)
-        policy = job.policy.row.id
-        self._trainer = PolicyTrainer(
-            job.controller.training,
-            tenant=job.row.tenant,
-            policy=policy,
-            model=job.spec.base_model,
-            next_lease=lambda: job.controller.store.next_lease(policy),
-        )
+        store = job.controller.store
+        self._trainer = PolicyTrainer(job.controller.training, job.policy.row, job.spec.base_model, store.next_lease)
         self._next = StepAccumulator(job.spec, self.step)
         """The step whose groups are being collected."""
         self._uncommitted: list[_UncommittedStep] = []
@@ -105,9 +99,8 @@ class TrainingJob:
         for line in await policy.load_intact():
             await self.progress.add_event("corrupt", line)
         if policy.head is None:
-            make = partial(init_adapter, self.spec, policy.row.id)
             async with controller.collector.pin(source):  # the wait for a worker may be long
-                manifest = await self._trainer.init(make, source)
+                manifest = await self._trainer.init(self.spec.policy[1].seed, source)
                 await self._commit_version(manifest, [], [])
         assert policy.head is not None
         controller.residency.announce(self.spec.base_model, policy.ref(policy.head.version))

@@ -18,18 +18,6 @@ from rookery.controller.training.policy_trainer import ForwardRequest
 from rookery.spec.job import JobSpec
 
 
-def init_adapter(
-    spec: JobSpec, policy: str, op: str, upload: str, source: protocol.AdapterRef | None
-) -> protocol.InitAdapter:
-    """The operation that makes version 0 of ``policy``, uploaded under the ticket ``upload``; ``source`` is what it
-    starts from, if anything."""
-    _, adapter = spec.policy
-    return protocol.InitAdapter(
-        op=op, policy=policy, rank=adapter.rank, alpha=adapter.scale_alpha, targets=list(adapter.targets),
-        seed=adapter.seed, commit=upload, source=source,
-    )  # fmt: skip
-
-
 def forward_backward(spec: JobSpec, groups: Sequence[CompleteGroup]) -> ForwardRequest:
     """The operation that adds the gradient of ``groups``, before :func:`~rookery.controller.jobs.batch.step_scale`."""
     algorithm = spec.algorithm

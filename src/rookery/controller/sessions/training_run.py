@@ -56,13 +56,7 @@ class TrainingRun:
         """The sequence number of the last optimizer step."""
         self._gradient_error = ""
         """Why the current gradient is incomplete."""
-        self._trainer = PolicyTrainer(
-            context.training,
-            tenant=row.tenant,
-            policy=policy.id,
-            model=row.base_model,
-            next_lease=lambda: context.store.next_lease(policy.id),
-        )
+        self._trainer = PolicyTrainer(context.training, policy, row.base_model, context.store.next_lease)
         self._holder = SlotHolder(
             row.id, row.tenant, row.session, row.base_model, self._trainer.offload, lambda: self._trainer.begun
         )
@@ -251,19 +245,8 @@ class TrainingRun:
     async def _create(self, future: Future, operation: operations.CreateModel) -> None:
         await self._context.chat(self.row.base_model)  # prepares the model if it was not
         seed = operation.seed if operation.seed is not None else derive_seed(self.row.id)
-        await self._commit(await self._init(seed, None), future, operations.ModelCreated(model_id=self.row.id))
+        await self._commit(await self._trainer.init(seed, None), future, operations.ModelCreated(model_id=self.row.id))
         log.info("training run %s created", self.row.id, extra={"tenant": self.row.tenant})
-
-    async def _init(self, seed: int, source: protocol.AdapterRef | None) -> protocol.Manifest:
-        policy = self.policy
-
-        def make(op: str, upload: str, readable: protocol.AdapterRef | None) -> protocol.InitAdapter:
-            return protocol.InitAdapter(
-                op=op, policy=policy.id, rank=policy.rank, alpha=policy.alpha, targets=list(policy.targets), seed=seed,
-                commit=upload, source=readable,
-            )  # fmt: skip
-
-        return await self._trainer.init(make, source)
 
     async def _forward_backward(
         self, operation: operations.ForwardBackwardOperation
@@ -338,7 +321,7 @@ class TrainingRun:
                 manifest = source.manifest
                 await self._trainer.renew()
             else:
-                manifest = await self._init(0, ref)
+                manifest = await self._trainer.init(0, ref)
             loaded = operations.StateLoaded(path=operation.path, model_id=self.row.id)
             await self._commit(manifest, future, loaded, uploaded=not operation.optimizer, discard=True)
 

@@ -251,16 +251,15 @@ class TrainingDispatcher(FleetListener):
     # --- uploads ------------------------------------------------------------------------------------------------------
 
     async def uploading(
-        self, worker: Worker, make: Callable[[str], protocol.OptimStep | protocol.InitAdapter]
+        self, worker: Worker, message: protocol.OptimStep | protocol.InitAdapter
     ) -> protocol.OperationDone:
-        """Call an operation that uploads an artifact under the ticket given to ``make``. On return the artifact is
-        durable, equals the worker's report, and is pinned until :meth:`with_ticket` ends. Raises
+        """Call an operation that uploads an artifact, under a ticket that is added to ``message``. On return the
+        artifact is durable, equals the worker's report, and is pinned until :meth:`with_ticket` ends. Raises
         :class:`~rookery.errors.StorageFull` where the disk was full."""
         upload = _Upload()
         try:
             await self._writer(self._open, upload)
-            message = make(upload.ticket)
-            done = await self.call(worker, message)
+            done = await self.call(worker, msgspec.structs.replace(message, commit=upload.ticket))
             self._tickets.collect(upload.ticket)
             try:
                 manifest = await self._writer(self._publish, message.policy, upload)

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 from rookery import protocol
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.training.dispatcher import TrainingDispatcher, TrainingFailed
+from rookery.storage.models import PolicyRow
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ class ForwardRequest:
 
 @dataclass(frozen=True)
 class OptimRequest:
-    """A step on ``scale`` times the gradient accumulated since the last step."""
+    """A step on ``scale`` times the gradient accumulated since the last step. Without ``adam`` it only commits."""
 
-    adam: protocol.Adam
+    adam: protocol.Adam | None
     scale: float = 1.0
 
 
@@ -50,15 +51,14 @@ class PolicyTrainer:
     def __init__(
         self,
         training: TrainingDispatcher,
-        *,
-        tenant: str,
-        policy: str,
+        row: PolicyRow,
         model: str,
-        next_lease: Callable[[], Awaitable[int]],
+        next_lease: Callable[[str], Awaitable[int]],
     ) -> None:
+        """``model``: the base model of the policy in ``row``. ``next_lease(policy)`` issues a lease number."""
         self._training = training
-        self._tenant = tenant
-        self._policy = policy
+        self._row = row
+        self._policy = row.id
         self._model = model
         self._next_lease = next_lease
         self._worker: Worker | None = None
@@ -69,19 +69,16 @@ class PolicyTrainer:
         """… and the steps among them that changed its state: a step on NaN is skipped."""
         self.lease = 0
 
-    async def init(
-        self,
-        make: Callable[[str, str, protocol.AdapterRef | None], protocol.InitAdapter],
-        source: protocol.AdapterRef | None,
-    ) -> protocol.Manifest:
-        """Create version 0, durable as an artifact. ``make`` gets the operation's id, the upload ticket and ``source``
-        with a read ticket."""
+    async def init(self, seed: int, source: protocol.AdapterRef | None) -> protocol.Manifest:
+        """Create version 0, durable as an artifact: random weights from ``seed``, or the weights of ``source``."""
+        row = self._row
 
         async def attempt(worker: Worker) -> protocol.OperationDone:
-            readable = self._training.pin(worker, source) if source is not None else None
-            return await self._training.uploading(
-                worker, lambda upload: make(self._training.new_op(), upload, readable)
-            )
+            operation = protocol.InitAdapter(
+                op=self._training.new_op(), policy=row.id, rank=row.rank, alpha=row.alpha, targets=list(row.targets),
+                seed=seed, source=self._training.pin(worker, source) if source is not None else None,
+            )  # fmt: skip
+            return await self._training.uploading(worker, operation)
 
         await self.renew()  # first: a version must name the upload without another wait in between
         done = await self._training.retrying(self._policy, self._model, attempt)
@@ -91,7 +88,7 @@ class PolicyTrainer:
     async def renew(self) -> None:
         """Take a new lease, to commit a state other than the worker's: it loads the parent again and replays."""
         self._leave()
-        self.lease = await self._next_lease()
+        self.lease = await self._next_lease(self._policy)
 
     async def forward(self, parent: protocol.AdapterRef, forward: ForwardRequest) -> protocol.OperationDone:
         """Add to the gradient of the next step, on ``parent`` and the steps taken since."""
@@ -117,7 +114,9 @@ class PolicyTrainer:
 
         async def attempt(worker: Worker) -> protocol.OperationDone:
             await self._catch_up(worker, parent)
-            return await self._reading(self._training.uploading(worker, partial(self._optim, parent, worker, None)))
+            return await self._reading(
+                self._training.uploading(worker, self._optim(parent, worker, OptimRequest(None)))
+            )
 
         return await self._training.retrying(self._policy, self._model, attempt)
 
@@ -216,7 +215,7 @@ class PolicyTrainer:
         """Carry out the rest of the log at ``worker``; the answers."""
         if worker is not self._worker:
             self._leave()
-            self.lease = await self._next_lease()
+            self.lease = await self._next_lease(self._policy)
             self._worker = worker
         answers = []
         try:
@@ -227,9 +226,9 @@ class PolicyTrainer:
                     zero_grad = at == 0 or isinstance(self._log[at - 1], OptimRequest)
                     done = await self._forward(worker, parent, entry, zero_grad=zero_grad)
                 elif commit and at + 1 == len(self._log):
-                    done = await self._training.uploading(worker, partial(self._optim, parent, worker, entry))
+                    done = await self._training.uploading(worker, self._optim(parent, worker, entry))
                 else:
-                    done = await self._training.call(worker, self._optim(parent, worker, entry, ""))
+                    done = await self._training.call(worker, self._optim(parent, worker, entry))
                 self._sent += 1
                 if isinstance(entry, OptimRequest):
                     self._applied += not done.metrics.get("skipped")
@@ -243,36 +242,23 @@ class PolicyTrainer:
         self, worker: Worker, parent: protocol.AdapterRef, entry: ForwardRequest, *, zero_grad: bool
     ) -> protocol.OperationDone:
         with self._training.published_batch(entry.batch) as ticket:
-            return await self._training.call(
-                worker,
-                protocol.ForwardBackward(
-                    op=self._training.new_op(),
-                    tenant=self._tenant,
-                    policy=self._policy,
-                    lease=self.lease,
-                    parent=self._training.pin(worker, parent),
-                    steps=self._applied,
-                    batch_ticket=ticket,
-                    loss=entry.loss,
-                    temperature=entry.temperature,
-                    kl_weight=entry.kl_weight,
-                    forward_only=entry.forward_only,
-                    zero_grad=zero_grad,
-                    logprobs=entry.logprobs,
-                ),
-            )
+            message = protocol.ForwardBackward(
+                batch_ticket=ticket, loss=entry.loss, temperature=entry.temperature, kl_weight=entry.kl_weight,
+                forward_only=entry.forward_only, zero_grad=zero_grad, logprobs=entry.logprobs,
+                **self._target(worker, parent),
+            )  # fmt: skip
+            return await self._training.call(worker, message)
 
-    def _optim(
-        self, parent: protocol.AdapterRef, worker: Worker, entry: OptimRequest | None, upload: str
-    ) -> protocol.OptimStep:
-        return protocol.OptimStep(
-            op=self._training.new_op(),
-            tenant=self._tenant,
-            policy=self._policy,
-            lease=self.lease,
-            parent=self._training.pin(worker, parent),
-            steps=self._applied,
-            adam=entry.adam if entry is not None else None,
-            scale=entry.scale if entry is not None else 1.0,
-            commit=upload,
-        )
+    def _optim(self, parent: protocol.AdapterRef, worker: Worker, entry: OptimRequest) -> protocol.OptimStep:
+        return protocol.OptimStep(adam=entry.adam, scale=entry.scale, **self._target(worker, parent))
+
+    def _target(self, worker: Worker, parent: protocol.AdapterRef) -> dict[str, Any]:
+        """The fields that every operation has: a new id, and the state on which ``worker`` must carry it out."""
+        return {
+            "op": self._training.new_op(),
+            "tenant": self._row.tenant,
+            "policy": self._policy,
+            "lease": self.lease,
+            "parent": self._training.pin(worker, parent),
+            "steps": self._applied,
+        }
