@@ -257,7 +257,7 @@ def test_what_attention_copies_of_shared_prompts_is_counted_as_room() -> None:
     stream = pack_groups(units)
     keys = VarlenAttention(base, stream)._keys
     assert keys is not None
-    assert sum(unit.room(1.0) for unit in units) == len(keys) == len(stream.tokens) + 3 * 300
+    assert sum(unit.memory(1.0) for unit in units) == len(keys) == len(stream.tokens) + 3 * 300
     copied = pass_limits(base.config, 2, 1e6).copied_key_share
     assert copied * layer_numbers(base.config) == pytest.approx(2 * base.config.kv_heads * base.config.head_dim)
 
