@@ -212,6 +212,17 @@ class LimitSettings(Section):
     job_episodes: int = Field(4096, ge=2)
     """Episodes of one job that run at once, in whole groups, at least one. Further groups start when others end. An
     evaluation has as many in addition."""
+    start_crashes: int = Field(2, ge=1)
+    """Crashes of the service while a job was starting, one after the other, after which that job is paused: it may be
+    their cause."""
+    start_seconds: float = Field(60.0, gt=0)
+    """A job is starting until it has trained a step or has run for this long."""
+    tenant_jobs: int = Field(16, ge=1)
+    """Jobs of one tenant that run at once; further ones are queued. `rookery tenants limit` changes it for one
+    tenant."""
+    outage_retry_seconds: float = Field(30.0, gt=0)
+    """A job that was paused by an outage (database, disk, workers, environment host) resumes by itself after this time,
+    then after twice as long each time, up to ten minutes."""
 
 
 class OffloadSettings(Section):

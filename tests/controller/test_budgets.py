@@ -25,7 +25,7 @@ def settings() -> dict[str, Any]:
 
 @pytest.fixture
 async def service(tmp_path: Path, settings: dict[str, Any]) -> AsyncIterator[Service]:
-    service = Service(tmp_path, **settings)
+    service = Service(tmp_path, **{"start_crashes": 2} | settings)
     await service.start()
     yield service
     await service.close()
@@ -124,3 +124,52 @@ async def test_job_whose_group_exceeds_its_episodes_runs_one_group_at_a_time(ser
     view, _ = await service.controller.submit("alice", job_of(algorithm={"group_size": 6, "groups_per_step": 3}))
     await service.ends(view.id)
     assert most == 1
+
+
+# --- crashes while a job starts ---------------------------------------------------------------------------------------
+
+
+async def starting(service: Service) -> None:
+    """A worker and a host whose episodes never begin."""
+    await service.worker().join()
+    await service.host(script=lambda message: HANG).join()
+
+
+async def test_job_that_was_starting_at_two_crashes_is_paused(service: Service) -> None:
+    await starting(service)
+    view, _ = await service.controller.submit("alice", job_of())
+    await service.ends(view.id, "running")
+    for _ in range(2):
+        assert (await service.controller.queries.show("alice", view.id)).state == "running"
+        await service.crash()
+        await service.start()
+        await starting(service)
+    shown = await service.controller.queries.show("alice", view.id)
+    assert shown.state == "paused" and shown.reason.startswith("the service ended 2 times while this job was starting")
+    assert service.controller.queries.health()["totals"]["refused_start_crashes"] == 1
+    await service.controller.resume("alice", view.id)
+    await service.ends(view.id, "running")
+
+
+@pytest.mark.parametrize("how", ["orderly stop", "trained a step", "ran for a while"])
+async def test_job_that_has_started_is_taken_up_after_any_number_of_ends(service: Service, how: str) -> None:
+    await (starting(service) if how != "trained a step" else service.worker().join())
+    view, _ = await service.controller.submit("alice", job_of(stop__steps=100))
+
+    def has_started() -> bool:
+        row = service.database.get_job("alice", view.id)
+        return row.starts == 0 and row.state == "running"
+
+    for life in range(1, 4):
+        if how == "trained a step":
+            await service.host(instance=f"host-{life}").join()
+            await eventually(has_started)
+        else:
+            await service.ends(view.id, "running")
+        if how == "ran for a while":
+            await service.clock.advance(service.settings.limits.start_seconds)
+            await eventually(has_started)
+        await (service.close() if how == "orderly stop" else service.crash())
+        await service.start()
+        await (starting(service) if how != "trained a step" else service.worker().join())
+    await service.ends(view.id, "running")

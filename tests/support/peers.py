@@ -465,7 +465,8 @@ class Service:
         self.folder = folder
         self.clock = clock or ManualClock()
         self.make_writer = writer
-        usual = {"worker_wait_seconds": 30.0, "reconnect_seconds": 0.0}
+        # tests crash the service again and again
+        usual = {"worker_wait_seconds": 30.0, "reconnect_seconds": 0.0, "start_crashes": 1000}
         self.settings = Settings(data=folder, cache=folder / "cache", **usual | settings)
         self.database = Database(f"sqlite:///{folder}/rookery.db")
         self.database.create()

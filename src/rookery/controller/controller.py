@@ -14,7 +14,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,12 @@ from rookery.storage.store import Store
 from rookery.tokenization.chat import Chat
 
 log = logging.getLogger("rookery.controller")
+
+START_CRASHES = (
+    "the service ended {} times while this job was starting, and may have ended because of it:"
+    " make the job smaller, or resume it"
+)
+"""The reason for the pause of a job that is not taken up again."""
 
 
 class Controller:
@@ -128,7 +134,12 @@ class Controller:
         await self.sessions.start()
         for row in await store.all_unfinished_jobs():
             self.jobs.states[row.state] += 1
-            if row.state != "paused":
+            if row.state == "paused":
+                continue
+            if row.starts >= context.settings.limits.start_crashes:
+                context.refused["start_crashes"] += 1
+                await self._set_state(row, "paused", START_CRASHES.format(row.starts))
+            else:
                 context.rollouts.expect_resumptions()
                 self._launch(row)
 
@@ -138,7 +149,10 @@ class Controller:
         tasks = [runner.task for runner in self.jobs.runners.values()] + self._tasks
         for task in tasks:
             task.cancel()
+        running = list(self.jobs.runners)
         await asyncio.gather(*tasks, return_exceptions=True)
+        with suppress(Exception):  # the shutdown must go on; each then counts as a crash while it was starting
+            await self.context.store.clear_starts(running)
         await self.sessions.stop()
         await self.context.residency.close()
         await self.context.usage.stop()

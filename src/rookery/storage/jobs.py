@@ -65,11 +65,19 @@ def unfinished_job_ids(connection: Connection) -> set[str]:
 
 
 def set_job_state(
-    connection: Connection, job: str, state: JobState, reason: str, time: float, error: str = ""
+    connection: Connection,
+    job: str,
+    state: JobState,
+    reason: str,
+    time: float,
+    error: str = "",
+    resumes: bool = False,
 ) -> JobRow:
     """Returns the job afterwards, and logs the change as an event. ``started`` is set the first time it runs. Raises
     :class:`Conflict` if it is finished, :class:`NotFound`."""
-    values: dict[str, Any] = {"state": state, "reason": reason, "error": error}
+    values: dict[str, Any] = {"state": state, "reason": reason, "error": error, "resumes": resumes}
+    if state != "running":
+        values["starts"] = 0
     if state in FINAL_JOB_STATES:
         values["finished"] = time
     if state == "running":
@@ -84,6 +92,16 @@ def set_job_state(
     if state in FINAL_JOB_STATES:
         drop_alive(connection, GroupRow.job == job, time, f"its job is {state}")
     return row
+
+
+def count_start(connection: Connection, job: str) -> None:
+    """The job starts now."""
+    connection.execute(update(JobRow).where(JobRow.id == job).values(starts=JobRow.starts + 1))
+
+
+def clear_starts(connection: Connection, jobs: Sequence[str]) -> None:
+    """These jobs are not starting any more."""
+    connection.execute(update(JobRow).where(JobRow.id.in_(jobs)).values(starts=0))
 
 
 def save_counters(connection: Connection, job: str, counters: Mapping[str, Any], rng: Mapping[str, Any]) -> None:

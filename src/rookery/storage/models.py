@@ -59,6 +59,8 @@ class TenantRow(Base):
     name: Mapped[str]
     created: Mapped[float]
     admin: Mapped[bool]
+    jobs_limit: Mapped[int | None] = mapped_column(default=None)
+    """Jobs that run at once; None is the service's setting."""
 
 
 class KeyRow(Base):
@@ -97,6 +99,11 @@ class JobRow(Base, kw_only=True):
     """The ordinal of the next training group."""
     counters: Mapped[dict[str, Any]] = mapped_column(default_factory=dict)
     rng: Mapped[dict[str, Any]] = mapped_column(default_factory=dict)
+    starts: Mapped[Small] = mapped_column(default=0)
+    """Starts since it last trained a step, ran for a while, or ended in order: crashes of the service while it was
+    starting."""
+    resumes: Mapped[bool] = mapped_column(default=False)
+    """It was paused by an outage and resumes by itself."""
 
 
 class PolicyRow(Base, kw_only=True):

@@ -68,6 +68,7 @@ class Transactions:
 
     create_tenant = _write(tenants.create_tenant)
     get_tenant = _read(tenants.get_tenant)
+    limit_tenant = _write(tenants.limit_tenant)
     list_tenants = _read(tenants.list_tenants)
     add_key = _write(tenants.add_key)
     keys = _read(tenants.keys)
@@ -89,6 +90,8 @@ class Transactions:
     all_unfinished_jobs = _read(jobs.all_unfinished_jobs)
     unfinished_job_ids = _read(jobs.unfinished_job_ids)
     set_job_state = _write(jobs.set_job_state)
+    count_start = _write(jobs.count_start)
+    clear_starts = _write(jobs.clear_starts)
     save_counters = _write(jobs.save_counters)
     add_policy = _write(jobs.add_policy)
     policies = _read(jobs.policies)

@@ -38,6 +38,12 @@ def get_tenant(connection: Connection, id: str) -> TenantRow:
     return get(connection, TenantRow, f"tenant {id}", id=id)
 
 
+def limit_tenant(connection: Connection, id: str, jobs: int | None) -> TenantRow:
+    """Set the jobs that run at once; None is the service's setting. Raises :class:`NotFound`."""
+    connection.execute(update(TenantRow).where(TenantRow.id == id).values(jobs_limit=jobs))
+    return get_tenant(connection, id)
+
+
 def list_tenants(connection: Connection) -> list[TenantRow]:
     """Oldest first."""
     return fetch_all(connection, TenantRow, select(TenantRow).order_by(TenantRow.created, TenantRow.id))

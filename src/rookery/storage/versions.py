@@ -63,7 +63,9 @@ def commit_step(
     :class:`Conflict`, and changes nothing, if the job is finished or the policy is not its, the lease is not the
     newest, the head is not ``parent``, or a group is not ready.
     """
-    state = {"step": step, "counters": dict(counters), "rng": dict(rng)}
+    state: dict[str, Any] = {"step": step, "counters": dict(counters), "rng": dict(rng)}
+    if groups:
+        state["starts"] = 0
     if connection.execute(_CHANGE_JOB, {"job": job, **state}).rowcount == 0:
         raise Conflict(f"job {job} is finished or does not exist")
     rewards = [row["reward"] for row in metrics if row.get("reward") is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -56,6 +57,8 @@ class JobRunner:
         """The state that its owner asked for while it ran."""
         self.unstored = ""
         """The reason for its pause, while that could not be stored yet."""
+        self.outage = False
+        """It is paused by an outage: retrying later can help."""
         self._context = context
         self._validator = validator
         self._provide = provide
@@ -67,7 +70,10 @@ class JobRunner:
     async def run(self, begun: Callable[[], Awaitable[object]]) -> tuple[JobState, str]:
         """Run the job and return its new state and the reason; ``begun`` is called when it is assembled. Raises nothing
         but a cancellation. Its counters are stored before the end, so that they are complete when the end is seen."""
+        started: asyncio.Task[None] | None = None
         try:
+            await self._context.store.count_start(self.row.id)
+            started = asyncio.create_task(self._end_start())
             self.job = await self._assemble()
             await begun()
             return "completed", await self.job.run()
@@ -75,6 +81,7 @@ class JobRunner:
             raise
         except BaseException as error:
             cause = _first(error)
+            self.outage = isinstance(cause, Unavailable | StorageFull)
             if isinstance(cause, JobPaused | Unavailable | StorageFull | EnvironmentFailed):
                 return "paused", str(cause)
             if isinstance(cause, RookeryError):
@@ -82,7 +89,15 @@ class JobRunner:
             log.exception("job %s failed", self.row.id, extra={"tenant": self.row.tenant, "job": self.row.id})
             return "failed", f"{type(cause).__name__}: {cause}"
         finally:
+            if started is not None:
+                started.cancel()
             await self._store_counters()
+
+    async def _end_start(self) -> None:
+        """The job has started once it has run for a while."""
+        await self._context.clock.sleep(self._context.settings.limits.start_seconds)
+        with contextlib.suppress(RookeryError):
+            await self._context.store.clear_starts([self.row.id])
 
     async def _assemble(self) -> TrainingJob:
         context, row = self._context, self.row

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, inspect, select, text
 from rookery.storage.columns import add
 from rookery.storage.models import Base, Fact
 
-BASELINE, HEAD = "0001", "0002"
+BASELINE, HEAD = "0001", "0003"
 """The oldest and the newest revision."""
 
 BASELINE_SCHEMA = "3"
