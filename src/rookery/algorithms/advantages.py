@@ -68,6 +68,6 @@ def token_weights(name: str, lengths: Sequence[int], max_tokens: int) -> list[fl
 
 
 def step_scale(name: str, lengths: Sequence[int]) -> float:
-    """What all token weights of a step are multiplied with: one over its trajectories, or (``mean``) over its tokens.
+    """Factor of all token weights of a step: one over its trajectories, or (``mean``) over its tokens.
     ``lengths`` are those of all its trajectories."""
     return 1.0 / max(1, sum(lengths) if name == "mean" else len(lengths))

@@ -1,4 +1,4 @@
-"""The command line, ``rookery``. Torch is never imported here; a worker is a process of its own."""
+"""The command line, ``rookery``. It never imports torch; a worker is a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands share: the connection options, exit codes and output formats."""
+"""Connection options, exit codes and output formats of all commands."""
 
 from __future__ import annotations
 

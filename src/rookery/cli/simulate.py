@@ -26,7 +26,7 @@ def simulate(
     modes: Annotated[str, typer.Option(help="all, or a comma-separated list of them.")] = "all",
     hours: Annotated[float, typer.Option(min=0.01, max=1000, help="Virtual hours of the trace.")] = 0.5,
     faster: Annotated[float, typer.Option(min=0.001, help="Replay the trace this many times faster.")] = 1.0,
-    jobs: Annotated[int, typer.Option(min=1, max=1000, help="Jobs side by side, each of its own tenant.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, max=1000, help="Concurrent jobs, each of a different tenant.")] = 1,
     groups: Annotated[int | None, typer.Option(min=1, help="Groups per step, instead of the profile's.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="End each job after this many steps.")] = None,
     staleness: Annotated[int, typer.Option(min=0, max=64, help="The jobs' max_staleness; 0 is on-policy.")] = 0,

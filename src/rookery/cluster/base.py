@@ -1,4 +1,4 @@
-"""What every way of starting workers shares: the interface of a cluster, and the memory allocator of a worker process.
+"""Shared by all ways of starting workers: the interface of a cluster, and the memory allocator of a worker process.
 
 A training or decode step allocates hundreds of tensors and frees them. The C library's allocator reuses the blocks of a
 heap in turn, so a worker that has run for a while computes in memory that no cache holds; tcmalloc reuses the most

@@ -1,1 +1,1 @@
-"""What policies act in: the base class, verifiers, built-in environments and the process that hosts them."""
+"""Environments: the base class, verifiers, built-in environments and the process that hosts them."""

@@ -19,7 +19,7 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class Workload(BaseModel):
-    """What the jobs of a simulation are like. Always assumed."""
+    """The jobs of a simulation; always assumed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -61,9 +61,9 @@ class Machine(BaseModel):
     optimizer: float = Field(ge=0)
     """An optimizer step, or the making of a new adapter."""
     adapter_bytes: int = Field(ge=0)
-    """What a rollout worker pulls for a version."""
+    """Bytes that a rollout worker pulls for a version."""
     state_bytes: int = Field(ge=0)
-    """What a version's optimizer state adds when it is committed, or loaded to train on."""
+    """Bytes that the optimizer state adds when a version is committed, or loaded for training."""
     download: Positive
     """Bytes per second from the service, per worker."""
     upload: Positive
@@ -71,7 +71,7 @@ class Machine(BaseModel):
     load: float = Field(ge=0)
     """From the machine's start to a loaded base model."""
     latency: float = Field(ge=0)
-    """What a transfer takes before its first byte."""
+    """Seconds of a transfer before its first byte."""
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:
@@ -105,7 +105,7 @@ class Profile(BaseModel):
 
     name: str
     label: Literal["measured", "assumed"]
-    """Whether somebody measured the machines' speed, or thinks that it is about right. Shown beside every result."""
+    """Whether the speeds were measured or assumed; shown with every result."""
     sources: dict[str, str]
     """Where each figure comes from, by its name."""
     reserved: Machine

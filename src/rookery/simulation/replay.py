@@ -29,16 +29,16 @@ ENVIRONMENT = "modelled"
 
 @dataclass(frozen=True)
 class Scenario:
-    """What all modes have in common."""
+    """The settings that all modes share."""
 
     profile: Profile
     trace: Trace
     """Its length is the run's."""
     seed: int = 0
     jobs: int = 1
-    """Each of its own tenant."""
+    """Number of jobs, each of a different tenant."""
     steps: int | None = None
-    """After which a job ends; None goes on to the trace's end."""
+    """Optimizer steps of a job; None runs to the trace's end."""
     max_staleness: int = 0
     micro_batch: int = 0
     reserved: int = 1
@@ -80,7 +80,7 @@ class ReplayedStep:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What came of one mode. Times are seconds."""
+    """The result of one mode. Times are in seconds."""
 
     mode: str
     seconds: float
@@ -124,7 +124,7 @@ class ReplayResult:
         return self.cost_at(self.scenario.discount)
 
     def cost_at(self, discount: float) -> float:
-        """What it would have cost with another discount, everything else being the same."""
+        """The cost at another discount, everything else equal."""
         spot = self.scenario.profile.spot.price * (1 - discount)
         return self.reserved_hours * self.scenario.reserved_price + self.preemptible_hours * spot
 
@@ -341,7 +341,7 @@ class NeverSeeding(Seeding):
 
 
 class SeedingWithoutMemory(Seeding):
-    """T_seed is learned anew whenever the number of instances changes."""
+    """T_seed is learned again whenever the number of instances changes."""
 
     planner = _NoMemory
 
@@ -351,7 +351,7 @@ class Mode:
     name: str
     about: str
     reserved: tuple[Role, ...] = ("rollout", "train")
-    """What reserved workers do."""
+    """Roles of reserved workers."""
     most: Callable[[Profile, int, int], int | None] = lambda profile, episodes, reserved: None
     """(profile, a step's episodes, reserved workers) → the most preemptible instances that it rents; None is as many as
     the controller finds worth it."""

@@ -1,4 +1,4 @@
-"""What a simulation found, as rows to print and as JSON to keep. Everything says that it is simulated."""
+"""Results of a simulation as tables, JSON and plots, all labelled as simulated."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def _short(value: float) -> str:
 
 
 def _waits(outcomes: Sequence[ReplayResult]) -> Figure:
-    """Who waits for how long in a step, and which share of the machines' time is idle."""
+    """Waits per step, and idle shares of the machines' time."""
     figure, (left, right) = _new(3.8, columns=2, width_ratios=[1.7, 1])
     kinds = [
         ("jobs for rollouts", "#1f6fb4", "waiting"),

@@ -180,7 +180,7 @@ SHIPPED: dict[str, tuple[Callable[[Random], Trace], int]] = {
 
 
 def generate_shipped(name: str) -> Trace:
-    """The packaged trace, drawn anew."""
+    """The packaged trace, generated again."""
     make, seed = SHIPPED[name]
     return make(Random(f"{name} {seed}"))
 
@@ -227,7 +227,7 @@ class SpotMarket:
 
     @property
     def rented(self) -> list[SpotInstance]:
-        """Those that are not told to leave."""
+        """Instances without a notice."""
         return [instance for instance in self.instances if not instance.leaving]
 
     @property

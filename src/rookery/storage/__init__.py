@@ -1,1 +1,1 @@
-"""What must survive: the database, the artifacts, the locked data folder."""
+"""Durable state: the database, the artifacts, the locked data folder."""

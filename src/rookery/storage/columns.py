@@ -89,7 +89,7 @@ def add(connection: Connection, *rows: Base) -> None:
 
 
 def add_new(connection: Connection, row: Base) -> IntegrityError | None:
-    """Insert ``row``, or return the error if that violates a constraint; the transaction goes on either way."""
+    """Insert ``row``, or return the error if that violates a constraint; the transaction continues either way."""
     try:
         with connection.begin_nested():
             add(connection, row)

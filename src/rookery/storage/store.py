@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Transaction(Generic[P, T]):
-    """``function`` in a transaction of its own, which may write or only read."""
+    """``function`` in a separate transaction, for writing or only for reading."""
 
     def __init__(self, function: Callable[Concatenate[Connection, P], T], *, writes: bool) -> None:
         @wraps(function)

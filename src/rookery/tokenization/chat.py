@@ -70,7 +70,7 @@ class Chat:
         """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json and generation_config.json."""
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise UserError(f"{folder} has no tokenizer.json; save a fast tokenizer beside the model")
+            raise UserError(f"{folder} has no tokenizer.json; save a fast tokenizer in the model's folder")
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the tokenizers library raises bare Exception

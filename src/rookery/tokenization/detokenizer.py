@@ -21,7 +21,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""A byte without a token of its own, as tokenizers with byte fallback write it."""
+"""A byte without a token, as tokenizers with byte fallback write it."""
 
 _IDS = range(1 << 32)
 """Valid ids for the library; it raises for other numbers."""

@@ -152,7 +152,7 @@ def inspect(folder: Path) -> Inspected:
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"base_model: {folder} has no *.safetensors weights; save the model with save_pretrained")
     if not (folder / "tokenizer.json").is_file():
-        raise UserError(f"base_model: {folder} has no tokenizer.json; save a fast tokenizer beside the model")
+        raise UserError(f"base_model: {folder} has no tokenizer.json; save a fast tokenizer in the model's folder")
     return inspected
 
 

@@ -72,7 +72,7 @@ class Worker:
     slow: bool = False
     """Whether it takes much longer than others to cache a version."""
     status_message: str = ""
-    """Note for the operator beside the state, such as the reason why it gets no work."""
+    """Note for the operator next to the state, such as the reason why it gets no work."""
     generated: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=RATE_HEARTBEATS))
     """Times of its last heartbeats, and the token counts in them."""
 

@@ -1,4 +1,4 @@
-"""What an engine is: it generates tokens for requests with the adapters that are attached to it.
+"""The engine protocol: an engine generates tokens for requests with the adapters that are attached to it.
 
 A worker's compute thread drives one engine and knows nothing else of it, so that engines of several kinds can serve
 the same protocol messages. ``engine.native`` is the implementation that ships.
@@ -28,7 +28,7 @@ from rookery import protocol
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What fits an engine. Requests and adapters beyond these are refused; load beyond them waits."""
+    """Limits of an engine. Requests and adapters beyond these are refused; load beyond them waits."""
 
     max_rows: int
     """Requests that compute at once."""

@@ -5,7 +5,7 @@ rows beside it. A matrix product is not by itself: the number of rows decides wh
 adds. Here zeros appended to the contraction must not change the result either. In bfloat16 all products go through
 oneDNN, whose kernels, except those named below, add along the contraction in one fixed order. In float32 only the base
 model's linear layers do (``layers``); the others go through PyTorch's BLAS, whose kernels take rows by the block, on
-Intel's processors only if they are told to be reproducible (``worker/__init__.py``). The engine shapes every product to
+Intel's processors only in reproducible mode (``worker/__init__.py``). The engine shapes every product to
 avoid the exceptions:
 
 * bfloat16: a lone row is multiplied by another kernel → at least two rows;
@@ -61,12 +61,12 @@ _TILE_THIN, _TILE_FEW = 32, 4
 """A contraction shorter than the first wants at least so many rows, and two for each thread."""
 
 _CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-"""What tells oneDNN which instructions not to use, and its older name."""
+"""Variable that limits the instructions of oneDNN, and its older name."""
 
 
 def disable_amx_if_unsafe(threads: int, base: Iterable[tuple[int, int]], ranks: int) -> bool:
     """oneDNN shall not use tile instructions where products by them would not be exact: by so many ``threads``, with
-    the ``base``'s projections (inputs, outputs), and ``ranks`` of an adapter beside each other. Whether that is so
+    the ``base``'s projections (inputs, outputs), and ``ranks`` of an adapter in one product. Whether that is so
     here; what the environment says stays. For processes that have not multiplied yet."""
     columns = [outputs for inputs, outputs in base if inputs > TILE_DEPTH]
     wide = not columns or (threads <= _TILE_THREADS and min(columns) >= _TILE_COLUMNS * threads)

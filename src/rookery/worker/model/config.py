@@ -1,4 +1,4 @@
-"""What a decoder must know of a model, read from its Hugging Face ``config.json``.
+"""The decoder's configuration, read from a model's Hugging Face ``config.json``.
 
 Promise: everything that changes the result is read from the file or has the family's published default; what this
 decoder cannot compute (an activation, a RoPE scaling, a family it does not know) is refused with a reason.

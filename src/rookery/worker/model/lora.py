@@ -148,7 +148,7 @@ class BatchLora:
 
     It takes the cheapest of three ways, which give the same bits. *Shared*: groups of about equal size share one
     batched product over the slots from their first to their last one, padded to the largest group. *Alone*: a group far
-    larger than the others has a product of its own. *Wide*: every row is multiplied by all of these slots, and the
+    larger than the others has a separate product. *Wide*: every row is multiplied by all of these slots, and the
     columns of other adapters are zeroed between the two factors; only where all adapters are finite (zero times
     infinity is NaN) and the number of zeros around a row's numbers cannot change their sum."""
 

@@ -308,7 +308,7 @@ class NativeEngine:
         return True
 
     def _plan_prefill(self) -> _PrefillSlice:
-        """The oldest request, then others of its adapter, since every adapter in a slice costs products of its own,
+        """The oldest request, then others of its adapter, since every adapter in a slice costs separate products,
         then the remaining ones. Then the prefixes of waiting requests: rows become free one by one, and a slice for
         each one's prompt costs twice as much as its share of one slice for several."""
         plan = _PrefillSlice(self._prefill_tokens, self._prefill_keys)

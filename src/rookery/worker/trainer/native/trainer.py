@@ -239,7 +239,7 @@ class NativeTrainer:
 
     def _select(self, ready: list[QueuedBatch]) -> list[PassItem]:
         """Take groups for one pass from ``ready``, in order. The first batch fills the pass. Another one joins while
-        the pass is less than half full, or if the rest of it fits: every policy in a pass costs products of its own, so
+        the pass is less than half full, or if the rest of it fits: every policy in a pass costs separate products, so
         a nearly full pass takes no fraction of a batch."""
         items: list[PassItem] = []
         share, tokens, memory = self._limits.copied_key_share, self.slice_tokens, float(self._limits.max_tokens)
