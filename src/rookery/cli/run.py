@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -194,10 +193,7 @@ def _note(cli: Cli, text: str, job: Job) -> None:
 def _sigterm_as_ctrl_c() -> Iterator[None]:
     """Within, SIGTERM ends this command in the same orderly way as Ctrl-C."""
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

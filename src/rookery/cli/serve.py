@@ -53,20 +53,13 @@ def worker(
 ) -> None:
     """Load a base model and work for a service on any machine. Ctrl-C or SIGTERM drains first."""
     settings = Settings.load(cache=cache)
-    arguments = ["--connect", connect, "--model", model, "--roles", roles]
-    arguments += ["--cache", str(settings.cache)]
+    options = {
+        "connect": connect, "model": model, "roles": roles, "cache": settings.cache, "price": price or None,
+        "address": address, "peer-port": peer_port, "max-rows": max_rows, "name": name,
+    }  # fmt: skip
+    arguments = [text for option, value in options.items() if value is not None for text in (f"--{option}", str(value))]
     if preemptible:
         arguments.append("--preemptible")
-    if price:
-        arguments += ["--price", str(price)]
-    if address is not None:
-        arguments += ["--address", address]
-    if peer_port is not None:
-        arguments += ["--peer-port", str(peer_port)]
-    if max_rows is not None:
-        arguments += ["--max-rows", str(max_rows)]
-    if name is not None:
-        arguments += ["--name", name]
     environment = {**os.environ, TOKEN_VARIABLE: token}  # not an argument, which every user of the machine could read
     environment = preloaded(environment, settings.worker.allocator)
     os.execve(sys.executable, [sys.executable, "-m", "rookery.worker.process", *arguments], environment)

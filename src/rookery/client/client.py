@@ -1,7 +1,10 @@
-"""The client: finds the service and the key, submits jobs, hosts environments."""
+"""The client: finds the service and the key, submits jobs with the files that they name, hosts environments."""
 
 from __future__ import annotations
 
+import copy
+import io
+import tarfile
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,11 +15,15 @@ from urllib.parse import quote
 from rookery.client.connection import HttpConnection, Record
 from rookery.client.environment_server import EnvironmentServer
 from rookery.client.job import Job, sample, stream
-from rookery.client.uploads import upload_files
 from rookery.environments.base import Environment
 from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError
 from rookery.settings import Settings
 from rookery.storage.data_dir import ADMIN_KEY_FILE, read_secret
+
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+_DATASETS = {"path": "dataset", "eval_path": "eval_dataset"}
+"""Options of a ``jsonl`` environment that name a local file, with the option that names its upload."""
 
 
 class Client:
@@ -82,12 +89,12 @@ class Client:
         directory. ``key``: a second submit with the same key returns the existing job. Raises
         :class:`RequestRefused`."""
         headers = {"Idempotency-Key": key or uuid.uuid4().hex}
-        sent = upload_files(self._connection, spec, folder if folder is not None else Path())
+        sent = _upload_files(self._connection, spec, folder if folder is not None else Path())
         return self._job(self._connection.call("POST", "/api/v1/jobs", json=sent, headers=headers))
 
     def dry_run(self, spec: Mapping[str, Any], *, folder: Path | None = None) -> Record:
         """The job with every default filled in and three rendered prompts. Raises :class:`RequestRefused`."""
-        sent = upload_files(self._connection, spec, folder if folder is not None else Path())
+        sent = _upload_files(self._connection, spec, folder if folder is not None else Path())
         return self._connection.call("POST", "/api/v1/jobs/dry-run", json=sent)
 
     def job(self, id: str) -> Job:
@@ -196,3 +203,42 @@ class Client:
     def _unhost(self, server: EnvironmentServer) -> None:
         self._hosted.pop(server.name, None)
         server.stop()
+
+
+def _add_dataset(connection: HttpConnection, path: Path) -> str:
+    """Uploads a JSONL file; returns the hash for ``environment.dataset``."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"environment.path: {path} cannot be read ({error.strerror})") from None
+    return str(connection.call("POST", "/api/v1/datasets", content=content)["dataset"])
+
+
+def _add_adapter(connection: HttpConnection, folder: Path) -> str:
+    """Uploads a PEFT folder; returns the hash for ``warm_start.upload``."""
+    tar = io.BytesIO()
+    with tarfile.open(fileobj=tar, mode="w", dereference=True) as archive:
+        for name in _ADAPTER_FILES:
+            try:
+                archive.add(folder / name, name)
+            except OSError as error:
+                raise UserError(f"warm_start.peft: {folder / name} cannot be read ({error.strerror})") from None
+    return str(connection.call("POST", "/api/v1/adapters", content=tar.getvalue())["adapter"])
+
+
+def _upload_files(connection: HttpConnection, spec: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Uploads the files that ``spec`` names; returns it with their hashes instead of their paths. Relative paths start
+    at ``folder``. A value that is not a path is left for the service to refuse."""
+    sent: dict[str, Any] = copy.deepcopy(dict(spec))
+    environment = sent.get("environment")
+    if isinstance(environment, dict) and environment.get("id") == "jsonl":
+        for given, sent_as in _DATASETS.items():
+            if isinstance(environment.get(given), str):
+                path = folder / Path(environment.pop(given)).expanduser()
+                environment[sent_as] = _add_dataset(connection, path)
+    policies = sent.get("policies")
+    for policy in policies.values() if isinstance(policies, dict) else ():
+        start = policy.get("warm_start") if isinstance(policy, dict) else None
+        if isinstance(start, dict) and isinstance(start.get("peft"), str):
+            start["upload"] = _add_adapter(connection, folder / Path(start.pop("peft")).expanduser())
+    return sent

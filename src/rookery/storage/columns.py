@@ -98,6 +98,18 @@ def add_new(connection: Connection, row: Base) -> IntegrityError | None:
     return None
 
 
+def add_or_find(connection: Connection, row: Row, /, **key: Any) -> tuple[Row, bool]:
+    """Insert ``row``; returns it and True. If that violates a constraint because there is a row with these values of
+    ``key``, returns that row and False."""
+    collision = add_new(connection, row)
+    if collision is None:
+        return row, True
+    known = find(connection, type(row), **key)
+    if known is None:
+        raise collision
+    return known, False
+
+
 def fetch_all(
     connection: Connection, kind: type[Row], query: Select[Any], values: Mapping[str, Any] | None = None
 ) -> list[Row]:

@@ -14,7 +14,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, func, insert, select, update
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage.columns import add, add_new, fetch_all, fetch_one, find, get
+from rookery.storage.columns import add, add_new, add_or_find, fetch_all, fetch_one, get
 from rookery.storage.groups import drop_alive
 from rookery.storage.models import FINAL_JOB_STATES, EventRow, GroupRow, JobRow, JobState, PolicyRow
 
@@ -28,18 +28,10 @@ _POLICIES = (
 def submit_job(connection: Connection, row: JobRow, policies: Sequence[PolicyRow]) -> tuple[JobRow, bool]:
     """Store a new job and its policies; returns it and True. If the tenant used this idempotency key before, returns
     that job as it is now and False (the caller compares the specs)."""
-    if row.idempotency_key is not None:
-        collision = add_new(connection, row)
-        if collision is not None:
-            known = find(connection, JobRow, tenant=row.tenant, idempotency_key=row.idempotency_key)
-            if known is None:
-                raise collision
-            return known, False
-    else:
-        add(connection, row)
-    if policies:
+    stored, created = add_or_find(connection, row, tenant=row.tenant, idempotency_key=row.idempotency_key)
+    if created and policies:
         add(connection, *policies)
-    return row, True
+    return stored, created
 
 
 def get_job(connection: Connection, tenant: str, job: str) -> JobRow:

@@ -280,7 +280,7 @@ class ModelRow(Base):
     """The version that its in-flight samplers follow."""
 
 
-class SamplerRow(Base):
+class SamplerRow(Base, kw_only=True):
     """Weights that a client samples from: the base model (``hash`` empty), a version, or (``inflight``) the newest one
     that its model published."""
 
@@ -292,15 +292,15 @@ class SamplerRow(Base):
     session: Mapped[OfSession]
     base_model: Mapped[str]
     asked_model: Mapped[str]
-    path: Mapped[str]
+    path: Mapped[str] = mapped_column(default="")
     """The checkpoint it was made from, if any."""
-    model: Mapped[str | None] = mapped_column(ForeignKey("models.id"))
-    inflight: Mapped[bool]
-    policy: Mapped[str]
-    version: Mapped[int]
-    hash: Mapped[str]
-    rank: Mapped[Small]
-    alpha: Mapped[float]
+    model: Mapped[str | None] = mapped_column(ForeignKey("models.id"), default=None)
+    inflight: Mapped[bool] = mapped_column(default=False)
+    policy: Mapped[str] = mapped_column(default="")
+    version: Mapped[int] = mapped_column(default=0)
+    hash: Mapped[str] = mapped_column(default="")
+    rank: Mapped[Small] = mapped_column(default=0)
+    alpha: Mapped[float] = mapped_column(default=0.0)
     created: Mapped[float]
     used: Mapped[float]
     kept: Mapped[bool] = mapped_column(default=True)

@@ -15,7 +15,7 @@ from sqlalchemy import Connection, bindparam, delete, exists, func, not_, or_, s
 
 from rookery.errors import Conflict, NotFound
 from rookery.protocol import Manifest
-from rookery.storage.columns import add, add_new, fetch_all, find, get
+from rookery.storage.columns import add, add_new, add_or_find, fetch_all, find, get
 from rookery.storage.models import (
     CheckpointRow,
     FutureRow,
@@ -36,13 +36,7 @@ _EMPTY_CALL = update(FutureRow).where(FutureRow.id == bindparam("future"), Futur
 
 def add_session(connection: Connection, row: SessionRow) -> SessionRow:
     """The session; the one that this tenant made with the same idempotency key, if there is one."""
-    collision = add_new(connection, row)
-    if collision is None:
-        return row
-    known = find(connection, SessionRow, tenant=row.tenant, idempotency_key=row.idempotency_key)
-    if known is None:
-        raise collision
-    return known
+    return add_or_find(connection, row, tenant=row.tenant, idempotency_key=row.idempotency_key)[0]
 
 
 def get_session(connection: Connection, tenant: str, id: str) -> SessionRow:
@@ -223,15 +217,8 @@ def save_checkpoint(
 
 def get_checkpoint(connection: Connection, tenant: str, model: str, kind: str, name: str) -> CheckpointRow:
     """Raises :class:`NotFound` if this tenant has none there."""
-    return get(
-        connection,
-        CheckpointRow,
-        f"checkpoint tinker://{model}/{kind}/{name}",
-        model=model,
-        kind=kind,
-        name=name,
-        tenant=tenant,
-    )
+    key = {"model": model, "kind": kind, "name": name, "tenant": tenant}
+    return get(connection, CheckpointRow, f"checkpoint tinker://{model}/{kind}/{name}", **key)
 
 
 def list_checkpoints(connection: Connection, tenant: str, model: str | None = None) -> list[CheckpointRow]:
@@ -275,13 +262,7 @@ def count_checkpoints(connection: Connection, tenant: str) -> Mapping[str, int]:
 
 def open_future(connection: Connection, row: FutureRow) -> tuple[FutureRow, bool]:
     """Store a call; returns it and True. If there is one with its id, returns that one as it is now and False."""
-    collision = add_new(connection, row)
-    if collision is None:
-        return row, True
-    known = find(connection, FutureRow, id=row.id)
-    if known is None:
-        raise collision
-    return known, False
+    return add_or_find(connection, row, id=row.id)
 
 
 def finish_future(connection: Connection, id: str, outcome: bytes, time: float, *, trace: bool = True) -> None:

@@ -448,15 +448,18 @@ async def test_policy_returns_to_the_reserved_worker(room: Room) -> None:
     await eventually(lambda: protocol.EvictArtifacts(policy="p") in spot.other)
 
 
-async def test_slots_are_those_of_workers_that_get_policies(tmp_path: Path) -> None:
+async def test_slots_are_those_of_workers_that_get_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer than there were, once a worker that stays is there: who has begun no gradient queues for its next one."""
     room = Room(tmp_path, trainer_slots=1)
-    slots, offloaded, begun = TrainerSlots(room.fleet, room.settings, room.clock), list[str](), {"one"}
+    slots, offloaded = TrainerSlots(room.fleet, room.settings, room.clock), list[str]()
 
     def holder(name: str) -> SlotHolder:
-        return SlotHolder(name, "alice", name, MODEL, lambda: offloaded.append(name), lambda: name in begun)
+        trainer = room.trainer(name)
+        monkeypatch.setattr(trainer, "offload", lambda: offloaded.append(name))
+        return SlotHolder(name, "alice", name, MODEL, trainer)
 
     one, two = holder("one"), holder("two")
+    one.trainer.recall(forward(1))
     for name in ("spot", "another"):
         await room.worker(name, kind="preemptible")
     for each in (one, two):
@@ -464,7 +467,7 @@ async def test_slots_are_those_of_workers_that_get_policies(tmp_path: Path) -> N
     await room.worker("stays")
     await asyncio.wait_for(slots.acquire(one), 1)
     assert offloaded == []
-    begun.clear()
+    one.trainer.drop_gradient()
     coming = asyncio.create_task(slots.acquire(one))
     await settle()
     assert not coming.done() and not one.busy

@@ -64,8 +64,7 @@ def sampler_row(
     return SamplerRow(
         id=id, tenant=run.tenant, session=session, base_model=run.base_model, asked_model=run.asked_model, path=path,
         model=run.id, inflight=inflight, policy=policy.id, version=weights.version,
-        hash="" if inflight else weights.hash, rank=policy.rank, alpha=policy.alpha, created=time, used=time, kept=True,
-        clones=0,
+        hash="" if inflight else weights.hash, rank=policy.rank, alpha=policy.alpha, created=time, used=time,
     )  # fmt: skip
 
 
@@ -113,10 +112,8 @@ class Samplers:
         if base_model is None or asked_model is None:
             raise UserError("give base_model or model_path")
         row = SamplerRow(
-            id=id, tenant=tenant, session=session, base_model=base_model, asked_model=asked_model, path="", model=None,
-            inflight=False, policy="", version=0, hash="", rank=0, alpha=0.0, created=now, used=now, kept=True,
-            clones=0,
-        )  # fmt: skip
+            id=id, tenant=tenant, session=session, base_model=base_model, asked_model=asked_model, created=now, used=now
+        )
         return await context.store.add_sampler(row)
 
     def start(self, future: Future, operation: Sample, row: SamplerRow) -> None:

@@ -183,7 +183,7 @@ class Sessions:
         now = self._time()
         row = SessionRow(
             id=self._context.ids.new("session"), tenant=tenant, idempotency_key=key, created=now, seen=now,
-            finished=None, status="", sdk_version=sdk_version, name=name, about=about,
+            sdk_version=sdk_version, name=name, about=about,
         )  # fmt: skip
         log.info("session with SDK %s", sdk_version, extra={"tenant": tenant})
         return await self._context.store.add_session(row)
@@ -267,7 +267,7 @@ class Sessions:
         targets = [target for target in TARGETS if lora["train_attn" if target in ATTENTION else "train_mlp"]]
         row = ModelRow(
             id=id, tenant=tenant, session=session, base_model=name, asked_model=base_model or "", policy=policy,
-            lora=lora, about=about, created=now, used=now, done_seq=-1, inflight=None,
+            lora=lora, about=about, created=now, used=now,
         )  # fmt: skip
         try:
             await context.store.get_model(tenant, id)

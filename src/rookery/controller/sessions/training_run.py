@@ -57,9 +57,7 @@ class TrainingRun:
         self._gradient_error = ""
         """Why the current gradient is incomplete."""
         self._trainer = PolicyTrainer(context.training, policy, row.base_model, context.store.next_lease)
-        self._holder = SlotHolder(
-            row.id, row.tenant, row.session, row.base_model, self._trainer.offload, lambda: self._trainer.begun
-        )
+        self._holder = SlotHolder(row.id, row.tenant, row.session, row.base_model, self._trainer)
         self._task: asyncio.Task[None] | None = None
         self._idle = False
         """The task waits for an operation, or for the client."""

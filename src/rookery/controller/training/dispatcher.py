@@ -22,7 +22,6 @@ from rookery import protocol
 from rookery.aio import Clock, IdGenerator
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import Worker
-from rookery.controller.training.slots import PolicyAssignments
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.tickets import Tickets
@@ -74,6 +73,40 @@ class _Upload:
     staging: Staging | None = None
     published: tuple[str, str] | None = None
     """The policy and the artifact's hash, once it is durable."""
+
+
+class PolicyAssignments:
+    """Which worker trains which policies: at most one each. Losing a worker, or asking in either direction, looks at no
+    other worker's policies."""
+
+    def __init__(self) -> None:
+        self._worker: dict[str, Worker] = {}
+        self._policies: dict[Worker, set[str]] = {}
+
+    def get(self, policy: str) -> Worker | None:
+        return self._worker.get(policy)
+
+    def count(self, worker: Worker) -> int:
+        """The number of its policies."""
+        return len(self._policies.get(worker, ()))
+
+    def put(self, policy: str, worker: Worker) -> None:
+        """Assign the policy to ``worker`` and to no other."""
+        self.pop(policy)
+        self._worker[policy] = worker
+        self._policies.setdefault(worker, set()).add(policy)
+
+    def pop(self, policy: str) -> Worker | None:
+        """Remove the assignment; returns the worker that had it."""
+        worker = self._worker.pop(policy, None)
+        if worker is not None:
+            self._policies[worker].discard(policy)
+        return worker
+
+    def remove_worker(self, worker: Worker) -> None:
+        """Remove all of its assignments."""
+        for policy in self._policies.pop(worker, set()):
+            del self._worker[policy]
 
 
 class TrainingDispatcher(FleetListener):

@@ -1,6 +1,5 @@
-"""Places of policies at training workers: which worker trains a policy, and who has a slot in its memory.
+"""Slots of client-driven policies in the memory of training workers.
 
-* A policy trains on one worker; losing a worker, or asking in either direction, looks at no other worker's policies.
 * More client-driven policies than slots queue, in turns by tenant; none is refused. An idle holder frees its slot and
   is loaded again on use. Where workers leave and fewer slots remain, holders queue for their next gradient too.
 * A waiting policy can be shown how many are before it.
@@ -9,48 +8,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rookery.aio import Clock
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import Worker
+from rookery.controller.training.policy_trainer import PolicyTrainer
 from rookery.scheduling.fairness import DeficitRoundRobin
 from rookery.scheduling.placement import SlotUse, slots_to_free
 from rookery.settings import Settings
-
-
-class PolicyAssignments:
-    """Which worker has which policies."""
-
-    def __init__(self) -> None:
-        self._worker: dict[str, Worker] = {}
-        self._policies: dict[Worker, set[str]] = {}
-
-    def get(self, policy: str) -> Worker | None:
-        return self._worker.get(policy)
-
-    def count(self, worker: Worker) -> int:
-        """The number of its policies."""
-        return len(self._policies.get(worker, ()))
-
-    def put(self, policy: str, worker: Worker) -> None:
-        """Assign the policy to ``worker`` and to no other."""
-        self.pop(policy)
-        self._worker[policy] = worker
-        self._policies.setdefault(worker, set()).add(policy)
-
-    def pop(self, policy: str) -> Worker | None:
-        """Remove the assignment; returns the worker that had it."""
-        worker = self._worker.pop(policy, None)
-        if worker is not None:
-            self._policies[worker].discard(policy)
-        return worker
-
-    def remove_worker(self, worker: Worker) -> None:
-        """Remove all of its assignments."""
-        for policy in self._policies.pop(worker, set()):
-            del self._worker[policy]
 
 
 @dataclass(eq=False)
@@ -61,10 +27,8 @@ class SlotHolder:
     tenant: str
     session: str
     base_model: str
-    offload: Callable[[], None]
-    """Moves its state out of its worker."""
-    has_gradient: Callable[[], bool]
-    """Whether a gradient was begun: it must be computed again after an offload."""
+    trainer: PolicyTrainer
+    """A gradient that it has begun must be computed again after an offload."""
     busy: bool = False
     since: float = 0.0
     """When it was last busy (monotonic seconds)."""
@@ -85,7 +49,7 @@ class TrainerSlots(FleetListener):
     async def acquire(self, holder: SlotHolder) -> None:
         """Returns when ``holder`` has a slot; it is busy until :meth:`idle`."""
         holders = self._holders.setdefault(holder.base_model, {})
-        if len(holders) > self._capacity(holder.base_model) and not holder.has_gradient():
+        if len(holders) > self._capacity(holder.base_model) and not holder.trainer.begun:
             self.release(holder)
         if holder.name not in holders:
             queue = self._queues.setdefault(holder.base_model, DeficitRoundRobin())
@@ -112,7 +76,7 @@ class TrainerSlots(FleetListener):
         """``holder`` frees its slot."""
         if self._holders.get(holder.base_model, {}).pop(holder.name, None) is not None:
             holder.busy = False
-            holder.offload()
+            holder.trainer.offload()
             self._admit(holder.base_model)
 
     def wanted(self, base_model: str) -> bool:
@@ -146,7 +110,7 @@ class TrainerSlots(FleetListener):
         holders, queue = self._holders.setdefault(base_model, {}), self._queues.get(base_model)
         if not queue:
             return
-        uses = [SlotUse(holder.name, holder.busy, holder.has_gradient(), holder.since) for holder in holders.values()]
+        uses = [SlotUse(holder.name, holder.busy, holder.trainer.begun, holder.since) for holder in holders.values()]
         capacity = self._capacity(base_model)
         for name in slots_to_free(
             uses,
@@ -155,7 +119,7 @@ class TrainerSlots(FleetListener):
             now=self._clock.monotonic(),
             patience=self._settings.training.slot_wait_seconds,
         ):
-            holders.pop(name).offload()
+            holders.pop(name).trainer.offload()
         while len(holders) < capacity and (holder := queue.take(lambda holder: True)) is not None:
             holders[holder.name] = holder
             holder.busy = True
