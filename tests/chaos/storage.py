@@ -30,7 +30,7 @@ class Dead(Exception):
 
 
 class SlowWriter:
-    """A :class:`~rookery.storage.writer.Writer`. ``seconds`` is a call's mean delay, ``failing`` the share of calls
+    """A :class:`~rookery.storage.store.Writer`. ``seconds`` is a call's mean delay, ``failing`` the share of calls
     that fail once :attr:`troubled`."""
 
     def __init__(self, random: Random, events: Events, seconds: float, failing: float) -> None:

@@ -38,8 +38,7 @@ from rookery.simulation.fakes.trainer import ADAPTER, CONFIG, FakeTrainer, peft_
 from rookery.storage import models
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database
-from rookery.storage.store import Store
-from rookery.storage.writer import StorageWriter
+from rookery.storage.store import StorageWriter, Store
 from rookery.tokenization.chat import Chat
 
 MODEL = "smollm2-135m-instruct"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, create_engine, select
+from sqlalchemy import Connection, create_engine, func, select
 
 from rookery.errors import Conflict
 from rookery.protocol import Manifest, Shard, manifest_of
@@ -197,3 +197,10 @@ def running_postgres() -> Iterator[str]:
             subprocess.run([programs / "pg_ctl", "-D", cluster, "-w", "-m", "immediate", "stop"], **run)
     finally:
         shutil.rmtree(folder)
+
+
+def group_counts(database: Database, job: str) -> dict[str, int]:
+    """The number of the job's groups in each state."""
+    query = select(GroupRow.state, func.count()).filter_by(job=job).group_by(GroupRow.state)
+    with database.reading() as connection:
+        return {row[0]: row[1] for row in connection.execute(query)}

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rookery.cli.common import Cli, console, plain_table, time_of, with_options
+from rookery.cli.options import Cli, console, plain_table, time_of, with_options
 from rookery.telemetry.table import worker_table
 
 app = typer.Typer(help="Tenants, their keys, what they cost. Needs the administrator's key.", no_args_is_help=True)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from rookery.cli import admin, chat, demo, doctor, jobs, models, run, serve, simulate
-from rookery.cli.common import EXIT_CODES, FAILED, INTERRUPTED, REFUSED
+from rookery.cli import admin, demo, doctor, jobs, models, run, serve, simulate
+from rookery.cli.options import EXIT_CODES, FAILED, INTERRUPTED, REFUSED
 from rookery.errors import RookeryError
 
 app = typer.Typer(
@@ -22,7 +22,7 @@ app.command("demo")(demo.demo)
 app.command("serve")(serve.serve)
 app.command("run", epilog=EXIT_CODES)(run.run)
 app.add_typer(jobs.app, name="jobs")
-app.command("chat")(chat.chat)
+app.command("chat")(models.chat)
 app.command("models")(models.models)
 app.command("worker")(serve.worker)
 app.command("workers")(admin.workers)

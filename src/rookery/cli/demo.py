@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rookery.cli.common import COMPLETED, FAILED, INTERRUPTED
+from rookery.cli.options import COMPLETED, FAILED, INTERRUPTED
 from rookery.client import Client, Job, Record
 from rookery.environments.base import Environment
 from rookery.errors import RookeryError

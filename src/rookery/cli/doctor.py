@@ -17,7 +17,7 @@ import psutil
 import typer
 from rich.text import Text
 
-from rookery.cli.common import FAILED, Cli, console, print_json, with_options
+from rookery.cli.options import FAILED, Cli, console, print_json, with_options
 from rookery.client import Client
 from rookery.cluster.base import PRELOAD, preloaded
 from rookery.errors import RookeryError, installs

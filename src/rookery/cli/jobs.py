@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rookery.cli.common import ENDINGS, INTERRUPTED, Cli, console, figures, print_json, time_of, with_options
+from rookery.cli.options import ENDINGS, INTERRUPTED, Cli, console, figures, print_json, time_of, with_options
 from rookery.client import Job
 from rookery.telemetry.table import job_list, job_table, sparkline
 

@@ -1,15 +1,18 @@
-"""``rookery models``: the base models and their states."""
+"""``rookery models`` shows and prepares base models; ``rookery chat`` chats with one, or with a job's policy."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
+from rich.control import strip_control_codes
 
-from rookery.cli.common import Cli, plain_table, with_options
-from rookery.errors import Unavailable, UserError
+from rookery.cli.options import Cli, plain_table, print_json, with_options
+from rookery.client import Client
+from rookery.errors import NotFound, Unavailable, UserError
 from rookery.tokenization.registry import CATALOGUE, resolve, status
 
 
@@ -53,3 +56,68 @@ def _rows(cli: Cli) -> list[dict[str, Any]]:
             raise
     found = [status(cli.settings.cache, name) for name in CATALOGUE]
     return [{"name": row.name, "state": row.state, "reason": row.reason, "note": row.note} for row in found]
+
+
+@with_options
+def chat(
+    cli: Cli,
+    target: Annotated[str, typer.Argument(metavar="JOB[@VERSION]", help="A job, its newest version or this one.")],
+    message: Annotated[str | None, typer.Option("--message", "-m", help="Send this, print the reply, exit.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of one reply at most.", min=1)] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.", min=0, max=10)] = 0.7,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same reply.", min=0)] = None,
+) -> None:
+    """Chat with a job's policy or a base model; replies are shown as they are sampled. An empty line or Ctrl-D ends the
+    chat; piped input is one message."""
+    if message is None and not sys.stdin.isatty():
+        message = sys.stdin.read().strip()
+    messages = [{"role": "system", "content": system}] if system else []
+    sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature}
+    if seed is not None:
+        sampling["seed"] = seed
+    with cli.client() as client:
+        model = _target(client, target)
+        while True:
+            content = message if message is not None else _read_line()
+            if not content:
+                return
+            messages.append({"role": "user", "content": content})
+            if cli.json:
+                reply = client.sample(model, messages, **sampling)
+                print_json(reply)
+                text = reply.text
+            else:
+                text = _print_stream(client.stream(model, messages, **sampling))
+            if message is not None:
+                return
+            messages.append({"role": "assistant", "content": text})
+
+
+def _print_stream(chunks: Iterator[str]) -> str:
+    """Prints each chunk when it arrives; returns the whole text."""
+    text = ""
+    for chunk in chunks:
+        print(strip_control_codes(chunk), end="", flush=True)
+        text += chunk
+    print()
+    return text
+
+
+def _read_line() -> str:
+    try:
+        return input("> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return ""
+
+
+def _target(client: Client, target: str) -> str:
+    """The id of a job that was given by name; the name of a base model is returned as it is."""
+    name, at, version = target.rpartition("@") if "@" in target else (target, "", "")
+    try:
+        return client.job(name).id + at + version
+    except NotFound:
+        if name in CATALOGUE or "/" in name:
+            return target
+        raise

@@ -21,8 +21,8 @@ import yaml
 from rich.console import Console
 from rich.live import Live
 
-from rookery.cli.common import COMPLETED, ENDINGS, INTERRUPTED, Cli, console, print_json, with_options
 from rookery.cli.jobs import print_step
+from rookery.cli.options import COMPLETED, ENDINGS, INTERRUPTED, Cli, console, print_json, with_options
 from rookery.client import Client, Job
 from rookery.errors import Unavailable
 from rookery.settings import Settings

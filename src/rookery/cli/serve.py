@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rookery.cli.common import DataOption
+from rookery.cli.options import DataOption
 from rookery.cluster.base import preloaded
 from rookery.settings import TOKEN_VARIABLE, Settings
 

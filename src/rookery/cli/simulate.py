@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rookery.cli.common import JsonOption, console, print_json
+from rookery.cli.options import JsonOption, console, print_json
 from rookery.errors import installs
 
 if TYPE_CHECKING:

@@ -39,8 +39,7 @@ from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFolder, hash_key
 from rookery.storage.db import Database
-from rookery.storage.store import Store
-from rookery.storage.writer import StorageWriter
+from rookery.storage.store import StorageWriter, Store
 from rookery.telemetry import sinks
 from rookery.telemetry.log import file_handler, logging_to, terminal_handler
 from rookery.telemetry.prometheus import Prometheus

@@ -1,28 +1,61 @@
-"""Jobs and their policies.
+"""Jobs, their policies, their groups and the episodes in those: the data cursor, the work that a restart finds.
 
 * A job and its policies are created in one transaction, once per (tenant, idempotency key).
 * ``finished`` is set exactly when the state is final. A finished job changes its state no more, and has no open and no
   ready group.
 * A policy's lease only grows. The holder of an older one can commit nothing.
+* Training ordinals have no gaps: the transaction that stores a group raises the job's cursor by one and refuses any
+  other ordinal. So no prompt is skipped or used twice, whatever order groups end in.
+* open → ready | failed | dropped; ready → consumed (only in :func:`~rookery.storage.versions.commit_step`) | dropped;
+  nothing else.
+* An episode is closed once; a group closes its remaining episodes with itself.
+* Changes of groups and episodes store the job's ``counters`` where they are given, in the same transaction: after any
+  crash they count exactly the stored work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from sqlalchemy import Connection, bindparam, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Update, bindparam, func, insert, select, update
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage.columns import add, add_new, add_or_find, fetch_all, fetch_one, get
-from rookery.storage.groups import drop_alive
-from rookery.storage.models import FINAL_JOB_STATES, EventRow, GroupRow, JobRow, JobState, PolicyRow
+from rookery.storage.columns import add, add_or_find, fetch_all, fetch_one, get
+from rookery.storage.models import (
+    FINAL_JOB_STATES,
+    EpisodeRow,
+    EventRow,
+    GroupRow,
+    GroupState,
+    JobRow,
+    JobState,
+    PolicyRow,
+)
 
 _POLICIES = (
     select(PolicyRow)
     .where(PolicyRow.job == bindparam("job"), PolicyRow.tenant == bindparam("tenant"))
     .order_by(PolicyRow.name)
 )
+_OWNER = select(JobRow.tenant).where(JobRow.id == bindparam("job"))
+_MOVE_CURSOR = update(JobRow).where(
+    JobRow.id == bindparam("job"), JobRow.cursor == bindparam("start"), JobRow.finished.is_(None)
+)
+_CLOSE_GROUP = update(GroupRow).where(GroupRow.id == bindparam("group"), GroupRow.state == "open")
+_CHANGE_EPISODE = update(EpisodeRow).where(EpisodeRow.id == bindparam("episode"), EpisodeRow.state == "open")
+_CLOSE_EPISODES = update(EpisodeRow).where(
+    EpisodeRow.group_id.in_(bindparam("groups", expanding=True)), EpisodeRow.state == "open"
+)
+_SAVE_GROUPS_COUNTERS, _SAVE_EPISODES_COUNTERS = (
+    update(JobRow).where(JobRow.id == select(kind.job).where(kind.id == bindparam("member")).scalar_subquery())
+    for kind in (GroupRow, EpisodeRow)
+)
+"""Statements of frequent calls; the changed columns are the other parameters."""
+
+Counters = Mapping[str, Any] | None
+
+# --- jobs and policies ------------------------------------------------------------------------------------------------
 
 
 def submit_job(connection: Connection, row: JobRow, policies: Sequence[PolicyRow]) -> tuple[JobRow, bool]:
@@ -103,17 +136,6 @@ def save_counters(connection: Connection, job: str, counters: Mapping[str, Any],
         raise NotFound(f"no job {job}")
 
 
-def add_policy(connection: Connection, policy: PolicyRow) -> PolicyRow:
-    """Add a policy to a job. Raises :class:`NotFound` for a job that is not the policy's tenant's, :class:`Conflict`
-    for a name that the job has already."""
-    owned = select(JobRow.id).filter_by(id=policy.job, tenant=policy.tenant)
-    if connection.execute(owned).one_or_none() is None:
-        raise NotFound(f"no job {policy.job}")
-    if add_new(connection, policy):
-        raise Conflict(f"job {policy.job} has a policy {policy.name} already")
-    return policy
-
-
 def policies(connection: Connection, tenant: str, job: str) -> list[PolicyRow]:
     """By name; empty for a job that is not this tenant's."""
     return fetch_all(connection, PolicyRow, _POLICIES, {"job": job, "tenant": tenant})
@@ -149,3 +171,182 @@ def fence(connection: Connection) -> None:
     """Raise every lease, so that a commit of an earlier process is refused, even where the database server gets to it
     only after that process died. A starting controller does this before it reads anything."""
     connection.execute(update(PolicyRow).values(lease=PolicyRow.lease + 1))
+
+
+# --- groups and episodes ----------------------------------------------------------------------------------------------
+
+
+def add_groups(connection: Connection, job: str, groups: Sequence[GroupRow]) -> None:
+    """Store new groups with their episodes, all open. Raises :class:`Conflict`, and stores none, if the training
+    ordinals are not the next ones, or the job is finished; :class:`NotFound` for a job that is not their tenant's."""
+    if not groups:
+        return
+    if connection.execute(_OWNER, {"job": job}).scalar() != groups[0].tenant:
+        raise NotFound(f"no job {job}")
+    if ordinals := [group.ordinal for group in groups if group.split == "train"]:
+        _raise_cursor(connection, job, ordinals)
+    add(connection, *groups)
+    if episodes := [episode for group in groups for episode in group.episodes]:
+        add(connection, *episodes)
+
+
+def save_turns(
+    connection: Connection,
+    episode: str,
+    turns: bytes,
+    *,
+    version: int | None = None,
+    host_instance: str | None = None,
+    counters: Counters = None,
+) -> bool:
+    """Make the completed turns durable (all of them: they replace those stored before), and, where given, the version
+    that the episode runs on and the host that holds it. False if the episode is closed: it changes no more."""
+    values: dict[str, Any] = {"turns": turns}
+    if version is not None:
+        values["version"] = version
+    if host_instance is not None:
+        values["host_instance"] = host_instance
+    return _change_open_episode(connection, episode, values, counters)
+
+
+def finish_episode(
+    connection: Connection,
+    episode: str,
+    state: Literal["done", "failed"],
+    time: float,
+    *,
+    trajectories: bytes = b"",
+    reward: float | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    version: int | None = None,
+    error: str = "",
+    counters: Counters = None,
+) -> bool:
+    """Close an episode; the first call wins. False if it was closed before."""
+    values: dict[str, Any] = {
+        "state": state,
+        "trajectories": trajectories,
+        "reward": reward,
+        "metrics": dict(metrics or {}),
+        "error": error,
+        "finished": time,
+    }
+    if version is not None:
+        values["version"] = version
+    return _change_open_episode(connection, episode, values, counters)
+
+
+def finish_group(
+    connection: Connection,
+    group: str,
+    state: Literal["ready", "failed", "dropped"],
+    time: float,
+    *,
+    min_version: int | None = None,
+    reason: str = "",
+    counters: Counters = None,
+) -> None:
+    """Close an open group. Raises :class:`Conflict` if it is not open, or is to be ready with an open episode."""
+    values = {"state": state, "min_version": min_version, "reason": reason, "finished": time}
+    if connection.execute(_CLOSE_GROUP, {"group": group, **values}).rowcount == 0:
+        raise Conflict(f"group {group} is not open")
+    unfinished = _drop_open_episodes(connection, [group], time, reason)
+    if state == "ready" and unfinished:
+        raise Conflict(f"group {group} still has {unfinished} open episodes")
+    _save_counters(connection, _SAVE_GROUPS_COUNTERS, group, counters)
+
+
+def drop_groups(
+    connection: Connection, groups: Sequence[str], reason: str, time: float, *, counters: Counters = None
+) -> list[str]:
+    """Drop the groups that are open or ready; returns their ids (the others were closed before and do not change)."""
+    found = drop_alive(connection, GroupRow.id.in_(groups), time, reason)
+    if groups:
+        _save_counters(connection, _SAVE_GROUPS_COUNTERS, groups[0], counters)
+    return sorted(found, key=list(groups).index)
+
+
+def open_groups(connection: Connection, job: str) -> list[GroupRow]:
+    """With episodes and their turns, by split and ordinal: the work that a restarted controller resumes."""
+    return _groups_in(connection, job, "open")
+
+
+def ready_groups(connection: Connection, job: str) -> list[GroupRow]:
+    """With episodes and their trajectories, by split and ordinal: the groups that wait to be trained on."""
+    return _groups_in(connection, job, "ready")
+
+
+def recent_episodes(
+    connection: Connection, tenant: str, job: str, limit: int, version: int | None = None
+) -> list[tuple[GroupRow, EpisodeRow]]:
+    """The episodes that ended last (on one version, where given), newest first, each with its group. Those whose text
+    was trimmed are left out."""
+    query = select(EpisodeRow).filter_by(tenant=tenant, job=job).where(EpisodeRow.state.in_(("done", "failed")))
+    query = query.where((func.length(EpisodeRow.trajectories) > 0) | (EpisodeRow.error != ""))
+    if version is not None:
+        query = query.where(EpisodeRow.version == version)
+    query = query.order_by(EpisodeRow.finished.desc(), EpisodeRow.id).limit(limit)
+    ended = fetch_all(connection, EpisodeRow, query)
+    wanted = select(GroupRow).where(GroupRow.id.in_({episode.group_id for episode in ended}))
+    groups = {group.id: group for group in fetch_all(connection, GroupRow, wanted)}
+    return [(groups[episode.group_id], episode) for episode in ended]
+
+
+def trim_episodes(connection: Connection, job: str, keep: int) -> int:
+    """Empty turns and trajectories of all but the ``keep`` episodes that ended last, where nothing needs them any more
+    (their group is closed and does not wait to be trained on). Returns the number of emptied episodes."""
+    closed = select(GroupRow.id).where(GroupRow.job == job, GroupRow.state.not_in(("open", "ready")))
+    recent = select(EpisodeRow.id).where(EpisodeRow.job == job, EpisodeRow.finished.is_not(None))
+    recent = recent.order_by(EpisodeRow.finished.desc(), EpisodeRow.id).limit(keep)
+    full = (func.length(EpisodeRow.turns) > 0) | (func.length(EpisodeRow.trajectories) > 0)
+    old = EpisodeRow.group_id.in_(closed) & EpisodeRow.id.not_in(recent) & full
+    return connection.execute(
+        update(EpisodeRow).where(EpisodeRow.job == job, old).values(turns=b"", trajectories=b"")
+    ).rowcount
+
+
+def drop_alive(connection: Connection, which: ColumnElement[bool], time: float, reason: str) -> Sequence[str]:
+    """Drop the open and the ready ones of these groups, with their open episodes; returns their ids."""
+    alive = which & GroupRow.state.in_(("open", "ready"))
+    found = connection.execute(select(GroupRow.id).where(alive).with_for_update()).scalars().all()
+    values = {"state": "dropped", "reason": reason, "finished": time}
+    connection.execute(update(GroupRow).where(GroupRow.id.in_(found)).values(values))
+    _drop_open_episodes(connection, found, time, reason)
+    return found
+
+
+def _groups_in(connection: Connection, job: str, state: GroupState) -> list[GroupRow]:
+    query = select(GroupRow).filter_by(job=job, state=state).order_by(GroupRow.split, GroupRow.ordinal)
+    members = select(EpisodeRow).join(GroupRow, GroupRow.id == EpisodeRow.group_id)
+    members = members.where(GroupRow.job == job, GroupRow.state == state).order_by(EpisodeRow.member)
+    groups = fetch_all(connection, GroupRow, query)
+    episodes: dict[str, list[EpisodeRow]] = {}
+    for episode in fetch_all(connection, EpisodeRow, members):
+        episodes.setdefault(episode.group_id, []).append(episode)
+    for group in groups:
+        group.episodes = tuple(episodes.get(group.id, ()))
+    return groups
+
+
+def _change_open_episode(connection: Connection, episode: str, values: dict[str, Any], counters: Counters) -> bool:
+    _save_counters(connection, _SAVE_EPISODES_COUNTERS, episode, counters)
+    return connection.execute(_CHANGE_EPISODE, {"episode": episode, **values}).rowcount == 1
+
+
+def _raise_cursor(connection: Connection, job: str, ordinals: Sequence[int]) -> None:
+    start = min(ordinals)
+    if sorted(ordinals) != list(range(start, start + len(ordinals))):
+        raise Conflict(f"training groups must have consecutive ordinals, given {sorted(ordinals)}")
+    values = {"job": job, "start": start, "cursor": start + len(ordinals)}
+    if connection.execute(_MOVE_CURSOR, values).rowcount == 0:
+        raise Conflict(f"job {job} is finished, or its next training group is not number {start}")
+
+
+def _save_counters(connection: Connection, statement: Update, member: str, counters: Counters) -> None:
+    if counters is not None:
+        connection.execute(statement, {"member": member, "counters": dict(counters)})
+
+
+def _drop_open_episodes(connection: Connection, groups: Sequence[str], time: float, reason: str) -> int:
+    values = {"groups": groups, "state": "dropped", "error": reason, "finished": time}
+    return connection.execute(_CLOSE_EPISODES, values).rowcount

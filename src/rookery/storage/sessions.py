@@ -9,9 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from sqlalchemy import Connection, bindparam, delete, exists, func, not_, or_, select, update
+from sqlalchemy import Connection, bindparam, delete, exists, not_, or_, select, update
 
 from rookery.errors import Conflict, NotFound
 from rookery.protocol import Manifest
@@ -249,12 +247,6 @@ def delete_checkpoint(connection: Connection, tenant: str, model: str, kind: str
     row = get_checkpoint(connection, tenant, model, kind, name)
     connection.execute(delete(CheckpointRow).filter_by(model=model, kind=kind, name=name))
     return unnamed(connection, row.hash)
-
-
-def count_checkpoints(connection: Connection, tenant: str) -> Mapping[str, int]:
-    """By model."""
-    query = select(CheckpointRow.model, func.count()).filter_by(tenant=tenant).group_by(CheckpointRow.model)
-    return {row[0]: row[1] for row in connection.execute(query)}
 
 
 # --- calls and their outcomes -----------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""Every query and change of the database, as methods of :class:`~rookery.storage.db.Database` and :class:`Store`.
+"""Every query and change of the database, as methods of :class:`~rookery.storage.db.Database` and :class:`Store`, and
+the writer thread that runs them one after another.
 
 * ``database.get_job(tenant, job)`` blocks; ``await store.get_job(tenant, job)`` runs the same in the writer, where
   calls keep their order, and a call that was handed over is carried out, also when its caller is cancelled.
@@ -7,25 +8,137 @@
   :class:`~rookery.errors.NotFound`, or leave the list empty, as if they did not exist.
 * Methods without it are the controller's own work on ids that it got from such a request or from
   ``all_unfinished_jobs``.
+* Database calls that wait in the writer at the same time share one transaction; each returns once it is durable.
 """
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
-from functools import wraps
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from functools import partial, wraps
+from queue import Empty, SimpleQueue
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload, runtime_checkable
 
 from sqlalchemy import Connection
 
-from rookery.storage import groups, jobs, sessions, tenants, versions
-from rookery.storage.writer import Writer
+from rookery.errors import StorageFull
+from rookery.storage import jobs, sessions, tenants, versions
 
 if TYPE_CHECKING:
     from rookery.storage.db import Database
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class Writer(Protocol):
+    """Runs blocking calls one after another, off the event loop; a submitted call runs even if its caller is
+    cancelled."""
+
+    def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> Coroutine[Any, Any, T]: ...
+
+
+GROUPED_CALLS = 64
+"""Largest number of database calls in one transaction: it bounds how long the first of them waits for the last."""
+
+
+@runtime_checkable
+class BatchTransaction(Protocol):
+    def batch_transaction(self) -> AbstractContextManager[None]:
+        """Within the context, this thread's calls of the object's methods become durable together, at the end."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    run: Callable[[], Any]
+    store: BatchTransaction | None
+    """The database whose method it is; None for calls that cannot share a transaction."""
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+
+    def attempt(self) -> tuple[Any, BaseException | None]:
+        """The result or the error."""
+        try:
+            return self.run(), None
+        except BaseException as error:  # the caller handles it, not this thread
+            return None, error
+
+    def settle(self, result: Any, error: BaseException | None) -> None:
+        if self.future.done():  # the caller was cancelled
+            return
+        if error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
+
+
+class StorageWriter:
+    """One thread, so a transaction never waits for another of this process. If the disk has no room for all calls of a
+    shared transaction, each call gets a separate one."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[_Call | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="writer", daemon=True)
+        self._closed = False
+        self._thread.start()
+
+    async def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        if self._closed:
+            raise RuntimeError("the storage writer is closed")
+        loop = asyncio.get_running_loop()
+        owner = getattr(call, "__self__", None)
+        store = owner if isinstance(owner, BatchTransaction) else None
+        future: asyncio.Future[T] = loop.create_future()
+        self._queue.put(_Call(partial(call, *arguments, **named), store, loop, future))
+        return await future
+
+    def close(self) -> None:
+        """Return when every submitted call has run."""
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        waiting: deque[_Call | None] = deque()
+        while True:
+            if not waiting:
+                waiting.append(self._queue.get())
+            with suppress(Empty):
+                while True:
+                    waiting.append(self._queue.get_nowait())
+            first = waiting.popleft()
+            if first is None:
+                return
+            calls = [first]
+            while waiting and len(calls) < GROUPED_CALLS and _share(first, waiting[0]):
+                calls.append(waiting.popleft())  # type: ignore[arg-type]
+            for call, outcome in zip(calls, _execute(calls), strict=True):
+                with suppress(RuntimeError):  # its loop is closed: nobody waits for it
+                    call.loop.call_soon_threadsafe(call.settle, *outcome)
+
+
+def _execute(calls: list[_Call]) -> list[tuple[Any, BaseException | None]]:
+    """Run the calls in one transaction; their results and errors."""
+    store = calls[0].store
+    if len(calls) == 1 or store is None:
+        return [call.attempt() for call in calls]
+    try:
+        with store.batch_transaction():
+            return [call.attempt() for call in calls]
+    except StorageFull:  # nothing is durable: calls that need no room may still succeed
+        return [call.attempt() for call in calls]
+    except Exception as error:  # nothing is known to be durable
+        return [(None, error) for _ in calls]
+
+
+def _share(first: _Call, other: _Call | None) -> bool:
+    return other is not None and first.store is not None and first.store is other.store
 
 
 class Transaction(Generic[P, T]):
@@ -93,23 +206,21 @@ class Transactions:
     count_start = _write(jobs.count_start)
     clear_starts = _write(jobs.clear_starts)
     save_counters = _write(jobs.save_counters)
-    add_policy = _write(jobs.add_policy)
     policies = _read(jobs.policies)
     all_policies = _read(jobs.all_policies)
     get_policy = _read(jobs.get_policy)
     next_lease = _write(jobs.next_lease)
     fence = _write(jobs.fence)
 
-    add_groups = _write(groups.add_groups)
-    save_turns = _write(groups.save_turns)
-    finish_episode = _write(groups.finish_episode)
-    finish_group = _write(groups.finish_group)
-    drop_groups = _write(groups.drop_groups)
-    open_groups = _read(groups.open_groups)
-    ready_groups = _read(groups.ready_groups)
-    group_counts = _read(groups.group_counts)
-    recent_episodes = _read(groups.recent_episodes)
-    trim_episodes = _write(groups.trim_episodes)
+    add_groups = _write(jobs.add_groups)
+    save_turns = _write(jobs.save_turns)
+    finish_episode = _write(jobs.finish_episode)
+    finish_group = _write(jobs.finish_group)
+    drop_groups = _write(jobs.drop_groups)
+    open_groups = _read(jobs.open_groups)
+    ready_groups = _read(jobs.ready_groups)
+    recent_episodes = _read(jobs.recent_episodes)
+    trim_episodes = _write(jobs.trim_episodes)
 
     commit_step = _write(versions.commit_step)
     save_step = _write(versions.save_step)
@@ -152,7 +263,6 @@ class Transactions:
     expire_checkpoint = _write(sessions.expire_checkpoint)
     expired_checkpoints = _read(sessions.expired_checkpoints)
     delete_checkpoint = _write(sessions.delete_checkpoint)
-    count_checkpoints = _read(sessions.count_checkpoints)
     open_future = _write(sessions.open_future)
     finish_future = _write(sessions.finish_future)
     get_future = _read(sessions.get_future)

@@ -27,8 +27,7 @@ from rookery.simulation.fakes.trainer import FakeTrainer
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database
 from rookery.storage.models import PolicyRow
-from rookery.storage.store import Store
-from rookery.storage.writer import StorageWriter
+from rookery.storage.store import StorageWriter, Store
 
 MODEL = "smollm2-135m-instruct"
 

@@ -29,7 +29,7 @@ from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable
 from rookery.scheduling.placement import assign_trainer, is_overloaded
 from rookery.settings import Settings
 from rookery.storage.artifacts import Staging
-from rookery.storage.writer import Writer
+from rookery.storage.store import Writer
 
 log = logging.getLogger("rookery.controller.training.dispatcher")
 

@@ -22,7 +22,7 @@ from rookery.controller.weights.peers import PeerDirectory
 from rookery.errors import CorruptArtifact, NotFound
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import CheckpointRow, PolicyRow, VersionRow
-from rookery.storage.writer import Writer
+from rookery.storage.store import Writer
 
 log = logging.getLogger("rookery.controller.weights.distribution")
 

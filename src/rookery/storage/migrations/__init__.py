@@ -2,7 +2,7 @@
 
 * A new database gets the tables of :mod:`rookery.storage.models` and is marked with the newest revision. An older one
   is migrated. One of a newer Rookery is left as it is.
-* The first revision is the schema that was marked ``schema = 3`` in the table ``meta``, before there were migrations.
+* The first revision starts from the schema that was marked ``schema = 3`` in the table ``meta``.
 * A change of the models needs a revision in ``versions/`` and a new :data:`HEAD`. A test compares a migrated database
   with the models.
 
@@ -18,11 +18,11 @@ from sqlalchemy import Connection, inspect, select, text
 from rookery.storage.columns import add
 from rookery.storage.models import Base, Fact
 
-BASELINE, HEAD = "0001", "0003"
-"""The oldest and the newest revision."""
+HEAD = "0003"
+"""The newest revision."""
 
 BASELINE_SCHEMA = "3"
-"""The fact ``schema`` in a database of the first revision."""
+"""The fact ``schema`` in a database that has no revision yet."""
 
 SCHEMA = "migrations"
 """The fact ``schema`` of later ones: versions of Rookery that do not know revisions refuse it."""
@@ -63,7 +63,5 @@ def upgrade(connection: Connection) -> str:
             f"has schema revision {found}, this Rookery knows revisions up to {HEAD};"
             " use the version that wrote it, or another data folder"
         )
-    if found is None:
-        command.stamp(config, BASELINE)
     command.upgrade(config, HEAD)
     return ""

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "0002"
-down_revision = "0001"
+down_revision = None
 
 EARLIER = "earlier_steps"
 """The key under which a version's metrics had the rows of the steps before its last."""

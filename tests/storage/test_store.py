@@ -15,7 +15,7 @@ from tests.support.storing import everything, make_ready, new_group, submit
 
 from rookery.errors import Conflict, NotFound, StorageFull, Unavailable
 from rookery.storage.db import Database
-from rookery.storage.writer import StorageWriter
+from rookery.storage.store import StorageWriter
 
 
 class Store:
