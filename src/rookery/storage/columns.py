@@ -12,12 +12,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
-from sqlalchemy import BigInteger, Connection, Dialect, Double, Insert, Select, Text, bindparam, insert, select
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    Dialect,
+    Double,
+    Insert,
+    Select,
+    Text,
+    bindparam,
+    insert,
+    select,
+)
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import DeclarativeBase, MappedAsDataclass
 from sqlalchemy.types import TypeDecorator
@@ -115,6 +127,13 @@ def fetch_all(
 ) -> list[Row]:
     """The rows of ``query``, which selects ``kind``. ``values``: of its bound parameters."""
     return [kind(**row._mapping) for row in connection.execute(query, values)]
+
+
+def rows(
+    connection: Connection, kind: type[Row], /, *where: ColumnElement[bool], order_by: Iterable[Any] = (), **key: Any
+) -> list[Row]:
+    """The rows of ``kind`` for which all of ``where`` hold and whose columns have the values of ``key``."""
+    return fetch_all(connection, kind, select(kind).where(*where).filter_by(**key).order_by(*order_by))
 
 
 def fetch_one(

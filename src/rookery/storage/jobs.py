@@ -21,7 +21,7 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, Connection, Update, bindparam, func, insert, select, update
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage.columns import add, add_or_find, fetch_all, fetch_one, get
+from rookery.storage.columns import add, add_or_find, fetch_all, get, rows
 from rookery.storage.models import (
     FINAL_JOB_STATES,
     EpisodeRow,
@@ -74,14 +74,12 @@ def get_job(connection: Connection, tenant: str, job: str) -> JobRow:
 
 def list_jobs(connection: Connection, tenant: str) -> list[JobRow]:
     """Newest first."""
-    query = select(JobRow).filter_by(tenant=tenant).order_by(JobRow.created.desc(), JobRow.id)
-    return fetch_all(connection, JobRow, query)
+    return rows(connection, JobRow, tenant=tenant, order_by=(JobRow.created.desc(), JobRow.id))
 
 
 def all_unfinished_jobs(connection: Connection) -> list[JobRow]:
     """Of every tenant, oldest first: the jobs that a starting controller takes up."""
-    query = select(JobRow).where(JobRow.finished.is_(None)).order_by(JobRow.created, JobRow.id)
-    return fetch_all(connection, JobRow, query)
+    return rows(connection, JobRow, JobRow.finished.is_(None), order_by=(JobRow.created, JobRow.id))
 
 
 def unfinished_job_ids(connection: Connection) -> set[str]:
@@ -143,19 +141,18 @@ def policies(connection: Connection, tenant: str, job: str) -> list[PolicyRow]:
 
 def all_policies(connection: Connection, tenant: str) -> dict[str, list[PolicyRow]]:
     """Of all jobs of this tenant, by job, each job's by name."""
-    query = select(PolicyRow).where(PolicyRow.tenant == tenant, PolicyRow.job.is_not(None)).order_by(PolicyRow.name)
     found: dict[str, list[PolicyRow]] = {}
-    for row in fetch_all(connection, PolicyRow, query):
+    for row in rows(connection, PolicyRow, PolicyRow.job.is_not(None), tenant=tenant, order_by=(PolicyRow.name,)):
         found.setdefault(str(row.job), []).append(row)
     return found
 
 
 def get_policy(connection: Connection, tenant: str, job: str | None, name: str) -> PolicyRow:
     """Raises :class:`NotFound` if this tenant has no such job, or the job no such policy. ``job`` None: a client's."""
-    row = fetch_one(connection, PolicyRow, select(PolicyRow).filter_by(job=job, tenant=tenant, name=name))
-    if row is None:
+    found = rows(connection, PolicyRow, job=job, tenant=tenant, name=name)
+    if not found:
         raise NotFound(f"no policy {name} of job {job}")
-    return row
+    return found[0]
 
 
 def next_lease(connection: Connection, policy: str) -> int:

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, bindparam, delete, exists, not_, or_, select,
 
 from rookery.errors import Conflict, NotFound
 from rookery.protocol import Manifest
-from rookery.storage.columns import add, add_new, add_or_find, fetch_all, find, get
+from rookery.storage.columns import add, add_new, add_or_find, fetch_all, find, get, rows
 from rookery.storage.models import (
     CheckpointRow,
     FutureRow,
@@ -44,8 +44,7 @@ def get_session(connection: Connection, tenant: str, id: str) -> SessionRow:
 
 def list_sessions(connection: Connection, tenant: str) -> list[SessionRow]:
     """Newest first."""
-    query = select(SessionRow).filter_by(tenant=tenant).order_by(SessionRow.created.desc(), SessionRow.id)
-    return fetch_all(connection, SessionRow, query)
+    return rows(connection, SessionRow, tenant=tenant, order_by=(SessionRow.created.desc(), SessionRow.id))
 
 
 def seen_session(connection: Connection, id: str, time: float) -> None:
@@ -61,8 +60,7 @@ def finish_session(connection: Connection, id: str, status: str, time: float) ->
 
 def silent_sessions(connection: Connection, before: float) -> list[SessionRow]:
     """Of every tenant, the unfinished ones whose last heartbeat came before ``before``."""
-    silent = SessionRow.finished.is_(None) & (SessionRow.seen < before)
-    return fetch_all(connection, SessionRow, select(SessionRow).where(silent))
+    return rows(connection, SessionRow, SessionRow.finished.is_(None), SessionRow.seen < before)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -159,8 +157,8 @@ def get_sampler(connection: Connection, tenant: str, id: str) -> SamplerRow:
 
 def list_samplers(connection: Connection, tenant: str, session: str) -> list[SamplerRow]:
     """Oldest first."""
-    query = select(SamplerRow).filter_by(tenant=tenant, session=session)
-    return fetch_all(connection, SamplerRow, query.order_by(SamplerRow.created, SamplerRow.id))
+    order = (SamplerRow.created, SamplerRow.id)
+    return rows(connection, SamplerRow, tenant=tenant, session=session, order_by=order)
 
 
 def used_sampler(connection: Connection, id: str, time: float) -> None:
@@ -177,8 +175,7 @@ def join_sampler(connection: Connection, tenant: str, id: str) -> int:
 
 def idle_samplers(connection: Connection, before: float) -> list[SamplerRow]:
     """Kept samplers with an artifact that nobody used since ``before``."""
-    idle = SamplerRow.kept.is_(True) & (SamplerRow.hash != "") & (SamplerRow.used < before)
-    return fetch_all(connection, SamplerRow, select(SamplerRow).where(idle))
+    return rows(connection, SamplerRow, SamplerRow.kept.is_(True), SamplerRow.hash != "", SamplerRow.used < before)
 
 
 def keep_sampler(connection: Connection, id: str) -> None:
@@ -239,7 +236,7 @@ def expire_checkpoint(
 
 def expired_checkpoints(connection: Connection, time: float) -> list[CheckpointRow]:
     """Of every tenant."""
-    return fetch_all(connection, CheckpointRow, select(CheckpointRow).where(CheckpointRow.expires < time))
+    return rows(connection, CheckpointRow, CheckpointRow.expires < time)
 
 
 def delete_checkpoint(connection: Connection, tenant: str, model: str, kind: str, name: str) -> str | None:
@@ -274,25 +271,19 @@ def get_future(connection: Connection, tenant: str, id: str) -> FutureRow:
 
 def open_futures(connection: Connection) -> list[FutureRow]:
     """Of every tenant, those without an outcome, oldest first: the calls that a starting controller takes up."""
-    query = select(FutureRow).where(FutureRow.outcome.is_(None)).order_by(FutureRow.created, FutureRow.id)
-    return fetch_all(connection, FutureRow, query)
+    return rows(connection, FutureRow, FutureRow.outcome.is_(None), order_by=(FutureRow.created, FutureRow.id))
 
 
 def futures_behind(connection: Connection, model: str, seq: int) -> list[FutureRow]:
     """A model's calls later than ``seq``, in order."""
-    query = select(FutureRow).where(FutureRow.model == model, FutureRow.seq > seq).order_by(FutureRow.seq)
-    return fetch_all(connection, FutureRow, query)
+    return rows(connection, FutureRow, FutureRow.model == model, FutureRow.seq > seq, order_by=(FutureRow.seq,))
 
 
 def ended_samples(connection: Connection, tenant: str, sampler: str, first: int, end: int) -> list[FutureRow]:
     """A sampler's requests numbered from ``first`` to before ``end`` that have an outcome, in the order of those."""
-    query = (
-        select(FutureRow)
-        .where(FutureRow.tenant == tenant, FutureRow.id.startswith(f"{sampler}/", autoescape=True))
-        .where(FutureRow.seq >= first, FutureRow.seq < end, FutureRow.outcome.is_not(None))
-        .order_by(FutureRow.finished, FutureRow.seq)
-    )
-    return fetch_all(connection, FutureRow, query)
+    of_sampler = FutureRow.id.startswith(f"{sampler}/", autoescape=True) & FutureRow.outcome.is_not(None)
+    numbered, order = (FutureRow.seq >= first) & (FutureRow.seq < end), (FutureRow.finished, FutureRow.seq)
+    return rows(connection, FutureRow, of_sampler, numbered, tenant=tenant, order_by=order)
 
 
 def drop_futures(connection: Connection, before: float) -> int:

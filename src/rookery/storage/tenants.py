@@ -15,7 +15,7 @@ from typing import Any
 from sqlalchemy import Connection, delete, insert, select, update
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage.columns import add, add_new, fetch_all, fetch_one, find, get
+from rookery.storage.columns import add, add_new, fetch_all, fetch_one, find, get, rows
 from rookery.storage.models import EventRow, Fact, KeyRow, TenantRow, UploadKind, UploadRow, UsageRow
 
 TENANT_TOTAL = ""
@@ -46,7 +46,7 @@ def limit_tenant(connection: Connection, id: str, jobs: int | None) -> TenantRow
 
 def list_tenants(connection: Connection) -> list[TenantRow]:
     """Oldest first."""
-    return fetch_all(connection, TenantRow, select(TenantRow).order_by(TenantRow.created, TenantRow.id))
+    return rows(connection, TenantRow, order_by=(TenantRow.created, TenantRow.id))
 
 
 def add_key(connection: Connection, key_hash: str, tenant: str, label: str, created: float) -> None:
@@ -57,7 +57,7 @@ def add_key(connection: Connection, key_hash: str, tenant: str, label: str, crea
 
 def keys(connection: Connection, tenant: str) -> list[KeyRow]:
     """Oldest first."""
-    return fetch_all(connection, KeyRow, select(KeyRow).filter_by(tenant=tenant).order_by(KeyRow.created))
+    return rows(connection, KeyRow, tenant=tenant, order_by=(KeyRow.created,))
 
 
 def revoke_key(connection: Connection, tenant: str, key_hash: str, time: float) -> None:
@@ -109,8 +109,7 @@ def save_usage(connection: Connection, usage: Mapping[tuple[str, str], Any], fle
 
 def tenant_usage(connection: Connection, tenant: str) -> dict[str, Any]:
     """A tenant's counters, by job."""
-    rows = fetch_all(connection, UsageRow, select(UsageRow).filter_by(tenant=tenant))
-    return {row.job: row.used for row in rows}
+    return {row.job: row.used for row in rows(connection, UsageRow, tenant=tenant)}
 
 
 def job_usage(connection: Connection, tenant: str, job: str) -> Any:
@@ -121,8 +120,7 @@ def job_usage(connection: Connection, tenant: str, job: str) -> Any:
 
 def usage_totals(connection: Connection) -> dict[str, Any]:
     """The total of every tenant."""
-    rows = fetch_all(connection, UsageRow, select(UsageRow).filter_by(job=TENANT_TOTAL))
-    return {row.tenant: row.used for row in rows}
+    return {row.tenant: row.used for row in rows(connection, UsageRow, job=TENANT_TOTAL)}
 
 
 def fleet_usage(connection: Connection) -> Any:

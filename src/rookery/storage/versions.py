@@ -17,7 +17,7 @@ from sqlalchemy import Connection, bindparam, delete, func, select, update
 
 from rookery.errors import Conflict
 from rookery.protocol import Manifest
-from rookery.storage.columns import add, fetch_all, fetch_one, get
+from rookery.storage.columns import add, fetch_one, get, rows
 from rookery.storage.models import (
     CheckpointRow,
     EvaluationRow,
@@ -115,8 +115,8 @@ def save_step(connection: Connection, job: str, version: int, metrics: Mapping[s
 def steps(connection: Connection, tenant: str, job: str, after: int = -1) -> list[dict[str, Any]]:
     """The metrics of the committed steps later than ``after``, in order, each with the ``version`` that contains it;
     empty for a job that is not this tenant's."""
-    query = select(StepRow).filter_by(tenant=tenant, job=job).where(StepRow.step > after).order_by(StepRow.step)
-    return [{**row.metrics, "version": row.version} for row in fetch_all(connection, StepRow, query)]
+    found = rows(connection, StepRow, StepRow.step > after, tenant=tenant, job=job, order_by=(StepRow.step,))
+    return [{**row.metrics, "version": row.version} for row in found]
 
 
 def recent_rewards(connection: Connection, tenant: str, count: int, job: str | None = None) -> dict[str, list[float]]:
@@ -134,8 +134,7 @@ def recent_rewards(connection: Connection, tenant: str, count: int, job: str | N
 
 def versions(connection: Connection, tenant: str, policy: str) -> list[VersionRow]:
     """Oldest first; empty for a policy that is not this tenant's."""
-    query = select(VersionRow).filter_by(policy=policy, tenant=tenant).order_by(VersionRow.version)
-    return fetch_all(connection, VersionRow, query)
+    return rows(connection, VersionRow, policy=policy, tenant=tenant, order_by=(VersionRow.version,))
 
 
 def version(connection: Connection, tenant: str, policy: str, version: int) -> VersionRow:
@@ -222,8 +221,8 @@ def add_evaluation(
 
 def evaluations(connection: Connection, tenant: str, job: str) -> list[EvaluationRow]:
     """By policy and version; empty for a job that is not this tenant's."""
-    query = select(EvaluationRow).filter_by(tenant=tenant, job=job)
-    return fetch_all(connection, EvaluationRow, query.order_by(EvaluationRow.policy, EvaluationRow.version))
+    order = (EvaluationRow.policy, EvaluationRow.version)
+    return rows(connection, EvaluationRow, tenant=tenant, job=job, order_by=order)
 
 
 _NAMING = (
