@@ -134,14 +134,13 @@ def test_submitting_twice_with_one_key_creates_one_job(client: Client) -> None:
     assert client.submit(spec).id != client.submit(spec).id
 
 
-def test_rows_with_unicode_line_separators_do_not_break_the_stream(client: Client) -> None:
+def test_texts_with_unicode_line_separators_do_not_break_the_stream(client: Client) -> None:
     """JSON keeps them inside a string; only a newline ends a line of the stream."""
-    rows = [{"prompt": f"{a}+{a}?\u2028line\u2029paragraph\x85next", "answer": "4"} for a in range(4)]
-    environment = {"id": "jsonl", "rows": rows, "verifier": "exact"}
-    submitted = client.submit(job(name="lines", environment=environment, stop={"steps": 1}))
+    text = "\u2028line\u2029paragraph\x85next"
+    submitted = client.submit(job(name="lines", sampling={"stop": [text]}, stop={"steps": 1}))
     said = list(submitted.follow())
     assert [kind for kind, _ in said if kind in ("metrics", "end")] == ["metrics", "end"]
-    assert {data.spec.environment.rows[0].prompt for kind, data in said if kind == "job"} == {rows[0]["prompt"]}
+    assert {data.spec.sampling.stop[0] for kind, data in said if kind == "job"} == {text}
 
 
 @pytest.mark.parametrize("data", [b'{"step": 1', b'{"text": "\xff"}'], ids=["cut off", "no UTF-8"])
