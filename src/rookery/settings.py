@@ -217,6 +217,16 @@ class LimitSettings(Section):
     their cause."""
     start_seconds: float = Field(60.0, gt=0)
     """A job is starting until it has trained a step or has run for this long."""
+    allowed_models: str = ""
+    """Hub ids (`organisation/model`), comma-separated, that jobs and clients may name in addition to the catalogue's
+    models; `*` allows every hub id. Only the administrator may name folders."""
+    models_prepared_at_once: int = Field(1, ge=1)
+    """Base models that are downloaded and converted at the same time; others wait."""
+    prepare_seconds: float = Field(3600.0, gt=0)
+    """Time limit of preparing one base model."""
+    model_idle_seconds: float = Field(1800.0, gt=0)
+    """Local workers of a base model that is not in `models` end when no job, client or request used it for this
+    long. They start again when it is needed."""
     tenant_jobs: int = Field(16, ge=1)
     """Jobs of one tenant that run at once; further ones are queued. `rookery tenants limit` changes it for one
     tenant."""

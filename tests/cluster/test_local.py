@@ -20,7 +20,7 @@ import pytest
 from tests.support.processes import runs
 
 from rookery.cluster.base import PRELOAD, preloaded
-from rookery.cluster.local import Child, LocalProcesses, environment_host, local_workers
+from rookery.cluster.local import Child, LocalCluster, LocalProcesses, environment_host, local_workers
 from rookery.errors import EXIT_REFUSED
 from rookery.settings import Settings
 
@@ -138,7 +138,7 @@ def test_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     parent = f"""
         import asyncio, os
         from pathlib import Path
-        from rookery.cluster.local import Child, LocalProcesses
+        from rookery.cluster.local import Child, LocalCluster, LocalProcesses
 
         async def main():
             environment = {{**os.environ, "PYTHONPATH": {str(tmp_path)!r}}}
@@ -244,3 +244,30 @@ def test_workers_of_a_service_get_the_allocator_and_environments_do_not() -> Non
     host = environment_host(settings, "http://127.0.0.1:1", "token")
     assert worker.environment.get(PRELOAD) == preloaded(host.environment, settings.worker.allocator).get(PRELOAD)
     assert host.environment.get(PRELOAD) == os.environ.get(PRELOAD)
+
+
+@pytest.mark.parametrize("code", [FAITHFUL, STUBBORN], ids=["faithful", "stubborn"])
+async def test_removed_child_ends_and_is_not_restarted_beside_others_that_go_on(tmp_path: Path, code: str) -> None:
+    kept, gone = child(tmp_path, "kept", FAITHFUL), child(tmp_path, "gone", code)
+    processes = LocalProcesses([kept, gone], tmp_path / "logs", stop_seconds=0.5)
+    await processes.start()
+    await until(lambda: up(tmp_path, "kept") and up(tmp_path, "gone") and running(kept, gone))
+    pid = gone.pid
+    processes.remove([gone])
+    await until(lambda: gone.state == "stopped")
+    assert not runs(pid) and running(kept) and processes.children == [kept]
+    again = child(tmp_path, "gone", FAITHFUL)
+    processes.add([again])
+    await until(lambda: running(again) and up(tmp_path, "gone", 2))
+    await processes.stop()
+
+
+async def test_workers_of_a_model_that_was_released_end_and_configured_ones_stay(tmp_path: Path) -> None:
+    cluster = LocalCluster(Settings(data=tmp_path, models="one"), "http://127.0.0.1:1", "token")
+    cluster.provide("two")
+    cluster.provide("two")
+    cluster.release("one")
+    cluster.release("two")
+    cluster.provide("two")
+    names = [one.name for one in cluster.processes.children]
+    assert names == ["worker-two-1"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.support.peers import HANG, Service, eventually, job_of, settle
+from tests.support.peers import HANG, MODEL, Service, eventually, job_of, settle
 
 from rookery import protocol
 from rookery.environments.jsonl import read_jsonl
@@ -124,6 +124,39 @@ async def test_job_whose_group_exceeds_its_episodes_runs_one_group_at_a_time(ser
     view, _ = await service.controller.submit("alice", job_of(algorithm={"group_size": 6, "groups_per_step": 3}))
     await service.ends(view.id)
     assert most == 1
+
+
+# --- base models by name ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "fine"),
+    [({}, False), ({"allowed_models": "a/b, some/model"}, True), ({"allowed_models": "*"}, True)],
+)
+async def test_hub_id_is_refused_unless_it_is_allowed(service: Service, fine: bool) -> None:
+    wanted = job_of(base_model="some/model")
+    if fine:
+        assert (await service.controller.submit("alice", wanted))[0].base_model == "some/model"
+        return
+    with pytest.raises(SpecError, match=r"some/model is not allowed here.*ROOKERY_ALLOWED_MODELS"):
+        await service.controller.dry_run("alice", wanted)
+    assert service.controller.queries.health()["totals"]["refused_allowed_models"] == 1
+    assert service.controller.jobs.runners == {}
+
+
+@pytest.mark.parametrize("settings", [{"model_idle_seconds": 60.0}])
+async def test_model_that_nobody_uses_is_released_and_one_with_a_job_is_not(service: Service) -> None:
+    await starting(service)
+    view, _ = await service.controller.submit("alice", job_of())
+    await service.ends(view.id, "running")
+    assert service.provided == [MODEL]
+    await service.clock.advance(200.0)
+    assert service.released == []
+    await service.controller.cancel("alice", view.id)
+    await service.clock.advance(59.0)
+    assert service.released == []
+    await service.clock.advance(10.0)
+    assert service.released == [MODEL]
 
 
 # --- crashes while a job starts ---------------------------------------------------------------------------------------

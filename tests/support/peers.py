@@ -475,6 +475,9 @@ class Service:
         self.chat = Chat.load(model_folder(folder / "model"))
         self.no_model = ""
         """Why base models cannot be prepared."""
+        self.provided: list[str] = []
+        self.released: list[str] = []
+        """Base models for which workers were asked for, or ended."""
         self.lives = 0
         self.peers: list[Any] = []
         self.writer: MortalWriter
@@ -501,7 +504,8 @@ class Service:
             ids=RandomIds(Random(self.lives)),
             chat=chat,
             check_environment=lambda id, options: None,
-            provide=lambda model: None,
+            provide=self.provided.append,
+            release=self.released.append,
             authenticate=authenticate,
             worker_token=WORKER_TOKEN,
             jobs_folder=self.folder / "jobs",

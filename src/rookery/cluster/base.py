@@ -26,6 +26,9 @@ class Cluster(Protocol):
     def provide(self, model: str) -> None:
         """Make sure that there are workers for ``model``; called when a job names it."""
 
+    def release(self, model: str) -> None:
+        """End the workers that :meth:`provide` started for ``model``; called when nothing has used it for a while."""
+
     async def stop(self) -> None:
         """End every process that was started."""
 

@@ -45,7 +45,7 @@ _PRIVATE = {"key", "database"}
 State = Literal["starting", "running", "waiting", "refused", "stopped"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Child:
     """One process to keep alive. ``arguments`` follow ``python -m``; ``reason`` says why it is not running."""
 
@@ -56,6 +56,8 @@ class Child:
     pid: int = 0
     restarts: int = 0
     reason: str = ""
+    removed: bool = False
+    """It ends, and is not restarted."""
 
 
 class LocalProcesses:
@@ -67,7 +69,7 @@ class LocalProcesses:
         self.running = False
         self._logs = logs
         self._stop_seconds = stop_seconds
-        self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._processes: dict[Child, asyncio.subprocess.Process] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
 
@@ -83,6 +85,20 @@ class LocalProcesses:
         if self.running:
             self._keepers += [asyncio.create_task(self._keep(child)) for child in new]
 
+    def remove(self, children: Iterable[Child]) -> None:
+        """End these children: with SIGTERM, and SIGKILL if they have not ended in time."""
+        for child in children:
+            self.children.remove(child)
+            child.removed = True
+            if child in self._processes:
+                self._processes[child].terminate()
+                asyncio.get_running_loop().call_later(self._stop_seconds, self._kill, child)
+
+    def _kill(self, child: Child) -> None:
+        if child in self._processes:
+            log.warning("killing %s: it has not ended within %.0f s", child.name, self._stop_seconds)
+            self._processes[child].kill()
+
     async def stop(self) -> None:
         """Every child has ended when this returns."""
         self.running = False
@@ -91,16 +107,15 @@ class LocalProcesses:
             process.terminate()
         if self._keepers:
             await asyncio.wait(self._keepers, timeout=self._stop_seconds)
-        for name, process in self._processes.items():
-            log.warning("killing %s: it has not ended within %.0f s", name, self._stop_seconds)
-            process.kill()
+        for child in self._processes:
+            self._kill(child)
         await asyncio.gather(*self._keepers)
 
     async def _keep(self, child: Child) -> None:
         """Keep one child alive until stopped."""
         path = self._logs / f"{child.name}.log"
         pause = FIRST_PAUSE_SECONDS
-        while not self._stopping.is_set():
+        while not self._stopping.is_set() and not child.removed:
             began = time.monotonic()
             code: int | None = None
             try:
@@ -110,7 +125,7 @@ class LocalProcesses:
             else:
                 ended = f"signal {-code}" if code < 0 else f"code {code}"
                 child.reason = f"ended with {ended}: {last_line(path)}"
-            if self._stopping.is_set():
+            if self._stopping.is_set() or child.removed:
                 break
             if code == EXIT_REFUSED:
                 child.state = "refused"
@@ -128,12 +143,12 @@ class LocalProcesses:
     async def _live(self, child: Child, path: Path) -> int:
         """Run a child until it ends. Returns its exit code, negative for a signal."""
         process = await self._spawn(child, path)
-        self._processes[child.name] = process
+        self._processes[child] = process
         child.state, child.pid = "running", process.pid
-        if self._stopping.is_set():  # while it was being started
+        if self._stopping.is_set() or child.removed:  # while it was being started
             process.terminate()
         code = await process.wait()
-        del self._processes[child.name]
+        del self._processes[child]
         child.pid = 0
         return code
 
@@ -161,25 +176,32 @@ class LocalCluster:
         self._url = url
         self._token = token
         self._models = [model for model in settings.server.models.split(",") if model]
-        self._processes = LocalProcesses([], settings.data / "logs", settings.server.stop_seconds)
+        self._provided: dict[str, list[Child]] = {}
+        """Children by their base model, of those that the service was not configured with."""
+        self.processes = LocalProcesses([], settings.data / "logs", settings.server.stop_seconds)
 
     async def start(self) -> None:
-        self._processes.add(local_workers(self._settings, self._models, self._url, self._token))
-        self._processes.add([environment_host(self._settings, self._url, self._token)])
-        await self._processes.start()
+        self.processes.add(local_workers(self._settings, self._models, self._url, self._token))
+        self.processes.add([environment_host(self._settings, self._url, self._token)])
+        await self.processes.start()
 
     def provide(self, model: str) -> None:
         """Start workers for ``model`` if there are none, unless the service is configured to start none."""
-        if model in self._models or self._settings.server.workers == 0:
+        if model in self._models or model in self._provided or self._settings.server.workers == 0:
             return
-        self._models.append(model)
-        if self._processes.running:
-            log.info("starting a worker for base model %s", model)
-            self._processes.add(local_workers(self._settings, [model], self._url, self._token))
+        log.info("starting a worker for base model %s", model)
+        self._provided[model] = local_workers(self._settings, [model], self._url, self._token)
+        self.processes.add(self._provided[model])
+
+    def release(self, model: str) -> None:
+        """End the workers that :meth:`provide` started for ``model``."""
+        if model in self._provided:
+            log.info("ending the workers of base model %s, which nothing uses", model)
+            self.processes.remove(self._provided.pop(model))
 
     async def stop(self) -> None:
         """Every child has ended when this returns."""
-        await self._processes.stop()
+        await self.processes.stop()
 
 
 def local_workers(settings: Settings, models: Sequence[str], url: str, token: str) -> list[Child]:

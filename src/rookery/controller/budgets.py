@@ -21,7 +21,7 @@ ROWS = {"rows": "dataset", "eval_rows": "eval_dataset"}
 SINGLE_TURN = frozenset({"jsonl", "reasoning-gym"})
 """Built-in environments whose episodes end with the first reply."""
 
-COUNTED = ("options_bytes", "job_tokens", "start_crashes")
+COUNTED = ("options_bytes", "job_tokens", "start_crashes", "allowed_models")
 """The limits whose refusals are counted."""
 
 

@@ -27,6 +27,7 @@ from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.jobs.runner import JobRegistry, JobRunner
+from rookery.controller.model_use import ModelUse
 from rookery.controller.offload.seeding import Seeding
 from rookery.controller.queries import JobQueries
 from rookery.controller.rollout.completions import Completions
@@ -72,17 +73,18 @@ class Controller:
         authenticate: Callable[[str], Awaitable[str | None]],
         worker_token: str,
         jobs_folder: Path,
+        release: Callable[[str], None] = lambda model: None,
         scheduler: type[RolloutScheduler] = RolloutScheduler,
         seeding: type[Seeding] = Seeding,
         random_bytes: Callable[[int], bytes] = secrets.token_bytes,
     ) -> None:
         """``chat(model)`` returns a base model's chat template and tokenizer, preparing the model if necessary;
         ``check_environment(id, options)`` raises :class:`UserError` for a built-in that cannot be made with these;
-        ``provide(model)`` asks for a local worker with that model if none is expected;
+        ``provide(model)`` asks for a local worker with that model if none is expected, ``release(model)`` ends it;
         ``authenticate(token)`` returns a host's tenant, or :data:`~rookery.controller.fleet.env_hosts.SERVICE`, or
         None; an experiment may replace the ``scheduler`` and ``seeding`` classes;
         ``random_bytes(n)`` is the source of tickets and must be unpredictable."""
-        self._provide = provide
+        self._models = ModelUse(settings, clock, provide, release)
         self._jobs_folder = jobs_folder
         self.tickets = Tickets(artifacts, clock, settings.server.ticket_seconds, random_bytes)
         fleet = Fleet(settings, clock, worker_token)
@@ -114,8 +116,8 @@ class Controller:
         self.jobs = JobRegistry()
         self.queries = JobQueries(self.context, self.jobs)
         self._validator = JobValidator(self.context)
-        self.completions = Completions(self.context, self._validator, self._pinned)
-        self.sessions = Sessions(self.context, self._validator, provide)
+        self.completions = Completions(self.context, self._validator, self._pinned, self._models.provide)
+        self.sessions = Sessions(self.context, self._validator, self._models.provide)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -131,6 +133,7 @@ class Controller:
         for watch in (context.fleet.watch, context.rollouts.watch, context.seeding.watch, context.hosts.watch,
                       self.sessions.watch, context.usage.watch):  # fmt: skip
             self._tasks.append(asyncio.create_task(watch()))
+        self._tasks.append(asyncio.create_task(self._models.watch(self._models_in_use)))
         await self.sessions.start()
         for row in await store.all_unfinished_jobs():
             self.jobs.states[row.state] += 1
@@ -266,7 +269,7 @@ class Controller:
     # --- a job's task -------------------------------------------------------------------------------------------------
 
     def _launch(self, row: JobRow) -> None:
-        runner = JobRunner(self.context, self._validator, self._provide, row, self._jobs_folder / row.id)
+        runner = JobRunner(self.context, self._validator, self._models.provide, row, self._jobs_folder / row.id)
         self.jobs.runners[row.id] = runner
         runner.task = asyncio.create_task(self._run(runner), name=f"job {row.id}")
 
@@ -316,6 +319,12 @@ class Controller:
         if runner is not None:
             runner.publish(row)
         self.jobs.notify(job)
+
+    def _models_in_use(self) -> set[str]:
+        """The base models of jobs, of clients that are not idle, and of requests."""
+        jobs = {str(runner.row.spec["base_model"]) for runner in self.jobs.runners.values()}
+        requests = {inflight.request.model for inflight in self.context.rollouts.inflight.values()}
+        return jobs | requests | self.sessions.models_in_use()
 
     def versions_in_use(self, model: str) -> list[protocol.AdapterRef]:
         """The versions that running jobs of a base model sample from."""

@@ -84,6 +84,13 @@ class JobValidator:
         """The canonical name of a base model that this tenant may use. Raises :class:`UserError`."""
         owner = await self._context.store.get_tenant(tenant)
         model = resolve(name, folders=owner.admin)  # only administrators may name folders of the service
+        limits = self._context.settings.limits
+        if model.kind == "hub" and not {"*", model.name} & {one.strip() for one in limits.allowed_models.split(",")}:
+            self._context.refused["allowed_models"] += 1
+            raise UserError(
+                f"base_model: the hub id {model.name} is not allowed here; give one of {', '.join(CATALOGUE)}, or ask"
+                " the administrator to add it to the service's ROOKERY_ALLOWED_MODELS"
+            )
         found = await asyncio.to_thread(status, self._context.settings.cache, model.name)
         if found.state == "refused":
             raise UserError(found.reason)

@@ -21,6 +21,8 @@ class BaseModels:
 
     def __init__(self, settings: Settings) -> None:
         self._cache = settings.cache
+        self._limits = settings.limits
+        self._places = asyncio.Semaphore(settings.limits.models_prepared_at_once)
         self._loading: dict[str, asyncio.Task[Chat]] = {}
 
     async def chat(self, model: str) -> Chat:
@@ -40,7 +42,8 @@ class BaseModels:
     async def _load(self, model: str) -> Chat:
         folder = model_folder(self._cache, model)
         if not (folder / PREPARED).is_file():
-            await self._prepare(model)
+            async with self._places:
+                await self._prepare(model)
         return await asyncio.to_thread(Chat.load, folder)
 
     async def _prepare(self, model: str) -> None:
@@ -55,12 +58,16 @@ class BaseModels:
         )
         try:
             assert process.stderr is not None
-            output = await process.stderr.read()
-            await process.wait()
-        except asyncio.CancelledError:
+            async with asyncio.timeout(self._limits.prepare_seconds):
+                output = await process.stderr.read()
+                await process.wait()
+        except (asyncio.CancelledError, TimeoutError) as end:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+            if isinstance(end, TimeoutError):
+                seconds = f"{self._limits.prepare_seconds:g} s (the service's ROOKERY_PREPARE_SECONDS)"
+                raise Unavailable(f"base_model: preparing {model} took longer than {seconds}") from None
             raise
         if process.returncode != 0:
             lines = output.decode(errors="replace").strip().splitlines()

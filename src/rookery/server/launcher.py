@@ -155,6 +155,7 @@ class Service:
             chat=base_models.chat,
             check_environment=lambda id, options: find(id).validate_options(options),
             provide=cluster.provide,
+            release=cluster.release,
             authenticate=authenticate,
             worker_token=token,
             jobs_folder=folder.jobs,

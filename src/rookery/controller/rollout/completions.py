@@ -44,8 +44,10 @@ class Completions:
         context: ControllerContext,
         validator: JobValidator,
         pinned: Callable[[protocol.AdapterRef | None], AbstractContextManager[object]],
+        provide: Callable[[str], None],
     ) -> None:
-        """Within ``pinned(ref)`` retention keeps the version."""
+        """Within ``pinned(ref)`` retention keeps the version; ``provide(model)`` asks for a worker with that model."""
+        self._provide = provide
         self._context = context
         self._validator = validator
         self._pinned = pinned
@@ -108,6 +110,7 @@ class Completions:
             stop=list(stop),
             interactive=context.settings.engine.interactive_priority,
         )
+        self._provide(target.model)
         async with context.collector.pin(target.adapter):
             with self._pinned(target.adapter):
                 return await context.rollouts.sample(SamplingRequest(tenant, name, target.model, generate), on_tokens)

@@ -277,6 +277,10 @@ class Sessions:
         self._provide(name)
         return await self.submit(tenant, id, 0, operation)
 
+    def models_in_use(self) -> set[str]:
+        """The base models of the runs whose clients are not idle."""
+        return {run.row.base_model for run in self.runs.values() if run.row.session not in self._suspended}
+
     async def run(self, tenant: str, id: str) -> TrainingRun:
         """The training run, loaded if it was not in memory. Raises :class:`NotFound`."""
         run = self.runs.get(id)
@@ -302,6 +306,7 @@ class Sessions:
             if longest > chat.context:
                 raise UserError(f"a datum has {longest} tokens; the model's context is {chat.context}")
         await self._require_open(tenant, run.row.session)
+        self._provide(run.row.base_model)
         number = run.last_seq + 1 if seq is None else seq
         future, created = await self.futures.open(tenant, f"{id}/{number}", operation, id, number)
         if created:
@@ -328,6 +333,7 @@ class Sessions:
         """Sample ``operation.count`` texts; returns the request's id."""
         row = await self._context.store.get_sampler(tenant, operation.sampler)
         await self._require_open(tenant, row.session)
+        self._provide(row.base_model)
         future, created = await self.futures.open(tenant, f"{row.id}/{number}", operation, seq=number)
         if created:
             self.samplers.start(future, operation, row)
