@@ -18,7 +18,7 @@ import yaml
 from tests.support.faces import MODEL, ScriptedWorker, job, served, tokenizer, write_model
 
 from rookery.cli import main
-from rookery.cli.doctor import _bf16
+from rookery.cli.doctor import bf16_finding
 from rookery.client import Client
 from rookery.errors import NotFound
 from rookery.server.embedded import EmbeddedService
@@ -197,9 +197,9 @@ def test_models_and_doctor(here: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_doctor_knows_bf16_instructions() -> None:
-    assert _bf16({"avx512_bf16", "sse"}).state == "good"
-    assert _bf16({"bf16", "asimd"}).found == "bf16"
-    assert _bf16({"sse"}).state == "optional" and _bf16(None).state == "optional"
+    assert bf16_finding({"avx512_bf16", "sse"}).state == "good"
+    assert bf16_finding({"bf16", "asimd"}).found == "bf16"
+    assert bf16_finding({"sse"}).state == "optional" and bf16_finding(None).state == "optional"
 
 
 def test_commands_without_a_service_fail_with_one_line(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ than the best constant reply could earn. Ctrl-C stops everything that was starte
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -91,11 +92,10 @@ def compare(task: Task, evaluations: Sequence[Record]) -> Comparison:
     first, last = evaluations[0].held_out, evaluations[-1].held_out
     pairs = [(a, b) for a, b in zip(first, last, strict=True) if not a["error"] and not b["error"]]
     gains = [b["reward"] - a["reward"] for a, b in pairs]
-    mean = math.fsum(gains) / len(gains)
     return Comparison(
-        before=math.fsum(a["reward"] for a, _ in pairs) / len(pairs),
-        after=math.fsum(b["reward"] for _, b in pairs) / len(pairs),
-        error=math.sqrt(math.fsum((gain - mean) ** 2 for gain in gains) / (len(gains) - 1) / len(gains)),
+        before=statistics.fmean(a["reward"] for a, _ in pairs),
+        after=statistics.fmean(b["reward"] for _, b in pairs),
+        error=statistics.stdev(gains) / math.sqrt(len(gains)),
         constant=task.best_constant([a["prompt"] for a, _ in pairs]),
         example=max(pairs, key=lambda pair: pair[1]["reward"] - pair[0]["reward"]),
     )

@@ -80,17 +80,22 @@ def doctor(
 
 
 def examine(settings: Settings) -> list[Finding]:
-    found = [_python(), _torch(), _cores(), _bf16(_processor_flags()), _memory(), _accelerator()]
-    found.append(_allocator(settings.worker.allocator))
-    found += [_disk("data folder", settings.data), _disk("cache folder", settings.cache)]
     models = [name.strip() for name in settings.server.models.split(",") if name.strip()]
-    found += [_model(settings.cache, name) for name in models]
-    found += [_extra(extra, use) for extra, use in EXTRAS.items()]
-    return [*found, _service(settings)]
-
-
-def _python() -> Finding:
-    return Finding("Python", "good", platform.python_version())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return [
+        Finding("Python", "good", platform.python_version()),
+        _torch(),
+        Finding("cores", "good", str(cores)),
+        bf16_finding(_processor_flags()),
+        _memory(),
+        _accelerator(),
+        _allocator(settings.worker.allocator),
+        _disk("data folder", settings.data, "ROOKERY_DATA"),
+        _disk("cache folder", settings.cache, "ROOKERY_CACHE"),
+        *(_model(settings.cache, name) for name in models),
+        *(_extra(extra, use) for extra, use in EXTRAS.items()),
+        _service(settings),
+    ]
 
 
 def _torch() -> Finding:
@@ -98,11 +103,6 @@ def _torch() -> Finding:
         return Finding("PyTorch", "good", importlib.metadata.version("torch"))
     except importlib.metadata.PackageNotFoundError:
         return Finding("PyTorch", "bad", "not installed; workers need it", f"{sys.executable} -m pip install torch")
-
-
-def _cores() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Finding("cores", "good", str(cores))
 
 
 def _processor_flags() -> set[str] | None:
@@ -118,7 +118,8 @@ def _processor_flags() -> set[str] | None:
     return None
 
 
-def _bf16(flags: set[str] | None) -> Finding:
+def bf16_finding(flags: set[str] | None) -> Finding:
+    """Whether a processor with these instruction sets computes in bf16."""
     if flags is None:
         return Finding("bf16 instructions", "optional", "not reported by this system; a worker detects them")
     names = [name for name in ("amx_bf16", "avx512_bf16", "bf16") if name in flags]
@@ -130,9 +131,13 @@ def _bf16(flags: set[str] | None) -> Finding:
 def _memory() -> Finding:
     memory = psutil.virtual_memory()
     text = f"{memory.available / GIGABYTE:.1f} of {memory.total / GIGABYTE:.1f} GB free"
-    if memory.available < NEEDED_MEMORY:
-        return Finding("memory", "bad", text, f"free {NEEDED_MEMORY / GIGABYTE:.0f} GB for the smallest model")
-    return Finding("memory", "good", text)
+    return _room("memory", text, memory.available, NEEDED_MEMORY, "for the smallest model")
+
+
+def _room(what: str, text: str, free: int, needed: int, where: str) -> Finding:
+    if free < needed:
+        return Finding(what, "bad", text, f"free {needed / GIGABYTE:.0f} GB {where}")
+    return Finding(what, "good", text)
 
 
 def _accelerator() -> Finding:
@@ -142,10 +147,8 @@ def _accelerator() -> Finding:
     query = [program, "--query-gpu=name,memory.total", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=30)
     if done.returncode != 0 or not done.stdout.strip():
-        output = (done.stdout or done.stderr).strip().splitlines()
-        return Finding(
-            "GPU", "optional", f"nvidia-smi fails: {output[0] if output else 'no output'}", "repair the driver"
-        )
+        output, *_ = [*(done.stdout or done.stderr).strip().splitlines(), "no output"]
+        return Finding("GPU", "optional", f"nvidia-smi fails: {output}", "repair the driver")
     return Finding("GPU", "good", "; ".join(line.strip() for line in done.stdout.strip().splitlines()))
 
 
@@ -157,18 +160,14 @@ def _allocator(name: str) -> Finding:
     return Finding("allocator", "optional", f"no {name} here: workers are some 10% slower", ALLOCATOR_PACKAGE)
 
 
-def _disk(what: str, folder: Path) -> Finding:
+def _disk(what: str, folder: Path, variable: str) -> Finding:
     existing = folder
     while not existing.exists():
         existing = existing.parent
     if not os.access(existing, os.W_OK | os.X_OK):
-        variable = "ROOKERY_DATA" if what.startswith("data") else "ROOKERY_CACHE"
         return Finding(what, "bad", f"{folder} cannot be written", f"set {variable} to a writable folder")
     free = shutil.disk_usage(existing).free
-    text = f"{folder} ({free / GIGABYTE:.1f} GB free)"
-    if free < NEEDED_DISK:
-        return Finding(what, "bad", text, f"free {NEEDED_DISK / GIGABYTE:.0f} GB there")
-    return Finding(what, "good", text)
+    return _room(what, f"{folder} ({free / GIGABYTE:.1f} GB free)", free, NEEDED_DISK, "there")
 
 
 def _model(cache: Path, name: str) -> Finding:

@@ -150,11 +150,7 @@ class Transaction(Generic[P, T]):
             with database.writing() if writes else database.reading() as connection:
                 return function(connection, *arguments, **named)
 
-        @wraps(function)
-        def deferred(store: Store, *arguments: P.args, **named: P.kwargs) -> Coroutine[Any, Any, T]:
-            return store.run(getattr(store.database, function.__name__), *arguments, **named)
-
-        self._blocking, self._deferred = blocking, deferred
+        self._blocking = blocking
 
     @overload
     def __get__(self, instance: None, owner: type) -> Callable[Concatenate[Any, P], T]: ...
@@ -165,7 +161,9 @@ class Transaction(Generic[P, T]):
     def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
         if instance is None:
             return self._blocking
-        return MethodType(self._deferred if isinstance(instance, Store) else self._blocking, instance)
+        if isinstance(instance, Store):
+            return partial(instance.run, getattr(instance.database, self._blocking.__name__))
+        return MethodType(self._blocking, instance)
 
 
 def _write(function: Callable[Concatenate[Connection, P], T]) -> Transaction[P, T]:
