@@ -73,7 +73,7 @@ def test_what_is_right_passes_and_what_is_wrong_does_not(monkeypatch: pytest.Mon
     def short(q: Tensor, k: Tensor, v: Tensor, seen: KeyRanges) -> tuple[Tensor, Tensor]:
         return whole(q, k, v, KeyRanges(seen.starts, (seen.lengths - 1).clamp(min=0), seen.max_length))
 
-    monkeypatch.setattr("rookery.worker.engine.native.cuda.graph_runner.spans", short)
+    monkeypatch.setattr("rookery.worker.engine.native.cuda.graph_runner.range_attention", short)
     monkeypatch.setattr(gpu_check, "REQUESTS", 4)
     bad = {check.what: check.holds for check in gpu_check.checks(torch.device("cpu"), torch.float32)}
     assert not bad["qwen3: share of tokens unlike the CPU's, float32"]

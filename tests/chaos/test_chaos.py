@@ -254,7 +254,7 @@ def test_a_service_that_dies_costs_no_token(home: tuple[Path, Path], tmp_path: P
         tokens = before + strict.sampled + ahead.sampled
         assert tokens <= generated(town, tokens, joined) <= most * tokens
         for name in joined:
-            assert "goes on from token" in town.log(name), "it was found again by the service after"
+            assert "resumes at token" in town.log(name), "it was found again by the service after"
 
 
 JOINED = ("one", "two", "three")

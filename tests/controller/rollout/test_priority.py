@@ -128,7 +128,7 @@ def test_the_engine_admits_interactive_requests_first_and_changes_no_text() -> N
 
 def test_growing_texts_preempt_requests_that_are_not_interactive() -> None:
     alone = make()
-    engine = make(max_rows=4, kv_budget_bytes=780 * alone._store.token_bytes)
+    engine = make(max_rows=4, kv_budget_bytes=780 * alone.store.token_bytes)
     for number in range(4):
         engine.submit(order(f"r{number}", seed=number, max_tokens=200, interactive=number == 3))
     texts = finish(engine)

@@ -153,14 +153,14 @@ class FakeHost:
             await self._reply(connection, message)
 
     async def _reply(self, connection: MemoryConnection, message: Any) -> None:
-        reply = self._prompts(message) if isinstance(message, protocol.GetPrompts) else self.observe(message)
+        reply = self.prompts(message) if isinstance(message, protocol.GetPrompts) else self.observe(message)
         if reply is not None:
             with suppress(ConnectionClosed):
                 await connection.send(
                     protocol.encode(msgspec.structs.replace(reply, epoch=self.epoch, call=message.call))
                 )
 
-    def _prompts(self, message: protocol.GetPrompts) -> protocol.Prompts:
+    def prompts(self, message: protocol.GetPrompts) -> protocol.Prompts:
         numbers = range(message.start, message.start + message.count)
         prompts = [b'{"%s": %d}' % (message.split.encode(), number) for number in numbers]
         return protocol.Prompts(epoch=0, call="", prompts=prompts)
