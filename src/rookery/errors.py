@@ -48,6 +48,16 @@ class Conflict(RookeryError):
     status = 409
 
 
+class TooManyRequests(RookeryError):
+    """A limit on the rate of requests; ``retry_after`` is the time in seconds after which it allows more."""
+
+    status = 429
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class Unavailable(RookeryError):
     """The request is right, but something that it needs is not available now. Retrying later can help."""
 

@@ -49,7 +49,7 @@ class ServerSettings(Section):
     """Local worker processes per model. Each holds the base model once and has both roles."""
     upload_bytes: int = Field(256 << 20, ge=1 << 10)
     """Largest body of one request, such as a dataset or an adapter; it is held in memory while it is checked. JSON
-    bodies have a lower limit of 16 MB."""
+    has the lower limits `json_bytes` and `job_bytes`."""
     stop_seconds: float = Field(5.0, gt=0)
     """Time that open connections and child processes get to end by themselves when the service stops."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
@@ -78,6 +78,40 @@ class ServerSettings(Section):
     @classmethod
     def _upper(cls, given: Any) -> Any:
         return given.upper() if isinstance(given, str) else given
+
+
+class EdgeSettings(Section):
+    """What one client can make the service hold. A request above a limit is refused with its name, and counted."""
+
+    json_bytes: int = Field(1 << 20, ge=1 << 10)
+    """Largest JSON body of chats, completions and administration. A prompt of 100,000 token ids has 0.7 MB."""
+    job_bytes: int = Field(16 << 20, ge=1 << 10)
+    """Largest JSON body of a job or of a Tinker request."""
+    json_items: int = Field(200_000, ge=100)
+    """Most values in one JSON body, counted before it is parsed. Each token id of a prompt is one."""
+    json_depth: int = Field(64, ge=8, le=256)
+    """Deepest nesting of a JSON body."""
+    characters_per_token: int = Field(32, ge=4)
+    """A prompt with more characters than this times the model's context is too long, and is refused before it is
+    tokenized. Ordinary text has three to five characters per token."""
+    connections: int = Field(4096, ge=8)
+    """Most open connections; fewer where the limit of file descriptors, less `reserved_descriptors`, allows fewer. For
+    a connection above it, the oldest one that waits for a request is closed; without one the new one is."""
+    connections_per_address: int = Field(512, ge=4)
+    """Most open connections of one address, apart from connected workers and environment hosts. Raise it behind a
+    proxy."""
+    reserved_descriptors: int = Field(256, ge=0)
+    """File descriptors that connections leave free for workers, running jobs and the database."""
+    head_seconds: float = Field(15.0, gt=0)
+    """Time that a connection has to send the head of a request."""
+    hello_bytes: int = Field(1 << 20, ge=1 << 10)
+    """Largest message of a worker or environment host that is not welcomed yet. A hello lists the worker's cached
+    adapters, 70 bytes each."""
+    hello_sockets: int = Field(128, ge=1)
+    """Most WebSockets that are not welcomed yet; the oldest is closed for one more."""
+    failed_keys_per_minute: int = Field(60, ge=1)
+    """Requests with a wrong key that one address may send per minute. Above it, keys that were not valid before are
+    refused with status 429, unchecked."""
 
 
 class WorkerSettings(Section):
@@ -254,6 +288,7 @@ class Settings(Section):
     cache: Path = Path("~/.cache/rookery")
     """Folder of base models and pulled adapters: everything that can be fetched or made again."""
     server: ServerSettings = ServerSettings()
+    edge: EdgeSettings = EdgeSettings()
     worker: WorkerSettings = WorkerSettings()
     engine: EngineSettings = EngineSettings()
     training: TrainingSettings = TrainingSettings()

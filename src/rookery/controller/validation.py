@@ -49,7 +49,7 @@ class JobValidator:
         """The job spec in ``data`` with its model's canonical name, and its policies, whose ``job`` is set once it has
         an id. Raises :class:`SpecError`."""
         context = self._context
-        spec = parse_job(data)
+        spec = await asyncio.to_thread(parse_job, data)
         problems = []
         model = spec.base_model
         try:
@@ -252,7 +252,7 @@ def _differences(config: bytes, name: str, asked: PolicySpec) -> list[str]:
         about = msgspec.json.decode(config, type=dict[str, Any])
         targets = [target for target in TARGETS if f"{target}_proj" in about["target_modules"]]
         found = {"rank": about["r"], "alpha": about["lora_alpha"], "targets": targets}
-    except (msgspec.MsgspecError, KeyError, TypeError) as error:
+    except (msgspec.MsgspecError, KeyError, TypeError, RecursionError) as error:
         return [f"policies.{name}.warm_start: its adapter_config.json is not that of a LoRA ({error})"]
     given = {"rank": asked.rank, "alpha": asked.scale_alpha, "targets": list(asked.targets)}
     return [

@@ -1,10 +1,4 @@
-"""The HTTP application: one FastAPI with a router per API, and the limit on the size of a request's body.
-
-Promise: no request, with or without a key, makes the service hold more memory than the limit of one body. Reading stops
-at the chunk that exceeds the limit, and the response is 413. Only uploads and training data may reach the service's
-limit; other bodies are JSON, which is parsed on the event loop while all other requests wait, and have a lower one.
-Uploads of workers with a ticket are written to the disk in chunks and limited there.
-"""
+"""The HTTP application: one FastAPI with a router per API, the service's health and its metrics."""
 
 from __future__ import annotations
 
@@ -13,11 +7,10 @@ from collections import Counter
 from typing import Any
 
 from fastapi import FastAPI, Response
-from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rookery.server import responses
 from rookery.server.auth import Service, ServiceContext
+from rookery.server.bodies import BodyLimit
 from rookery.server.routes import admin, gateway, jobs, openai
 from rookery.spec.job import JobSpec
 from rookery.telemetry.prometheus import CONTENT_TYPE, ServiceMetrics
@@ -25,13 +18,6 @@ from rookery.telemetry.prometheus import CONTENT_TYPE, ServiceMetrics
 log = logging.getLogger("rookery.server")
 
 VERSION = "0.1.0"
-
-LARGE_BODIES = frozenset({"/api/v1/datasets", "/api/v1/adapters", "/tinker/api/v1/forward_backward"})
-"""Paths whose bodies may be as large as ``upload_bytes``: files, and training data in protobuf."""
-
-JSON_BYTES = 16 << 20
-"""The largest JSON body: parsing it takes a fifth of a second. A prompt of 100,000 token ids is below 1 MB; rows of a
-job can be uploaded instead."""
 
 
 def build(context: ServiceContext) -> FastAPI:
@@ -66,32 +52,6 @@ def _mount_tinker(app: FastAPI, context: ServiceContext) -> None:
         log.info("the Tinker-compatible API is off: %s", error)
 
 
-class BodyLimit:
-    """ASGI middleware that raises 413 for a body above the limit of its path."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"].startswith("/wire/"):
-            await self._app(scope, receive, send)
-            return
-        limit, received = scope["app"].state.context.settings.server.upload_bytes, 0
-        reason = "the limit is the service's setting ROOKERY_UPLOAD_BYTES"
-        if scope["path"] not in LARGE_BODIES and limit > JSON_BYTES:
-            limit, reason = JSON_BYTES, "JSON has this limit: upload a job's rows (POST /api/v1/datasets)"
-
-        async def counted() -> Message:
-            nonlocal received
-            message = await receive()
-            received += len(message.get("body", b""))
-            if received > limit:
-                raise HTTPException(413, f"the body has more than {limit} bytes; {reason}")
-            return message
-
-        await self._app(scope, counted, send)
-
-
 async def healthz() -> dict[str, str]:
     """Identifies a running Rookery service; needs no key."""
     return {"status": "ok", "service": "rookery", "version": VERSION}
@@ -103,8 +63,8 @@ async def prometheus(service: Service) -> Response:
     metrics = ServiceMetrics(
         jobs=health["jobs"],
         workers=Counter(str(worker["state"]) for worker in service.controller.queries.workers()),
-        totals=health["totals"],
-        gauges=health["gauges"],
+        totals={**health["totals"], **service.refusals},
+        gauges={**health["gauges"], "connections": len(service.connections)},
     )
     return Response(service.prometheus.render(metrics), media_type=CONTENT_TYPE)
 

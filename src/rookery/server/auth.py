@@ -6,10 +6,12 @@ Every dependency is a coroutine: FastAPI would run a plain function in a thread 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from cachetools import TTLCache
 from fastapi import Depends, Request, Response
 from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
@@ -17,13 +19,42 @@ from starlette.requests import HTTPConnection
 
 from rookery.aio import Clock, IdGenerator
 from rookery.controller.controller import Controller
-from rookery.errors import Forbidden, Unauthorized
+from rookery.errors import Forbidden, TooManyRequests, Unauthorized
+from rookery.server.bodies import BoundedRequest
+from rookery.server.connections import Connections
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.data_dir import hash_key
 from rookery.storage.db import Database
 from rookery.storage.models import TenantRow
 from rookery.telemetry.prometheus import Prometheus
+
+REFUSALS = ("bodies_refused", "connections_refused", "connections_evicted", "keys_failed", "keys_limited")
+"""Counters of the metrics page: bodies above a limit, connections closed at once or for another one, requests with a
+wrong key, and requests that were refused because their address had sent too many of those."""
+
+MINUTE = 60.0
+
+
+class FailedKeys:
+    """Wrong keys by address in the last minute. An address above the limit may use the keys that were valid here
+    before, so a client behind the same proxy as an attacker goes on."""
+
+    def __init__(self, per_minute: int) -> None:
+        self._limit = per_minute
+        self._failed: TTLCache[str, int] = TTLCache(10_000, MINUTE)
+        self._valid: TTLCache[str, None] = TTLCache(10_000, 86400.0)
+
+    def check(self, address: str, key: str) -> None:
+        """Raises :class:`TooManyRequests`."""
+        if self._failed.get(address, 0) >= self._limit and key not in self._valid:
+            raise TooManyRequests(f"{self._limit} requests with a wrong key in a minute; try again later", MINUTE)
+
+    def record(self, address: str, key: str, *, valid: bool) -> None:
+        if valid:
+            self._valid[key] = None
+        else:
+            self._failed[address] = self._failed.get(address, 0) + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +68,12 @@ class ServiceContext:
     clock: Clock
     ids: IdGenerator
     prometheus: Prometheus
+    connections: Connections
+    failed_keys: FailedKeys
+    refusals: Counter[str]
+    """Requests and connections refused at the edge, by the name of the metric."""
+    parsing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
+    """Turns of large bodies that are parsed: each holds Python's lock for most of its time."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the service begins to stop, so that streams end and do not delay it."""
 
@@ -65,10 +102,18 @@ async def tenant(
     key: Annotated[str, Depends(key_hash)],
 ) -> TenantRow:
     """The owner of the request's API key, looked up by the key's hash once per request. Raises :class:`Unauthorized`
-    for a missing and for a wrong key, with the same message."""
+    for a missing and for a wrong key, with the same message, and :class:`TooManyRequests`."""
     owner: TenantRow | None = getattr(connection.state, "owner", None)
     if owner is None and key:
+        address = connection.client.host if connection.client is not None else ""
+        try:
+            context.failed_keys.check(address, key)
+        except TooManyRequests:
+            context.refusals["keys_limited"] += 1
+            raise
         owner = connection.state.owner = await asyncio.to_thread(context.database.tenant_of_key, key)
+        context.failed_keys.record(address, key, valid=owner is not None)
+        context.refusals["keys_failed"] += owner is None
     if owner is None:
         raise Unauthorized("no valid API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'")
     return owner
@@ -84,7 +129,7 @@ class AuthenticatedRoute(APIRoute):
         async def handler(request: Request) -> Response:
             key = await key_hash(await _bearer(request), await _header(request))
             await tenant(request, await service_context(request), key)
-            return await handle(request)
+            return await handle(BoundedRequest(request.scope, request.receive))
 
         return handler
 

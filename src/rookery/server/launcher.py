@@ -17,6 +17,7 @@ import logging
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from types import TracebackType
@@ -33,8 +34,9 @@ from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.environments.builtins import find
 from rookery.errors import Unavailable, UserError
 from rookery.server.app import build
-from rookery.server.auth import ServiceContext
+from rookery.server.auth import REFUSALS, FailedKeys, ServiceContext
 from rookery.server.base_models import BaseModels
+from rookery.server.connections import ACCEPTED_AT_ONCE, BoundedHttp, BoundedWebSocket, Connections
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFolder, hash_key
@@ -49,6 +51,9 @@ log = logging.getLogger("rookery.server")
 
 KEEP_ALIVE_SECONDS = 75
 """Lifetime of an idle connection: longer than clients keep theirs, so that the client closes it."""
+
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
 
 CLAIM_SECONDS = 5.0
 """Interval at which a service renews its claim on the database."""
@@ -163,6 +168,7 @@ class Service:
         opened.push_async_callback(controller.stop)
         await controller.start()
 
+        refusals = Counter(dict.fromkeys(REFUSALS, 0))
         context = ServiceContext(
             controller=controller,
             database=database,
@@ -171,6 +177,9 @@ class Service:
             clock=clock,
             ids=ids,
             prometheus=Prometheus(),
+            connections=Connections(settings.edge, refusals),
+            failed_keys=FailedKeys(settings.edge.failed_keys_per_minute),
+            refusals=refusals,
             closing=self._closing,
         )
         await self._serve(build(context), listening)
@@ -194,7 +203,9 @@ class Service:
             log_config=None,
             access_log=False,
             lifespan="off",
-            http="httptools",
+            http=BoundedHttp,
+            ws=BoundedWebSocket,
+            backlog=ACCEPTED_AT_ONCE,
             ws_max_size=protocol.MAX_FRAME,
             ws_per_message_deflate=False,  # frames are small and frequent
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
@@ -214,6 +225,7 @@ class Service:
             up.cancel()
             serving.result()
             raise RuntimeError("the HTTP server did not start")
+        listening.listen(BACKLOG)  # uvicorn has set both, this and how many connections it accepts at once
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:
@@ -273,7 +285,7 @@ def _register_admin_key(database: Database, key: str, id: str, now: float) -> No
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listening = socket.create_server((host, port), family=family, backlog=2048)
+        listening = socket.create_server((host, port), family=family, backlog=BACKLOG)
         # Inherited by connections. Else the body of a response waits for the acknowledgement of its headers, 40 ms.
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening

@@ -7,11 +7,12 @@ requests the default behaviour.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator
 
 from rookery.errors import UserError
+from rookery.spec.job import Temperature
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
@@ -79,7 +80,9 @@ class CompletionOptions(OpenAIModel):
 
     model: str = Field(min_length=1, description="A base model, JOB (or JOB:latest), or JOB@VERSION")
     n: int | None = Field(None, ge=1, le=128)
-    temperature: float | None = Field(None, ge=0, le=10, description="1 when absent; 0 takes the likeliest token")
+    temperature: Annotated[Temperature, Field(le=10)] | None = Field(
+        None, description="1 when absent; 0 takes the likeliest token"
+    )
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="The same seed gives the same answers")
     stop: str | list[str] | None = Field(None, max_length=4096)
@@ -103,7 +106,7 @@ class TextPart(OpenAIModel):
 
 class ConversationMessage(OpenAIModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(max_length=1000)]
 
     @field_validator("content", mode="before")
     @classmethod
@@ -124,7 +127,7 @@ class ConversationMessage(OpenAIModel):
 
 
 class ChatRequest(CompletionOptions):
-    messages: list[ConversationMessage] = Field(min_length=1)
+    messages: Annotated[list[ConversationMessage], FailFast()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
 
@@ -135,6 +138,20 @@ class CompletionRequest(CompletionOptions):
         None, ge=0, description="0 returns the log-probs of the tokens; larger values are not supported"
     )
     best_of: int | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _has_one_type(cls, value: Any) -> Any:
+        """One error for a wrong list, however many of its items are wrong."""
+        kinds = {type(item) for item in value} if isinstance(value, list) else set()
+        if kinds == {list}:
+            kinds = {type(token) for tokens in value for token in tokens}
+            fits = kinds <= {int}
+        else:
+            fits = isinstance(value, str) or kinds in ({int}, {str}) or value == []
+        if not fits:
+            raise ValueError("a text, token ids, or a list of either")
+        return value
 
     @property
     def prompts(self) -> list[str | list[int]]:

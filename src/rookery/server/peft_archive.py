@@ -84,7 +84,7 @@ def unpack(content: bytes) -> dict[str, bytes]:
         raise UserError(f"adapter: the archive has no {' and no '.join(missing)}; send a folder that PEFT saved")
     try:
         config = json.loads(files[ADAPTER_FILES[0]])
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UserError(f"adapter: {ADAPTER_FILES[0]} is not JSON; send a folder that PEFT saved") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise UserError(f"adapter: {ADAPTER_FILES[0]} does not have peft_type LORA; only LoRA adapters are supported")

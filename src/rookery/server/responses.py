@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from math import ceil
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
-from rookery.errors import RookeryError
+from rookery.errors import RookeryError, TooManyRequests
 
 log = logging.getLogger("rookery.server")
 
@@ -40,6 +41,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         409: "The state of the object does not permit this now",
         413: "The body is too large",
         422: "The request is refused; problems has one line per reason",
+        429: "Too many requests; Retry-After has the seconds after which more are allowed",
         503: "A resource is not available now; the same request can succeed later",
         507: "The disk of the service is full",
     }.items()
@@ -64,6 +66,11 @@ def error_response(
     return Response(body, status, headers, media_type="application/json")
 
 
+def retry_after(error: Exception) -> dict[str, str]:
+    """The headers of a response to ``error``: ``Retry-After`` where it has one."""
+    return {"Retry-After": str(ceil(error.retry_after))} if isinstance(error, TooManyRequests) else {}
+
+
 def add_exception_handlers(app: FastAPI) -> None:
     """Makes ``app`` return every error in this shape."""
 
@@ -71,7 +78,7 @@ def add_exception_handlers(app: FastAPI) -> None:
         assert isinstance(error, RookeryError)
         if error.status >= 500:
             log.warning("%s %s: %s", request.method, request.url.path, error)
-        return error_response(error.status, str(error), getattr(error, "problems", None))
+        return error_response(error.status, str(error), getattr(error, "problems", None), retry_after(error))
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)

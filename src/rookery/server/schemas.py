@@ -7,11 +7,13 @@ them. Request models refuse unknown fields. A number that is not finite becomes 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 from rookery.controller.views import CostView, FleetCost
+from rookery.spec.job import Temperature
+from rookery.spec.parsing import MAX_PROBLEMS
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -200,6 +202,13 @@ class RequestModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, data: Any) -> Any:
+        if isinstance(data, dict) and len(data) > MAX_PROBLEMS:
+            raise ValueError(f"{len(data)} fields are given, most of them unknown")
+        return data
+
 
 class SampleMessage(RequestModel):
     role: Role
@@ -210,9 +219,9 @@ class SampleRequest(RequestModel):
     """``target`` is a base model's name, ``JOB`` (its newest version) or ``JOB@VERSION``."""
 
     target: str = Field(min_length=1)
-    messages: list[SampleMessage] = Field(min_length=1)
+    messages: Annotated[list[SampleMessage], FailFast()] = Field(min_length=1)
     max_tokens: int = Field(256, ge=1, le=131072)
-    temperature: float = Field(1.0, ge=0, le=10, description="0 always takes the likeliest token")
+    temperature: Temperature = Field(1.0, le=10, description="0 always takes the likeliest token")
     seed: int | None = Field(None, ge=0, lt=2**63, description="The same seed gives the same text; drawn when absent")
     stop: list[str] = Field(default_factory=list, max_length=16)
 

@@ -10,7 +10,7 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from rookery.spec.policy import PolicySpec, Seconds, SpecModel, StrictModel, named
 
@@ -24,6 +24,20 @@ LOSS_PARAMETERS: dict[str, dict[str, float]] = {
     "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
 }
 """Losses by name, with their parameters' defaults (``algorithms/losses.py`` has the formulas)."""
+
+
+MIN_TEMPERATURE = 1e-6
+"""Logits over a smaller one can exceed float32."""
+
+
+def _usable(temperature: float) -> float:
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ValueError(f"temperature is 0 or at least {MIN_TEMPERATURE:g}")
+    return temperature
+
+
+Temperature = Annotated[float, Field(ge=0), AfterValidator(_usable)]
+"""Temperature of a completion: 0 takes the likeliest token."""
 
 
 class EnvironmentSpec(SpecModel):
@@ -127,7 +141,7 @@ class SamplingSpec(StrictModel):
     """How replies are sampled. There is no top-p and no top-k: the trainer cannot reproduce their probabilities, which
     losses with ratios need."""
 
-    temperature: float = Field(1.0, gt=0, le=10)
+    temperature: float = Field(1.0, ge=MIN_TEMPERATURE, le=10)
     """The trainer's log-probabilities use the same temperature."""
     max_tokens: int = Field(64, ge=1, le=131072)
     """Longest reply in tokens, per turn; cut to the rest of the model's context."""

@@ -26,6 +26,10 @@ INTEGERS = range(-(2**63), 2**64)
 """Integers that an environment's options may hold: those that a message to its host can carry."""
 
 
+MAX_PROBLEMS = 100
+"""Most mistakes that are reported one by one."""
+
+
 class SpecError(UserError):
     """A refused job; ``problems`` has one line per mistake."""
 
@@ -98,6 +102,8 @@ def parse_job(data: Any) -> JobSpec:
     try:
         spec = JobSpec.model_validate(data)
     except ValidationError as error:
+        if error.error_count() > MAX_PROBLEMS:
+            raise SpecError([f"job: {error.error_count()} fields are wrong or unknown"]) from None
         raise SpecError([_job_problem(detail) for detail in error.errors(include_url=False)]) from None
     problems = [
         f"{path}: given {_shown(value)}, allowed: a whole number from -2^63 to 2^64 - 1, or a text"

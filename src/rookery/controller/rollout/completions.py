@@ -62,9 +62,16 @@ class Completions:
         """The target of that name. Raises as :meth:`open` does."""
         return await self._validator.target(tenant, target)
 
-    @staticmethod
-    def prepare(target: Target, chat: Chat, source: Sequence[Message] | str | Sequence[int]) -> PreparedPrompt:
-        """``source`` is a conversation, a text to complete, or its token ids. Raises :class:`UserError`."""
+    def prepare(self, target: Target, chat: Chat, source: Sequence[Message] | str | Sequence[int]) -> PreparedPrompt:
+        """``source`` is a conversation, a text to complete, or its token ids. Raises :class:`UserError`, for a text
+        that is far too long before it is tokenized."""
+        texts = [source] if isinstance(source, str) else [m["content"] for m in source if isinstance(m, Mapping)]
+        letters, most = sum(map(len, texts)), chat.context * self._context.settings.edge.characters_per_token
+        if letters > most:
+            raise PromptTooLong(
+                f"the prompt has {letters} characters, the model's context is {chat.context}, which holds at most"
+                f" {most} characters: shorten it"
+            )
         if isinstance(source, str):
             prompt = chat.encode(source)
         elif source and isinstance(source[0], int):

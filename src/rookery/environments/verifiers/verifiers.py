@@ -132,7 +132,7 @@ class Regex(VerifierOptions):
     def _compiles(self) -> Regex:
         try:
             pattern = regex.compile(self.pattern)
-        except regex.error as error:
+        except (regex.error, RecursionError, OverflowError) as error:
             raise ValueError(f"pattern is not a valid regular expression: {error}") from None
         known = [*range(pattern.groups + 1), *pattern.groupindex]
         if self.group is not None and self.group not in known:

@@ -36,10 +36,14 @@ class WebSocketConnection:
 
     def __init__(self, socket: WebSocket) -> None:
         self._socket = socket
+        self._welcomed = False
 
     async def send(self, frame: bytes) -> None:
         try:
             await self._socket.send_bytes(frame)
+            if not self._welcomed:  # the service's first frame answers the hello; a refusal ends the connection
+                self._welcomed = True
+                self._socket.state.connection.welcomed()
         except (WebSocketDisconnect, RuntimeError) as error:  # RuntimeError: a send after the close
             raise ConnectionClosed(str(error) or "the peer has disconnected") from None
 

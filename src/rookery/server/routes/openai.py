@@ -36,7 +36,7 @@ from rookery.server.openai_schemas import (
     UnsupportedField,
     refuse_unsupported,
 )
-from rookery.server.responses import json_response
+from rookery.server.responses import json_response, retry_after
 
 log = logging.getLogger("rookery.server.openai")
 
@@ -93,6 +93,7 @@ class OpenAIRoute(AuthenticatedRoute):
             except Exception as error:  # every error becomes a response of one format
                 status, body = _error_body(error, request.url.path)
                 response = json_response(body, status)
+                response.headers.update(retry_after(error))
                 if status == Unauthorized.status:
                     response.headers["WWW-Authenticate"] = "Bearer"
                 if status == RookeryError.status:

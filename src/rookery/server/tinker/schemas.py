@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from json import JSONDecodeError
 from typing import Any, Literal, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rookery.errors import UserError
+from rookery.server.bodies import off_loop, read_json
+from rookery.spec.job import Temperature
+from rookery.spec.parsing import MAX_PROBLEMS
 
 T = TypeVar("T", bound="TinkerRequest")
 
@@ -28,10 +32,16 @@ class TinkerRequest(BaseModel):
 
 
 async def read(kind: type[T], request: Request) -> T:
-    """The request's body. Raises :class:`UserError` with one line."""
+    """The request's body. Raises :class:`UserError` with one line, or :class:`BodyRefused`."""
     try:
-        return kind.model_validate_json(await request.body())
+        data = await read_json(request)
+        size = len(await request.body())
+        return await off_loop(request.app.state.context.parsing, size, lambda: kind.model_validate(data))
+    except JSONDecodeError as error:
+        raise UserError(f"body: {error.msg}") from None
     except ValidationError as error:
+        if error.error_count() > MAX_PROBLEMS:
+            raise UserError(f"body: {error.error_count()} fields are wrong") from None
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "body"
         problem = "is not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
@@ -166,7 +176,7 @@ class SamplingParams(TinkerRequest):
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = None
     stop: str | list[str] | list[int] | None = None
-    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    temperature: Temperature = Field(1.0, allow_inf_nan=False)
     top_k: int = -1
     top_p: float = 1.0
 

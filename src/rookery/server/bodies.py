@@ -1,0 +1,127 @@
+"""Limits on request bodies, and the JSON reader of every API.
+
+* No request makes the service hold more bytes than its route's limit: reading stops at the chunk that exceeds it, with
+  status 413. Uploads of workers with a ticket have no limit here; they are written to the disk in chunks.
+* JSON is measured before it is parsed: a body with more items than ``json_items`` gets 413, one nested deeper than
+  ``json_depth`` 422. The measuring functions run at the speed of a memory copy.
+* A body above :data:`INLINE_BYTES` is measured and parsed in a thread, two at a time, so that other requests go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import HTTPException, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rookery.settings import Settings
+
+T = TypeVar("T")
+
+UPLOADS = frozenset({"/api/v1/datasets", "/api/v1/adapters", "/tinker/api/v1/forward_backward"})
+"""Paths whose bodies may have ``upload_bytes``: files, and training data in protobuf."""
+
+JOBS = ("/api/v1/jobs", "/tinker/api/")
+"""Beginnings of the paths whose JSON may have ``job_bytes``."""
+
+INLINE_BYTES = 32 << 10
+"""A smaller body is parsed at once: a thread switch costs more."""
+
+_OUTSIDE = bytes(set(range(256)) - set(b"[]{}"))
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class BodyRefused(HTTPException):
+    """A body that exceeds a limit or has text that is not Unicode. It counts in the metrics."""
+
+
+class BodyLimit:
+    """ASGI middleware that refuses a body above the limit of its path and counts refused bodies."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith("/wire/"):
+            await self._app(scope, receive, send)
+            return
+        context, received = scope["app"].state.context, 0
+        limit, reason = limit_of(scope["path"], context.settings)
+
+        async def counted() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > limit:
+                context.refusals["bodies_refused"] += 1
+                raise BodyRefused(413, f"the body has more than {limit} bytes; {reason}")
+            return message
+
+        await self._app(scope, counted, send)
+
+
+def limit_of(path: str, settings: Settings) -> tuple[int, str]:
+    """The most bytes of a body sent to ``path``, and the explanation of that limit."""
+    upload, edge = settings.server.upload_bytes, settings.edge
+    if path in UPLOADS:
+        return upload, "the limit is the service's setting ROOKERY_UPLOAD_BYTES"
+    if path.startswith(JOBS):
+        most, hint = edge.job_bytes, "ROOKERY_JOB_BYTES; rows can be uploaded instead (POST /api/v1/datasets)"
+    else:
+        most, hint = edge.json_bytes, "ROOKERY_JSON_BYTES"
+    return min(most, upload), f"the limit is the service's setting {hint}"
+
+
+class BoundedRequest(Request):
+    """A request whose :meth:`json` is bounded; FastAPI calls it for a route's body."""
+
+    async def json(self) -> Any:
+        return await read_json(self)
+
+
+async def read_json(request: Request) -> Any:
+    """The value of a JSON body. Raises :class:`BodyRefused`, and :class:`json.JSONDecodeError` for other text."""
+    context = request.app.state.context
+    edge, body = context.settings.edge, await request.body()
+    try:
+        return await off_loop(context.parsing, len(body), lambda: parse(body, edge.json_items, edge.json_depth))
+    except BodyRefused:
+        context.refusals["bodies_refused"] += 1
+        raise
+
+
+async def off_loop(turn: asyncio.Semaphore, size: int, work: Callable[[], T]) -> T:
+    """The result of ``work``, which takes a time that grows with ``size`` bytes: at once for a small size, else in a
+    thread when it is its ``turn``."""
+    if size <= INLINE_BYTES:
+        return work()
+    async with turn:
+        return await asyncio.to_thread(work)
+
+
+def parse(body: bytes, items: int, depth: int) -> Any:
+    """The JSON value in ``body``, which has at most ``items`` commas and opening brackets, nested at most ``depth``
+    deep. Raises as :func:`read_json` does."""
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # now a quote begins or ends a string
+    fits = bare.count(b'"') <= 4 * items + 4  # a key and a text for each item
+    if fits:
+        bare = b"".join(bare.split(b'"')[::2])
+        fits = bare.count(b",") + bare.count(b"[") + bare.count(b"{") <= items
+    if not fits:
+        raise BodyRefused(413, f"the body has more than {items} items; the limit is the setting ROOKERY_JSON_ITEMS")
+    brackets = bare.translate(None, _OUTSIDE)
+    if max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0) > depth:
+        raise BodyRefused(422, f"the body is nested more than {depth} deep; the limit is ROOKERY_JSON_DEPTH")
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        if _HALF.search(body):
+            line = "the body has a text that is not Unicode: an escape such as \\ud83d alone is half of one character"
+            raise BodyRefused(422, line) from None
+        raise json.JSONDecodeError(" ".join(str(error).split()), "", 0) from None

@@ -1,0 +1,194 @@
+"""Bounds on open connections: how many there are, of one address and in all, and how long each may wait for a request.
+
+* A connection in excess closes the oldest that is idle, which has sent no whole request head or no accepted hello. So
+  clients that open connections and send nothing do not make the service unreachable. If none is idle, the new one is
+  closed.
+* A connected worker or environment host is never closed for another connection and does not count for its address.
+* A WebSocket reads only small messages until its hello was accepted.
+* ``reserved_descriptors`` file descriptors stay free for workers, running jobs and the database.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections import Counter
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from rookery.protocol import MAX_FRAME
+from rookery.settings import EdgeSettings
+
+DESCRIPTORS = 65536
+"""Limit of open files that the service asks for; the system may allow fewer."""
+
+ACCEPTED_AT_ONCE = 64
+"""Connections taken from the listening socket before the first of them is counted; far fewer than the reserve."""
+
+
+class Slot:
+    """One open connection. ``idle`` while it may be closed for another one."""
+
+    def __init__(self, transport: asyncio.Transport, address: str) -> None:
+        self.transport = transport
+        self.address = address
+        self.idle = True
+
+
+class Connections:
+    """The open connections of one service."""
+
+    def __init__(self, settings: EdgeSettings, refusals: Counter[str]) -> None:
+        self.settings = settings
+        self._refusals = refusals
+        descriptors = raise_descriptor_limit() - settings.reserved_descriptors
+        self._limit = max(1, min(settings.connections, descriptors))
+        self._open: dict[str, dict[Slot, None]] = {}
+        """By address, oldest first, without welcomed peers."""
+        self._sockets: dict[Slot, None] = {}
+        """WebSockets that are not welcomed yet, oldest first."""
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def admit(self, transport: asyncio.Transport, address: str) -> Slot | None:
+        """The place of a new connection; None if it has to be closed."""
+        mine = self._open.get(address, {})
+        if len(mine) >= self.settings.connections_per_address and not self._evict(mine):
+            self._refusals["connections_refused"] += 1
+            return None
+        if self._count >= self._limit and not self._evict(max(self._open.values(), key=len, default={})):
+            self._refusals["connections_refused"] += 1
+            return None
+        slot = Slot(transport, address)
+        self._open.setdefault(address, {})[slot] = None
+        self._count += 1
+        return slot
+
+    def upgraded(self, slot: Slot) -> None:
+        """The connection became a WebSocket, which is not welcomed yet."""
+        if len(self._sockets) >= self.settings.hello_sockets:
+            self._evict(self._sockets)
+        self._sockets[slot] = None
+
+    def welcome(self, slot: Slot) -> None:
+        """The WebSocket's hello was accepted."""
+        slot.idle = False
+        self._sockets.pop(slot, None)
+        self._forget(slot)
+
+    def release(self, slot: Slot) -> None:
+        """The connection has ended. It may be released twice."""
+        if slot.transport is not None:
+            slot.transport = None  # type: ignore[assignment]
+            self._count -= 1
+            self._sockets.pop(slot, None)
+            self._forget(slot)
+
+    def _forget(self, slot: Slot) -> None:
+        mine = self._open.get(slot.address, {})
+        mine.pop(slot, None)
+        if not mine:
+            self._open.pop(slot.address, None)
+
+    def _evict(self, slots: dict[Slot, None]) -> bool:
+        """Close the oldest idle connection of ``slots``; False if none is idle."""
+        oldest = next((slot for slot in slots if slot.idle), None)
+        if oldest is None:
+            return False
+        self._refusals["connections_evicted"] += 1
+        transport = oldest.transport
+        self.release(oldest)
+        transport.abort()
+        return True
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """uvicorn's HTTP connection in a slot, with a time limit for the head of each request."""
+
+    slot: Slot | None = None
+    _timer: asyncio.TimerHandle | None = None
+
+    @property
+    def _bounds(self) -> Connections:
+        connections: Connections = self.config.app.state.context.connections  # type: ignore[union-attr]
+        return connections
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.slot = self._bounds.admit(transport, self.client[0] if self.client else "")
+        if self.slot is None:
+            transport.abort()
+        else:
+            self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._timer is None and self.timeout_keep_alive_task is None and self.slot is not None and self.slot.idle:
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._head_arrived()
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        if self.slot is not None and not self.pipeline:
+            self.slot.idle = True
+        super().on_response_complete()
+
+    def handle_websocket_upgrade(self) -> None:
+        if self.slot is None:
+            return
+        self._head_arrived()
+        self.slot.idle = True
+        self._bounds.upgraded(self.slot)
+        self.app_state = {**self.app_state, "slot": self.slot}
+        super().handle_websocket_upgrade()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._head_arrived()
+        if self.slot is not None:
+            self._bounds.release(self.slot)
+
+    def _await_head(self) -> None:
+        self._timer = self.loop.call_later(self._bounds.settings.head_seconds, self.transport.abort)
+
+    def _head_arrived(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.slot is not None:
+            self.slot.idle = False
+
+
+class BoundedWebSocket(WebSocketsSansIOProtocol):
+    """uvicorn's WebSocket in the slot of its HTTP connection. Routes find it as ``socket.state.connection``."""
+
+    def __init__(self, config: Any, server_state: Any, app_state: dict[str, Any]) -> None:
+        super().__init__(config, server_state, {**app_state, "connection": self})
+        self._slot: Slot = app_state["slot"]
+        self._bounds: Connections = config.app.state.context.connections
+        self.conn.max_message_size = self._bounds.settings.hello_bytes
+
+    def welcomed(self) -> None:
+        """The peer's hello was accepted: messages may be large, and the connection stays."""
+        self.conn.max_message_size = MAX_FRAME
+        self._bounds.welcome(self._slot)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._bounds.release(self._slot)
+
+
+def raise_descriptor_limit() -> int:
+    """Raise this process's limit of open files towards :data:`DESCRIPTORS`, as far as the system allows; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    return DESCRIPTORS if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,285 @@
+"""Limits on what one client can make the service hold: bodies, connections, messages before the hello, wrong keys."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import socket
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served, tokenizer
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
+
+from rookery.server.bodies import BodyRefused, parse
+from rookery.server.embedded import EmbeddedService
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("limits")
+
+
+@pytest.fixture(scope="module")
+def service(root: Path) -> Iterator[EmbeddedService]:
+    with served(root) as service:
+        token = (root / "data" / "worker.token").read_text().strip()
+        with ScriptedWorker(service.url, token, tokenizer(root)):
+            yield service
+
+
+@pytest.fixture(scope="module")
+def tenant(service: EmbeddedService) -> Iterator[httpx.Client]:
+    with admin_of(service) as admin:
+        id = admin.post("/api/v1/tenants", json={"name": "ada"}).json()["id"]
+        key = admin.post(f"/api/v1/tenants/{id}/keys", json={"label": "test"}).json()["key"]
+        with httpx.Client(base_url=service.url, headers={"X-API-Key": key}, timeout=60) as client:
+            while tenant_models(client) != "loaded":
+                time.sleep(0.05)
+            yield client
+
+
+def admin_of(service: EmbeddedService) -> httpx.Client:
+    return httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}, timeout=60)
+
+
+def tenant_models(client: httpx.Client) -> str:
+    return next(row["state"] for row in client.get("/api/v1/models").json() if row["name"] == MODEL)
+
+
+def metric(service: EmbeddedService, name: str) -> float:
+    found = re.search(rf"^rookery_{name} (\S+)$", httpx.get(f"{service.url}/metrics").text, re.MULTILINE)
+    assert found is not None, name
+    return float(found[1])
+
+
+@contextmanager
+def pauses(service: EmbeddedService) -> Iterator[list[float]]:
+    """The times, in seconds, that another client waits for ``/healthz`` during the block."""
+    waited, stop, watching = [], threading.Event(), threading.Event()
+
+    def watch() -> None:
+        with httpx.Client(base_url=service.url, timeout=60) as client:
+            while not stop.is_set():
+                began = time.monotonic()
+                client.get("/healthz")
+                waited.append(time.monotonic() - began)
+                watching.set()
+                time.sleep(0.01)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    watching.wait()
+    try:
+        yield waited
+    finally:
+        stop.set()
+        thread.join()
+
+
+# --- bodies -----------------------------------------------------------------------------------------------------------
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text('ab"\\[]{},é', max_size=8),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text('a"\\[,', max_size=4), inner, max_size=5),
+    max_leaves=20,
+)
+
+
+def size_of(value: Any) -> tuple[int, int]:
+    """Commas and brackets of a value's JSON, and its depth, counted on the value."""
+    if not isinstance(value, list | dict):
+        return 0, 0
+    inner = [size_of(item) for item in (value.values() if isinstance(value, dict) else value)]
+    return max(1, len(inner)) + sum(items for items, _ in inner), 1 + max((depth for _, depth in inner), default=0)
+
+
+@given(VALUES)
+def test_items_and_depth_are_counted_outside_of_texts(value: Any) -> None:
+    body, (items, depth) = json.dumps(value).encode(), size_of(value)
+    assert parse(body, max(1, items), depth) == value
+    if items > 1:
+        with pytest.raises(BodyRefused, match="items"):
+            parse(body, items - 1, depth)
+    if depth:
+        with pytest.raises(BodyRefused, match="deep"):
+            parse(body, max(1, items), depth - 1)
+
+
+def test_million_keys_are_refused_while_others_are_answered(service: EmbeddedService, tenant: httpx.Client) -> None:
+    """Such a body used to stop the event loop for 20 seconds."""
+    body = b"{" + b",".join(b'"key%07d":1' % i for i in range(1_000_000)) + b"}"
+    refused = metric(service, "bodies_refused_total")
+    with pauses(service) as waited:
+        response = tenant.post("/api/v1/jobs/dry-run", content=body, headers=JSON)
+    assert response.status_code == 413 and "ROOKERY_JSON_ITEMS" in response.text
+    assert max(waited) < 2 and metric(service, "bodies_refused_total") == refused + 1
+
+
+def test_many_mistakes_below_the_limit_are_counted_not_listed(service: EmbeddedService, tenant: httpx.Client) -> None:
+    body = b"{" + b",".join(b'"key%07d":1' % i for i in range(190_000)) + b"}"
+    with pauses(service) as waited:
+        response = tenant.post("/api/v1/jobs/dry-run", content=body, headers=JSON)
+    assert response.status_code == 422 and len(response.content) < 1000, response.text[:500]
+    assert max(waited) < 2
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/api/v1/sample"])
+def test_huge_prompt_is_refused_while_others_are_answered(
+    service: EmbeddedService, tenant: httpx.Client, path: str
+) -> None:
+    """Such a prompt used to stop the event loop for 8 to 10 seconds."""
+    for size, status in ((14 << 20, 413), (1 << 19, 400)):
+        body: dict[str, Any] = {"model": MODEL, "prompt": "word " * (size // 5)}
+        if path != "/v1/completions":
+            body = {"model": MODEL, "messages": [{"role": "user", "content": body["prompt"]}]}
+        if path == "/api/v1/sample":
+            body["target"] = body.pop("model")
+        with pauses(service) as waited:
+            response = tenant.post(path, json=body)
+        assert response.status_code == status, response.text
+        assert max(waited) < 2
+    assert "characters" in response.text
+    if path != "/api/v1/sample":
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+DEEP = b'{"a":' * 70 + b"1" + b"}" * 70
+BROKEN = b'{"temperature": NaN}'
+
+
+@pytest.mark.parametrize("body", [DEEP, b"[" * 100_000, BROKEN, b'"\xff"', b'{"a": "\\ud83d"}', b"1e999"], ids=len)
+@pytest.mark.parametrize(
+    "path", ["/api/v1/jobs", "/api/v1/sample", "/v1/chat/completions", "/v1/completions", "/tinker/api/v1/asample"]
+)
+def test_odd_json_is_refused(tenant: httpx.Client, path: str, body: bytes) -> None:
+    response = tenant.post(path, content=body, headers=JSON)
+    assert response.status_code in (400, 413, 422), response.text
+
+
+@pytest.mark.parametrize("odd", [{"stop": ["\ud83d"]}, {"temperature": 1e-40}], ids=str)
+def test_odd_sampling_is_refused(tenant: httpx.Client, odd: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"model": MODEL, "messages": messages, **odd},
+        "/v1/completions": {"model": MODEL, "prompt": "Hi", **odd},
+        "/api/v1/sample": {"target": MODEL, "messages": messages, **odd},
+        "/api/v1/jobs/dry-run": job(sampling=odd),
+        "/tinker/api/v1/asample": {
+            "prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": odd, "sampling_session_id": "s", "seq_id": 1,
+        },
+    }  # fmt: skip
+    for path, body in bodies.items():
+        response = tenant.post(path, content=json.dumps(body), headers=JSON)
+        assert response.status_code in (400, 422) and "no tenant" not in response.text, (path, response.text)
+        assert re.search("temperature|half of one", response.text), (path, response.text)
+
+
+def test_deeply_nested_pattern_is_refused(tenant: httpx.Client) -> None:
+    rows = [{"prompt": "?", "answer": "1"}]
+    verifier = {"name": "regex", "pattern": "(" * 5000 + ")" * 5000}
+    environment = {"id": "jsonl", "rows": rows, "verifier": verifier}
+    response = tenant.post("/api/v1/jobs/dry-run", json=job(environment=environment))
+    assert response.status_code == 422 and "pattern" in response.text, response.text
+
+
+def test_deeply_nested_adapter_config_is_refused(tenant: httpx.Client) -> None:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        for name, data in {**adapter_files(1.0), "adapter_config.json": b"[" * 200_000}.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    response = tenant.post("/api/v1/adapters", content=content.getvalue())
+    assert response.status_code == 400 and "adapter_config.json" in response.text
+
+
+HEAD = b"GET /healthz HTTP/1.1\r\nHost: x\r\n"
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+def test_half_open_connections_make_no_one_wait(tmp_path: Path) -> None:
+    """More connections that never finish a request's head than the service allows: clients are answered, also from the
+    same address, and a worker stays connected."""
+    with served(tmp_path, connections=40, connections_per_address=30) as service, ExitStack() as opened:
+        token = (tmp_path / "data" / "worker.token").read_text().strip()
+        client = opened.enter_context(admin_of(service))
+        opened.enter_context(ScriptedWorker(service.url, token, tokenizer(tmp_path)))
+        while tenant_models(client) != "loaded":
+            time.sleep(0.05)
+        url = httpx.URL(service.url)
+        for _ in range(300):
+            half = opened.enter_context(socket.create_connection((url.host, url.port or 80), timeout=10))
+            half.sendall(HEAD)
+        for _ in range(3):
+            assert httpx.get(f"{service.url}/healthz").status_code == 200
+        assert tenant_models(client) == "loaded"
+        assert metric(service, "connections") <= 40 and metric(service, "connections_evicted_total") >= 250
+        assert client.get("/api/v1/health").json()["totals"]["worker_losses"] == 0
+
+
+def test_connection_without_a_request_is_closed(tmp_path: Path) -> None:
+    with served(tmp_path, head_seconds=0.3) as service:
+        url = httpx.URL(service.url)
+        for sent, then in ((b"", b""), (HEAD, b""), (HEAD + b"\r\n", b"\r\n"), (HEAD + b"\r\n", HEAD)):
+            with socket.create_connection((url.host, url.port or 80), timeout=10) as half:
+                half.sendall(sent)
+                if then:
+                    assert half.recv(1 << 16).startswith(b"HTTP/1.1 200")
+                    half.sendall(then)
+                with suppress(ConnectionResetError):
+                    while half.recv(1 << 16):
+                        pass
+
+
+@pytest.mark.parametrize("path", ["/wire/worker", "/wire/host"])
+def test_messages_before_the_hello_are_small(service: EmbeddedService, path: str) -> None:
+    with connect(service.url.replace("http", "ws", 1) + path) as peer:
+        peer.send(bytes((1 << 20) + 1))
+        with pytest.raises(ConnectionClosed) as closed:
+            peer.recv(timeout=10)
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
+
+
+def test_sockets_without_a_hello_are_bounded(tmp_path: Path) -> None:
+    with served(tmp_path, hello_sockets=4) as service, ExitStack() as opened:
+        url = service.url.replace("http", "ws", 1) + "/wire/worker"
+        for _ in range(20):
+            opened.enter_context(connect(url))
+        assert metric(service, "connections") <= 8 and metric(service, "connections_evicted_total") == 16
+        token = (tmp_path / "data" / "worker.token").read_text().strip()
+        client = opened.enter_context(admin_of(service))
+        opened.enter_context(ScriptedWorker(service.url, token, tokenizer(tmp_path)))
+        while tenant_models(client) != "loaded":
+            time.sleep(0.05)
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_wrong_keys_are_limited_and_valid_ones_are_not(tmp_path: Path) -> None:
+    with served(tmp_path, failed_keys_per_minute=3) as service, admin_of(service) as admin:
+        assert admin.get("/api/v1/health").status_code == 200
+        for path in ("/api/v1/health", "/v1/models", "/tinker/api/v1/sessions"):
+            wrong = {"X-API-Key": f"tml-wrong{path}"}
+            assert httpx.get(service.url + path, headers=wrong).status_code == 401
+        for path in ("/api/v1/health", "/v1/models", "/tinker/api/v1/sessions"):
+            response = httpx.get(service.url + path, headers={"X-API-Key": "tml-wrong"})
+            assert response.status_code == 429 and int(response.headers["Retry-After"]) > 0, response.text
+        assert admin.get("/api/v1/health").status_code == 200
+        assert metric(service, "keys_failed_total") == 3 and metric(service, "keys_limited_total") == 3
