@@ -159,6 +159,78 @@ async def test_model_that_nobody_uses_is_released_and_one_with_a_job_is_not(serv
     assert service.released == [MODEL]
 
 
+# --- a tenant ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{"tenant_jobs": 2}])
+async def test_jobs_beyond_the_tenants_limit_wait_with_their_place(service: Service) -> None:
+    await starting(service)
+    jobs = [(await service.controller.submit("alice", job_of()))[0].id for _ in range(5)]
+    other, _ = await service.controller.submit("bob", job_of())
+
+    async def shown() -> list[tuple[str, str]]:
+        views = [await service.controller.queries.show("alice", job) for job in jobs]
+        return [(view.state, view.waits_for if view.state == "queued" else "") for view in views]
+
+    def place(number: int, limit: int = 2) -> tuple[str, str]:
+        return "queued", f"one of the tenant's {limit} running jobs to end (place {number})"
+
+    runs, ended = ("running", ""), ("cancelled", "")
+    for job in jobs[:2]:
+        await service.ends(job, "running")
+    assert await shown() == [runs, runs, place(1), place(2), place(3)]
+    assert service.controller.queries.health()["gauges"]["jobs_waiting"] == 3
+    await service.ends(other.id, "running", "bob")
+    await service.controller.cancel("alice", jobs[2])
+    await service.controller.cancel("alice", jobs[0])
+    await service.ends(jobs[3], "running")
+    assert await shown() == [ended, runs, ended, runs, place(1)]
+    await service.controller.pause("alice", jobs[4])
+    await service.controller.resume("alice", jobs[4])
+    assert (await shown())[4] == place(1)
+    await service.controller.limit_tenant("alice", 1)
+    await service.controller.cancel("alice", jobs[1])
+    assert (await shown())[4] == place(1, limit=1)
+    await service.crash()
+    await service.start()
+    await starting(service)
+    await service.ends(jobs[3], "running")
+    assert await shown() == [ended, ended, ended, runs, place(1, limit=1)]
+    await service.controller.limit_tenant("alice", None)
+    await service.ends(jobs[4], "running")
+
+
+# --- outages ----------------------------------------------------------------------------------------------------------
+
+
+async def test_job_that_waited_too_long_for_a_host_resumes_by_itself(service: Service) -> None:
+    await service.worker().join()
+    view, _ = await service.controller.submit("alice", job_of(environment__return_timeout=2))
+    await eventually(lambda: service.database.get_job("alice", view.id).state == "paused")
+    row = service.database.get_job("alice", view.id)
+    await settle()
+    assert row.resumes and "no environment host" in row.reason
+    await service.crash()
+    await service.start()  # also after a restart
+    retry = service.settings.limits.outage_retry_seconds
+    await service.clock.advance(retry / 2)
+    assert service.database.get_job("alice", view.id).state == "paused"
+    await service.clock.advance(retry)
+    await service.worker("second").join()
+    await service.host().join()
+    await eventually(lambda: service.database.get_job("alice", view.id).state == "completed")
+    assert service.controller.queries.health()["totals"]["jobs_resumed"] == 1
+
+
+async def test_job_that_its_owner_paused_does_not_resume_by_itself(service: Service) -> None:
+    await starting(service)
+    view, _ = await service.controller.submit("alice", job_of())
+    await service.ends(view.id, "running")
+    await service.controller.pause("alice", view.id)
+    await service.clock.advance(10_000.0)
+    assert service.database.get_job("alice", view.id).state == "paused"
+
+
 # --- crashes while a job starts ---------------------------------------------------------------------------------------
 
 

@@ -38,6 +38,20 @@ def add(cli: Cli, name: Annotated[str, typer.Argument(help="The tenant's name.")
     cli.show(made, f"{made.name} is tenant {made.id}; rookery tenants key {made.name} creates a key")
 
 
+@app.command("limit")
+@with_options
+def limit(
+    cli: Cli,
+    tenant: Tenant,
+    jobs: Annotated[int, typer.Option(min=0, help="Jobs that run at once; 0 is the service's setting.")],
+) -> None:
+    """Limit a tenant. Jobs beyond the limit wait; running ones continue."""
+    with cli.client() as client:
+        made = client.limit_tenant(tenant, jobs or None)
+    shown = f"at most {made.jobs}" if made.jobs else "as many as the service's setting ROOKERY_TENANT_JOBS allows"
+    cli.show(made, f"{made.name}: {shown} jobs run at once")
+
+
 @app.command("keys")
 @with_options
 def keys(cli: Cli, tenant: Tenant) -> None:

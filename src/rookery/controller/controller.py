@@ -13,7 +13,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from rookery.aio import Clock, IdGenerator
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.jobs.admission import JobAdmission
 from rookery.controller.jobs.runner import JobRegistry, JobRunner
 from rookery.controller.model_use import ModelUse
 from rookery.controller.offload.seeding import Seeding
@@ -36,12 +37,12 @@ from rookery.controller.sessions.sessions import Sessions
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.usage import UsageMeter
 from rookery.controller.validation import JobValidator
-from rookery.controller.views import Completion, JobState, JobView
+from rookery.controller.views import JobState, JobView
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.peers import PeerDirectory
 from rookery.controller.weights.tickets import Tickets
-from rookery.errors import Conflict, StorageFull, Unavailable
+from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable
 from rookery.protocol.connection import Connection
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
@@ -114,7 +115,8 @@ class Controller:
             on_metrics=self._on_metrics,
         )
         self.jobs = JobRegistry()
-        self.queries = JobQueries(self.context, self.jobs)
+        self.admission = JobAdmission(settings.limits, clock, self.jobs)
+        self.queries = JobQueries(self.context, self.jobs, self.admission)
         self._validator = JobValidator(self.context)
         self.completions = Completions(self.context, self._validator, self._pinned, self._models.provide)
         self.sessions = Sessions(self.context, self._validator, self._models.provide)
@@ -133,18 +135,22 @@ class Controller:
         for watch in (context.fleet.watch, context.rollouts.watch, context.seeding.watch, context.hosts.watch,
                       self.sessions.watch, context.usage.watch):  # fmt: skip
             self._tasks.append(asyncio.create_task(watch()))
+        self._tasks.append(asyncio.create_task(self._retry_outages()))
         self._tasks.append(asyncio.create_task(self._models.watch(self._models_in_use)))
         await self.sessions.start()
-        for row in await store.all_unfinished_jobs():
+        self.admission.jobs_limits = {row.id: row.jobs_limit for row in await store.list_tenants()}
+        for row in sorted(await store.all_unfinished_jobs(), key=lambda row: row.state != "running"):
             self.jobs.states[row.state] += 1
             if row.state == "paused":
+                if row.resumes:
+                    self.admission.outage(row.tenant, row.id)
                 continue
             if row.starts >= context.settings.limits.start_crashes:
                 context.refused["start_crashes"] += 1
                 await self._set_state(row, "paused", START_CRASHES.format(row.starts))
             else:
                 context.rollouts.expect_resumptions()
-                self._launch(row)
+                self._admit(row)
 
     async def stop(self) -> None:
         """Stop everything; jobs stay as they are and are resumed at the next start."""
@@ -181,7 +187,7 @@ class Controller:
         if created:
             self.jobs.states["queued"] += 1
             log.info("job %s submitted", row.name, extra={"tenant": tenant, "job": row.id})
-            self._launch(row)
+            self._admit(row)
         elif row.spec != dumped:
             raise Conflict(f"the key {key!r} was used for another job ({row.id}); use a new key for a new job")
         elif row.state == "queued":
@@ -203,8 +209,32 @@ class Controller:
         await self._end(tenant, job, "cancelled")
 
     async def resume(self, tenant: str, job: str) -> None:
+        """Continue a paused job."""
+        await self._resume(tenant, job)
+
+    async def limit_tenant(self, tenant: str, jobs: int | None) -> None:
+        """Set how many jobs of a tenant run at once; None is the service's setting. Running jobs continue. Raises
+        :class:`NotFound`."""
+        await self.context.store.limit_tenant(tenant, jobs)
+        self.admission.jobs_limits[tenant] = jobs
+        self._launch_admitted(tenant)
+
+    async def _retry_outages(self) -> None:
+        """Resume jobs that an outage paused, until cancelled."""
+        while True:
+            await self.context.clock.sleep(self.context.settings.worker.heartbeat_seconds)
+            for tenant, job in self.admission.due():
+                try:
+                    await self._resume(tenant, job, by_itself=True)
+                except RookeryError as error:
+                    log.warning("job %s cannot resume yet: %s", job, error, extra={"tenant": tenant, "job": job})
+                    self.admission.outage(tenant, job)
+
+    async def _resume(self, tenant: str, job: str, by_itself: bool = False) -> None:
         async with self._lock(job):
             row = await self.context.store.get_job(tenant, job)
+            if by_itself and not row.resumes:
+                return
             runner = self.jobs.runners.get(job)
             if runner is not None and runner.unstored:
                 raise Unavailable(f"job {job} cannot resume: its pause could not be stored yet: {runner.unstored}")
@@ -213,15 +243,16 @@ class Controller:
             if row.state == "paused":
                 if runner is not None:  # it paused itself just now
                     await asyncio.wait([runner.task])
-                self._launch(await self._set_state(row, "queued", ""))
+                self.jobs.totals["jobs_resumed"] += by_itself
+                self._admit(await self._set_state(row, "queued", ""))
             else:
                 await self._launch_if_queued(tenant, job)
 
     async def _launch_if_queued(self, tenant: str, job: str) -> None:
         """Launch a queued job without a task: the database stored it, and failed before it confirmed that."""
         row = await self.context.store.get_job(tenant, job)
-        if row.state == "queued" and job not in self.jobs.runners:
-            self._launch(row)
+        if row.state == "queued" and job not in self.jobs.runners and job not in self.jobs.waiting:
+            self._admit(row)
 
     def _lock(self, job: str) -> asyncio.Lock:
         """Serialises the commands that change one job's state."""
@@ -238,7 +269,7 @@ class Controller:
                 return
             if row.state in FINAL_JOB_STATES:
                 raise Conflict(f"job {job} is {row.state} already")
-            runner = self.jobs.runners.get(job)
+            runner, waiting = self.jobs.runners.get(job), self.jobs.waiting.pop(job, None)
             if runner is not None:
                 runner.wanted = state
                 runner.task.cancel()
@@ -249,17 +280,20 @@ class Controller:
             try:
                 await self._set_state(row, state, f"{state} by its owner")
             except (StorageFull, Unavailable):
-                if runner is not None:
-                    self._launch(row)  # the command failed: the job continues, or reports itself why it cannot
+                if runner is not None or waiting is not None:
+                    self._admit(row)  # the command failed: the job continues, or reports itself why it cannot
                 raise
 
-    async def _set_state(self, row: JobRow, state: JobState, reason: str, error: str = "") -> JobRow:
+    async def _set_state(
+        self, row: JobRow, state: JobState, reason: str, error: str = "", resumes: bool = False
+    ) -> JobRow:
         context, new = self.context, row
         if row.state != state or state not in FINAL_JOB_STATES:  # else an earlier attempt stored it already
-            new = await context.store.set_job_state(row.id, state, reason, context.clock.time(), error)
+            new = await context.store.set_job_state(row.id, state, reason, context.clock.time(), error, resumes)
         self.jobs.states[row.state] -= 1
         self.jobs.states[state] += 1
         if state in FINAL_JOB_STATES:
+            self.admission.progress(row.id)
             context.rollouts.close_job(row.id)
             context.hosts.close_job(row.id)
         log.info("job %s is %s %s", row.name, state, reason, extra={"tenant": row.tenant, "job": row.id})
@@ -267,6 +301,15 @@ class Controller:
         return new
 
     # --- a job's task -------------------------------------------------------------------------------------------------
+
+    def _admit(self, row: JobRow) -> None:
+        """Launch the job when its tenant has a place for it."""
+        self.jobs.waiting[row.id] = row
+        self._launch_admitted(row.tenant)
+
+    def _launch_admitted(self, tenant: str) -> None:
+        for row in self.admission.admitted(tenant):
+            self._launch(row)
 
     def _launch(self, row: JobRow) -> None:
         runner = JobRunner(self.context, self._validator, self._models.provide, row, self._jobs_folder / row.id)
@@ -289,6 +332,8 @@ class Controller:
             finally:
                 self.jobs.totals.update(runner.counted())
                 del self.jobs.runners[row.id]
+                if not self._stopping:
+                    self._launch_admitted(row.tenant)
 
     async def _mark_running(self, row: JobRow) -> None:
         current = await self.context.store.get_job(row.tenant, row.id)
@@ -300,7 +345,9 @@ class Controller:
         while True:
             try:
                 current = await self.context.store.get_job(row.tenant, row.id)
-                await asyncio.shield(self._set_state(current, state, reason, error))
+                await asyncio.shield(self._set_state(current, state, reason, error, runner.outage))
+                if runner.outage:
+                    self.admission.outage(row.tenant, row.id)
             except (StorageFull, Unavailable) as problem:
                 if not runner.unstored:
                     extra = {"tenant": row.tenant, "job": row.id}
@@ -313,6 +360,7 @@ class Controller:
 
     def _on_metrics(self, job: str, row: dict[str, Any]) -> None:
         """A step of the job was committed."""
+        self.admission.progress(job)
         self.jobs.totals["steps"] += 1
         self.jobs.totals["trained_tokens"] += int(row.get("tokens", 0))
         runner = self.jobs.runners.get(job)
@@ -338,32 +386,7 @@ class Controller:
             return nullcontext()
         return policy.pinned(ref.version)
 
-    # --- sampling and uploads -----------------------------------------------------------------------------------------
-
-    async def sample(
-        self, tenant: str, target: str, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]
-    ) -> Completion:
-        """One completion of a base model, of ``JOB`` (its newest version) or of ``JOB@VERSION``."""
-        found, chat = await self.completions.open(tenant, target)
-        prepared = await asyncio.to_thread(self.completions.prepare, found, chat, messages)
-        result = await self.completions.generate(
-            tenant,
-            prepared,
-            max_tokens=sampling["max_tokens"],
-            temperature=sampling["temperature"],
-            seed=sampling.get("seed"),
-            stop=sampling["stop"],
-        )
-        ref = found.adapter
-        return Completion(
-            text=chat.decode(result.tokens),
-            tokens=result.tokens,
-            logprobs=result.logprobs,
-            finish=result.finish,
-            version=ref.version if ref is not None else 0,
-            policy=ref.policy if ref is not None else "",
-            prompt_tokens=len(prepared.prompt),
-        )
+    # --- uploads ------------------------------------------------------------------------------------------------------
 
     async def add_dataset(self, tenant: str, content: bytes) -> str:
         """Store the rows of a ``jsonl`` environment; returns the hash that job specs name."""

@@ -18,6 +18,7 @@ from rookery import protocol
 from rookery.controller import budgets
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import BUILTIN, SERVICE
+from rookery.controller.jobs.admission import JobAdmission
 from rookery.controller.jobs.progress import SHOWN_REWARDS
 from rookery.controller.jobs.runner import COUNTED, JobRegistry
 from rookery.controller.jobs.trajectory import episode_result_decoder
@@ -33,7 +34,8 @@ EVENTS_SHOWN = 1000
 
 
 class JobQueries:
-    def __init__(self, context: ControllerContext, jobs: JobRegistry) -> None:
+    def __init__(self, context: ControllerContext, jobs: JobRegistry, admission: JobAdmission) -> None:
+        self._admission = admission
         self._context = context
         self._store = context.store
         self._jobs = jobs
@@ -160,6 +162,9 @@ class JobQueries:
         state, reason, waits = row.state, row.reason, ""
         if running is not None and running.unstored:
             state, reason = "paused", running.unstored
+        elif row.id in self._jobs.waiting:
+            place = [one.id for one in self._jobs.waiting_of(row.tenant)].index(row.id) + 1
+            waits = f"one of the tenant's {self._admission.limit(row.tenant)} running jobs to end (place {place})"
         elif row.state in ("queued", "running"):
             waits = job.progress.waits_for() if job is not None else f"base model {row.spec['base_model']} to be ready"
         return JobView(
@@ -235,6 +240,7 @@ class JobQueries:
             "jobs": {state: count for state, count in sorted(self._jobs.states.items()) if count},
             "totals": {
                 "steps": self._jobs.totals["steps"],
+                "jobs_resumed": self._jobs.totals["jobs_resumed"],
                 "trained_tokens": self._jobs.totals["trained_tokens"],
                 "sampled_tokens": rollouts.sampled_tokens,
                 "requests_migrated": rollouts.migrated,
@@ -252,6 +258,7 @@ class JobQueries:
                 **{name: counted[name] for name in COUNTED},
             },
             "gauges": {
+                "jobs_waiting": len(self._jobs.waiting),
                 "requests_waiting": rollouts.waiting(),
                 "requests_running": sum(rollouts.pool.outstanding(worker) for worker in fleet.all()),
                 "environment_hosts": context.hosts.count(),

@@ -243,6 +243,11 @@ class TenantView(BaseModel):
     id: str
     name: str
     created: float
+    jobs: int | None = Field(description="Jobs that run at once; null is the service's setting")
+
+
+class TenantLimits(RequestModel):
+    jobs: int | None = Field(None, ge=1, le=100_000, description="Jobs that run at once; null is the service's setting")
 
 
 class NewKey(RequestModel):

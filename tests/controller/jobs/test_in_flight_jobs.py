@@ -195,7 +195,7 @@ def test_a_chat_with_a_jobs_adapter_ends_on_its_version(tmp_path: Path) -> None:
         await until(lambda: head_of(service, job) >= 1)
         began = head_of(service, job)
         sampling = {"max_tokens": 400, "temperature": 1.0, "seed": 5, "stop": []}
-        await service.controller.sample("alice", job, [{"role": "user", "content": "hello"}], sampling)
+        await service.controller.completions.sample("alice", job, [{"role": "user", "content": "hello"}], sampling)
         assert head_of(service, job) > began, "a version was published meanwhile"
         await end(service, job)
         [asked] = [generate for generate in worker.generates if not generate.request.startswith(job)]

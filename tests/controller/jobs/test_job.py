@@ -1022,8 +1022,8 @@ async def test_another_tenants_objects_answer_not_found(service: Service) -> Non
         lambda t, j: controller.queries.evaluations(t, j),
         lambda t, j: controller.queries.adapter(t, j, "main", None),
         lambda t, j: controller.queries.adapter(t, j, "main", 1),
-        lambda t, j: controller.sample(t, j, [{"role": "user", "content": "?"}], SAMPLING),
-        lambda t, j: controller.sample(t, f"{j}@1", [{"role": "user", "content": "?"}], SAMPLING),
+        lambda t, j: controller.completions.sample(t, j, [{"role": "user", "content": "?"}], SAMPLING),
+        lambda t, j: controller.completions.sample(t, f"{j}@1", [{"role": "user", "content": "?"}], SAMPLING),
     ]
     for attempt in attempts:
         with pytest.raises(NotFound) as theirs:
@@ -1063,19 +1063,19 @@ async def test_chatting_with_a_version_and_with_the_base_model(service: Service)
     await service.ends(job)
     messages = [{"role": "user", "content": "hello"}]
     for target, version in ((job, 2), (f"{job}@1", 1), (f"{job}@latest", 2), (MODEL, 0)):
-        reply = await service.controller.sample("alice", target, messages, SAMPLING)
+        reply = await service.controller.completions.sample("alice", target, messages, SAMPLING)
         assert reply.version == version
         assert len(reply.tokens) == len(reply.logprobs) <= 8
         used = worker.generates[-1].adapter
         assert (used.version if used else 0) == version
     with pytest.raises(NotFound, match="no version 9"):
-        await service.controller.sample("alice", f"{job}@9", messages, SAMPLING)
+        await service.controller.completions.sample("alice", f"{job}@9", messages, SAMPLING)
     with pytest.raises(UserError, match="after the @ comes a version's number"):
-        await service.controller.sample("alice", f"{job}@x", messages, SAMPLING)
+        await service.controller.completions.sample("alice", f"{job}@x", messages, SAMPLING)
     with pytest.raises(UserError, match=r"the prompt has .* tokens, the model's context is 512"):
-        await service.controller.sample("alice", job, [{"role": "user", "content": "x" * 600}], SAMPLING)
+        await service.controller.completions.sample("alice", job, [{"role": "user", "content": "x" * 600}], SAMPLING)
     with pytest.raises(RookeryError):
-        await service.controller.sample("alice", "nothing", messages, SAMPLING)
+        await service.controller.completions.sample("alice", "nothing", messages, SAMPLING)
 
 
 async def test_following_metrics_until_the_end(service: Service) -> None:

@@ -162,6 +162,8 @@ class JobRegistry:
     def __init__(self) -> None:
         self.runners: dict[str, JobRunner] = {}
         """By the job's id, while it has a task."""
+        self.waiting: dict[str, JobRow] = {}
+        """Queued jobs that wait for a place among those of their tenant, the first to come first."""
         self.totals: Counter[str] = Counter()
         """Counters of the jobs whose tasks have ended, and of all steps."""
         self.states: Counter[str] = Counter()
@@ -171,6 +173,10 @@ class JobRegistry:
     def running(self) -> list[TrainingJob]:
         """The jobs that are assembled and run."""
         return [runner.job for runner in self.runners.values() if runner.job is not None]
+
+    def waiting_of(self, tenant: str) -> list[JobRow]:
+        """The tenant's jobs that wait for a place, in order."""
+        return [row for row in self.waiting.values() if row.tenant == tenant]
 
     def signal(self, job: str) -> Signal:
         """Notified when the job's state or metrics changed. Kept while somebody holds it."""

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from rookery import protocol
 from rookery.controller.context import ControllerContext
 from rookery.controller.rollout.scheduler import SamplingRequest, SamplingResult
 from rookery.controller.validation import JobValidator, Target
+from rookery.controller.views import Completion
 from rookery.errors import UserError
 from rookery.tokenization.chat import Chat
 
@@ -121,6 +123,31 @@ class Completions:
         async with context.collector.pin(target.adapter):
             with self._pinned(target.adapter):
                 return await context.rollouts.sample(SamplingRequest(tenant, name, target.model, generate), on_tokens)
+
+    async def sample(
+        self, tenant: str, target: str, messages: Sequence[Mapping[str, str]], sampling: Mapping[str, Any]
+    ) -> Completion:
+        """One completion of a base model, of ``JOB`` (its newest version) or of ``JOB@VERSION``."""
+        found, chat = await self.open(tenant, target)
+        prepared = await asyncio.to_thread(self.prepare, found, chat, messages)
+        result = await self.generate(
+            tenant,
+            prepared,
+            max_tokens=sampling["max_tokens"],
+            temperature=sampling["temperature"],
+            seed=sampling.get("seed"),
+            stop=sampling["stop"],
+        )
+        ref = found.adapter
+        return Completion(
+            text=chat.decode(result.tokens),
+            tokens=result.tokens,
+            logprobs=result.logprobs,
+            finish=result.finish,
+            version=ref.version if ref is not None else 0,
+            policy=ref.policy if ref is not None else "",
+            prompt_tokens=len(prepared.prompt),
+        )
 
     def draw_seed(self) -> int:
         """A seed for a request without one."""

@@ -14,7 +14,7 @@ from fastapi import APIRouter
 from rookery.errors import Conflict, NotFound
 from rookery.server.auth import Administrator, AuthenticatedRoute, KeyHash, Service
 from rookery.server.responses import ERRORS
-from rookery.server.schemas import Costs, CreatedKey, KeyView, NewKey, NewTenant, TenantView, WorkerView
+from rookery.server.schemas import Costs, CreatedKey, KeyView, NewKey, NewTenant, TenantLimits, TenantView, WorkerView
 from rookery.storage.data_dir import hash_key, new_key
 from rookery.storage.models import KeyRow, TenantRow
 
@@ -25,7 +25,7 @@ routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=E
 
 
 def _tenant_view(row: TenantRow) -> TenantView:
-    return TenantView(id=row.id, name=row.name, created=row.created)
+    return TenantView(id=row.id, name=row.name, created=row.created, jobs=row.jobs_limit)
 
 
 def _key_view(row: KeyRow, revoked: float | None) -> KeyView:
@@ -46,6 +46,13 @@ async def tenants(service: Service, owner: Administrator) -> list[TenantView]:
 async def new_tenant(service: Service, owner: Administrator, request: NewTenant) -> TenantView:
     id, now = service.ids.new("tenant"), service.clock.time()
     return _tenant_view(await asyncio.to_thread(service.database.create_tenant, id, request.name, now))
+
+
+@routes.put("/tenants/{tenant}/limits")
+async def limit_tenant(service: Service, owner: Administrator, tenant: str, request: TenantLimits) -> TenantView:
+    """Set a tenant's limits. Jobs beyond them wait; running ones continue."""
+    await service.controller.limit_tenant(tenant, request.jobs)
+    return _tenant_view(await asyncio.to_thread(service.database.get_tenant, tenant))
 
 
 @routes.post("/tenants/{tenant}/keys", status_code=201)

@@ -153,7 +153,7 @@ async def sample(service: Service, owner: Owner, request: SampleRequest) -> Comp
     """One completion from a base model or a job's policy, by the same engines as rollouts."""
     messages = [message.model_dump() for message in request.messages]
     sampling = request.model_dump(include={"max_tokens", "temperature", "seed", "stop"})
-    return await service.controller.sample(owner.id, request.target, messages, sampling)
+    return await service.controller.completions.sample(owner.id, request.target, messages, sampling)
 
 
 def _upload(media_type: str, **schema: str) -> dict[str, Any]:
