@@ -359,3 +359,9 @@ print(heavy)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout.strip()) == (0, "[]"), result.stderr
+
+
+def test_long_text_has_transformers_tokens(chats: dict[str, Chat], reference: Callable[[str], Any]) -> None:
+    text = "What is 12 + 30?\ncafé 日本語 🦊\n" * 500
+    for family, chat in chats.items():
+        assert chat.encode(text) == reference(family)(text, add_special_tokens=False)["input_ids"]

@@ -34,6 +34,11 @@ _SENTINEL = "\ue000reply\ue001"
 """Placeholder for the reply, to find out what a template writes around one: private-use characters, no white space."""
 
 
+LONG_TEXT = 10_000
+"""Characters of a text that is encoded without Python's lock, so that other threads run meanwhile; the library does so
+in its own threads, and only for batches."""
+
+
 class Chat:
     """The chat template and tokenizer of one model folder. Safe to use from several threads."""
 
@@ -88,7 +93,9 @@ class Chat:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without added special tokens."""
-        [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)  # unlike encode it frees the GIL
+        if len(text) <= LONG_TEXT:
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return list(encoding.ids)
 
     def decode(self, tokens: Sequence[int]) -> str:

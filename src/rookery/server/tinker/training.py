@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from rookery.controller.sessions.operations import AnyOperation, CreateModel, InvalidOperation, LoadState
 from rookery.errors import UserError
 from rookery.server.auth import Owner, Service
+from rookery.server.bodies import off_loop
 from rookery.server.responses import json_response
 from rookery.server.tinker import decode, schemas
 from rookery.server.tinker.protobuf import OLDEST, PROTOBUF, SUPPORTED, load
@@ -71,9 +72,9 @@ async def forward_backward(service: Service, owner: Owner, request: Request) -> 
     if request.headers.get("content-type") != PROTOBUF or compressed:
         raise UserError(f"forward_backward takes {PROTOBUF}, not compressed, as SDK {OLDEST} and later send it")
     schema = load()
-    message = schema.ForwardBackwardRequest()
+    message, body = schema.ForwardBackwardRequest(), await request.body()
     try:
-        message.ParseFromString(await request.body())
+        await off_loop(service.parsing, len(body), lambda: message.ParseFromString(body))
     except DecodeError:
         raise UserError(f"the body is no ForwardBackwardRequest of SDK {SUPPORTED}") from None
     make = partial(decode.forward_backward, schema, message)
