@@ -186,23 +186,20 @@ def job_page() -> str:
 
 
 def settings_page() -> str:
-    parts = [SETTINGS_HEAD]
-    top = [name for name, field in Settings.model_fields.items() if not issubclass_of(field.annotation, Section)]
-    parts.append(settings_table(Settings, top))
+    lines = ["| variable | default | allowed | meaning |", "| --- | --- | --- | --- |"]
     for name, field in Settings.model_fields.items():
         if issubclass_of(field.annotation, Section):
             model: Any = field.annotation
-            parts.append(f"## {name}\n\n{prose(model.__doc__)}\n\n{settings_table(model, list(model.model_fields))}")
-    return "\n".join(parts)
+            lines.append(f"| **{name}** | | | **{prose(model.__doc__)}** |")
+            lines += [setting_row(inner, model.model_fields[inner]) for inner in model.model_fields]
+        else:
+            lines.append(setting_row(name, field))
+    return SETTINGS_HEAD + "\n" + "\n".join(lines) + "\n"
 
 
-def settings_table(model: type[BaseModel], names: list[str]) -> str:
-    lines = ["| variable | default | allowed | meaning |", "| --- | --- | --- | --- |"]
-    for name in names:
-        field = model.model_fields[name]
-        cells = [f"`ROOKERY_{name.upper()}`", default_of(field), allowed(field), prose(field.description)]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+def setting_row(name: str, field: FieldInfo) -> str:
+    cells = [f"`ROOKERY_{name.upper()}`", default_of(field), allowed(field), prose(field.description)]
+    return "| " + " | ".join(cells) + " |"
 
 
 def issubclass_of(annotation: Any, parent: type) -> bool:
