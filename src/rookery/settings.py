@@ -97,9 +97,9 @@ class EdgeSettings(Section):
     connections: int = Field(4096, ge=8)
     """Most open connections; fewer where the limit of file descriptors, less `reserved_descriptors`, allows fewer. For
     a connection above it, the oldest one that waits for a request is closed; without one the new one is."""
-    connections_per_address: int = Field(512, ge=4)
-    """Most open connections of one address, apart from connected workers and environment hosts. Raise it behind a
-    proxy."""
+    connections_per_address: int = Field(2048, ge=4)
+    """Most open connections of one address, apart from connected workers and environment hosts; never more than three
+    quarters of all. A client of the OpenAI or Tinker SDK opens up to 1,000."""
     reserved_descriptors: int = Field(256, ge=0)
     """File descriptors that connections leave free for workers, running jobs and the database."""
     head_seconds: float = Field(15.0, gt=0)

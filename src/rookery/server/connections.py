@@ -45,6 +45,7 @@ class Connections:
         self._refusals = refusals
         descriptors = raise_descriptor_limit() - settings.reserved_descriptors
         self._limit = max(1, min(settings.connections, descriptors))
+        self._per_address = max(1, min(settings.connections_per_address, self._limit * 3 // 4))
         self._open: dict[str, dict[Slot, None]] = {}
         """By address, oldest first, without welcomed peers."""
         self._sockets: dict[Slot, None] = {}
@@ -57,7 +58,7 @@ class Connections:
     def admit(self, transport: asyncio.Transport, address: str) -> Slot | None:
         """The place of a new connection; None if it has to be closed."""
         mine = self._open.get(address, {})
-        if len(mine) >= self.settings.connections_per_address and not self._evict(mine):
+        if len(mine) >= self._per_address and not self._evict(mine):
             self._refusals["connections_refused"] += 1
             return None
         if self._count >= self._limit and not self._evict(max(self._open.values(), key=len, default={})):
