@@ -48,8 +48,9 @@ class ServerSettings(Section):
     workers: int = Field(1, ge=0, le=64)
     """Local worker processes per model. Each holds the base model once and has both roles."""
     upload_bytes: int = Field(256 << 20, ge=1 << 10)
-    """Largest body of one request, such as a dataset or an adapter; it is held in memory while it is checked. JSON
-    has the lower limits `json_bytes` and `job_bytes`."""
+    """Largest body of one request, such as a dataset or an adapter. A dataset is written to the disk as it
+    arrives; others are held in memory while they are checked. JSON has the lower limits `json_bytes` and
+    `job_bytes`."""
     stop_seconds: float = Field(5.0, gt=0)
     """Time that open connections and child processes get to end by themselves when the service stops."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
@@ -240,6 +241,10 @@ class LimitSettings(Section):
     options_bytes: int = Field(64 << 10, ge=1 << 10)
     """Largest options of a job's environment as JSON, without rows. Options travel with every episode; rows are stored
     once, as a dataset."""
+    row_bytes: int = Field(256 << 10, ge=1 << 10)
+    """Largest row of an uploaded dataset: a row travels with each of its episodes."""
+    dataset_rows: int = Field(5_000_000, ge=1)
+    """Rows of one uploaded dataset."""
     job_tokens: int = Field(1 << 25, ge=1)
     """Sampled tokens that the groups of one job may hold in memory: `groups_per_step` x (`max_staleness` + 1) x
     `group_size` x `max_tokens` x turns. A token takes about 80 bytes of the service."""

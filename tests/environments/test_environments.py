@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import sys
+import tracemalloc
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +24,7 @@ from rookery.environments.base import Environment, Reply, Split
 from rookery.environments.builtins import BUILTINS, find
 from rookery.environments.calculator import calculate
 from rookery.environments.datasets import PromptDataset
-from rookery.environments.jsonl import read_jsonl
+from rookery.environments.jsonl import count_rows, read_jsonl
 from rookery.environments.reasoning_gym import REPLIES_ARE_CODE, ReasoningGym, ReasoningGymOptions
 from rookery.environments.verifiers.reasoning_gym_scores import LITERAL, restored, stored
 from rookery.errors import UserError
@@ -91,7 +92,7 @@ def test_jsonl_takes_messages_and_files(tmp_path: Path) -> None:
 )
 def test_malformed_rows_are_refused_with_line_and_remedy(content: str | bytes, says: str) -> None:
     with pytest.raises(UserError, match=says) as caught:
-        read_jsonl(content)
+        read_jsonl(content if isinstance(content, bytes) else content.encode())
     assert "\n" not in str(caught.value)
 
 
@@ -100,8 +101,42 @@ def test_malformed_rows_are_refused_with_line_and_remedy(content: str | bytes, s
 def test_any_well_formed_rows_come_back(rows: list[dict[str, Any]]) -> None:
     whole = [{key: value for key, value in row.items() if key != "messages"} | {"prompt": "a"} for row in rows]
     text = "\n".join(json.dumps(row, ensure_ascii=False) for row in whole)
-    assert read_jsonl(text) == whole
-    assert read_jsonl(text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")) is not None
+    assert read_jsonl(text.encode()) == whole
+
+
+def test_rows_of_a_file_are_read_when_needed_and_hold_little_memory(tmp_path: Path) -> None:
+    """Every row was held as Python objects, 24 times the file."""
+    count, path = 100_000, tmp_path / "rows.jsonl"
+    with path.open("w") as file:
+        file.writelines(f'{{"prompt": "{number}", "answer": "1"}}\n' for number in range(count))
+    tracemalloc.start()
+    try:
+        environment = BUILTINS["jsonl"]({"path": str(path), "verifier": "exact", "eval_last": 10})
+        prompts = PromptDataset(environment, "train")
+        taken, size = prompts.take(count - 11, 2, 0, False, wrap=True)
+        shuffled, _ = prompts.take(0, 3, 0, True, wrap=True)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert size == count - 10
+    assert [json.loads(row)["prompt"] for row in taken] == [str(count - 11), "0"]
+    assert len(set(shuffled)) == 3
+    assert held < path.stat().st_size
+    assert [row["prompt"] for row in environment.prompts("eval")] == [str(count - 10 + n) for n in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [((20, 9), "line 2 has more than 20 bytes"), ((99, 1), "more than 1 rows"), ((99, 2), "")],
+)
+def test_count_of_rows_has_limits(tmp_path: Path, limits: tuple[int, int], says: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": "a longer one"}\n')
+    if not says:
+        assert count_rows(path, *limits) == 2
+        return
+    with pytest.raises(UserError, match=says):
+        count_rows(path, *limits)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import stat
 import sys
 import tarfile
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -240,6 +241,24 @@ def test_uploaded_dataset_trains_a_job(faces: Faces) -> None:
     assert end_of(faces.ada, id)[1]["state"] == "completed"
 
 
+def test_dataset_is_never_held_whole(faces: Faces) -> None:
+    """24 times its size was held while it was checked."""
+    count = 100_000
+
+    def content() -> Iterator[bytes]:
+        for number in range(0, count, 1000):
+            yield b"".join(b'{"prompt": "%d", "answer": "4"}\n' % row for row in range(number, number + 1000))
+
+    tracemalloc.start()
+    try:
+        uploaded = faces.ada.post("/api/v1/datasets", content=content()).json()
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert uploaded["rows"] == count
+    assert most < 4 << 20
+
+
 def test_bad_upload_is_refused_with_the_line_number(faces: Faces) -> None:
     assert "line 2" in refused(faces.ada.post("/api/v1/datasets", content=b'{"prompt": "?"}\nnonsense\n'), 400)
     refused(faces.ada.post("/api/v1/datasets", content=b""), 400)
@@ -343,7 +362,9 @@ def test_json_has_a_lower_limit_than_files(faces: Faces) -> None:
         assert str(most) in refused(faces.ada.post(path, content=row, headers=headers), 413)
     for path in ("/v1/completions", "/tinker/api/v1/asample"):
         assert faces.ada.post(path, content=row, headers=headers).status_code == 413
-    assert faces.ada.post("/api/v1/datasets", content=row).status_code == 201
+    assert "more than 262144 bytes" in refused(faces.ada.post("/api/v1/datasets", content=row), 400)
+    rows = (json.dumps({"prompt": "?", "answer": "x" * (17 << 10)}) + "\n").encode() * 1024
+    assert faces.ada.post("/api/v1/datasets", content=rows).status_code == 201
 
 
 # --- whose it is ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -388,9 +388,12 @@ class Controller:
 
     # --- uploads ------------------------------------------------------------------------------------------------------
 
-    async def add_dataset(self, tenant: str, content: bytes) -> str:
-        """Store the rows of a ``jsonl`` environment; returns the hash that job specs name."""
-        return await self._validator.upload(tenant, "dataset", {"rows.jsonl": content})
+    async def add_dataset(
+        self, tenant: str, chunks: AsyncIterable[bytes], count: Callable[[Path], int]
+    ) -> tuple[str, int]:
+        """Store the rows of a ``jsonl`` environment; returns the hash that job specs name, and their number, which
+        ``count(path)`` checks."""
+        return await self._validator.add_dataset(tenant, chunks, count)
 
     async def add_adapter(self, tenant: str, files: Mapping[str, bytes]) -> str:
         """Store a PEFT folder; returns the hash that job specs name under ``warm_start.upload``."""

@@ -7,8 +7,9 @@ objects answer "not found".
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,6 +28,9 @@ from rookery.spec.policy import TARGETS, PolicySpec
 from rookery.storage.models import PolicyRow, UploadKind, VersionRow
 from rookery.storage.store import Store
 from rookery.tokenization.registry import CATALOGUE, resolve, status
+
+DATASET = "rows.jsonl"
+"""The only file of a stored dataset."""
 
 PREVIEWED = 3
 """Prompts that a dry run shows."""
@@ -105,7 +109,7 @@ class JobValidator:
         fields = environment.model_dump(exclude=set(budgets.ROWS))
         for name, rows in inline.items():
             content = await asyncio.to_thread(budgets.as_jsonl, rows)
-            fields[budgets.ROWS[name]] = await self.upload(tenant, "dataset", {"rows.jsonl": content})
+            fields[budgets.ROWS[name]] = await self.upload(tenant, "dataset", {DATASET: content})
         return spec.model_copy(update={"environment": EnvironmentSpec.model_validate(fields)})
 
     async def options(self, tenant: str, spec: JobSpec) -> dict[str, Any]:
@@ -121,7 +125,7 @@ class JobValidator:
                 digest = str(options.pop(field))
                 try:
                     await context.store.get_upload(tenant, "dataset", digest)
-                    options[path] = str(await context.store.run(context.artifacts.path, digest, "rows.jsonl"))
+                    options[path] = str(await context.store.run(context.artifacts.path, digest, DATASET))
                 except NotFound:
                     raise UserError(f"{field}: no dataset {digest!r} of yours; upload it first") from None
         return options
@@ -214,6 +218,23 @@ class JobValidator:
         number = int(version) if NUMBER.fullmatch(version) else None
         policy, found = await find_version(context.store, tenant, job, policy.name, number)
         return Target(f"{job}@{found.version}", row.spec["base_model"], adapter_ref(policy, found))
+
+    async def add_dataset(
+        self, tenant: str, chunks: AsyncIterable[bytes], count: Callable[[Path], int]
+    ) -> tuple[str, int]:
+        """Store a dataset that arrives in pieces, never held whole; returns its hash and the number of its rows, which
+        ``count(path)`` checks. Raises what ``count`` raises; then nothing of it stays."""
+        context = self._context
+        with await context.store.run(context.artifacts.begin) as staging:
+            with staging.begin(DATASET) as writer:
+                async for chunk in chunks:
+                    await asyncio.to_thread(writer.write, chunk)
+                await asyncio.to_thread(writer.finish)
+            rows = await asyncio.to_thread(count, staging.path(DATASET))
+            manifest = await context.store.run(staging.commit)
+        size = sum(shard.size for shard in manifest.shards)
+        await context.store.add_upload(tenant, "dataset", manifest.hash, size, context.clock.time())
+        return manifest.hash, rows
 
     async def upload(self, tenant: str, kind: UploadKind, files: Mapping[str, bytes]) -> str:
         """Store ``files`` as an artifact of the tenant; returns its hash."""

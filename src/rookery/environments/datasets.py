@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from random import Random
 from typing import Any
 
 from rookery.environments.base import Environment, Split
+from rookery.environments.jsonl import IndexedRows
 
 STREAM_AFTER = 10_000
 """Prompts read from an iterable without a length to find out whether it ends: a fraction of a second for a cheap
@@ -28,7 +30,7 @@ class PromptDataset:
         self._environment = environment
         self._split: Split = split
         self._lock = threading.Lock()
-        self._finite: list[bytes] | None = None
+        self._finite: Sequence[Any] | None = None
         self._stream: Iterator[bytes] | None = None
         self._position = 0
         self._length = -1
@@ -48,11 +50,15 @@ class PromptDataset:
             chosen = []
             for index in range(start, stop):
                 epoch, offset = divmod(index, size)
-                chosen.append(self._finite[_permutation(size, seed, epoch)[offset] if shuffle else offset])
+                entry = self._finite[_permutation(size, seed, epoch)[offset] if shuffle else offset]
+                chosen.append(entry if isinstance(entry, bytes) else _encode(entry))
             return chosen, size
 
     def _open(self) -> None:
         prompts = self._environment.prompts(self._split)
+        if isinstance(prompts, IndexedRows) and prompts:  # JSON that stays in its file
+            self._finite = prompts
+            return
         entries = _encoded(prompts)
         head = list(entries) if hasattr(prompts, "__len__") else list(itertools.islice(entries, STREAM_AFTER + 1))
         if not head:
@@ -86,11 +92,15 @@ class PromptDataset:
 def _encoded(prompts: Iterable[Any]) -> Iterator[bytes]:
     for number, prompt in enumerate(prompts):
         try:
-            yield json.dumps(prompt, ensure_ascii=False, allow_nan=False).encode()
+            yield _encode(prompt)
         except (TypeError, ValueError) as error:
             raise ValueError(f"prompt {number} is not JSON: {error}") from None
 
 
+def _encode(prompt: Any) -> bytes:
+    return json.dumps(prompt, ensure_ascii=False, allow_nan=False).encode()
+
+
 @lru_cache(maxsize=16)  # one per job and epoch in use; a dropped one is drawn again identically
-def _permutation(size: int, seed: int, epoch: int) -> list[int]:
-    return Random(f"{seed}:{epoch}").sample(range(size), size)
+def _permutation(size: int, seed: int, epoch: int) -> array[int]:
+    return array("Q", Random(f"{seed}:{epoch}").sample(range(size), size))

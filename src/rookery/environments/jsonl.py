@@ -9,16 +9,22 @@ file.
 from __future__ import annotations
 
 import copy
+import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from codecs import BOM_UTF8
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any, overload
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 
 from rookery.environments.base import Environment, Message, Reply, Split, Step
 from rookery.environments.verifiers.verifiers import Verifier, no_constant
 from rookery.errors import UserError
+
+ROW_BYTES, ROWS = 1 << 30, 1 << 40
+"""Limits of a file that is read where the service's limits do not apply: an environment on a user's own machine."""
 
 
 def _named(value: Any) -> Any:
@@ -105,35 +111,79 @@ def messages_of(row: Mapping[str, Any]) -> list[Message]:
     return [{"role": message["role"], "content": message["content"]} for message in row["messages"]]
 
 
-def read_jsonl(content: str | bytes, where: str = "dataset") -> list[dict[str, Any]]:
-    """The rows in a JSONL file's content; blank lines are skipped.
+class IndexedRows(Sequence[dict[str, Any]]):
+    """The rows of a JSONL file, read from the file when they are needed: only the place of each is in memory."""
 
-    Raises :class:`UserError` with one line: ``where``, the line's number, the mistake, and what to do.
-    """
-    text = content if isinstance(content, str) else _decoded(content, where)
-    rows = []
-    # Only \n ends a line: str.splitlines would also cut at characters that may stand inside a JSON string.
-    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
-        if line.strip():
-            try:
-                row = json.loads(line, parse_constant=no_constant)
-            except (ValueError, RecursionError) as error:
-                raise UserError(
-                    f"{where}: line {number} is not JSON ({error}); write one JSON object per line"
-                ) from None
-            check_row(row, f"{where}: line {number}")
-            rows.append(row)
-    if not rows:
+    def __init__(self, path: Path, offsets: array[int]) -> None:
+        self._path = path
+        self._offsets = offsets
+
+    @classmethod
+    def of(cls, path: Path, where: str) -> IndexedRows:
+        """Reads and checks the whole file, a line at a time. Raises :class:`UserError` as :func:`scan` does."""
+        with path.open("rb") as file:
+            return cls(path, array("Q", (offset for offset, _ in scan(file, where))))
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> IndexedRows: ...
+    def __getitem__(self, index: int | slice) -> dict[str, Any] | IndexedRows:
+        if isinstance(index, slice):
+            return IndexedRows(self._path, self._offsets[index])
+        return next(iter(self[index : index + 1 or None]))
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        with self._path.open("rb") as file:
+            for offset in self._offsets:
+                file.seek(offset)
+                yield json.loads(file.readline())
+
+
+def scan(
+    file: IO[bytes], where: str = "dataset", row_bytes: int = ROW_BYTES, rows: int = ROWS
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The offset and the content of each row of a JSONL file; blank lines are skipped. One line is in memory.
+
+    Raises :class:`UserError` with one line: ``where``, the line's number, the mistake, and what to do."""
+    number = offset = count = 0
+    while line := file.readline(row_bytes + 1):  # only \n ends a line: other separators may stand inside a string
+        number, start, offset = number + 1, offset, offset + len(line)
+        if len(line) > row_bytes:
+            raise UserError(f"{where}: line {number} has more than {row_bytes} bytes; make the row shorter")
+        if number == 1 and line.startswith(BOM_UTF8):
+            line, start = line.removeprefix(BOM_UTF8), len(BOM_UTF8)
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError:
+            raise UserError(f"{where}: line {number} is not UTF-8; save the file as UTF-8") from None
+        if not text.strip():
+            continue
+        try:
+            row = json.loads(text, parse_constant=no_constant)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: line {number} is not JSON ({error}); write one JSON object per line") from None
+        check_row(row, f"{where}: line {number}")
+        count += 1
+        if count > rows:
+            raise UserError(f"{where}: it has more than {rows} rows; give fewer")
+        yield start, row
+    if not count:
         raise UserError(f'{where}: no rows; write one JSON object per line, like {{"prompt": "2+2?", "answer": "4"}}')
-    return rows
 
 
-def _decoded(content: bytes, where: str) -> str:
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content[: error.start].count(b"\n") + 1
-        raise UserError(f"{where}: line {line} is not UTF-8; save the file as UTF-8") from None
+def read_jsonl(content: bytes, where: str = "dataset") -> list[dict[str, Any]]:
+    """The rows in a JSONL file's content. Raises :class:`UserError` as :func:`scan` does."""
+    return [row for _, row in scan(io.BytesIO(content), where)]
+
+
+def count_rows(path: Path, row_bytes: int, rows: int) -> int:
+    """Checks a whole file and returns the number of its rows. Raises :class:`UserError` as :func:`scan` does."""
+    with path.open("rb") as file:
+        return sum(1 for _ in scan(file, row_bytes=row_bytes, rows=rows))
 
 
 def check_row(row: Any, where: str) -> None:
@@ -156,7 +206,7 @@ def check_row(row: Any, where: str) -> None:
             raise UserError(f'{where}: messages.{number} is {_short(message)}; give {{"role": "user", "content": "…"}}')
 
 
-def _rows(where: str, rows: list[dict[str, Any]] | None, path: str | None) -> list[dict[str, Any]]:
+def _rows(where: str, rows: list[dict[str, Any]] | None, path: str | None) -> Sequence[dict[str, Any]]:
     if rows is not None:
         for number, row in enumerate(rows, 1):
             check_row(row, f"{where}: row {number}")
@@ -164,7 +214,7 @@ def _rows(where: str, rows: list[dict[str, Any]] | None, path: str | None) -> li
     if path is None:
         return []
     try:
-        return read_jsonl(Path(path).read_bytes(), where)
+        return IndexedRows.of(Path(path), where)
     except OSError as error:
         raise UserError(f"{where}: {path} cannot be read ({error.strerror}); give a JSONL file") from None
 

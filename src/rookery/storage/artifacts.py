@@ -176,6 +176,10 @@ class Staging:
             self.full = error
             raise
 
+    def path(self, name: str) -> Path:
+        """The file of that name, which was written before."""
+        return self._folder / self._shards[name].name
+
     def commit(self) -> Manifest:
         """Makes the artifact visible; it is durable when this returns. Raises :class:`Conflict` if nothing was written,
         :class:`StorageFull`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -18,7 +19,7 @@ from fastapi import APIRouter, Body, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from rookery.controller.views import NUMBER, Completion, JobView
-from rookery.environments.jsonl import read_jsonl
+from rookery.environments.jsonl import count_rows
 from rookery.errors import NotFound
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
 from rookery.server.peft_archive import pack, unpack
@@ -165,9 +166,10 @@ def _upload(media_type: str, **schema: str) -> dict[str, Any]:
 @routes.post("/datasets", status_code=201, openapi_extra=_upload("application/jsonl"), tags=["uploads"])
 async def add_dataset(service: Service, owner: Owner, request: Request) -> UploadedDataset:
     """Upload the rows of a ``jsonl`` environment: one JSON object per line."""
-    content = await request.body()
-    rows = await asyncio.to_thread(read_jsonl, content)
-    return UploadedDataset(dataset=await service.controller.add_dataset(owner.id, content), rows=len(rows))
+    limits = service.settings.limits
+    count = partial(count_rows, row_bytes=limits.row_bytes, rows=limits.dataset_rows)
+    dataset, rows = await service.controller.add_dataset(owner.id, request.stream(), count)
+    return UploadedDataset(dataset=dataset, rows=rows)
 
 
 @routes.post(
