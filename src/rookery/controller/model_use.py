@@ -1,4 +1,7 @@
-"""Base models in use: local workers start when a model is needed and end when nothing has used it for a while."""
+"""Base models in use: local workers start when a model is needed and end when nothing has used it for a while.
+
+Jobs, clients that are not idle, and requests use a model. Models that the service was configured with stay loaded.
+"""
 
 from __future__ import annotations
 
