@@ -19,7 +19,7 @@ from rookery.controller.jobs.job import TrainingJob
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.training.policy_versions import PolicyVersions
-from rookery.storage import versions as versions_module
+from rookery.storage.repositories import versions as versions_module
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from rookery.scheduling.usage import (
     reserved_alone,
 )
 from rookery.storage.models import PolicyRow
-from rookery.storage.tenants import TENANT_TOTAL
+from rookery.storage.repositories.tenants import TENANT_TOTAL
 
 # --- sharing an interval ----------------------------------------------------------------------------------------------
 

@@ -24,8 +24,8 @@ from rookery.controller.views import CostView, FleetCost
 from rookery.errors import RookeryError
 from rookery.scheduling.usage import HOUR, Interval, Kind, Usage, UsageRecord, WorkerMeter, reserved_alone
 from rookery.settings import Settings
+from rookery.storage.repositories.tenants import TENANT_TOTAL
 from rookery.storage.store import Store
-from rookery.storage.tenants import TENANT_TOTAL
 
 log = logging.getLogger("rookery.controller.usage")
 

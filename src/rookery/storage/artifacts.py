@@ -110,8 +110,8 @@ class Artifacts:
         return len(leftovers)
 
     def prune(self, live: Collection[str]) -> list[str]:
-        """Delete every artifact that is not in ``live`` (:func:`~rookery.storage.versions.live_hashes`): those that
-        were never committed. Only at start, for the same reason. Returns their hashes."""
+        """Delete every artifact that is not in ``live`` (:func:`~rookery.storage.repositories.versions.live_hashes`):
+        those that were never committed. Only at start, for the same reason. Returns their hashes."""
         dead = sorted(self.hashes().difference(live))
         for hash in dead:
             self.delete(hash)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol
 from sqlalchemy import Connection
 
 from rookery.errors import StorageFull
-from rookery.storage import jobs, sessions, tenants, versions
+from rookery.storage.repositories import jobs, sessions, tenants, versions
 
 if TYPE_CHECKING:
     from rookery.storage.db import Database

@@ -6,8 +6,8 @@
 * A policy's lease only grows. The holder of an older one can commit nothing.
 * Training ordinals have no gaps: the transaction that stores a group raises the job's cursor by one and refuses any
   other ordinal. So no prompt is skipped or used twice, whatever order groups end in.
-* open → ready | failed | dropped; ready → consumed (only in :func:`~rookery.storage.versions.commit_step`) | dropped;
-  nothing else.
+* open → ready | failed | dropped; ready → consumed (only in :func:`~rookery.storage.repositories.versions.commit_step`)
+  | dropped; nothing else.
 * An episode is closed once; a group closes its remaining episodes with itself.
 * Changes of groups and episodes store the job's ``counters`` where they are given, in the same transaction: after any
   crash they count exactly the stored work.

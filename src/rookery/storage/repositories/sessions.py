@@ -23,7 +23,7 @@ from rookery.storage.models import (
     SessionRow,
     VersionRow,
 )
-from rookery.storage.versions import add_version, unnamed
+from rookery.storage.repositories.versions import add_version, unnamed
 
 _FINISH_FUTURE = update(FutureRow).where(FutureRow.id == bindparam("future"), FutureRow.outcome.is_(None))
 _EMPTY_CALL = update(FutureRow).where(FutureRow.id == bindparam("future"), FutureRow.model.is_(None))
@@ -105,7 +105,7 @@ def over_models(connection: Connection, before: float) -> list[str]:
 
 def end_model(connection: Connection, id: str) -> list[str]:
     """Delete its calls; its policy has no head and keeps no version. Returns the hashes of the versions that it kept;
-    :func:`~rookery.storage.versions.unnamed` tells which of them nothing names now."""
+    :func:`~rookery.storage.repositories.versions.unnamed` tells which of them nothing names now."""
     policy = connection.execute(select(ModelRow.policy).where(ModelRow.id == id)).scalar_one()
     connection.execute(delete(FutureRow).where(FutureRow.model == id))
     connection.execute(update(PolicyRow).where(PolicyRow.id == policy).values(head_version=None))
@@ -130,7 +130,7 @@ def commit_model(
 ) -> VersionRow:
     """The next version of a model's policy, with the calls up to ``done_seq`` in it and, where given, the ``outcome``
     (future's id, its bytes) of the call that made it: all of it or nothing. Those calls need not be kept any more.
-    Raises :class:`Conflict` as :func:`~rookery.storage.versions.commit_step` does."""
+    Raises :class:`Conflict` as :func:`~rookery.storage.repositories.versions.commit_step` does."""
     row = add_version(
         connection, job=None, policy=policy, lease=lease, parent=parent, manifest=manifest, step=step, time=time
     )
