@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Quiet unless it fails: then the whole log is shown.
 define pip
-	@$(BIN)/python -m pip --disable-pip-version-check --no-color --log $(VENV)/pip.log install --quiet --quiet --constraint constraints.txt $(1) \
+	@$(BIN)/python -m pip --disable-pip-version-check --no-color --log $(VENV)/pip.log install --progress-bar off --quiet --quiet --constraint constraints.txt $(1) \
 		2> $(VENV)/pip.err || { cat $(VENV)/pip.err >&2; echo "pip failed; its log: $(VENV)/pip.log" >&2; exit 1; }
 endef
 
@@ -161,4 +161,4 @@ $(VENV)/.tests: $(VENV)/.installed
 
 # A version of the SDK beside the installed one: what it depends on is in .venv already.
 $(VENV)/sdks/%: | $(VENV)/.tests
-	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --no-deps --target $@ tinker==$*
+	@$(BIN)/python -m pip --disable-pip-version-check install --quiet --quiet --progress-bar off --no-deps --target $@ tinker==$*
