@@ -10,11 +10,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from scipy import stats
+
 CONFIDENCE = 0.95
 """Of every interval: of twenty comparisons in which nothing differs, one is expected to seem to."""
-
-STEPS = 2000
-"""Of Simpson's rule: quantiles are then right to more digits than are ever shown."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +45,8 @@ def mean(values: Sequence[float]) -> Mean:
 
 
 def t_quantile(probability: float, freedom: float) -> float:
-    """The ``probability`` quantile (1/2 to below 1) of Student's t with ``freedom`` >= 1 degrees of freedom.
-
-    With t = sqrt(freedom) · tan(angle) the density is proportional to cos(angle)^(freedom − 1), which is integrated
-    over the angle; the angle is found by bisection."""
-
-    def mass(angle: float) -> float:
-        width = angle / STEPS
-        ends = 1.0 + math.cos(angle) ** (freedom - 1)
-        odd = math.fsum(math.cos(i * width) ** (freedom - 1) for i in range(1, STEPS, 2))
-        even = math.fsum(math.cos(i * width) ** (freedom - 1) for i in range(2, STEPS, 2))
-        return (ends + 4 * odd + 2 * even) * width / 3
-
-    wanted = (2 * probability - 1) * math.sqrt(math.pi) / 2 * math.gamma(freedom / 2) / math.gamma((freedom + 1) / 2)
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if mass(middle) < wanted else (low, middle)
-    return math.sqrt(freedom) * math.tan(low)
+    """The ``probability`` quantile of Student's t with ``freedom`` degrees of freedom."""
+    return float(stats.t.ppf(probability, freedom))
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> Interval:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.harness import MODEL, Result, command
+from benchmarks.lib.intervals import t_quantile
 from benchmarks.lib.service import Bench, Liked, job, service
 from benchmarks.lib.workload import PROMPTS, questions
 from tests.chaos.driver import Deployment, wait_until
@@ -36,8 +37,6 @@ SETTLED = 8
 """Steps after which T_seed is taken as found."""
 LOOKED_AT = 12
 REMOTE = ("far-1", "far-2", "far-3")
-T95 = {9: 2.262, 10: 2.228, 11: 2.201, 14: 2.145, 19: 2.093}
-"""Student's t at 95%, two-sided, by degrees of freedom."""
 
 
 # --- alone ------------------------------------------------------------------------------------------------------------
@@ -62,7 +61,7 @@ def alone(result: Result, repeats: int) -> None:
     without = result.add("co-located step, no seeding", seconds[False], "s", f"means of {STEPS} steps")
     ratios = [one / other - 1 for one, other in zip(seconds[True], seconds[False], strict=True)]
     mean = statistics.fmean(ratios)
-    half = T95[min(T95, key=lambda n: abs(n - (repeats - 1)))] * statistics.stdev(ratios) / math.sqrt(repeats)
+    half = t_quantile(0.975, repeats - 1) * statistics.stdev(ratios) / math.sqrt(repeats)
     result.judge(
         "without a remote worker it costs < 5%", f"{mean:+.1%} ± {half:.1%}", mean < 0.05,
         f"{repeats} pairs, 95% interval of the mean; medians {with_it.median:.2f} s and {without.median:.2f} s",
