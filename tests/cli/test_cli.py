@@ -308,9 +308,12 @@ def test_tenants_keys_and_costs(
     with monkeypatch.context() as others:
         others.setenv("ROOKERY_KEY", key)
         assert call("jobs", "list") == 0
-        for refused in (("tenants", "list"), ("costs",), ("tenants", "revoke", "ada", row["id"])):
+        limit = ("tenants", "limit", "ada", "--jobs", "9")
+        for refused in (("tenants", "list"), ("costs",), ("tenants", "revoke", "ada", row["id"]), limit):
             assert call(*refused) == 2
         assert "administrator" in capsys.readouterr().err
+    assert call("tenants", "limit", "ada", "--jobs", "3") == 0
+    assert "ada: at most 3 jobs run at once" in capsys.readouterr().out
     assert call("tenants", "revoke", "ada", row["id"]) == 0
     assert f"key {row['id']} (laptop) is revoked" in capsys.readouterr().out
     with monkeypatch.context() as others:
