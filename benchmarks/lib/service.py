@@ -53,7 +53,7 @@ def service(data: Path | None = None, **settings: Any) -> Iterator[Bench]:
     with ExitStack() as stack:
         folder = data or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         given = {"port": 0, "models": MODEL, "log_level": "WARNING"} | settings
-        embedded = stack.enter_context(EmbeddedService(Settings.load(data=folder, **given)))
+        embedded = stack.enter_context(EmbeddedService(Settings.load(data=folder, **{"tenant_jobs": 64, **given})))
         client = rookery.Client(embedded.url, embedded.key)
         stack.callback(client.close)
         if given.get("workers", 1):
