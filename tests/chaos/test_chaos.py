@@ -122,7 +122,7 @@ class Story:
         assert [group["ordinal"] for group in self.groups] == list(range(count))
         environment = Steady()
         if self.spec["environment"].get("id") == "jsonl":
-            options = {name: self.spec["environment"][name] for name in ("rows", "verifier")}
+            options = {"rows": ROWS, "verifier": self.spec["environment"]["verifier"]}  # rows are stored as a dataset
             environment = find("jsonl")(options)
         order, _ = PromptDataset(environment, "train").take(0, count, self.spec["seed"], True, wrap=True)
         assert [group["prompt"] for group in self.groups] == order
