@@ -256,8 +256,10 @@ class WatchedDatabase(Database):
             self.history.submitted(row.id, row.spec, policies)
         return row, created
 
-    def set_job_state(self, job: str, state: JobState, reason: str, time: float, error: str = "") -> JobRow:
-        row = super().set_job_state(job, state, reason, time, error)
+    def set_job_state(
+        self, job: str, state: JobState, reason: str, time: float, error: str = "", resumes: bool = False
+    ) -> JobRow:
+        row = super().set_job_state(job, state, reason, time, error, resumes)
         self.history.is_now(job, state, reason)
         return row
 

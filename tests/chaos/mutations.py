@@ -86,7 +86,7 @@ MUTATIONS = [
     _one(
         "take tokens from whoever sends them", RolloutScheduler, "on_output", " or inflight.worker is not worker", "",
         "tokens",
-        "epochs",
+        "epochs", "once",
     ),
     _one(
         "forget to requeue what a lost worker had", RolloutScheduler, "on_worker_lost",
