@@ -86,7 +86,7 @@ MUTATIONS = [
     _one(
         "take tokens from whoever sends them", RolloutScheduler, "on_output", " or inflight.worker is not worker", "",
         "tokens",
-        "epochs", "once",
+        "epochs", half_opens=0.05, slow_latency=4.0,
     ),
     _one(
         "forget to requeue what a lost worker had", RolloutScheduler, "on_worker_lost",
