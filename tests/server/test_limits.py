@@ -261,7 +261,8 @@ def test_sockets_without_a_hello_are_bounded(tmp_path: Path) -> None:
         url = service.url.replace("http", "ws", 1) + "/wire/worker"
         for _ in range(20):
             opened.enter_context(connect(url))
-        assert metric(service, "connections") <= 8 and metric(service, "connections_evicted_total") == 16
+        # One more when the service's environment host says hello among them.
+        assert metric(service, "connections") <= 8 and metric(service, "connections_evicted_total") in (16, 17)
         token = (tmp_path / "data" / "worker.token").read_text().strip()
         client = opened.enter_context(admin_of(service))
         opened.enter_context(ScriptedWorker(service.url, token, tokenizer(tmp_path)))
