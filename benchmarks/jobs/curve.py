@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.jobs.curve_figures import LATENCIES, SOLO_JOBS, STALENESS, STEPS, TENANTS, TRL_JOBS, figures, trl_times
 from benchmarks.lib.cells import Cell, Cells
@@ -111,30 +112,40 @@ def warm_service() -> Iterator[Bench]:
 
 
 def together(bench: Bench, tenants: Sequence[Tenant], name: str, steps: int = STEPS) -> Cell:
-    """Jobs of different tenants, submitted at once, to their end. ``makespan`` is from the first submit to the last
-    job's end, ``decode`` and ``train`` the worker's seconds in slices of either meanwhile; per job, ``seconds`` from
-    the first submit to its own end and ``compute`` what the service put on its bill."""
+    """Jobs of different tenants, submitted at once, to their end."""
+    jobs = []
+    for tenant in tenants:
+        spec = job(name, steps, staleness=tenant.staleness, seed=tenant.seed)
+        environment = Liked(stories(PROMPTS * steps), tenant.latency)
+        jobs.append((environment, {"latency": tenant.latency, "seed": tenant.seed}, spec))
+    return submit(bench, jobs, name)
+
+
+def submit(bench: Bench, jobs: Sequence[tuple[rookery.Environment, Cell, dict[str, Any]]], name: str) -> Cell:
+    """Jobs (environment, what to record with it, specification), each of a tenant of its own, submitted at once, to
+    their end. ``makespan`` is from the first submit to the last job's end, ``decode`` and ``train`` the worker's
+    seconds in slices of either meanwhile; per job, ``seconds`` from the first submit to its own end and ``compute``
+    what the service put on its bill."""
     with ExitStack() as stack:
         clients = []
-        for i in range(len(tenants)):
+        for i in range(len(jobs)):
             tenant = bench.client.add_tenant(f"{name}-{i}")
             clients.append(stack.enter_context(rookery.Client(bench.url, bench.client.add_key(tenant.id).key)))
         before = busy(bench)
         began = time.time()
-        jobs = []
-        for client, tenant in zip(clients, tenants, strict=True):
-            spec = job(name, steps, staleness=tenant.staleness, seed=tenant.seed)
+        running = []
+        for client, (environment, _, spec) in zip(clients, jobs, strict=True):
             spec["checkpoints"] = {"keep_last": 1, "keep_best": False}  # dozens of tenants share a disk
-            jobs.append(client.train(environment=Liked(stories(PROMPTS * steps), tenant.latency), **spec))
-        ended = [completed(one) for one in jobs]
+            running.append(client.train(environment=environment, **spec))
+        ended = [completed(one) for one in running]
         after = busy(bench)
         return {
             "makespan": max(view.finished for view in ended) - began,
             "decode": after[0] - before[0],
             "train": after[1] - before[1],
             "jobs": [
-                {"latency": tenant.latency, "seed": tenant.seed, "seconds": view.finished - began, **record(one)}
-                for tenant, view, one in zip(tenants, ended, jobs, strict=True)
+                {**about, "seconds": view.finished - began, **record(one)}
+                for (_, about, _), view, one in zip(jobs, ended, running, strict=True)
             ],
         }
 

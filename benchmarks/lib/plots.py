@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.jobs import agentic_figures
 from benchmarks.jobs.curve_figures import LATENCIES, PAPER_GAIN, TENANTS
 from benchmarks.jobs.lag_figures import LAGS, LOSSES, collapsed, curve, final, of_arm
 from benchmarks.lib.harness import HERE
@@ -29,7 +30,7 @@ def draw(results: Mapping[str, dict[str, Any]], folder: Path = FOLDER) -> dict[s
     """The picture of every result that has one and enough data for it: its path, by the result's name. ``speed`` is
     of several."""
     makers: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
-        "curve": _curve, "lag_study": _lag_study, "asynchrony": _asynchrony,
+        "curve": _curve, "agentic": _agentic, "lag_study": _lag_study, "asynchrony": _asynchrony,
     }  # fmt: skip
     figures = {name: make(results[name]["data"]) for name, make in makers.items() if name in results}
     made = {}
@@ -139,6 +140,39 @@ def _curve(data: dict[str, Any]) -> Figure | None:
     times.legend(fontsize=7)
     gains.legend(fontsize=7, handles=gains.get_lines()[-4:-2], loc="center left")
     _plain(times, gains, busy)
+    return figure
+
+
+def _agentic(data: dict[str, Any]) -> Figure | None:
+    """Small agentic jobs: time saved over one after another, the worker's busy share, and the ablations' makespans."""
+    points = data["points"]
+    if not points:
+        return None
+    figure, (saved, busy, bars) = _new(4.2, 3)
+    for latency, colour in zip(agentic_figures.LATENCIES, LATENCY_COLOURS.values(), strict=True):
+        of = [point for point in points if point["latency"] == latency]
+        tenants = [point["tenants"] for point in of]
+        for panel, name in ((saved, "saved"), (busy, "busy")):
+            label = f"tool {latency:g} s"
+            panel.plot(tenants, [100 * p[name] for p in of], "o-", color=colour, markersize=4, label=label)
+    saved.axhline(85, color=GREY, linewidth=1)
+    saved.text(1, 85, "MARLaaS: 85%", fontsize=8, color="#555555", va="bottom")
+    saved.set_ylabel("time saved over one after another, %")
+    busy.set_ylabel("worker busy, % of the makespan")
+    for axes in (saved, busy):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(TENANTS, [str(count) for count in TENANTS])
+        axes.set_xlabel("tenants")
+        axes.set_ylim(-15 if axes is saved else 0, 105)
+    for place, (arm, _, ratio) in enumerate(data.get("ablations", [])):
+        bars.bar(place, ratio, color="#c46a1b")
+        name = arm.replace(" per", "\nper")
+        bars.text(place, ratio / 2, f"{ratio:.2f}\n{name}", ha="center", fontsize=7, color="white")
+    bars.axhline(1, color=GREY, linewidth=1)
+    bars.set_xticks([])
+    bars.set_ylabel(f"makespan without it, {TENANTS[-1]} tenants, tool {agentic_figures.TOOL_SECONDS:g} s")
+    saved.legend(fontsize=7)
+    _plain(saved, busy, bars)
     return figure
 
 

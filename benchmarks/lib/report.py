@@ -8,14 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.jobs import asynchrony_figures, curve_figures, lag_figures
+from benchmarks.jobs import agentic_figures, asynchrony_figures, curve_figures, lag_figures
 from benchmarks.lib import pages
 from benchmarks.lib.harness import HERE, RESULTS, ROOT, write_result
 from benchmarks.lib.pages import VERDICT, markdown
 from benchmarks.lib.plots import draw
 
 ORDER = (
-    "generation", "spinning", "training", "grpo_step", "curve", "asynchrony", "lag_study", "memory",
+    "generation", "spinning", "training", "grpo_step", "curve", "agentic", "asynchrony", "lag_study", "memory",
     "service_floor", "tinker_latency", "preemption_kills", "preemption_training", "preemption_overhead",
     "preemption_joining", "preemption_restart", "seeding", "gpu",
 )  # fmt: skip
@@ -37,6 +37,7 @@ against float32 on the CPU, measures it beside transformers and PEFT, and this s
 
 FIGURES = {
     "curve": curve_figures.figures,
+    "agentic": agentic_figures.figures,
     "asynchrony": asynchrony_figures.figures,
     "lag_study": lag_figures.figures,
 }

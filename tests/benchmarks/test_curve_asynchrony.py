@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.jobs import asynchrony_figures, curve_figures, lag_figures, lag_study
+from benchmarks.jobs import agentic_figures, asynchrony_figures, curve_figures, lag_figures, lag_study
 from benchmarks.jobs.asynchrony_figures import (
     APART,
     BUDGETS,
@@ -29,7 +29,7 @@ from benchmarks.lib.harness import RESULTS, ROOT
 from benchmarks.lib.plots import FOLDER, draw
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.support.measured import asynchrony_cells, curve_cells, lag_run
+from tests.support.measured import agentic_cells, asynchrony_cells, curve_cells, lag_run
 
 from rookery.algorithms.losses import LOSSES as LOSS_FUNCTIONS
 from rookery.spec.parsing import parse_job
@@ -236,17 +236,24 @@ def test_every_arm_is_a_job() -> None:
 def test_pictures_are_drawn_of_what_there_is(tmp_path: Path) -> None:
     results = {
         "curve": {"data": {**curve_figures.figures(curve_cells()).data, "cells": curve_cells()}},
+        "agentic": {"data": {**agentic_figures.figures(agentic_cells()).data, "cells": agentic_cells()}},
         "lag_study": {"data": {**lag_figures.figures(lag_cells()).data, "cells": lag_cells()}},
         "asynchrony": {"data": {**asynchrony_figures.figures(asynchrony_cells()).data, "cells": asynchrony_cells()}},
     }
     made = draw(json.loads(json.dumps(results)), tmp_path)
-    assert sorted(path.name for path in made.values()) == ["asynchrony.png", "curve.png", "lag_study.png"]
+    assert sorted(path.name for path in made.values()) == [
+        "agentic.png",
+        "asynchrony.png",
+        "curve.png",
+        "lag_study.png",
+    ]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in made.values())
 
 
 def test_of_nothing_no_picture_is_drawn(tmp_path: Path) -> None:
     results = {
         "curve": {"data": curve_figures.figures({}).data},
+        "agentic": {"data": agentic_figures.figures({}).data},
         "lag_study": {"data": {**lag_figures.figures({}).data, "cells": {}}},
         "asynchrony": {"data": asynchrony_figures.figures({}).data},
     }

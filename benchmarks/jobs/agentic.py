@@ -1,0 +1,180 @@
+"""Small agentic jobs whose tools make them wait: N tenants at once against the same jobs one after another.
+
+``python -m benchmarks.jobs.agentic [--latency …] [--tenants …] [--seeds …] [--discard]``; resumable. A job is 1 prompt
+x 8 episodes x 3 turns x 20 tokens per step, 5 steps; the tool takes ``latency`` seconds per turn. Cells, each with a
+service of its own and one worker process, after an uncounted job:
+
+* *solo*: jobs alone on the service, staleness 0 and 2;
+* *crowd*: N tenants with keys and environments of their own submit at the same moment, staleness 2;
+* *ablation*: the largest crowd at a latency of 2 s without one part: each forward pass has one job's rows, all tenants
+  pass a barrier between rollouts and training, staleness 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from benchmarks.jobs.agentic_figures import (
+    ABLATIONS,
+    LATENCIES,
+    PROMPTS,
+    SOLO_JOBS,
+    STALENESS,
+    STEPS,
+    TENANTS,
+    TOOL_SECONDS,
+    figures,
+)
+from benchmarks.jobs.curve import SEED_STRIDE, submit
+from benchmarks.lib.cells import Cell, Cells
+from benchmarks.lib.harness import MODEL
+from benchmarks.lib.service import BEAT_SECONDS, Bench, job, service
+from benchmarks.lib.workload import COMPLETIONS, REPLY_TOKENS, reward, stories
+
+import rookery
+
+TURNS = 3
+ONE_TENANT = {"max_rows": COMPLETIONS, "tenant_turn_share": 1.0}
+"""As many rows as one job's step has, taken by one tenant in a turn: passes are not shared."""
+
+
+class Tool(rookery.Environment):
+    """Three turns; after each reply a tool works for some seconds. ``barrier``, if given, holds the episodes of all
+    tenants before their first and after their last turn, until all others are there."""
+
+    def __init__(self, questions: list[str], seconds: float, barrier: Barrier | None = None) -> None:
+        self.questions = questions
+        self.seconds = seconds
+        self.barrier = barrier
+
+    def for_episode(self) -> rookery.Environment:
+        return copy.copy(self)  # all episodes share the barrier
+
+    def prompts(self, split: str) -> list[dict[str, str]]:
+        return [{"question": text} for text in self.questions]
+
+    async def reset(self, prompt: dict[str, str], seed: int) -> list[dict[str, str]]:
+        self.liked = 0.0
+        if self.barrier is not None:
+            await self.barrier.wait()
+        return [{"role": "user", "content": prompt["question"]}]
+
+    async def step(self, reply: Any) -> rookery.Step:
+        await asyncio.sleep(self.seconds)
+        self.liked += reward(reply.tokens) / TURNS
+        if reply.turn < TURNS - 1:
+            return rookery.Step(messages=[{"role": "tool", "content": "Noted. Go on."}])
+        if self.barrier is not None:
+            await self.barrier.wait()
+        return rookery.Step(reward=self.liked, done=True)
+
+
+class Barrier:
+    """Holds so many episodes, of environments in any thread, until the last of them arrives."""
+
+    def __init__(self, episodes: int) -> None:
+        self._barrier = threading.Barrier(episodes)
+
+    async def wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+
+        def arrive() -> None:
+            self._barrier.wait()
+            loop.call_soon_threadsafe(done.set_result, None)
+
+        threading.Thread(target=arrive, daemon=True).start()  # a thread each: all of them wait at once
+        await done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--latency", nargs="*", type=float, choices=LATENCIES, default=LATENCIES)
+    parser.add_argument("--tenants", nargs="*", type=int, choices=TENANTS, default=TENANTS)
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0], help="each is a run of all cells (default: 0)")
+    parser.add_argument("--discard", action="store_true", help="drop the cells that are there")
+    given = parser.parse_args()
+    plan = {"model": MODEL, "job": [PROMPTS, COMPLETIONS, TURNS, REPLY_TOKENS, STEPS]}
+    cells = Cells(figures, plan, discard=given.discard)
+    for seed in given.seeds:
+        for latency in given.latency:
+            for staleness in STALENESS:
+                cells.measure(
+                    f"solo/{latency:g}/{staleness}/{seed}",
+                    lambda latency=latency, staleness=staleness, seed=seed: solo(latency, staleness, seed),
+                )
+            for count in given.tenants:
+                cells.measure(
+                    f"crowd/{latency:g}/{count}/{seed}",
+                    lambda latency=latency, count=count, seed=seed: crowd(latency, count, seed),
+                )
+        if TOOL_SECONDS in given.latency and TENANTS[-1] in given.tenants:
+            for arm in ABLATIONS:
+                cells.measure(f"ablation/{arm}/{seed}", lambda arm=arm, seed=seed: ablation(arm, seed))
+    cells.tell()
+
+
+def solo(latency: float, staleness: int, seed: int) -> Cell:
+    """A few jobs, each alone on the service."""
+    with warm_service() as bench:
+        runs = [agents(bench, [SEED_STRIDE * seed + i], latency, staleness, f"solo{i}") for i in range(SOLO_JOBS)]
+    jobs = [{**run["jobs"][0], "decode": run["decode"], "train": run["train"]} for run in runs]
+    return {"latency": latency, "staleness": staleness, "seed": seed, "jobs": jobs}
+
+
+def crowd(latency: float, count: int, seed: int, staleness: int = STALENESS[-1]) -> Cell:
+    """So many tenants at once."""
+    with warm_service() as bench:
+        found = agents(bench, [SEED_STRIDE * seed + i for i in range(count)], latency, staleness, "crowd")
+    return {"latency": latency, "tenants": count, "seed": seed, **found}
+
+
+def ablation(arm: str, seed: int) -> Cell:
+    """The largest crowd without one part."""
+    count = TENANTS[-1]
+    if arm == "staleness 0":
+        return crowd(TOOL_SECONDS, count, seed, staleness=0)
+    barrier = Barrier(count * COMPLETIONS) if arm == "global barrier" else None
+    with warm_service(**(ONE_TENANT if arm == "one tenant per pass" else {})) as bench:
+        # at a barrier all tenants are at the same step, so groups in advance would wait for ever
+        staleness = 0 if barrier else STALENESS[-1]
+        seeds = [SEED_STRIDE * seed + i for i in range(count)]
+        found = agents(bench, seeds, TOOL_SECONDS, staleness, "crowd", barrier=barrier)
+    return {"latency": TOOL_SECONDS, "tenants": count, "seed": seed, **found}
+
+
+@contextmanager
+def warm_service(**settings: Any) -> Iterator[Bench]:
+    """A service whose worker has trained a step before."""
+    with service(heartbeat_seconds=BEAT_SECONDS, **settings) as bench:
+        agents(bench, [0], 0.0, 0, "warm", steps=1)
+        yield bench
+
+
+def agents(
+    bench: Bench,
+    seeds: list[int],
+    latency: float,
+    staleness: int,
+    name: str,
+    *,
+    steps: int = STEPS,
+    barrier: Barrier | None = None,
+) -> Cell:
+    """A tenant for each of ``seeds``, all at once; :func:`curve.submit` has the figures."""
+    questions = stories(PROMPTS * steps)
+    specs = []
+    for seed in seeds:
+        spec = job(name, steps, staleness=staleness, seed=seed, groups_per_step=PROMPTS)
+        specs.append((Tool(questions, latency, barrier), {"latency": latency, "seed": seed}, spec))
+    return submit(bench, specs, name)
+
+
+if __name__ == "__main__":
+    main()

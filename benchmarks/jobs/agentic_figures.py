@@ -1,0 +1,198 @@
+"""What the agentic cells say: time saved, busy share, the bound, the number of tenants that fill the worker. Pure.
+
+With T the seconds of a job alone at the crowd's staleness and C the worker's seconds in slices for it:
+
+* *bound* of N tenants: max(sum of C, max of T); C is the crowd's own, or that of a job alone where that is less.
+* *saturation*: the N at which the worker is full. Predicted from a job alone: T/C. Measured: the most jobs per second
+  that any crowd did, times T, as Little's law has it.
+* *time saved*: 1 − makespan / (N times the seconds of a job alone), staleness 0 or 2.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from benchmarks.jobs.curve_figures import LEAST_EFFICIENCY, PAPER_GAIN, bound
+from benchmarks.lib.cells import Cell, table
+from benchmarks.lib.harness import Result, Row, Verdict
+from benchmarks.lib.intervals import paired
+
+LATENCIES = (0.0, 0.5, 2.0, 8.0)
+"""Seconds that the tool takes per turn."""
+TOOL_SECONDS = 2.0
+TENANTS = (1, 2, 4, 8, 16, 32)
+STALENESS = (0, 2)
+PROMPTS = 1
+STEPS = 5
+SOLO_JOBS = 2
+ABLATIONS = ("one tenant per pass", "global barrier", "staleness 0")
+
+PAPER_BUSY = 4.3
+"""MARLaaS: up to so many times the utilisation of one job after another."""
+LEAST_SAVED = {2.0: 0.87, 8.0: 0.93}
+"""Of the time of jobs one after another at staleness 0, by latency; the paper's is 85%."""
+SATURATION_ERROR = 0.2
+
+
+def figures(cells: Mapping[str, Cell]) -> Result:
+    """The result: points by latency and N, ablations, verdicts."""
+    result = Result("agentic", "Small agentic jobs of many tenants", "python -m benchmarks.jobs.agentic")
+    found = points(cells)
+    for latency in LATENCIES:
+        for staleness in STALENESS:
+            jobs = alone(cells, latency, staleness)
+            if jobs:
+                compute = statistics.median(job["decode"] + job["train"] for job in jobs)
+                seconds = [job["seconds"] for job in jobs]
+                note = f"of it {compute:.1f} s of the worker"
+                result.rows.append(
+                    Row(f"a job alone, staleness {staleness}, latency {latency:g} s", seconds, "s", note)
+                )
+    largest = {point["latency"]: point for point in found if point["tenants"] == TENANTS[-1]}
+    for latency, least in LEAST_SAVED.items():
+        _judge(result, f"{TENANTS[-1]} tenants, latency {latency:g} s: at least {least:.0%} less time than one after "
+               "another, staleness 0", largest.get(latency), "saved", least)  # fmt: skip
+    _judge(result, f"{TENANTS[-1]} tenants, latency {TOOL_SECONDS:g} s: at least {PAPER_BUSY} x the busy share",
+           largest.get(TOOL_SECONDS), "busy_gain", PAPER_BUSY)  # fmt: skip
+    for latency in LATENCIES:
+        target = f"{TENANTS[-1]} tenants, latency {latency:g} s: makespan within 1/{LEAST_EFFICIENCY} of the bound"
+        _judge(result, target, largest.get(latency), "efficiency", LEAST_EFFICIENCY)
+        _judge_saturation(result, cells, found, latency)
+    _judge_rewards(result, cells)
+    result.notes.append(
+        f"The paper's 85% less time is {PAPER_GAIN:.1f} x. At latency 0 a job alone keeps the worker busy, so"
+        " many at once gain little: the gain is the time that a job would spend waiting for its tool."
+    )
+    head = ["latency, s", "tenants", "makespan, s", "bound, s", "bound / makespan", "busy", "busy over one alone",
+            "time saved over staleness 0", "over staleness 2", "mean reward", "runs"]  # fmt: skip
+    keys = ("latency", "tenants", "makespan", "bound", "efficiency", "busy", "busy_gain", "saved", "saved_async",
+            "reward", "runs")  # fmt: skip
+    result.data["tables"] = [table("Makespan by tenants and latency", head, [[p[key] for key in keys] for p in found])]
+    result.data["points"] = found
+    bars = ablations(cells, largest.get(TOOL_SECONDS))
+    if bars:
+        title = f"{TENANTS[-1]} tenants at {TOOL_SECONDS:g} s without one part"
+        rows = [[arm, makespan, ratio] for arm, makespan, ratio in bars]
+        result.data["tables"].append(table(title, ["arm", "makespan, s", "over all parts"], rows))
+        result.data["ablations"] = bars
+    return result
+
+
+def alone(cells: Mapping[str, Cell], latency: float, staleness: int, seed: int | None = None) -> list[dict[str, Any]]:
+    """The solo jobs, of one run or of all."""
+    return [
+        job
+        for key, cell in cells.items()
+        if key.startswith("solo/") and (cell["latency"], cell["staleness"]) == (latency, staleness)
+        if seed in (None, cell["seed"])
+        for job in cell["jobs"]
+    ]
+
+
+def points(cells: Mapping[str, Cell]) -> list[dict[str, Any]]:
+    """By latency, then by N: medians over the runs, of ratios too, each within one run."""
+    found = []
+    for latency in LATENCIES:
+        for count in TENANTS:
+            runs = [
+                run
+                for key, cell in cells.items()
+                if key.startswith(f"crowd/{latency:g}/{count}/") and (run := _run(cells, cell)) is not None
+            ]
+            if runs:
+                values = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+                found.append({"latency": latency, "tenants": count, **values, "runs": len(runs)})
+    return found
+
+
+def _run(cells: Mapping[str, Cell], cell: Cell) -> dict[str, float] | None:
+    count, makespan = len(cell["jobs"]), cell["makespan"]
+    sync, later = (alone(cells, cell["latency"], staleness, cell["seed"]) for staleness in STALENESS)
+    if not sync or not later:
+        return None
+    compute = cell["decode"] + cell["train"]
+    least = bound([min(compute / count, _mean(_computes(later)))] * count, [_mean(job["seconds"] for job in later)])
+    seconds = {staleness: _mean(job["seconds"] for job in jobs) for staleness, jobs in ((0, sync), (2, later))}
+    idle = _mean(_computes(sync)) / seconds[0]
+    return {
+        "makespan": makespan,
+        "bound": least,
+        "efficiency": least / makespan,
+        "busy": compute / makespan,
+        "busy_gain": compute / makespan / idle,
+        "saved": 1 - makespan / (count * seconds[0]),
+        "saved_async": 1 - makespan / (count * seconds[2]),
+        "reward": _mean(_mean(job["rewards"]) for job in cell["jobs"]),
+    }
+
+
+def ablations(cells: Mapping[str, Cell], whole: dict[str, Any] | None) -> list[tuple[str, float, float]]:
+    """(arm, median makespan, ratio to that with all parts)."""
+    if whole is None:
+        return []
+    found = []
+    for arm in ABLATIONS:
+        runs = [cell["makespan"] for key, cell in cells.items() if key.startswith(f"ablation/{arm}/")]
+        if runs:
+            makespan = statistics.median(runs)
+            found.append((arm, makespan, makespan / whole["makespan"]))
+    return found
+
+
+def saturation(cells: Mapping[str, Cell], found: list[dict[str, Any]], latency: float) -> tuple[float, float] | None:
+    """(predicted, measured) number of tenants that fill the worker; None where no job was measured alone, or the worker
+    was not full at the largest N."""
+    jobs = alone(cells, latency, STALENESS[-1])
+    curve = [point for point in found if point["latency"] == latency]
+    if not jobs or not curve or curve[-1]["tenants"] < TENANTS[-1]:
+        return None
+    seconds = _mean(job["seconds"] for job in jobs)
+    return seconds / _mean(_computes(jobs)), max(p["tenants"] / p["makespan"] for p in curve) * seconds
+
+
+def _judge(result: Result, target: str, point: dict[str, Any] | None, name: str, least: float) -> None:
+    if point is None:
+        result.verdicts.append(Verdict(target, "-", None))
+        return
+    shown = f"{point[name]:.2f}" if least > 1 else f"{point[name]:.0%}"
+    shown += f"; makespan {point['makespan']:.0f} s, median of {point['runs']}"
+    result.verdicts.append(Verdict(target, shown, point[name] >= least))
+
+
+def _judge_saturation(result: Result, cells: Mapping[str, Cell], found: list[dict[str, Any]], latency: float) -> None:
+    pair = saturation(cells, found, latency)
+    if pair is not None:
+        target = f"latency {latency:g} s: tenants that fill the worker, predicted within {SATURATION_ERROR:.0%}"
+        shown = f"{pair[0]:.1f} predicted, {pair[1]:.1f} measured"
+        result.verdicts.append(Verdict(target, shown, abs(pair[0] / pair[1] - 1) <= SATURATION_ERROR))
+
+
+def _judge_rewards(result: Result, cells: Mapping[str, Cell]) -> None:
+    """Each seed's mean reward in the crowd of all tenants less the same job's alone, at the crowd's staleness."""
+    single = {
+        job["seed"]: _mean(job["rewards"])
+        for latency in LATENCIES
+        for job in alone(cells, latency, STALENESS[-1])
+    }  # fmt: skip
+    differences: dict[int, list[float]] = {}
+    for key, cell in cells.items():
+        for job in cell["jobs"] if key.startswith("crowd/") else ():
+            if job["seed"] in single:
+                differences.setdefault(job["seed"], []).append(_mean(job["rewards"]) - single[job["seed"]])
+    target = "rewards per tenant equal within noise, at least 3 seeds"
+    if len(differences) < 3:
+        result.verdicts.append(Verdict(target, "-", None))
+        return
+    found = paired([_mean(values) for values in differences.values()])
+    shown = f"{found.difference:+.4f} in a crowd, 95% interval {found.low:+.4f} to {found.high:+.4f}"
+    result.verdicts.append(Verdict(target, shown, found.null, f"{len(differences)} seeds"))
+
+
+def _computes(jobs: list[dict[str, Any]]) -> list[float]:
+    return [job["decode"] + job["train"] for job in jobs]
+
+
+def _mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)

@@ -1,0 +1,51 @@
+"""Agentic jobs of many tenants: what is made of the measured cells."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+import pytest
+from benchmarks.jobs.agentic import Barrier
+from benchmarks.jobs.agentic_figures import LATENCIES, TENANTS, figures, points, saturation
+from tests.support.measured import agentic_cells
+
+
+def test_points_and_verdicts() -> None:
+    cells = agentic_cells()
+    found = {(point["latency"], point["tenants"]): point for point in points(cells)}
+    assert len(found) == len(LATENCIES) * len(TENANTS)
+    many = found[2.0, 32]
+    assert many["efficiency"] == many["busy"] == pytest.approx(0.9)
+    assert many["busy_gain"] == pytest.approx(0.9 / (4 / 34))
+    assert many["saved"] == pytest.approx(1 - 4 / 0.9 / 34) and many["runs"] == 3
+    assert found[0.0, 32]["saved"] < 0  # a full worker gains nothing
+    predicted, measured = saturation(cells, points(cells), 2.0) or (0, 0)
+    assert predicted == pytest.approx(14 / 4) and measured == pytest.approx(0.9 * 14 / 4)
+    verdicts = figures(agentic_cells(idle=0.05)).verdicts
+    assert all(verdict.met for verdict in verdicts), verdicts
+
+
+def test_a_target_that_is_missed_is_not_met() -> None:
+    slow = figures(agentic_cells(idle=0.6)).verdicts
+    assert [verdict.met for verdict in slow if "bound" in verdict.target] == [False] * len(LATENCIES)
+
+
+def test_whatever_is_missing_is_not_made_up() -> None:
+    cells = agentic_cells()
+    assert not any(verdict.met is not None for verdict in figures({}).verdicts)
+    for count in range(0, len(cells), 7):
+        json.dumps(figures(dict(list(cells.items())[:count])).data, allow_nan=False)
+    assert points({key: cell for key, cell in cells.items() if key.startswith("crowd")}) == []
+
+
+async def test_barrier_holds_until_all_have_arrived() -> None:
+    barrier = Barrier(3)
+    early = [asyncio.create_task(barrier.wait()) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    assert not any(task.done() for task in early)
+    began = time.monotonic()
+    await barrier.wait()
+    await asyncio.gather(*early)
+    assert time.monotonic() - began < 10
