@@ -1,12 +1,11 @@
 """The headline curve: N tenants at once against the same jobs one after another, with environments of some latency.
 
 ``python -m benchmarks.jobs.curve [--cells …] [--latency …] [--tenants …] [--seeds …] [--discard]``; resumable. A job is
-8 prompts x 8 completions x 20 tokens, 5 steps, staleness 0. Three kinds of cells:
+8 prompts x 8 completions x 20 tokens, 5 steps, staleness 0. Two kinds of cells:
 
 * *solo*: jobs alone on the service, one after another, staleness 0 and 2: what baselines and the bound are made of;
 * *crowd*: N tenants with keys and environments of their own submit at the same moment; before and after them the same
-  service does a job alone, since machines are not equally quick at all times;
-* *trl*: the same job in TRL's GRPOTrainer, at latency 0.
+  service does a job alone, since machines are not equally quick at all times.
 
 Every cell has a service of its own with one worker process, and begins with an uncounted job of one step.
 """
@@ -21,24 +20,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.jobs.curve_figures import LATENCIES, SOLO_JOBS, STALENESS, STEPS, TENANTS, TRL_JOBS, figures, trl_times
+from benchmarks.jobs.curve_figures import LATENCIES, SOLO_JOBS, STALENESS, STEPS, TENANTS, figures
 from benchmarks.lib.cells import Cell, Cells
-from benchmarks.lib.contender import ContenderFailed
 from benchmarks.lib.harness import MODEL
-from benchmarks.lib.model import start_peer
 from benchmarks.lib.service import BEAT_SECONDS, Bench, Liked, busy, completed, job, service
 from benchmarks.lib.workload import COMPLETIONS, PROMPTS, REPLY_TOKENS, stories
 
 import rookery
 
-KINDS = ("solo", "trl", "crowd")
+KINDS = ("solo", "crowd")
 SEEDS = (0, 1, 2)
 """Each is a run of every cell, with jobs of other seeds; ``--seeds 0`` is the quickest whole curve."""
 SEED_STRIDE = 100
 """Tenant i of run s has seed 100·s + i, at every N and latency: it is always the same job."""
-MICRO_BATCHES = (64, 32, 16, 8)
-"""TRL's; the quickest one's times count."""
-
 STAGES = ("queue", "generation", "environment", "waiting", "train", "commit")
 """Of a metrics row's ``seconds/…``: the first three of a mean episode, the others of the step."""
 
@@ -68,8 +62,6 @@ def main() -> None:
                         f"solo/{latency:g}/{staleness}/{seed}",
                         lambda latency=latency, staleness=staleness, seed=seed: solo(latency, staleness, seed),
                     )
-        if "trl" in given.cells:
-            trl(cells, seed)
         if "crowd" in given.cells:
             for count in given.tenants:
                 for name in given.latency:
@@ -157,33 +149,6 @@ def record(one: rookery.Job) -> Cell:
     found |= {stage: statistics.fmean(row[f"seconds/{stage}"] for row in rows) for stage in STAGES}
     found |= {name: statistics.fmean(row[name] for row in rows) for name in ("length_mean", "staleness_mean")}
     return found
-
-
-def trl(cells: Cells, seed: int) -> None:
-    """A job at each micro-batch, once, then in each run of the curve some at the quickest. What failed before is tried
-    again."""
-    for key in [key for key, cell in cells.cells.items() if "failed" in cell]:
-        del cells.cells[key]
-    for micro_batch in MICRO_BATCHES:
-        cells.measure(f"trl/{micro_batch}/0", lambda micro_batch=micro_batch: trl_job(micro_batch))
-    times = trl_times(cells.cells)
-    if times:
-        best = min(times, key=lambda size: min(times[size]))
-        for i in range(TRL_JOBS * seed, TRL_JOBS * (seed + 1)):
-            cells.measure(f"trl/{best}/{i}", lambda: trl_job(best))
-
-
-def trl_job(micro_batch: int) -> Cell:
-    """``seconds``: of each step after the first; ``failed`` where it did not run."""
-    try:
-        peer = start_peer("trl", "trl", "trl_step.py")
-        try:
-            answer = peer.run(steps=STEPS, micro_batch=micro_batch, texts="stories")
-        finally:
-            peer.close()
-    except ContenderFailed as error:
-        return {"micro_batch": micro_batch, "failed": str(error)}
-    return {"micro_batch": micro_batch, "versions": peer.about, **answer}
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ With T the seconds of a job alone (staleness 0, its own latency) and C the worke
   slower beside the crowd than in it: the bound is then the busy share, and says nothing of its own.
 * *busy share*: the worker's seconds in decode and training slices, over the makespan. It is the compute thread's; what
   the service and the environments use of the same cores lies beside it, not in it.
-* *one after another*: for each tenant the mean time of the solo jobs at its latency, added up; TRL's is the median of
-  its jobs. All are of the crowd's own run of the curve: machines are not equally quick on all days.
+* *one after another*: for each tenant the mean time of the solo jobs at its latency, added up. All are
+  of the crowd's own run of the curve: machines are not equally quick on all days.
 
 Jobs of the same seed are the same job at every N and latency. With staleness 0 a reward depends on the others only
 through the last bits of gradients, which are summed in another order when steps are packed: the first step's never.
@@ -32,7 +32,6 @@ STALENESS = (0, 2)
 STEPS = 5
 SOLO_JOBS = 3
 """Measured one after another; their mean is multiplied by the number of tenants."""
-TRL_JOBS = 3
 
 LEAST_EFFICIENCY = 0.85
 PAPER_GAIN = 1 / (1 - 0.85)
@@ -74,7 +73,7 @@ class Point:
     compute: float
     """Per tenant, in the crowd."""
     gains: dict[str, float | None]
-    """Over jobs one after another: ``sync`` (staleness 0), ``async`` (staleness 2), ``trl`` (at latency 0)."""
+    """Over jobs one after another: ``sync`` (staleness 0), ``async`` (staleness 2)."""
     queue: float
     """A mean episode's wait for a place in the worker."""
     reward: float
@@ -94,26 +93,6 @@ def alone(cells: Mapping[str, Cell], latency: float, staleness: int, seed: int |
         return None
     mean = {name: statistics.fmean(job[name] for job in found) for name in ("seconds", "decode", "train")}
     return Alone(**mean, runs=len(found))
-
-
-def trl_job(cells: Mapping[str, Cell]) -> tuple[float, int, int] | None:
-    """Seconds of a job in TRL at its quickest micro-batch (median), that micro-batch, and how many jobs; None where
-    none ran."""
-    times = trl_times(cells)
-    if not times:
-        return None
-    best = min(times, key=lambda size: min(times[size]))
-    return statistics.median(times[best]), best, len(times[best])
-
-
-def trl_times(cells: Mapping[str, Cell], seed: int | None = None) -> dict[int, list[float]]:
-    """Seconds of each job in TRL by micro-batch, of one run or of all: as many as its median step takes for each step.
-    Jobs in Rookery follow an uncounted one; TRL's first steps are those of a cold process, and do not count either."""
-    times: dict[int, list[float]] = {}
-    for key, cell in cells.items():
-        if key.startswith("trl/") and "seconds" in cell and seed in (None, int(key.split("/")[2]) // TRL_JOBS):
-            times.setdefault(cell["micro_batch"], []).append(STEPS * statistics.median(cell["seconds"]))
-    return times
 
 
 def bound(computes: Sequence[float], solos: Sequence[float]) -> float:
@@ -161,8 +140,6 @@ def _run(cells: Mapping[str, Cell], seed: int, cell: Cell) -> dict[str, float | 
     beside = statistics.fmean(cell["beside"])
     mine = [solo for job in jobs if (solo := sync[job["latency"]]) is not None]
     stale = [solo.seconds for job in jobs if (solo := later[job["latency"]]) is not None]
-    peer, same = trl_job(cells), trl_times(cells, seed)
-    theirs = same.get(peer[1]) if peer is not None and set(sync) == {0.0} else None
     least = bound([min(beside, compute)] * len(jobs), [solo.seconds for solo in mine])
     return {
         "makespan": makespan,
@@ -173,7 +150,6 @@ def _run(cells: Mapping[str, Cell], seed: int, cell: Cell) -> dict[str, float | 
         "compute": compute,
         "sync": sum(solo.seconds for solo in mine) / makespan,
         "async": sum(stale) / makespan if len(stale) == len(jobs) else None,
-        "trl": statistics.median(theirs) * len(jobs) / makespan if theirs else None,
         "queue": statistics.fmean(job["queue"] for job in jobs),
         "reward": statistics.fmean(statistics.fmean(job["rewards"]) for job in jobs),
     }
@@ -183,9 +159,7 @@ def _median(name: str, count: int, runs: list[dict[str, float | None]]) -> Point
     def of(what: str) -> float:
         return statistics.median(value for run in runs if (value := run[what]) is not None)
 
-    gains = {
-        over: of(over) if any(run[over] is not None for run in runs) else None for over in ("sync", "async", "trl")
-    }
+    gains = {over: of(over) if any(run[over] is not None for run in runs) else None for over in ("sync", "async")}
     names = ("makespan", "bound", "efficiency", "busy", "decode", "compute", "queue", "reward")
     values = {what: of(what) for what in names}
     return Point(latency=name, tenants=count, gains=gains, runs=len(runs), **values)
@@ -234,10 +208,7 @@ def figures(cells: Mapping[str, Cell]) -> Result:
     result = Result("curve", "Many tenants at once against one after another", "python -m benchmarks.jobs.curve")
     found = points(cells)
     largest = {point.latency: point for point in found if point.tenants == TENANTS[-1]}
-    peer = trl_job(cells)
-    for cell in cells.values():
-        result.versions.update({k: v for k, v in cell.get("versions", {}).items() if k in ("trl", "transformers")})
-    _rows(result, cells, peer)
+    _rows(result, cells)
     for name in LATENCIES:
         point = largest.get(name)
         target = f"{TENANTS[-1]} tenants, latency {name}: makespan within 1/{LEAST_EFFICIENCY} of the bound"
@@ -248,14 +219,13 @@ def figures(cells: Mapping[str, Cell]) -> Result:
             shown = f"the bound is {share} of the makespan, {makespan}; medians of {point.runs}"
             result.verdicts.append(Verdict(target, shown, point.efficiency >= LEAST_EFFICIENCY))
     _judge_rewards(result, cells)
-    _judge_trl(result, found, largest.get("0"))
     result.notes += _words(cells, found, largest)
     result.data["tables"] = [_table(found)]
     result.data["points"] = [vars(point) for point in found]
     return result
 
 
-def _rows(result: Result, cells: Mapping[str, Cell], peer: tuple[float, int, int] | None) -> None:
+def _rows(result: Result, cells: Mapping[str, Cell]) -> None:
     for staleness in STALENESS:
         for latency in (0.0, 1.0, 4.0):
             jobs = [
@@ -270,13 +240,6 @@ def _rows(result: Result, cells: Mapping[str, Cell], peer: tuple[float, int, int
                 note = f"of it decoding {solo.decode:.1f} s, training {solo.train:.1f} s"
                 what = f"a job alone, staleness {staleness}, latency {latency:g} s"
                 result.rows.append(Row(what, [job["seconds"] for job in jobs], "s", note))
-    times = trl_times(cells)
-    if peer is not None:
-        note = f"{STEPS} times its median step; its best of {len(times)} micro-batches"
-        result.rows.append(Row(f"a job in TRL, latency 0, micro-batch {peer[1]}", times[peer[1]], "s", note))
-    for cell in cells.values():
-        if "failed" in cell and not times:
-            result.notes.append(f"TRL did not run: {cell['failed']}")
 
 
 def _judge_rewards(result: Result, cells: Mapping[str, Cell]) -> None:
@@ -292,17 +255,6 @@ def _judge_rewards(result: Result, cells: Mapping[str, Cell]) -> None:
         " that of the job alone"
     )
     result.verdicts.append(Verdict(target, shown, found.null, why))
-
-
-def _judge_trl(result: Result, found: list[Point], largest: Point | None) -> None:
-    target = "against TRL at latency 0 the gain per unit of work stays at least a single job's"
-    single = next((point for point in found if (point.latency, point.tenants) == ("0", 1)), None)
-    if largest is None or single is None or largest.gains["trl"] is None or single.gains["trl"] is None:
-        result.verdicts.append(Verdict(target, "-", None))
-        return
-    many, one = largest.gains["trl"], single.gains["trl"]
-    shown = f"{many:.2f} x with {largest.tenants} tenants, {one:.2f} x alone"
-    result.verdicts.append(Verdict(target, shown, many >= one))
 
 
 def _words(cells: Mapping[str, Cell], found: list[Point], largest: Mapping[str, Point]) -> list[str]:
@@ -369,10 +321,10 @@ def _more_work(cells: Mapping[str, Cell], name: str, before: int, last: int) -> 
 
 def _table(found: list[Point]) -> dict[str, Any]:
     head = ["latency, s", "tenants", "makespan, s", "bound, s", "bound / makespan", "busy", "of it decoding",
-            "gain over staleness 0", "over staleness 2", "over TRL", "queue, s", "mean reward", "runs"]  # fmt: skip
+            "gain over staleness 0", "over staleness 2", "queue, s", "mean reward", "runs"]  # fmt: skip
     rows = [
         [p.latency, p.tenants, p.makespan, p.bound, p.efficiency, p.busy, p.decode, p.gains["sync"], p.gains["async"],
-         p.gains["trl"], p.queue, p.reward, p.runs]
+         p.queue, p.reward, p.runs]
         for p in found
     ]  # fmt: skip
     return table("Makespan by tenants and latency; gains over the same jobs one after another", head, rows)

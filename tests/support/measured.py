@@ -18,7 +18,7 @@ from benchmarks.jobs.asynchrony_figures import (
     phases,
 )
 from benchmarks.jobs.asynchrony_theory import apart, shared
-from benchmarks.jobs.curve_figures import LATENCIES, SOLO_JOBS, STEPS, TENANTS, TRL_JOBS
+from benchmarks.jobs.curve_figures import LATENCIES, SOLO_JOBS, STEPS, TENANTS
 
 SOLO_SECONDS, SOLO_COMPUTE = 15.0, 12.0
 CROWD_COMPUTE = 13.0
@@ -59,10 +59,6 @@ def curve_cells(seeds: tuple[int, ...] = (0, 1, 2), idle: float = 0.1) -> dict[s
                     "decode": count * CROWD_COMPUTE / 3, "train": 2 * count * CROWD_COMPUTE / 3,
                     "jobs": [solo_job(latency, 0, 100 * seed + i) for i, latency in enumerate(mine)],
                 }  # fmt: skip
-    for i in range(TRL_JOBS * len(seeds)):
-        seconds = [30.0, 18.0, 18.0]  # the first step is that of a cold process
-        cells[f"trl/64/{i}"] = {"micro_batch": 64, "seconds": seconds, "versions": {"trl": "1.0", "torch": "2"}}
-    cells["trl/8/0"] = {"micro_batch": 8, "seconds": [24.0]}
     return cells
 
 
