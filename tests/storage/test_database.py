@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from tests.support.storing import (
     in_threads,
     make_ready,
     manifest,
+    new_database,
     new_group,
     running_postgres,
     submit,
@@ -56,11 +56,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty database."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/rookery.db"
-    server: str = request.getfixturevalue("postgres")
-    name = f"d{uuid.uuid4().hex}"
-    with connected(server.replace("NAME", "postgres"), isolation_level="AUTOCOMMIT") as connection:
-        connection.execute(text(f"CREATE DATABASE {name}"))
-    return server.replace("NAME", name)
+    return new_database(request.getfixturevalue("postgres"))
 
 
 @pytest.fixture
@@ -549,17 +545,9 @@ def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
 # --- one service ------------------------------------------------------------------------------------------------------
 
 
-def fresh_database(server: str) -> str:
-    """The URL of an empty one."""
-    name = f"d{uuid.uuid4().hex}"
-    with connected(server.replace("NAME", "postgres"), isolation_level="AUTOCOMMIT") as connection:
-        connection.execute(text(f"CREATE DATABASE {name}"))
-    return server.replace("NAME", name)
-
-
 def test_a_claimed_database_is_refused_to_others_until_its_claim_ends(postgres: str) -> None:
-    url = fresh_database(postgres)
-    one, other, elsewhere = Database(url), Database(url), Database(fresh_database(postgres))
+    url = new_database(postgres)
+    one, other, elsewhere = Database(url), Database(url), Database(new_database(postgres))
     for database in (one, other, elsewhere):
         database.create()
     one.claim()
@@ -589,7 +577,7 @@ def test_a_claimed_database_is_refused_to_others_until_its_claim_ends(postgres: 
 
 
 def test_a_second_service_on_the_same_postgresql_is_refused(postgres: str, tmp_path: Path) -> None:
-    url = fresh_database(postgres)
+    url = new_database(postgres)
     with served(tmp_path / "one", database=url), pytest.raises(UserError, match="in use by another service"):
         served(tmp_path / "two", database=url).__enter__()
     with served(tmp_path / "two", database=url) as again:
@@ -600,7 +588,7 @@ def test_a_service_whose_database_was_taken_ends(
     postgres: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rookery.server.launcher.CLAIM_SECONDS", 0.05)
-    url = fresh_database(postgres)
+    url = new_database(postgres)
 
     async def main() -> None:
         settings = Settings.load({}, data=tmp_path, port=0, models="", workers=0, database=url)

@@ -8,13 +8,14 @@ import shutil
 import subprocess
 import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, create_engine, func, select
+from sqlalchemy import Connection, create_engine, func, select, text
 
 from rookery.errors import Conflict
 from rookery.protocol import Manifest, Shard, manifest_of
@@ -197,6 +198,14 @@ def running_postgres() -> Iterator[str]:
             subprocess.run([programs / "pg_ctl", "-D", cluster, "-w", "-m", "immediate", "stop"], **run)
     finally:
         shutil.rmtree(folder)
+
+
+def new_database(server: str) -> str:
+    """The URL of a new, empty database."""
+    name = f"d{uuid.uuid4().hex}"
+    with connected(server.replace("NAME", "postgres"), isolation_level="AUTOCOMMIT") as connection:
+        connection.execute(text(f"CREATE DATABASE {name}"))
+    return server.replace("NAME", name)
 
 
 def group_counts(database: Database, job: str) -> dict[str, int]:

@@ -1,12 +1,14 @@
-"""``rookery tenants …``, ``rookery workers``, ``rookery costs``: commands for the administrator's key."""
+"""The administrator's commands: ``rookery tenants …``, ``workers``, ``costs``, ``backup``, ``restore``."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rookery.cli.options import Cli, console, plain_table, time_of, with_options
+from rookery.cli.options import Cli, DataOption, console, plain_table, time_of, with_options
+from rookery.settings import Settings
 from rookery.telemetry.table import worker_table
 
 app = typer.Typer(help="Tenants, their keys, what they cost. Needs the administrator's key.", no_args_is_help=True)
@@ -110,3 +112,30 @@ def workers(cli: Cli) -> None:
         cli.show_rows(rows, lambda: worker_table(rows))
     else:
         console().print("no worker has connected; rookery worker --connect URL starts one")
+
+
+def backup(
+    folder: Annotated[Path, typer.Argument(help="The backup: a new folder, best on another disk.")],
+    data: DataOption = None,
+) -> None:
+    """Back up database and artifacts, while the service runs or not. The backup contains keys: keep it private."""
+    from rookery.storage.backup import back_up
+
+    settings = Settings.load(data=data)
+    count = back_up(settings.data, settings.server.database, folder.absolute())
+    console().print(f"{folder}: the database and {count} artifacts of {settings.data}", markup=False)
+
+
+def restore(
+    folder: Annotated[Path, typer.Argument(help="A backup.")],
+    data: DataOption = None,
+) -> None:
+    """Restore a backup into a new data folder (and the empty database that ROOKERY_DATABASE names)."""
+    from rookery.storage.backup import restore
+
+    settings = Settings.load(data=data)
+    count = restore(folder.absolute(), settings.data, settings.server.database)
+    shown = (
+        f"{settings.data}: the database and {count} artifacts; rookery serve --data {settings.data} resumes the jobs"
+    )
+    console().print(shown, markup=False)

@@ -29,6 +29,8 @@ app.command("workers")(admin.workers)
 app.add_typer(admin.app, name="tenants")
 app.command("simulate")(simulate.simulate)
 app.command("costs")(admin.costs)
+app.command("backup")(admin.backup)
+app.command("restore")(admin.restore)
 app.command("doctor")(doctor.doctor)
 
 DEBUG = "--debug"

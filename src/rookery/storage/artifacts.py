@@ -97,6 +97,29 @@ class Artifacts:
             _sync_folder(self.root)
             shutil.rmtree(trash)
 
+    def link(self, hash: str, folder: Path) -> None:
+        """Give the artifact's files a second name in the new ``folder``: hard links, or copies where the disk has none.
+        Raises :class:`NotFound`, :class:`CorruptArtifact`."""
+        shards = self.open(hash).shards
+        with disk_errors(_DISK):
+            folder.mkdir(mode=0o700)
+            try:
+                for name in (MANIFEST, *(shard.name for shard in shards)):
+                    _link_or_copy(self._folder(hash) / name, folder / name)
+            except FileNotFoundError:
+                shutil.rmtree(folder)
+                raise NotFound(f"artifact {hash} was deleted meanwhile") from None
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A folder on the artifacts' disk within; :meth:`sweep` removes it after a crash."""
+        with disk_errors(_DISK):
+            folder = Path(tempfile.mkdtemp(dir=self._staging))
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
     def hashes(self) -> set[str]:
         """Names of all visible artifacts."""
         return {entry.name for entry in self.root.iterdir() if _HASH.fullmatch(entry.name)}
@@ -277,6 +300,15 @@ def _same_bytes(path: Path, shard: Shard) -> None:
     with path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
             raise CorruptArtifact(f"artifact {path.parent.name}: {shard.name} does not have the hash in its manifest")
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:  # a disk without hard links, or too many of one file
+        shutil.copy2(source, target)
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:

@@ -22,6 +22,7 @@ _LOCK_FILE = "lock"
 
 ADMIN_KEY_FILE = "admin.key"
 WORKER_TOKEN_FILE = "worker.token"
+DATABASE_FILE = "rookery.db"
 """Their names in the data folder."""
 
 KEY_PREFIX = "tml-"
@@ -39,6 +40,13 @@ def new_key() -> str:
 def hash_key(key: str) -> str:
     """The stored form of a key: the SHA-256 of its text, in hex."""
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def sqlite_url(root: Path) -> str:
+    """The SQLite database in a data folder."""
+    from sqlalchemy import URL  # imported here: the command line reads keys without it
+
+    return URL.create("sqlite", database=str(root / DATABASE_FILE)).render_as_string()
 
 
 def read_secret(root: Path, name: str) -> str | None:
@@ -103,9 +111,7 @@ class DataFolder:
     @property
     def database_url(self) -> str:
         """The SQLite database that lives here."""
-        from sqlalchemy import URL  # imported here: the command line reads keys without it
-
-        return URL.create("sqlite", database=str(self.root / "rookery.db")).render_as_string()
+        return sqlite_url(self.root)
 
     def admin_key(self) -> str:
         """The first tenant's API key, made at the first call of all."""

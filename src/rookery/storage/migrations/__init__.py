@@ -28,23 +28,27 @@ SCHEMA = "migrations"
 """The fact ``schema`` of later ones: versions of Rookery that do not know revisions refuse it."""
 
 
+def revision(connection: Connection) -> str | None:
+    """The revision of the database's schema; None before the first one."""
+    if "alembic_version" not in inspect(connection).get_table_names():
+        return None
+    return connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+
+
 def upgrade(connection: Connection) -> str:
     """Bring the schema to :data:`HEAD`, within the caller's transaction. Returns an empty text, or why that is not
     possible; then nothing was changed."""
-    tables = inspect(connection).get_table_names()
-    if "alembic_version" in tables:
-        found = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
-        if found == HEAD:
-            return ""
-    elif "meta" in tables:
+    found = revision(connection)
+    if found == HEAD:
+        return ""
+    if found is None and "meta" in inspect(connection).get_table_names():
         schema = connection.execute(select(Fact.value).filter_by(name="schema")).scalar()
         if schema != BASELINE_SCHEMA:
             return (
                 f"has schema {schema}, this Rookery migrates schema {BASELINE_SCHEMA} and later;"
                 " use the version that wrote it, or another data folder"
             )
-        found = None
-    else:
+    elif found is None:
         Base.metadata.create_all(connection)
         add(connection, Fact(name="schema", value=SCHEMA))
         connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL PRIMARY KEY)"))

@@ -1,0 +1,155 @@
+"""Backup of a data folder and its database, also while the service runs, and restore.
+
+* A backup is a folder: ``rookery.db`` (SQLite, whichever database the service uses), ``artifacts/``, ``jobs/`` and the
+  two secrets. It appears under its name once it is complete and on the disk.
+* Its database is one snapshot, and every artifact that the snapshot names is there: hard links pin them at once, and
+  where one was deleted before it was pinned, another snapshot is taken. No writer waits for a backup.
+* A restore fills an empty data folder, and an empty PostgreSQL database where one is given; it hashes every artifact
+  and leaves nothing behind if one is damaged. Jobs resume at the last commits of the snapshot.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from sqlalchemy import Connection, TypeDecorator, column, delete, func, insert, select, table
+
+from rookery.errors import NO_ROOM, NotFound, UserError, disk_errors
+from rookery.storage import migrations
+from rookery.storage.artifacts import Artifacts
+from rookery.storage.columns import Base
+from rookery.storage.data_dir import ADMIN_KEY_FILE, DATABASE_FILE, WORKER_TOKEN_FILE, DataFolder, sqlite_url
+from rookery.storage.db import Database
+from rookery.storage.models import EventRow, TenantRow
+from rookery.storage.repositories.versions import live_hashes
+
+SNAPSHOTS = 20
+"""Most snapshots of one backup. Pins of one stay for the next, so a second one lacks only artifacts that were written
+and deleted within milliseconds; many mean that an artifact is lost."""
+
+ROWS_AT_ONCE = 1000
+"""Rows of a table that are held in memory."""
+
+
+def back_up(data: Path, url: str, target: Path) -> int:
+    """Back up the data folder ``data`` and its database to the new folder ``target``; returns the number of artifacts.
+    ``url``: the database, where it is not the one in the data folder. Raises :class:`UserError`, :class:`Unavailable`,
+    :class:`StorageFull`; then there is no ``target``."""
+    if target.exists():
+        raise UserError(f"{target} exists; give the backup a new folder")
+    if not (data / "artifacts").is_dir() or not (url or (data / DATABASE_FILE).is_file()):
+        raise UserError(f"{data} is no service's data folder; give that with --data")
+    artifacts = Artifacts(data / "artifacts")
+    with _one_line(f"backup to {target}"), artifacts.scratch() as pins:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".backup-") as name:
+            partial = Path(name)
+            named = _snapshot(url or sqlite_url(data), sqlite_url(partial), artifacts, pins)
+            (partial / "artifacts").mkdir(mode=0o700)
+            for digest in named:
+                shutil.move(pins / digest, partial / "artifacts" / digest)
+            shutil.copytree(data / "jobs", partial / "jobs")
+            for secret in (ADMIN_KEY_FILE, WORKER_TOKEN_FILE):
+                shutil.copy2(data / secret, partial / secret)
+            os.sync()
+            partial.rename(target)
+    return len(named)
+
+
+def restore(backup: Path, data: Path, url: str) -> int:
+    """Restore ``backup`` into the empty or missing data folder ``data`` and, where ``url`` is given, that empty
+    database; returns the number of artifacts. Raises :class:`UserError` where either is not empty,
+    :class:`CorruptArtifact`, :class:`StorageFull`; then the data folder is as it was."""
+    if not (backup / DATABASE_FILE).is_file():
+        raise UserError(f"{backup} is no backup: it has no {DATABASE_FILE}")
+    if data.exists() and any(data.iterdir()):
+        raise UserError(f"data folder {data} is not empty; restore into a new one with --data")
+    with _one_line(f"restore into {data}"), DataFolder(data) as folder:
+        try:
+            for name in ("artifacts", "jobs"):
+                shutil.copytree(backup / name, data / name, dirs_exist_ok=True)
+            for name in (ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DATABASE_FILE):
+                shutil.copy2(backup / name, data / name)
+            artifacts = Artifacts(folder.artifacts)
+            with closing(Database(folder.database_url)) as database:
+                database.create()  # migrates that of an earlier version
+                with database.reading() as connection:
+                    named = live_hashes(connection)
+                    for digest in named:
+                        artifacts.verify(digest)
+                    if url:
+                        _fill(url, connection)
+            if url:
+                (data / DATABASE_FILE).unlink()
+            os.sync()
+        except BaseException:
+            for entry in data.iterdir():
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            raise
+    return len(named)
+
+
+def _snapshot(source: str, target: str, artifacts: Artifacts, pins: Path) -> Collection[str]:
+    """Copy one snapshot of the database to the new database ``target``, with the artifacts that it names pinned;
+    returns their hashes."""
+    with closing(Database(source)) as database, closing(Database(target)) as copy:
+        copy.create()
+        lost: NotFound | None = None
+        for _ in range(SNAPSHOTS):
+            with database.reading() as connection:
+                found = migrations.revision(connection)
+                if found != migrations.HEAD:
+                    raise UserError(f"the database has revision {found}, not {migrations.HEAD}: start its service once")
+                named = live_hashes(connection)
+                try:
+                    for digest in named:
+                        if not (pins / digest).exists():
+                            artifacts.link(digest, pins / digest)
+                except NotFound as error:
+                    lost = error
+                    continue
+                with copy.writing() as copied:
+                    _copy_rows(connection, copied)
+                return named
+        raise UserError(f"the database names an artifact that is lost: {lost}")
+
+
+def _fill(url: str, source: Connection) -> None:
+    """Copy every row to the empty database ``url``."""
+    with closing(Database(url)) as target:
+        target.create()
+        target.claim()
+        with target.writing() as connection:
+            if connection.execute(select(TenantRow.id).limit(1)).first() is not None:
+                raise UserError("the database that ROOKERY_DATABASE names is not empty; give a new one")
+            _copy_rows(source, connection)
+
+
+def _copy_rows(source: Connection, target: Connection) -> None:
+    """Copy every row to a database that has the tables and no rows but its own facts."""
+    for model in Base.metadata.sorted_tables:
+        types = {c.name: c.type.impl if isinstance(c.type, TypeDecorator) else c.type for c in model.columns}
+        plain = table(model.name, *(column(name, type) for name, type in types.items()))  # values stay encoded
+        target.execute(delete(plain))
+        found = source.execution_options(yield_per=ROWS_AT_ONCE).execute(select(plain))
+        for part in found.mappings().partitions():
+            target.execute(insert(plain), [dict(row) for row in part])
+    if target.dialect.name == "postgresql":
+        newest = select(func.coalesce(func.max(EventRow.id), 0) + 1).scalar_subquery()
+        target.execute(select(func.setval(func.pg_get_serial_sequence("events", "id"), newest, False)))
+
+
+@contextmanager
+def _one_line(action: str) -> Iterator[None]:
+    with disk_errors("the disk"):
+        try:
+            yield
+        except (OSError, shutil.Error) as error:
+            if getattr(error, "errno", None) in NO_ROOM:
+                raise
+            raise UserError(f"{action} failed: {error}") from error

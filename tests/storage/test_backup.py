@@ -1,0 +1,143 @@
+"""Backups of a service that works, with SQLite and with PostgreSQL, and the service that goes on from one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from tests.support.faces import ScriptedWorker, job, served, tokenizer
+from tests.support.storing import everything, new_database, running_postgres, submit
+from typer.testing import CliRunner
+
+from rookery.cli.app import app
+from rookery.client import Client
+from rookery.errors import CorruptArtifact, UserError
+from rookery.storage.artifacts import Artifacts
+from rookery.storage.backup import back_up, restore
+from rookery.storage.data_dir import DATABASE_FILE, DataFolder, sqlite_url
+from rookery.storage.db import Database
+from rookery.storage.repositories.versions import live_hashes
+
+BACKUPS = 3
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[str]:
+    with running_postgres() as server:
+        yield server
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_backups_under_load_are_whole_and_jobs_go_on_from_one(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """Versions come and are deleted all the time: each backup has every artifact that its database names."""
+    urls = [new_database(request.getfixturevalue("postgres")) if kind == "postgresql" else "" for _ in range(2)]
+    data, restored = tmp_path / "one" / "data", tmp_path / "two" / "data"
+    endless = job(stop={"steps": 1_000_000}, checkpoints={"keep_last": 1, "keep_best": False})
+    backups = []
+    with served(tmp_path / "one", database=urls[0]) as service, Client(service.url, service.key) as client:
+        token = (data / "worker.token").read_text().strip()
+        with ScriptedWorker(service.url, token, tokenizer(tmp_path / "one")):
+            submitted = client.submit(endless)
+            for _ in zip(submitted.metrics(), range(BACKUPS), strict=False):
+                backups.append(tmp_path / f"backup{len(backups)}")
+                back_up(data, urls[0], backups[-1])
+            submitted.cancel()
+    for backup in backups:
+        with closing(Database(sqlite_url(backup))) as database, database.reading() as connection:
+            named = live_hashes(connection)
+        assert len(named) >= 2, "rows and a version"
+        assert {Artifacts(backup / "artifacts").verify(digest).hash for digest in named} == named
+
+    assert restore(backups[-1], restored, urls[1]) >= 2
+    assert (restored / DATABASE_FILE).exists() == (kind == "sqlite")
+    with served(tmp_path / "two", database=urls[1]) as service, Client(service.url, service.key) as client:
+        assert service.key == (data / "admin.key").read_text().strip()
+        again = client.job(submitted.id)
+        committed = again.show().step
+        assert committed >= 1
+        with ScriptedWorker(service.url, token, tokenizer(tmp_path / "two")):
+            steps = [row.step for row, _ in zip(again.metrics(), range(committed + 2), strict=False)]
+            assert steps == list(range(1, committed + 3))
+            again.cancel()
+
+
+def stored(data: Path) -> None:
+    """A data folder without a service: one job, an upload that is an artifact."""
+    with DataFolder(data) as folder, closing(Database(folder.database_url)) as database:
+        database.create()
+        database.create_tenant("alice", "Alice", 0.0)
+        submit(database)
+        folder.admin_key(), folder.worker_token()
+        with Artifacts(folder.artifacts).begin() as staging:
+            staging.write("rows.jsonl", [b"rows"])
+            database.add_upload("alice", "dataset", staging.commit().hash, 4, 0.0)
+        database.add_event("alice", "job", 0.0, "text", "an event")
+
+
+def test_a_backup_holds_every_row_and_moves_to_another_kind_of_database(postgres: str, tmp_path: Path) -> None:
+    stored(tmp_path / "data")
+    assert back_up(tmp_path / "data", "", tmp_path / "one") == 1
+    url = new_database(postgres)
+    restore(tmp_path / "one", tmp_path / "restored", url)
+    assert everything(url) == everything(sqlite_url(tmp_path / "data"))
+    assert back_up(tmp_path / "restored", url, tmp_path / "two") == 1
+    assert everything(sqlite_url(tmp_path / "two")) == everything(url)
+    with closing(Database(url)) as database:
+        database.add_event("alice", "job", 1.0, "text", "numbered after the restored ones")
+        assert [row.id for row in database.events("alice", "job", 9)] == [1, 2]
+    for name in ("rookery.db", "admin.key", "worker.token"):
+        assert (tmp_path / "two" / name).stat().st_mode & 0o077 == 0
+    assert (tmp_path / "two").stat().st_mode & 0o077 == 0
+
+
+def test_restoring_over_something_is_refused_in_one_line(postgres: str, tmp_path: Path) -> None:
+    stored(tmp_path / "data")
+    back_up(tmp_path / "data", "", tmp_path / "backup")
+    with pytest.raises(UserError, match="exists"):
+        back_up(tmp_path / "data", "", tmp_path / "backup")
+    before = everything(sqlite_url(tmp_path / "data"))
+    with pytest.raises(UserError, match="is not empty"):
+        restore(tmp_path / "backup", tmp_path / "data", "")
+    assert everything(sqlite_url(tmp_path / "data")) == before
+    url = new_database(postgres)
+    restore(tmp_path / "backup", tmp_path / "first", url)
+    with pytest.raises(UserError, match="is not empty"):
+        restore(tmp_path / "backup", tmp_path / "second", url)
+    assert list((tmp_path / "second").iterdir()) == []
+    with pytest.raises(UserError, match="no backup"):
+        restore(tmp_path / "nowhere", tmp_path / "second", "")
+    with pytest.raises(UserError, match="no service's data folder"):
+        back_up(tmp_path / "nowhere", "", tmp_path / "another")
+
+
+def test_a_damaged_backup_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    stored(tmp_path / "data")
+    back_up(tmp_path / "data", "", tmp_path / "backup")
+    (file,) = (tmp_path / "backup" / "artifacts").glob("*/rows.jsonl")
+    file.unlink()  # not written to: it may be a hard link of the service's own
+    file.write_bytes(b"worn")
+    with pytest.raises(CorruptArtifact, match=r"rows\.jsonl does not have the hash"):
+        restore(tmp_path / "backup", tmp_path / "restored", "")
+    assert list((tmp_path / "restored").iterdir()) == []
+
+
+def test_a_backup_without_an_artifact_that_the_database_names_is_refused(tmp_path: Path) -> None:
+    stored(tmp_path / "data")
+    artifacts = Artifacts(tmp_path / "data" / "artifacts")
+    artifacts.delete(*artifacts.hashes())
+    with pytest.raises(UserError, match="lost"):
+        back_up(tmp_path / "data", "", tmp_path / "backup")
+    assert {path.name for path in tmp_path.iterdir()} == {"data"}
+    assert list((tmp_path / "data" / "artifacts" / ".staging").iterdir()) == []
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    stored(tmp_path / "data")
+    for command, data in (("backup", "data"), ("restore", "restored")):
+        result = CliRunner().invoke(app, [command, str(tmp_path / "backup"), "--data", str(tmp_path / data)])
+        assert result.exit_code == 0 and "1 artifacts" in result.output, result.output
+    assert everything(sqlite_url(tmp_path / "restored")) == everything(sqlite_url(tmp_path / "data"))
