@@ -156,7 +156,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.tests: $(VENV)/.installed
-	$(call pip,--editable '.[gguf$(comma)math$(comma)plots$(comma)postgres$(comma)test]')
+	$(call pip,--editable '.[gguf$(comma)math$(comma)postgres$(comma)test]')
 	@touch $@
 
 # A version of the SDK beside the installed one: what it depends on is in .venv already.

@@ -18,12 +18,11 @@ from rookery import protocol
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import BUILTIN
 from rookery.controller.jobs.trajectory import derive_seed
-from rookery.simulation.fakes.connection import Identity
+from rookery.simulation.fakes.connection import Faults, Phase
 from rookery.simulation.fakes.engine import Row
-from rookery.simulation.fakes.faults import Faults, Phase
 from rookery.simulation.fakes.host import EpisodeCall, FakeHost, user_message
 from rookery.simulation.fakes.trainer import ADAPTER, FakeTrainer
-from rookery.simulation.fakes.worker import FakeWorker
+from rookery.simulation.fakes.worker import FakeWorker, worker_hello
 from rookery.simulation.profiles import Machine
 from rookery.storage.artifacts import Artifacts, Staging
 
@@ -126,7 +125,7 @@ class PlannedFaults(Faults):
     def dies(self, worker: FakeWorker, phase: Phase) -> bool:
         if self._machine.process is not worker or not self._chance(self._plan.phase_deaths):
             return False
-        self._world.events.note("dies", worker.identity.instance, phase)
+        self._world.events.note("dies", worker.hello.instance, phase)
         self._machine.kill(reported=self._random.chance(0.5))
         return True
 
@@ -170,16 +169,14 @@ class SpotMachine:
         if self._closed:
             return
         self._births += 1
-        roles: list[Literal["rollout", "train"]] = ["rollout"]
-        if trains:
-            roles = ["rollout", "train"] if world.plan.seeding else ["train"]
-        identity = Identity(
-            self.name, f"{self.name}-{self._births}", MODEL, WORKER_TOKEN, roles,
-            "reserved" if trains else "preemptible",
+        hello = worker_hello(
+            self._machine, self.name, WORKER_TOKEN, MODEL, instance=f"{self.name}-{self._births}",
+            roles=["rollout"] * (world.plan.seeding or not trains) + ["train"] * trains,
+            kind="reserved" if trains else "preemptible",
         )  # fmt: skip
         worker = self.process = FakeWorker(
-            lambda: world.dial("worker"),  # type: ignore[arg-type, return-value]
-            LiveTickets(world), identity, self._machine, LENGTH, trainer=FakeTrainer(world.history.add_example),
+            lambda: world.dial("worker"),
+            LiveTickets(world), hello, self._machine, LENGTH, trainer=FakeTrainer(world.history.add_example),
             faults=PlannedFaults(world, self),
             cached=[] if world.random.chance(world.plan.disk_losses) else self._disk,
             loaded=not world.random.chance(LOADING_SHARE),
@@ -209,7 +206,7 @@ class SpotMachine:
         if self.process is worker:
             self.process = None
         self._disk = worker.cached_adapters
-        events.note("gone", worker.identity.instance)
+        events.note("gone", worker.hello.instance)
         if not self._closed:
             self._loop.call_later(self._world.random.around(self._world.plan.rebirth), self.start)
 
@@ -223,7 +220,7 @@ class HostPlace:
         self._births = 0
         random = world.random
         self._host = FakeHost(
-            lambda: world.dial("host"),  # type: ignore[arg-type, return-value]
+            lambda: world.dial("host"),
             token=HOST_TOKEN, environments={BUILTIN + ENVIRONMENT: True}, observe=observe, instance=f"{self._name}-0",
             seconds=lambda environment: random.around(world.plan.answer), keeps_episodes=False,
         )  # fmt: skip

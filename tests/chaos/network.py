@@ -13,6 +13,7 @@ from random import Random
 from typing import Any, Protocol
 
 from rookery.protocol.connection import ConnectionClosed
+from rookery.simulation.fakes.connection import MemoryConnection
 
 
 class Observer(Protocol):
@@ -135,59 +136,25 @@ class NetworkConnection:
             self.peer.deliver(self._down.popleft())
 
 
-class PeerEnd:
-    """The end of the process that dialled; used like a
-    :class:`~rookery.simulation.fakes.connection.MemoryConnection`."""
+class PeerEnd(MemoryConnection):
+    """The end of the process that dialled."""
 
     def __init__(self, network: NetworkConnection) -> None:
+        super().__init__()
         self.network = network
-        self._inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._ended = asyncio.Event()
-
-    @property
-    def closed(self) -> bool:
-        return self._ended.is_set()
-
-    async def send(self, frame: bytes) -> None:
-        if self.closed:
-            raise ConnectionClosed("closed")
-        self.transmit(frame)
 
     def transmit(self, frame: bytes) -> None:
-        """Send without waiting; the frame is lost where the connection has ended."""
         self.network.send_up(frame)
-
-    async def receive(self) -> bytes:
-        frame = None if self.closed else await self._inbox.get()
-        if frame is None:
-            self._ended.set()
-            raise ConnectionClosed("closed")
-        return frame
 
     async def close(self, reason: str) -> None:
         self.finish()
 
-    async def wait_closed(self) -> None:
-        await self._ended.wait()
-
-    def deliver(self, frame: bytes | None) -> None:
-        """A frame of the controller arrives; None is the end of the connection."""
-        if frame is None:
-            self._end()
-        elif not self.closed:
-            self._inbox.put_nowait(frame)
-
     def finish(self) -> None:
         """Close cleanly: every frame that was sent arrives."""
         self.network.finish()
-        self._end()
+        self.deliver(None)
 
     def cut(self, *, reported: bool = True) -> None:
         """The connection breaks, and this end knows. ``reported``: whether the controller learns of it by itself."""
         self.network.cut(reported=reported)
-        self._end()
-
-    def _end(self) -> None:
-        if not self.closed:
-            self._ended.set()
-            self._inbox.put_nowait(None)
+        self.deliver(None)

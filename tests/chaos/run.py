@@ -297,7 +297,7 @@ class Run:
         process = machine.process
         if process is None or (machine.trains and kind in PREEMPTIONS and self.random.chance(2 / 3)):
             return
-        self.events.note(f"fault {kind}", process.identity.instance)
+        self.events.note(f"fault {kind}", process.hello.instance)
         if kind in PREEMPTIONS:
             self.preemptions += 1
         connection = process.connection

@@ -40,7 +40,6 @@ EXTRAS = {
     "reasoning-gym": "the reasoning-gym environments",
     "postgres": "PostgreSQL",
     "tinker": "clients of the tinker SDK",
-    "plots": "pictures of a simulation",
     "tensorboard": "metrics in TensorBoard",
     "wandb": "metrics in Weights & Biases",
 }

@@ -7,15 +7,11 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from rookery.cli.options import JsonOption, console, print_json
-from rookery.errors import installs
-
-if TYPE_CHECKING:
-    from rookery.simulation.replay import ReplayResult
 
 
 def simulate(
@@ -43,7 +39,7 @@ def simulate(
         float | None, typer.Option(min=0.001, help="The service's flush_seconds; larger ones simulate faster.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same run, event by event.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="A folder for results.json and the plots.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder for results.json.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Compare ways of using reserved and preemptible machines, in virtual time. No model is run."""
@@ -84,7 +80,7 @@ def simulate(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "results.json").write_text(jsons.dumps(found, indent=1) + "\n", encoding="utf-8")
-        _draw(outcomes, out)
+        typer.echo(f"written: {out / 'results.json'}", err=True)
 
 
 @contextmanager
@@ -96,14 +92,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
-
-
-def _draw(outcomes: list[ReplayResult], out: Path) -> None:
-    from rookery.simulation.report import draw
-
-    try:
-        made = draw(outcomes, out)
-    except ModuleNotFoundError as error:
-        typer.echo(f"{out}/results.json is written; plots need {error.name}: {installs('plots')}", err=True)
-    else:
-        typer.echo("written: " + ", ".join(str(path) for path in [out / "results.json", *made]), err=True)

@@ -5,7 +5,6 @@ No speed has a default: every one stands in a file, with where it comes from.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from importlib import resources
 from pathlib import Path
@@ -18,10 +17,12 @@ from rookery.errors import UserError
 Positive = Annotated[float, Field(gt=0)]
 
 
-class Workload(BaseModel):
-    """The jobs of a simulation; always assumed."""
-
+class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Workload(_Part):
+    """The jobs of a simulation; always assumed."""
 
     group_size: int = Field(ge=2)
     groups_per_step: int = Field(ge=1)
@@ -36,10 +37,8 @@ class Workload(BaseModel):
     """Seconds that a reset or a step of the environment takes."""
 
 
-class Machine(BaseModel):
+class Machine(_Part):
     """One kind of machine with one base model. Times are seconds, sizes bytes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     price: float = Field(1.0, gt=0)
     """Of an hour of it, reserved, in any unit that is the same for all machines of a profile."""
@@ -98,10 +97,8 @@ class Machine(BaseModel):
         return self.latency + (self.adapter_bytes + self.state_bytes) / self.upload
 
 
-class Profile(BaseModel):
+class Profile(_Part):
     """The machines of a simulation, and what is run on them."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     label: Literal["measured", "assumed"]
@@ -119,27 +116,29 @@ class Profile(BaseModel):
         return self.preemptible if self.preemptible is not None else self.reserved
 
 
-def packaged() -> list[str]:
-    """Names of the profiles that come with the package."""
-    files = resources.files("rookery.simulation").joinpath("profiles").iterdir()
-    return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
+def packaged(suffix: str) -> list[str]:
+    """Names of the profiles (``json``) or traces (``csv``) that come with the package."""
+    files = resources.files("rookery.simulation").joinpath("data").iterdir()
+    return sorted(file.name.removesuffix(f".{suffix}") for file in files if file.name.endswith(f".{suffix}"))
+
+
+def read_input(kind: str, name: str, suffix: str) -> str:
+    """The text of a packaged profile or trace by its name, or of a file by its path. Raises :class:`UserError`."""
+    known = packaged(suffix)
+    folder = resources.files("rookery.simulation").joinpath("data")
+    try:
+        return (folder.joinpath(f"{name}.{suffix}") if name in known else Path(name)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        allowed = f"one of {', '.join(known)}, or the path of a {suffix.upper()} file"
+        raise UserError(f"{kind}: given {name!r}, allowed: {allowed}") from None
 
 
 def load_profile(name: str) -> Profile:
     """A packaged profile by its name, or one from a JSON file by its path. Raises :class:`UserError`."""
-    if name in packaged():
-        text = resources.files("rookery.simulation").joinpath(f"profiles/{name}.json").read_text(encoding="utf-8")
-    else:
-        try:
-            text = Path(name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            known = ", ".join(packaged())
-            raise UserError(f"profile: given {name!r}, allowed: one of {known}, or the path of a JSON file") from None
+    text = read_input("profile", name, "json")
     try:
-        return Profile.model_validate(json.loads(text))
+        return Profile.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "profile"
         raise UserError(f"profile {name}: {where}: {first['msg']}") from None
-    except ValueError as error:
-        raise UserError(f"profile {name}: is no JSON ({' '.join(str(error).split())})") from None

@@ -1,10 +1,10 @@
-"""How many preemptible instances there are to be had, over time: traces, read from CSV or drawn from a seed.
+"""How many preemptible instances there are to be had, over time: traces in CSV files.
 
 The format: a header line ``time,instances``, then one line per change: seconds from the start, and how many instances
 are available from then on. Times ascend from 0; the last line's count holds to the trace's end, which its time is.
 Lines that begin with ``#`` are comments.
 
-The packaged traces are synthetic. :data:`SHIPPED` says how each was drawn; none was recorded on a real market.
+The packaged traces are synthetic: none was recorded on a real market. Each file says how it was drawn.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import io
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 
 from rookery.errors import UserError
 from rookery.simulation.fakes.worker import FakeWorker
+from rookery.simulation.profiles import read_input
 
 HEADER = ["time", "instances"]
 
@@ -38,10 +38,6 @@ class Trace:
     name: str
     changes: tuple[tuple[float, int], ...]
     seconds: float
-
-    def at(self, time: float) -> int:
-        """Instances available at ``time``."""
-        return next((count for since, count in reversed(self.changes) if since <= time), 0)
 
     def faster(self, factor: float) -> Trace:
         """The same, in so many times less time."""
@@ -62,42 +58,35 @@ class Trace:
         spans = zip(self.changes, ends, strict=True)
         return sum(count * (end - since) for (since, count), end in spans) / self.seconds
 
-    def csv(self) -> str:
-        """As a file has it."""
-        lines = [",".join(HEADER), *(f"{since:.12g},{count}" for since, count in self.changes)]
-        return "\n".join([*lines, f"{self.seconds:.12g},{self.changes[-1][1]}"]) + "\n"
-
 
 def parse(text: str, name: str) -> Trace:
     """The trace in a CSV file's ``text``. Raises :class:`UserError`, which names the line."""
     reader = csv.reader(io.StringIO(text))
     rows: list[tuple[float, int]] = []
-    header = True
+    header = False
     for cells in reader:
         where = f"trace {name}, line {reader.line_num}"
         if not cells or cells[0].startswith("#"):
             continue
         if header:
-            if [cell.strip() for cell in cells] != HEADER:
-                raise UserError(f"{where}: given {','.join(cells)!r}, allowed: the header {','.join(HEADER)}")
-            header = False
-            continue
-        rows.append(_row(cells, where, rows[-1][0] if rows else None))
+            rows.append(_row(cells, where, rows[-1][0] if rows else None))
+        elif [cell.strip() for cell in cells] != HEADER:
+            raise UserError(f"{where}: given {','.join(cells)!r}, allowed: the header {','.join(HEADER)}")
+        header = True
     if len(rows) < 2:
         raise UserError(f"trace {name}: needs two lines at least below its header: the start, and its end")
     return Trace(name, tuple(_only_changes(rows[:-1])), rows[-1][0])
 
 
 def _row(cells: list[str], where: str, before: float | None) -> tuple[float, int]:
-    if len(cells) != 2:
-        raise UserError(f"{where}: given {len(cells)} values, allowed: two, a time and a number of instances")
     try:
-        time, count = float(cells[0]), int(cells[1])
+        first, second = cells
+        time, count = float(first), int(second)
     except ValueError:
         raise UserError(f"{where}: given {','.join(cells)!r}, allowed: seconds and a whole number") from None
     if not math.isfinite(time) or (time != 0 if before is None else time <= before):
         wanted = "0 on the first line" if before is None else f"more than {before:g}, the line before's"
-        raise UserError(f"{where}: time: given {cells[0]}, allowed: {wanted}")
+        raise UserError(f"{where}: time: given {first}, allowed: {wanted}")
     if not 0 <= count <= MOST_INSTANCES:
         raise UserError(f"{where}: instances: given {count}, allowed: 0 to {MOST_INSTANCES}")
     return time, count
@@ -113,76 +102,7 @@ def _only_changes(rows: Iterable[tuple[float, int]]) -> Iterator[tuple[float, in
 
 def load_trace(name: str) -> Trace:
     """A packaged trace by its name, or one from a CSV file by its path. Raises :class:`UserError`."""
-    if name in SHIPPED:
-        file = resources.files("rookery.simulation").joinpath(f"traces/{name}.csv")
-        return parse(file.read_text(encoding="utf-8"), name)
-    try:
-        return parse(Path(name).read_text(encoding="utf-8"), Path(name).stem)
-    except (OSError, UnicodeDecodeError):
-        known = ", ".join(SHIPPED)
-        raise UserError(f"trace: given {name!r}, allowed: one of {known}, or the path of a CSV file") from None
-
-
-# --- drawn ------------------------------------------------------------------------------------------------------------
-
-
-def calm(random: Random) -> Trace:
-    """Four hours about six instances: a change of one every 8 minutes on average, back towards six with twice the
-    probability, between 3 and 8."""
-    count, usual, low, high = 6, 6, 3, 8
-    changes, time = [(0.0, count)], 0.0
-    while (time := time + random.expovariate(1 / (8 * 60))) < 4 * HOUR:
-        up = random.random() < (0.5 if count == usual else 2 / 3 if count < usual else 1 / 3)
-        count = min(high, max(low, count + (1 if up else -1)))
-        changes.append((round(time), count))
-    return Trace("calm", tuple(_only_changes(changes)), 4 * HOUR)
-
-
-def bursty(random: Random) -> Trace:
-    """Four hours of at most eight instances: every 25 minutes on average somebody else takes half of them or more
-    within a minute; they come back one by one, each after about two minutes."""
-    most = count = 8
-    changes, time, taken = [(0.0, count)], 0.0, random.expovariate(1 / (25 * 60))
-    while time < 4 * HOUR:
-        back = time + random.expovariate(1 / 120) if count < most else math.inf
-        if back < taken:
-            time, count = back, count + 1
-            changes.append((round(time), count))
-            continue
-        gone = math.ceil(count * random.uniform(0.5, 1.0))
-        for second in sorted(random.uniform(0, 60) for _ in range(gone)):
-            count -= 1
-            changes.append((round(taken + second), count))
-        time = taken + 60
-        taken = time + random.expovariate(1 / (25 * 60))
-    kept: dict[float, int] = {since: number for since, number in changes if since < 4 * HOUR}
-    return Trace("bursty", tuple(_only_changes(sorted(kept.items()))), 4 * HOUR)
-
-
-def diurnal(random: Random) -> Trace:
-    """A day: eight instances at night, none or one when everybody else is at work, as a cosine with noise of one
-    instance that lasts for about half an hour."""
-    changes = []
-    noise = 0.0
-    for minute in range(0, 24 * 60, 10):
-        noise = 0.7 * noise + random.gauss(0, 0.7)
-        level = 4 + 4 * math.cos(2 * math.pi * (minute / 60 - 2) / 24)  # most at two in the morning
-        changes.append((60.0 * minute, min(8, max(0, round(level + noise)))))
-    return Trace("diurnal", tuple(_only_changes(changes)), 24 * HOUR)
-
-
-SHIPPED: dict[str, tuple[Callable[[Random], Trace], int]] = {
-    "calm": (calm, 1),
-    "bursty": (bursty, 1),
-    "diurnal": (diurnal, 1),
-}
-"""The packaged traces: what draws each, and its seed."""
-
-
-def generate_shipped(name: str) -> Trace:
-    """The packaged trace, generated again."""
-    make, seed = SHIPPED[name]
-    return make(Random(f"{name} {seed}"))
+    return parse(read_input("trace", name, "csv"), Path(name).stem)
 
 
 LOOK_SECONDS = 30.0

@@ -11,6 +11,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -23,10 +24,10 @@ from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.protocol.connection import Connection
 from rookery.settings import Settings
 from rookery.simulation.clock import InlineWriter, VirtualClock
-from rookery.simulation.fakes.connection import Identity, MemoryConnection, connection_pair
+from rookery.simulation.fakes.connection import MemoryConnection, connection_pair
 from rookery.simulation.fakes.host import FakeHost, fixed_turns, uniform_reward
 from rookery.simulation.fakes.text import Length, chat
-from rookery.simulation.fakes.worker import FakeWorker
+from rookery.simulation.fakes.worker import FakeWorker, worker_hello
 from rookery.simulation.profiles import Machine
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database
@@ -103,9 +104,9 @@ class SimulatedService:
         price: float = 0.0,
     ) -> FakeWorker:
         """A worker that is not started yet; its name is its process's too."""
-        identity = Identity(name, f"{name}-process", MODEL, WORKER_TOKEN, tuple(roles), kind, price)
+        hello = worker_hello(machine, name, WORKER_TOKEN, MODEL, roles=list(roles), kind=kind, price=price)
         dial = self.dial(name, self.controller.serve_worker)
-        return FakeWorker(dial, self.controller.tickets, identity, machine, self.length)
+        return FakeWorker(dial, self.controller.tickets, hello, machine, self.length)
 
     def host(
         self, seconds: Mapping[str, float], *, prompt_tokens: int, turns: int = 1,
@@ -126,7 +127,8 @@ class SimulatedService:
 
         def dial() -> MemoryConnection:
             ours, theirs = connection_pair()
-            task = asyncio.ensure_future(serve(_LoggedConnection(theirs, self.log, name)))
+            theirs.observe = partial(self.log.add, name)
+            task = asyncio.ensure_future(serve(theirs))
             self._serving[task] = None
             task.add_done_callback(lambda done: self._serving.pop(done, None))
             return ours
@@ -161,22 +163,3 @@ class EventLog:
     def digest(self) -> str:
         """SHA-256 over every frame so far, in hex."""
         return self._hash.hexdigest()
-
-
-class _LoggedConnection:
-    """The controller's end of a connection."""
-
-    def __init__(self, connection: MemoryConnection, log: EventLog, name: str) -> None:
-        self._connection, self._log, self._name = connection, log, name
-
-    async def send(self, frame: bytes) -> None:
-        self._log.add(self._name, ">", frame)
-        await self._connection.send(frame)
-
-    async def receive(self) -> bytes:
-        frame = await self._connection.receive()
-        self._log.add(self._name, "<", frame)
-        return frame
-
-    async def close(self, reason: str) -> None:
-        await self._connection.close(reason)

@@ -16,14 +16,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
+import msgspec
+
 from rookery import protocol
 from rookery.protocol.connection import ConnectionClosed
 from rookery.simulation.fakes.compute import FakeCompute
-from rookery.simulation.fakes.connection import Identity, MemoryConnection
-from rookery.simulation.fakes.faults import Faults, TicketRoutes
+from rookery.simulation.fakes.connection import Faults, MemoryConnection, TicketRoutes
 from rookery.simulation.fakes.text import Length
-from rookery.simulation.fakes.trainer import FakeTrainer
-from rookery.simulation.fakes.training import FakeTrainingOps
+from rookery.simulation.fakes.trainer import FakeTrainer, FakeTrainingOps
 from rookery.simulation.profiles import Machine
 
 REDIAL_SECONDS = 1.0
@@ -35,7 +35,14 @@ TICKET_SECONDS = 30.0
 HOLD_SECONDS = 60.0
 """How long a request that nobody claims is held."""
 
-MODEL_HASH, DEVICE = "fake", "fake"
+
+def worker_hello(machine: Machine, name: str, token: str, model: str, **fields: Any) -> protocol.Hello:
+    """The first frame of a process of ``machine``; ``fields`` replace the usual ones."""
+    usual: dict[str, Any] = {"instance": f"{name}-process", "roles": ["rollout", "train"], "max_rank": 64}
+    return protocol.Hello(
+        protocol=protocol.PROTOCOL, token=token, name=name, model=model, model_hash="fake", max_rows=machine.rows,
+        max_context=machine.context, device="fake", dtype="fake", **usual | fields,
+    )  # fmt: skip
 
 
 class FakeWorker:
@@ -43,7 +50,7 @@ class FakeWorker:
         self,
         dial: Callable[[], MemoryConnection],
         tickets: TicketRoutes,
-        identity: Identity,
+        hello: protocol.Hello,
         machine: Machine,
         length: Length,
         *,
@@ -54,8 +61,9 @@ class FakeWorker:
     ) -> None:
         """``dial`` opens a connection to the service, or raises ``ConnectionClosed``; ``length`` draws the lengths of
         replies; ``cached`` are hashes of the adapters on its disk; ``loaded``: the base model is there already."""
-        self.identity = identity
+        self.hello = hello
         self.machine = machine
+        self.tickets = tickets
         self.faults = faults or Faults()
         self.trainer = trainer or FakeTrainer()
         self.compute = FakeCompute(
@@ -63,22 +71,19 @@ class FakeWorker:
             length,
             self.trainer,
             flush=self._flush,
-            answer=lambda result: self._spawn(self.training.answer(result)),
+            answer=lambda result: self.spawn(self.training.answer(result)),
         )
         self.engine = self.compute.engine
-        self.training = FakeTrainingOps(
-            self.compute, machine, tickets, self.faults, spawn=self._spawn, send=self._send,
-            wait_readable=self._wait_readable, dies=lambda phase: self.faults.dies(self, phase),
-        )  # fmt: skip
-        self._pulled_bytes = 0
+        self.training = FakeTrainingOps(self)
+        self.pulled_bytes = 0
+        """Of adapters and states."""
         self.sent = 0
         """Tokens that left on a connection."""
         self.epoch = -1
         self.connection: MemoryConnection | None = None
         """The welcomed one."""
-        self.name = identity.name
+        self.name = hello.name
         self._dial = dial
-        self._tickets = tickets
         self._loop = asyncio.get_running_loop()
         self._grants: dict[str, asyncio.Future[protocol.TicketGrant]] = {}
         self._adapters: dict[str, asyncio.Future[bool]] = {}
@@ -100,11 +105,6 @@ class FakeWorker:
         self._computing: asyncio.Task[None] | None = None
 
     # --- life ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def pulled_bytes(self) -> int:
-        """Of adapters and states."""
-        return self._pulled_bytes + self.training.pulled_bytes
 
     def start(self) -> None:
         """Start the process."""
@@ -148,9 +148,9 @@ class FakeWorker:
 
     async def _live(self) -> None:
         try:
-            compute = self._computing = self._spawn(self.compute.run())
+            compute = self._computing = self.spawn(self.compute.run())
             while True:
-                session = self._spawn(self._session())
+                session = self.spawn(self._session())
                 await asyncio.wait({session, compute, self._failed}, return_when=asyncio.FIRST_COMPLETED)
                 if self._failed.done():
                     self._failed.result()
@@ -169,7 +169,7 @@ class FakeWorker:
     async def _leave(self) -> None:
         with suppress(ConnectionClosed):
             await self._flush()
-            await self._send(protocol.Draining(epoch=0))
+            await self.send(protocol.Draining(epoch=0))
             if self.connection is not None:
                 await self.connection.close("drained")
 
@@ -181,7 +181,11 @@ class FakeWorker:
         connection: MemoryConnection | None = None
         try:
             connection = self._dial()
-            await connection.send(protocol.encode(self._hello()))
+            held = [row.request.request for row in self.engine.held()]
+            hello = msgspec.structs.replace(
+                self.hello, name=self.name, loading=not self._loaded, adapters=self.cached_adapters, running=held
+            )
+            await connection.send(protocol.encode(hello))
             async with asyncio.timeout(WELCOME_SECONDS):
                 welcome = protocol.decode(protocol.to_worker, await connection.receive())
             if not isinstance(welcome, protocol.Welcome):
@@ -192,7 +196,7 @@ class FakeWorker:
             await self.faults.joined(self, previous)
             heartbeat = asyncio.create_task(self._heartbeat(welcome.heartbeat_seconds))
             if not self._loaded:
-                loading = self._spawn(self._load())
+                loading = self.spawn(self._load())
             while True:
                 message = protocol.decode(protocol.to_worker, await connection.receive())
                 await self._thawed.wait()
@@ -221,29 +225,18 @@ class FakeWorker:
         self._grants.clear()
         self.training.disconnected()
 
-    def _hello(self) -> protocol.Hello:
-        mine, machine = self.identity, self.machine
-        return protocol.Hello(
-            protocol=protocol.PROTOCOL, token=mine.token, name=self.name, instance=mine.instance, model=mine.model,
-            model_hash=MODEL_HASH, roles=list(mine.roles), kind=mine.kind, price=mine.price, max_rows=self.engine.rows,
-            max_context=machine.context, max_rank=64, device=DEVICE, dtype=DEVICE, loading=not self._loaded,
-            adapters=self.cached_adapters, running=[row.request.request for row in self.engine.held()],
-        )  # fmt: skip
-
     async def _load(self) -> None:
         await asyncio.sleep(max(0.0, self._started + self.machine.load - self._loop.time()))
         self._loaded = True
-        context = self.machine.context
+        fields = {name: getattr(self.hello, name) for name in ("model_hash", "max_context", "device", "dtype")}
         with suppress(ConnectionClosed):
-            await self._send(
-                protocol.Ready(epoch=0, model_hash=MODEL_HASH, max_context=context, device=DEVICE, dtype=DEVICE)
-            )
+            await self.send(protocol.Ready(epoch=0, **fields))
 
     async def _heartbeat(self, seconds: float) -> None:
         with suppress(ConnectionClosed):
             while True:
                 self.engine.expire(self._loop.time() - HOLD_SECONDS)
-                await self._send(
+                await self.send(
                     protocol.Heartbeat(
                         epoch=0, progress=self.compute.slices, active=self.engine.active,
                         waiting=self.engine.waiting + len(self._pulling), training=self.compute.pending,
@@ -254,7 +247,7 @@ class FakeWorker:
                 )  # fmt: skip
                 await asyncio.sleep(seconds)
 
-    async def _send(self, message: protocol.Message) -> None:
+    async def send(self, message: protocol.Message) -> None:
         """Raises :class:`ConnectionClosed`."""
         await self._thawed.wait()
         if self.connection is None:
@@ -269,11 +262,11 @@ class FakeWorker:
             case protocol.Abort():
                 self._abort(message.request)
             case protocol.SwitchAdapter():
-                self._spawn(self._switch(message))
+                self.spawn(self._switch(message))
             case protocol.PrefetchAdapters():
                 for ref in message.refs:
                     if self._has(ref.hash):
-                        self._spawn(self._report_cached(ref.hash))
+                        self.spawn(self._report_cached(ref.hash))
                     else:
                         self._pull(ref)
             case protocol.TicketGrant():
@@ -292,7 +285,7 @@ class FakeWorker:
         if message.policy:
             self.training.evict(message.policy)
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.create_task(work)
         self._tasks[task] = None
         task.add_done_callback(self._ended)
@@ -311,7 +304,7 @@ class FakeWorker:
         if request.adapter is None or self._has(request.adapter.hash):
             self._submit(request)
         else:
-            self._pulling[request.request] = self._spawn(self._submit_when_pulled(request, request.adapter))
+            self._pulling[request.request] = self.spawn(self._submit_when_pulled(request, request.adapter))
 
     def _submit(self, request: protocol.Generate) -> None:
         row = self.engine.submit(request)
@@ -329,7 +322,7 @@ class FakeWorker:
         )
         given.finish = "abort"
         with suppress(ConnectionClosed):
-            await self._send(protocol.Output(epoch=0, chunks=[given]))
+            await self.send(protocol.Output(epoch=0, chunks=[given]))
 
     def _abort(self, request: str) -> None:
         if (waiting := self._pulling.pop(request, None)) is not None:
@@ -347,9 +340,9 @@ class FakeWorker:
             return
         self.sent += sum(len(chunk.tokens) for chunk in chunks)
         with suppress(ConnectionClosed):
-            await self._send(protocol.Output(epoch=0, chunks=chunks))
+            await self.send(protocol.Output(epoch=0, chunks=chunks))
             if self.faults.repeats_flush():
-                await self._send(protocol.Output(epoch=0, chunks=[chunk for chunk in chunks if not chunk.error]))
+                await self.send(protocol.Output(epoch=0, chunks=[chunk for chunk in chunks if not chunk.error]))
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -366,32 +359,32 @@ class FakeWorker:
         """Done when the adapter is here, or its pull failed."""
         pull = self._adapters.get(ref.hash)
         if pull is None:
-            pull = self._adapters[ref.hash] = self._spawn(self._fetch(ref))
+            pull = self._adapters[ref.hash] = self.spawn(self._fetch(ref))
         return pull
 
     async def _fetch(self, ref: protocol.AdapterRef) -> bool:
-        await self._wait_readable(ref)
+        await self.wait_readable(ref)
         await asyncio.sleep(self.faults.delay("pull", self.machine.pull()))
         if self.faults.pull_fails():
             self._adapters.pop(ref.hash, None)
             with suppress(ConnectionClosed):
-                await self._send(protocol.PullFailed(epoch=0, hash=ref.hash, error="the network is unreachable"))
+                await self.send(protocol.PullFailed(epoch=0, hash=ref.hash, error="the network is unreachable"))
             return False
-        self._pulled_bytes += self.machine.adapter_bytes
+        self.pulled_bytes += self.machine.adapter_bytes
         await self._report_cached(ref.hash)
         return True
 
     async def _report_cached(self, digest: str) -> None:
         with suppress(ConnectionClosed):
-            await self._send(protocol.AdaptersCached(epoch=0, hashes=[digest]))
+            await self.send(protocol.AdaptersCached(epoch=0, hashes=[digest]))
 
-    async def _wait_readable(self, ref: protocol.AdapterRef) -> None:
+    async def wait_readable(self, ref: protocol.AdapterRef) -> None:
         """Wait for a ticket that opens the artifact, if the one that came with it does not."""
         ticket = ref.ticket
-        while not self._tickets.reads(ticket, ref.hash):
+        while not self.tickets.reads(ticket, ref.hash):
             grant = self._grants.setdefault(ref.hash, self._loop.create_future())
             with suppress(ConnectionClosed):
-                await self._send(protocol.TicketRequest(epoch=0, hash=ref.hash))
+                await self.send(protocol.TicketRequest(epoch=0, hash=ref.hash))
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICKET_SECONDS):
                     ticket = (await asyncio.shield(grant)).ticket
