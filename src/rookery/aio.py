@@ -6,7 +6,8 @@
   the event or the timeout. ``asyncio.wait_for`` loses it before Python 3.12.
 * :func:`die_with_parent` ends a child process with its parent, also after ``kill -9``: the kernel closes the pipe
   between them.
-* :class:`Signal` wakes any number of waiters. :class:`TaskGroup` cancels its tasks in the order in which they started.
+* :class:`Signal` wakes any number of waiters. :class:`TaskGroup` cancels its tasks in the order in which they started;
+  :class:`BackgroundTasks` holds tasks that nobody awaits.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class Clock(Protocol):
@@ -124,6 +127,31 @@ class TaskGroup(asyncio.TaskGroup):
     def __init__(self) -> None:
         super().__init__()
         self._tasks = _OrderedTasks()  # type: ignore[assignment]
+
+
+class BackgroundTasks:
+    """Tasks that nobody awaits, kept until they end, in the order in which they started."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Start a task."""
+        task = asyncio.create_task(work)
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        return task
+
+    async def wait(self) -> None:
+        """Return when the present tasks have ended. Raises the first error of one."""
+        await asyncio.gather(*self._tasks)
+
+    async def cancel(self) -> None:
+        """Cancel the present tasks and wait for their ends."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def die_with_parent(end: Callable[[], None]) -> None:

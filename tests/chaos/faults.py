@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-from rookery.simulation.fakes.text import UniformLength
+from tests.support.replies import UniformLength
 
 LENGTH = UniformLength(1, 1.25)
 """Of replies: one in five is cut at its limit."""

@@ -20,6 +20,7 @@ from typing import Any
 from tests.chaos.events import Events
 from tests.chaos.faults import LENGTH
 from tests.chaos.network import NetworkConnection
+from tests.support.replies import reply_of
 
 from rookery import protocol
 from rookery.controller.controller import Controller
@@ -27,7 +28,6 @@ from rookery.controller.fleet.fleet import FleetListener
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.scheduler import REASSIGNED, GenerationFailed, SamplingRequest, SamplingResult
 from rookery.settings import Settings
-from rookery.simulation.fakes.text import reply_of
 
 
 @dataclass(eq=False)

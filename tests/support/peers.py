@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 from sqlalchemy import create_engine, select, update
+from tests.support.replies import UniformLength, reply_of
 
 from rookery import protocol
 from rookery.aio import RandomIds
@@ -33,7 +34,7 @@ from rookery.protocol.connection import Connection, ConnectionClosed
 from rookery.settings import Settings
 from rookery.simulation.fakes.connection import MemoryConnection, connection_pair
 from rookery.simulation.fakes.host import FakeHost, user_message
-from rookery.simulation.fakes.text import TEMPLATE, UniformLength, byte_tokenizer, draw, reply_of
+from rookery.simulation.fakes.text import TEMPLATE, byte_tokenizer, draw
 from rookery.simulation.fakes.trainer import ADAPTER, CONFIG, FakeTrainer, peft_config
 from rookery.storage import models
 from rookery.storage.artifacts import Artifacts

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.replies import full_length
+
 from rookery.simulation.clock import EPOCH, run
 from rookery.simulation.fakes.service import MEMORY, SimulatedService
-from rookery.simulation.fakes.text import whole
 from rookery.simulation.profiles import Machine
 
 # What a two-core machine takes for the model of 135M parameters, in seconds.
@@ -88,7 +89,9 @@ def play(
     async def main(folder: str) -> Played:
         tenants = sorted({tenant for tenant, _ in jobs})
         every_step = {"flush_seconds": 0.001}
-        site = SimulatedService(Path(folder), whole, context=CONTEXT, seed=1, tenants=tenants, settings=every_step)
+        site = SimulatedService(
+            Path(folder), full_length, context=CONTEXT, seed=1, tenants=tenants, settings=every_step
+        )
         controller = site.controller
         await controller.start()
         worker = site.worker("worker", machine(rows))

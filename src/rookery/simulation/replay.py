@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -50,14 +50,6 @@ class Scenario:
     flush: float = Settings().worker.flush_seconds
     """The service's ``flush_seconds``: tokens sampled since the last flush are what a preemption costs."""
 
-    @property
-    def reserved_price(self) -> float:
-        return self.profile.reserved.price
-
-    @property
-    def preemptible_price(self) -> float:
-        return self.profile.spot.price * (1 - self.discount)
-
 
 @dataclass(frozen=True)
 class ReplayedStep:
@@ -76,6 +68,9 @@ class ReplayedStep:
     remote_wait: float | None
     seed: float | None
     """Of the trainer's last cycle, as :mod:`rookery.controller.offload.seeding` measures them; None without cycles."""
+
+
+WAITS = ("waiting", "queue", "trainer_wait", "remote_wait", "seed")
 
 
 @dataclass(frozen=True)
@@ -125,29 +120,18 @@ class ReplayResult:
 
     def cost_at(self, discount: float) -> float:
         """The cost at another discount, everything else equal."""
-        spot = self.scenario.profile.spot.price * (1 - discount)
-        return self.reserved_hours * self.scenario.reserved_price + self.preemptible_hours * spot
+        machines = self.scenario.profile
+        spot = machines.spot.price * (1 - discount)
+        return self.reserved_hours * machines.reserved.price + self.preemptible_hours * spot
 
     @property
     def tokens_per_price(self) -> float:
         return self.tokens / self.cost
 
-    @property
-    def waiting(self) -> float:
-        """Mean seconds per step for which a job waited for its groups."""
-        return _mean([step.waiting for step in self.steps]) or 0.0
-
-    @property
-    def queue(self) -> float:
-        return _mean([step.queue for step in self.steps]) or 0.0
-
-    @property
-    def trainer_wait(self) -> float | None:
-        return _mean([step.trainer_wait for step in self.steps])
-
-    @property
-    def remote_wait(self) -> float | None:
-        return _mean([step.remote_wait for step in self.steps])
+    def mean(self, name: str) -> float | None:
+        """A figure of the steps, averaged over those that have it."""
+        known = [value for step in self.steps if (value := getattr(step, name)) is not None]
+        return sum(known) / len(known) if known else None
 
     def break_even(self, alone: ReplayResult) -> float | None:
         """The discount on preemptible machines from which on a token costs no more than in ``alone``, which had
@@ -155,7 +139,7 @@ class ReplayResult:
         rented or trained."""
         if not (self.preemptible_hours and self.tokens and alone.tokens):
             return None
-        worth = alone.cost * self.tokens / alone.tokens - self.reserved_hours * self.scenario.reserved_price
+        worth = alone.cost * self.tokens / alone.tokens - self.cost_at(1.0)
         return 1 - worth / (self.preemptible_hours * self.scenario.profile.spot.price)
 
 
@@ -186,14 +170,16 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
     host = site.host({f"builtin:{ENVIRONMENT}": load.environment}, prompt_tokens=load.prompt_tokens)
     await host.join()
     reserved = [
-        site.worker(f"reserved-{number}", profile.reserved, roles=mode.reserved, price=scenario.reserved_price)
+        site.worker(f"reserved-{number}", profile.reserved, roles=mode.reserved, price=profile.reserved.price)
         for number in range(scenario.reserved)
     ]
     for worker in reserved:
         worker.start()
 
+    spot_price = profile.spot.price * (1 - scenario.discount)
+
     def make(name: str) -> FakeWorker:
-        return site.worker(name, profile.spot, roles=("rollout",), kind="preemptible", price=scenario.preemptible_price)
+        return site.worker(name, profile.spot, roles=("rollout",), kind="preemptible", price=spot_price)
 
     most = mode.most(profile, load.group_size * load.groups_per_step * scenario.jobs, scenario.reserved)
 
@@ -208,12 +194,14 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
         jobs[view.id] = tenant
     await _until_over(site, jobs, renting)
     seconds = asyncio.get_running_loop().time()
-    steps = []
+    steps: list[ReplayedStep] = []
     for job, tenant in jobs.items():
         view = await controller.queries.show(tenant, job)
         if view.state in ("failed", "paused"):
             raise RuntimeError(f"mode {mode.name}: job {view.name} is {view.state}: {view.reason}")
-        steps += [_step(job, row) for row in await controller.queries.metrics(tenant, job)]
+        for row in await controller.queries.metrics(tenant, job):
+            waits: dict[str, Any] = {name: row.get(f"seconds/{name}") for name in WAITS}
+            steps.append(ReplayedStep(job, row["time"] - EPOCH, int(row["tokens"]), **waits))
     renting.cancel()
     await asyncio.gather(renting, return_exceptions=True)
     digest, events = site.log.digest(), site.log.frames
@@ -273,19 +261,6 @@ def _job(scenario: Scenario, number: int) -> dict[str, Any]:
     }
 
 
-def _step(job: str, row: dict[str, Any]) -> ReplayedStep:
-    return ReplayedStep(
-        job,
-        row["time"] - EPOCH,
-        int(row["tokens"]),
-        row["seconds/waiting"],
-        row["seconds/queue"],
-        trainer_wait=row.get("seconds/trainer_wait"),
-        remote_wait=row.get("seconds/remote_wait"),
-        seed=row.get("seconds/seed"),
-    )
-
-
 def _idle(workers: list[tuple[FakeWorker, float]]) -> float:
     there = sum(seconds for _, seconds in workers)
     worked = sum(worker.compute.decoded + worker.compute.trained for worker, _ in workers)
@@ -294,12 +269,6 @@ def _idle(workers: list[tuple[FakeWorker, float]]) -> float:
 
 def _unsent(instance: SpotInstance) -> int:
     return max(0, instance.worker.engine.generated - instance.worker.sent)
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    """Of those that are there."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
 
 
 Role = Literal["rollout", "train"]

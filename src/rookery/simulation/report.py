@@ -14,6 +14,9 @@ from rich.table import Table
 from rookery.simulation.replay import ReplayResult
 from rookery.simulation.traces import HOUR
 
+DERIVED = ("tokens", "tokens_per_second", "steps_per_hour", "cost", "tokens_per_price")
+MEANS = ("waiting", "trainer_wait", "remote_wait", "queue")
+
 
 def as_json(outcomes: Sequence[ReplayResult]) -> dict[str, Any]:
     """All of it, the first outcome being what the others are compared with."""
@@ -42,12 +45,9 @@ def digest(outcomes: Sequence[ReplayResult]) -> str:
 def _mode(outcome: ReplayResult, alone: ReplayResult) -> dict[str, Any]:
     figures = asdict(outcome)
     del figures["scenario"]
-    derived = (
-        "tokens", "tokens_per_second", "steps_per_hour", "cost", "tokens_per_price", "waiting", "trainer_wait",
-        "remote_wait", "queue",
-    )  # fmt: skip
-    shown = {name: getattr(outcome, name) for name in derived}
-    return {**shown, "break_even_discount": _break_even(outcome, alone), **figures}
+    shown = {name: getattr(outcome, name) for name in DERIVED}
+    means = {name: outcome.mean(name) for name in MEANS}
+    return {**shown, **means, "break_even_discount": _break_even(outcome, alone), **figures}
 
 
 def _break_even(outcome: ReplayResult, alone: ReplayResult) -> float | None:
@@ -86,10 +86,7 @@ def tables(outcomes: Sequence[ReplayResult]) -> Group:
         )
         spent.add_row(
             outcome.mode,
-            f"{outcome.waiting:.1f} s",
-            _seconds(outcome.trainer_wait),
-            _seconds(outcome.remote_wait),
-            f"{outcome.queue:.1f} s",
+            *(_seconds(outcome.mean(name)) for name in MEANS),
             f"{outcome.reserved_idle:.0%}",
             f"{outcome.preemptible_idle:.0%}" if rented else "–",
             str(outcome.preemptions),

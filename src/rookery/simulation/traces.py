@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from random import Random
 
+from rookery.aio import BackgroundTasks
 from rookery.errors import UserError
 from rookery.simulation.fakes.worker import FakeWorker
 from rookery.simulation.profiles import read_input
@@ -143,7 +144,7 @@ class SpotMarket:
         self._random = random
         self._notice = notice
         self._worth = worth
-        self._endings: dict[asyncio.Task[None], None] = {}
+        self._endings = BackgroundTasks()
 
     @property
     def rented(self) -> list[SpotInstance]:
@@ -186,9 +187,7 @@ class SpotMarket:
 
     def _end(self, instance: SpotInstance, *, drain: bool) -> None:
         instance.leaving = True
-        task = asyncio.create_task(self._leave(instance, drain))
-        self._endings[task] = None
-        task.add_done_callback(lambda done: self._endings.pop(done, None))
+        self._endings.start(self._leave(instance, drain))
 
     async def _leave(self, instance: SpotInstance, drain: bool) -> None:
         if drain:
@@ -201,4 +200,4 @@ class SpotMarket:
         """Every instance ends. Raises what went wrong in one."""
         for instance in self.rented:
             self._end(instance, drain=False)
-        await asyncio.gather(*self._endings)
+        await self._endings.wait()

@@ -25,6 +25,7 @@ from tests.support.peers import (
     settle,
     text_of,
 )
+from tests.support.replies import full_length
 from tests.support.virtual import by_number, machine
 
 from rookery import protocol
@@ -38,7 +39,6 @@ from rookery.scheduling.placement import PeerCandidate, select_peers
 from rookery.settings import Settings
 from rookery.simulation.clock import EPOCH, InlineWriter, run
 from rookery.simulation.fakes.service import MEMORY, SimulatedService
-from rookery.simulation.fakes.text import whole
 from rookery.storage.artifacts import Artifacts
 
 
@@ -327,7 +327,7 @@ def test_slow_receiver_delays_no_commit() -> None:
     job = job_of(environment={"id": "task"}, algorithm=algorithm, sampling={"max_tokens": 64}, stop={"steps": 1000})
 
     async def commits(folder: str, slow: bool) -> list[float]:
-        site = SimulatedService(Path(folder), whole, context=512, seed=1, tenants=["alice"])
+        site = SimulatedService(Path(folder), full_length, context=512, seed=1, tenants=["alice"])
         await site.controller.start()
         roles: dict[str, Literal["train", "rollout"]] = {"trainer": "train", "one": "rollout", "two": "rollout"}
         if slow:

@@ -11,16 +11,14 @@ from typing import Any
 import msgspec
 
 from rookery import protocol
+from rookery.aio import BackgroundTasks
 from rookery.protocol.connection import ConnectionClosed
-from rookery.simulation.fakes.connection import MemoryConnection
+from rookery.simulation.fakes.connection import MemoryConnection, greet
 from rookery.simulation.fakes.text import draw
 
 EpisodeCall = protocol.Reset | protocol.StepEpisode
 Observe = Callable[[EpisodeCall], dict[str, Any] | None]
 """A call → the fields of its ``Observation``, or None for no reply at all."""
-
-WELCOME_SECONDS = 30.0
-"""A connection without a welcome is closed after this long."""
 
 
 def uniform_reward(episode: str, turn: int) -> float:
@@ -71,7 +69,7 @@ class FakeHost:
         self._seconds = seconds
         self._keeps_episodes = keeps_episodes
         self._names: dict[str, str] = {}
-        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._tasks = BackgroundTasks()
 
     async def join(self) -> FakeHost:
         """Dial in; returns when the host is welcome. Raises ``PermissionError`` when it is rejected."""
@@ -81,18 +79,10 @@ class FakeHost:
             episodes=list(self.episodes) if self._keeps_episodes else [],
             environments=[protocol.HostedEnvironment(name=n, deterministic=d) for n, d in self.environments.items()],
         )  # fmt: skip
-        await connection.send(protocol.encode(hello))
-        try:
-            async with asyncio.timeout(WELCOME_SECONDS):
-                welcome = protocol.decode(protocol.to_host, await connection.receive())
-        except TimeoutError:
-            connection.cut()
-            raise ConnectionClosed("no welcome") from None
-        if not isinstance(welcome, protocol.HostWelcome):
-            raise PermissionError(welcome.reason)
+        welcome = await greet(connection, hello, protocol.to_host)
         self.epoch = welcome.epoch
-        self._spawn(self._heartbeat(connection, welcome.heartbeat_seconds))
-        self._spawn(self._read(connection))
+        self._tasks.start(self._heartbeat(connection, welcome.heartbeat_seconds))
+        self._tasks.start(self._read(connection))
         return self
 
     async def run(self, redial_seconds: Callable[[], float]) -> None:
@@ -108,15 +98,7 @@ class FakeHost:
         """The connection ends; the process and its episodes stay."""
         if self.connection is not None:
             self.connection.cut()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
-        self._tasks[task] = None
-        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        await self._tasks.cancel()
 
     async def _heartbeat(self, connection: MemoryConnection, seconds: float) -> None:
         with suppress(ConnectionClosed):
@@ -148,7 +130,7 @@ class FakeHost:
                 return
         seconds = self._seconds(environment)
         if seconds > 0:
-            asyncio.get_running_loop().call_later(seconds, lambda: self._spawn(self._reply(connection, message)))
+            asyncio.get_running_loop().call_later(seconds, lambda: self._tasks.start(self._reply(connection, message)))
         else:
             await self._reply(connection, message)
 

@@ -10,13 +10,13 @@ import asyncio
 import hashlib
 import os
 import struct
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-from rookery.aio import RandomIds
+from rookery.aio import BackgroundTasks, RandomIds
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.offload.seeding import Seeding
@@ -40,6 +40,9 @@ MODEL = "smollm2-135m-instruct"
 WORKER_TOKEN = "worker-token"
 HOST_TOKEN = "host-token"
 
+Serve = Callable[[Connection], Coroutine[Any, Any, None]]
+"""Serves one connection of the controller until it ends."""
+
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """Where a simulation keeps its artifacts, as ``tempfile`` understands it: nothing of it outlives the run, so where the
 system has a folder in memory no disk is waited for."""
@@ -62,7 +65,7 @@ class SimulatedService:
         sequence in tokens."""
         self.length = length
         self.log = EventLog()
-        self._serving: dict[asyncio.Future[None], None] = {}
+        self._serving = BackgroundTasks()
         self.settings = Settings(data=folder, cache=folder / "cache", **(settings or {}))
         self.database = Database("sqlite://")
         self.database.create()
@@ -122,25 +125,20 @@ class SimulatedService:
             seconds=lambda environment: seconds.get(environment, 0.0),
         )
 
-    def dial(self, name: str, serve: Callable[[Connection], Awaitable[None]]) -> Callable[[], MemoryConnection]:
+    def dial(self, name: str, serve: Serve) -> Callable[[], MemoryConnection]:
         """Opens connections to the controller, whose frames are logged under ``name``."""
 
         def dial() -> MemoryConnection:
             ours, theirs = connection_pair()
             theirs.observe = partial(self.log.add, name)
-            task = asyncio.ensure_future(serve(theirs))
-            self._serving[task] = None
-            task.add_done_callback(lambda done: self._serving.pop(done, None))
+            self._serving.start(serve(theirs))
             return ours
 
         return dial
 
     async def close(self) -> None:
         await self.controller.stop()
-        serving = list(self._serving)
-        for task in serving:
-            task.cancel()
-        await asyncio.gather(*serving, return_exceptions=True)
+        await self._serving.cancel()
         self.database.close()
 
 

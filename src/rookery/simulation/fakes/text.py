@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
 from statistics import NormalDist
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -81,31 +81,6 @@ class LongTailed:
         uniform = (draw("length", seed) + 0.5) / 2**64
         wanted = self.median * math.exp(self.sigma * NormalDist().inv_cdf(uniform))
         return min(max(1, round(wanted)), max_tokens)
-
-
-@dataclass(frozen=True)
-class UniformLength:
-    """Reply lengths are uniform from ``shortest`` to ``spread`` times the limit more; those beyond it are cut."""
-
-    shortest: int = 1
-    spread: float = 1.0
-
-    def __call__(self, seed: int, max_tokens: int) -> int:
-        wanted = self.shortest + draw("length", seed) % max(1, int(max_tokens * self.spread))
-        return min(wanted, max_tokens)
-
-
-@lru_cache(maxsize=1 << 14)
-def reply_of(seed: int, max_tokens: int, length: Length) -> tuple[list[int], list[float], Literal["stop", "length"]]:
-    """(tokens, log-probabilities, finish) of the whole reply to a seed."""
-    count = length(seed, max_tokens)
-    finish: Literal["stop", "length"] = "stop" if count < max_tokens else "length"
-    return tokens_of(seed, 0, count, count, max_tokens), logprobs_of(seed, 0, count), finish
-
-
-def whole(seed: int, max_tokens: int) -> int:
-    """Every reply has its full length: equal requests are equal work."""
-    return max_tokens
 
 
 @lru_cache(maxsize=1)

@@ -12,7 +12,6 @@ import asyncio
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +19,6 @@ import msgspec
 
 from rookery import protocol
 from rookery.errors import RookeryError
-from rookery.protocol.connection import ConnectionClosed
 from rookery.simulation.fakes.connection import Phase
 from rookery.spec.policy import TARGETS
 
@@ -329,8 +327,7 @@ class FakeTrainingOps:
             else:
                 reply = msgspec.structs.replace(reply, manifest=protocol.manifest_of(shards))
         await self._die_in("reply")
-        with suppress(ConnectionClosed):
-            await self._worker.send(reply)
+        await self._worker.send(reply)
         await self._die_in("replied")
 
     async def _upload(self, ticket: str, name: str, content: bytes, seconds: float) -> protocol.Shard | None:

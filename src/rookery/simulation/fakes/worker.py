@@ -19,17 +19,16 @@ from typing import Any
 import msgspec
 
 from rookery import protocol
+from rookery.aio import BackgroundTasks
 from rookery.protocol.connection import ConnectionClosed
 from rookery.simulation.fakes.compute import FakeCompute
-from rookery.simulation.fakes.connection import Faults, MemoryConnection, TicketRoutes
+from rookery.simulation.fakes.connection import Faults, MemoryConnection, TicketRoutes, greet
 from rookery.simulation.fakes.text import Length
 from rookery.simulation.fakes.trainer import FakeTrainer, FakeTrainingOps
 from rookery.simulation.profiles import Machine
 
 REDIAL_SECONDS = 1.0
 """Between the end of a connection and the next attempt."""
-WELCOME_SECONDS = 30.0
-"""A connection without a welcome is closed after this long."""
 TICKET_SECONDS = 30.0
 """A ticket that was not granted is requested again after this long."""
 HOLD_SECONDS = 60.0
@@ -97,8 +96,7 @@ class FakeWorker:
         self._loaded = loaded
         self._thawed = asyncio.Event()
         self._thawed.set()
-        self._tasks: dict[asyncio.Task[None], None] = {}
-        """In the order in which they began."""
+        self._tasks = BackgroundTasks()
         self._failed: asyncio.Future[None] = self._loop.create_future()
         self.life: asyncio.Task[None] | None = None
         """Ends with the process; raises an error of the fake itself."""
@@ -161,17 +159,12 @@ class FakeWorker:
         finally:
             if self.connection is not None:
                 self.connection.cut()
-            tasks = list(self._tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._tasks.cancel()
 
     async def _leave(self) -> None:
-        with suppress(ConnectionClosed):
-            await self._flush()
-            await self.send(protocol.Draining(epoch=0))
-            if self.connection is not None:
-                await self.connection.close("drained")
+        await self._flush()
+        if await self.send(protocol.Draining(epoch=0)) and self.connection is not None:
+            await self.connection.close("drained")
 
     # --- connection ---------------------------------------------------------------------------------------------------
 
@@ -185,11 +178,7 @@ class FakeWorker:
             hello = msgspec.structs.replace(
                 self.hello, name=self.name, loading=not self._loaded, adapters=self.cached_adapters, running=held
             )
-            await connection.send(protocol.encode(hello))
-            async with asyncio.timeout(WELCOME_SECONDS):
-                welcome = protocol.decode(protocol.to_worker, await connection.receive())
-            if not isinstance(welcome, protocol.Welcome):
-                raise PermissionError(f"worker {self.name} was not welcomed: {welcome}")
+            welcome = await greet(connection, hello, protocol.to_worker)
             previous, self.epoch, self.name = self.epoch, welcome.epoch, welcome.name
             self.connection = connection
             self.compute.flush_seconds = welcome.flush_seconds
@@ -201,7 +190,7 @@ class FakeWorker:
                 message = protocol.decode(protocol.to_worker, await connection.receive())
                 await self._thawed.wait()
                 self._handle(message)
-        except (ConnectionClosed, TimeoutError):
+        except ConnectionClosed:
             await self._thawed.wait()
         finally:
             self.connection = None
@@ -229,31 +218,30 @@ class FakeWorker:
         await asyncio.sleep(max(0.0, self._started + self.machine.load - self._loop.time()))
         self._loaded = True
         fields = {name: getattr(self.hello, name) for name in ("model_hash", "max_context", "device", "dtype")}
-        with suppress(ConnectionClosed):
-            await self.send(protocol.Ready(epoch=0, **fields))
+        await self.send(protocol.Ready(epoch=0, **fields))
 
     async def _heartbeat(self, seconds: float) -> None:
-        with suppress(ConnectionClosed):
-            while True:
-                self.engine.expire(self._loop.time() - HOLD_SECONDS)
-                await self.send(
-                    protocol.Heartbeat(
-                        epoch=0, progress=self.compute.slices, active=self.engine.active,
-                        waiting=self.engine.waiting + len(self._pulling), training=self.compute.pending,
-                        adapters=len(self._adapters), generated=self.engine.generated, trained=self.trainer.trained,
-                        decode_seconds=self.compute.decoded, train_seconds=self.compute.trained, memory_bytes=0,
-                        pulled_from_service=self.pulled_bytes,
-                    )
-                )  # fmt: skip
-                await asyncio.sleep(seconds)
+        while True:
+            self.engine.expire(self._loop.time() - HOLD_SECONDS)
+            heartbeat = protocol.Heartbeat(
+                epoch=0, progress=self.compute.slices, active=self.engine.active,
+                waiting=self.engine.waiting + len(self._pulling), training=self.compute.pending,
+                adapters=len(self._adapters), generated=self.engine.generated, trained=self.trainer.trained,
+                decode_seconds=self.compute.decoded, train_seconds=self.compute.trained, memory_bytes=0,
+                pulled_from_service=self.pulled_bytes,
+            )  # fmt: skip
+            if not await self.send(heartbeat):
+                return
+            await asyncio.sleep(seconds)
 
-    async def send(self, message: protocol.Message) -> None:
-        """Raises :class:`ConnectionClosed`."""
+    async def send(self, message: protocol.Message) -> bool:
+        """Whether the message was sent: not without a connection."""
         await self._thawed.wait()
-        if self.connection is None:
-            raise ConnectionClosed("not connected")
+        if self.connection is None or self.connection.closed:
+            return False
         message.epoch = self.epoch  # type: ignore[attr-defined]
         await self.connection.send(protocol.encode(message))
+        return True
 
     def _handle(self, message: Any) -> None:
         match message:
@@ -286,13 +274,11 @@ class FakeWorker:
             self.training.evict(message.policy)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.create_task(work)
-        self._tasks[task] = None
+        task = self._tasks.start(work)
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        del self._tasks[task]
         if not task.cancelled() and (error := task.exception()) is not None and not self._failed.done():
             self._failed.set_exception(error)
 
@@ -317,12 +303,9 @@ class FakeWorker:
         if pulled:
             self._submit(request)
             return
-        given = protocol.TokenChunk(
-            request=request.request, offset=len(request.prefix_tokens), tokens=[], logprobs=[], version=0
-        )
-        given.finish = "abort"
-        with suppress(ConnectionClosed):
-            await self.send(protocol.Output(epoch=0, chunks=[given]))
+        name, offset = request.request, len(request.prefix_tokens)
+        aborted = protocol.TokenChunk(request=name, offset=offset, tokens=[], logprobs=[], version=0, finish="abort")
+        await self.send(protocol.Output(epoch=0, chunks=[aborted]))
 
     def _abort(self, request: str) -> None:
         if (waiting := self._pulling.pop(request, None)) is not None:
@@ -339,10 +322,8 @@ class FakeWorker:
         if self.connection is None or not (chunks := self.engine.drain(self._loop.time(), self.faults.resend_from)):
             return
         self.sent += sum(len(chunk.tokens) for chunk in chunks)
-        with suppress(ConnectionClosed):
-            await self.send(protocol.Output(epoch=0, chunks=chunks))
-            if self.faults.repeats_flush():
-                await self.send(protocol.Output(epoch=0, chunks=[chunk for chunk in chunks if not chunk.error]))
+        if await self.send(protocol.Output(epoch=0, chunks=chunks)) and self.faults.repeats_flush():
+            await self.send(protocol.Output(epoch=0, chunks=[chunk for chunk in chunks if not chunk.error]))
 
     # --- adapters -----------------------------------------------------------------------------------------------------
 
@@ -367,24 +348,21 @@ class FakeWorker:
         await asyncio.sleep(self.faults.delay("pull", self.machine.pull()))
         if self.faults.pull_fails():
             self._adapters.pop(ref.hash, None)
-            with suppress(ConnectionClosed):
-                await self.send(protocol.PullFailed(epoch=0, hash=ref.hash, error="the network is unreachable"))
+            await self.send(protocol.PullFailed(epoch=0, hash=ref.hash, error="the network is unreachable"))
             return False
         self.pulled_bytes += self.machine.adapter_bytes
         await self._report_cached(ref.hash)
         return True
 
     async def _report_cached(self, digest: str) -> None:
-        with suppress(ConnectionClosed):
-            await self.send(protocol.AdaptersCached(epoch=0, hashes=[digest]))
+        await self.send(protocol.AdaptersCached(epoch=0, hashes=[digest]))
 
     async def wait_readable(self, ref: protocol.AdapterRef) -> None:
         """Wait for a ticket that opens the artifact, if the one that came with it does not."""
         ticket = ref.ticket
         while not self.tickets.reads(ticket, ref.hash):
             grant = self._grants.setdefault(ref.hash, self._loop.create_future())
-            with suppress(ConnectionClosed):
-                await self.send(protocol.TicketRequest(epoch=0, hash=ref.hash))
+            await self.send(protocol.TicketRequest(epoch=0, hash=ref.hash))
             with suppress(TimeoutError):
                 async with asyncio.timeout(TICKET_SECONDS):
                     ticket = (await asyncio.shield(grant)).ticket
