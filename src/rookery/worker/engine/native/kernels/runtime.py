@@ -1,0 +1,193 @@
+"""Kernels: compiled ahead of first use, called through PyTorch's own thread pool, with checked arguments.
+
+Promises:
+
+* This module imports no Numba, and a machine without it, or without the processor that the kernels need, gets a reason
+  from ``why_unavailable`` instead of an error; the plain PyTorch path serves there.
+* A kernel gets addresses of tensors whose dtype, shape, device and contiguity ``Arguments`` checked: a wrong one raises
+  ``ValueError``.
+* Compiled code is cached on disk by source, processor, and versions of Python, Numba and llvmlite. Workers that start
+  together compile once: the others wait and read. A cache that cannot be written costs the time to compile, nothing
+  else.
+
+A kernel is a Numba function of one address: that of int64 words, which ``Arguments`` builds. Its work is divided into
+``blocks``. Every thread takes the next block from a shared counter until none is left, so a thread that another process
+delays takes fewer. The calls go to the OpenMP runtime that PyTorch uses: a second pool would compete for the cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+log = logging.getLogger("rookery.kernels")
+
+FIRST = 2
+"""Index of a kernel's first argument: the words before it are the counters of blocks and of threads."""
+
+
+@cache
+def why_unavailable() -> str:
+    """Why the kernels cannot run on this machine; empty where they can."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return f"they need Linux on x86-64, this is {sys.platform} on {platform.machine()}"
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        return "the processor has no AVX2"
+    if find_spec("numba") is None:
+        return "numba is not installed"
+    return "" if _parallel() is not None else "PyTorch does not use the GNU OpenMP interface here"
+
+
+@cache
+def _parallel() -> Any:
+    """``GOMP_parallel(function, data, threads, flags)`` of the runtime that PyTorch uses; None where it has none."""
+    libraries = [None, *sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so"))]
+    for library in libraries:
+        function = getattr(ctypes.CDLL(None if library is None else str(library)), "GOMP_parallel", None)
+        if function is not None:
+            function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+            function.restype = None
+            return function
+    return None
+
+
+class Arguments:
+    """The int64 words that one kernel reads: two counters, then its arguments in the order in which they are added. The
+    tensors stay alive as long as this object. ``threads`` run the kernel: as many as PyTorch has now."""
+
+    def __init__(self) -> None:
+        self.threads = torch.get_num_threads()
+        self._words = [0] * FIRST
+        self._tensors: list[Tensor] = []
+        self._array: np.ndarray | None = None
+
+    def number(self, value: int) -> Arguments:
+        """Adds a number; a negative one raises ``ValueError``."""
+        if value < 0:
+            raise ValueError(f"a kernel's number is {value}; it must be 0 or more")
+        self._words.append(value)
+        return self
+
+    def tensor(self, tensor: Tensor, dtype: torch.dtype, *shape: int) -> Arguments:
+        """Adds the address of a contiguous CPU tensor; raises ``ValueError`` if it has another dtype or shape."""
+        self._words.append(checked_address(tensor, dtype, shape))
+        self._tensors.append(tensor)
+        return self
+
+    def reset(self) -> int:
+        """Sets the counters to 0 and returns the address of the words. None can be added afterwards."""
+        if self._array is None:
+            self._array = np.array(self._words, dtype=np.int64)
+            self._address = self._array.ctypes.data
+        self._array[:FIRST] = 0
+        return self._address
+
+
+def checked_address(tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> int:
+    """The address of a tensor's first element; raises ``ValueError`` if a kernel that expects this dtype and shape, and
+    contiguous memory of the CPU, must not read it."""
+    if tensor.device.type != "cpu" or tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
+        found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+        raise ValueError(f"a kernel needs {dtype} {tuple(shape)} on cpu, given {found}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"a kernel needs contiguous memory, given strides {tensor.stride()} of {tuple(tensor.shape)}")
+    return tensor.data_ptr()
+
+
+def check_rows(first: int, count: int, rows: int) -> None:
+    """Raises ``ValueError`` unless ``first`` and the ``count`` rows from it on lie within ``rows``."""
+    if not (first >= 0 and count >= 0 and first + count <= rows):
+        raise ValueError(f"a kernel's block of {count} rows from row {first} on does not lie within {rows} rows")
+
+
+class Kernel:
+    """A kernel by its Python function ``function(address) → None``. Every thread runs the whole function: it takes its
+    number from ``fetch_increment(address, 1)`` and its blocks from ``fetch_increment(address, 0)``."""
+
+    def __init__(self, function: Callable[[int], None]) -> None:
+        self._function = function
+        self._compiled: Any = None
+        self._code = 0
+
+    def compile(self, *, cached: bool) -> None:
+        """Compiles it, or reads it from Numba's cache; once."""
+        if self._compiled is None:
+            import numba
+
+            decorate = numba.cfunc(numba.void(numba.int64), cache=cached, error_model="numpy")
+            self._compiled = decorate(self._function)
+            self._code = self._compiled.address
+
+    def __call__(self, arguments: Arguments) -> None:
+        """Returns when all blocks are done. ``load`` comes first."""
+        assert self._code, f"kernel {self._function.__name__} is not compiled"
+        _parallel()(self._code, arguments.reset(), arguments.threads, 0)
+
+
+def load(kernels: Sequence[Kernel], folder: Path | None) -> None:
+    """Compiles kernels, with their code cached under ``folder``."""
+    start = time.perf_counter()
+    with _numba_cache(folder) as cached:
+        for kernel in kernels:
+            kernel.compile(cached=cached)
+    log.info("kernels loaded", extra={"seconds": round(time.perf_counter() - start, 2)})
+
+
+@contextmanager
+def _numba_cache(folder: Path | None) -> Iterator[bool]:
+    """Numba's cache in the part of ``folder`` that belongs to this code, processor and versions, for one process at a
+    time. Yields False if there is none that can be written."""
+    from numba.core import config
+
+    if folder is None:
+        yield False
+        return
+    place = folder / "kernels" / code_key()
+    try:
+        import fcntl
+
+        place.mkdir(parents=True, exist_ok=True)
+        lock = (place / "lock").open("w")
+    except OSError as error:
+        log.warning("kernels are compiled at every start: %s", error)
+        yield False
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not any(place.rglob("*.nbi")):
+            log.info("compiling kernels for this processor, about 10 seconds, once")
+        before, config.CACHE_DIR = config.CACHE_DIR, str(place)
+        try:
+            yield True
+        finally:
+            config.CACHE_DIR = before
+
+
+@cache
+def code_key() -> str:
+    """Names the cache of this code and these versions; Numba adds the processor."""
+    parts = [sys.version, *(_version(name) for name in ("numba", "llvmlite"))]
+    parts += [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""

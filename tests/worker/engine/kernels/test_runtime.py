@@ -1,0 +1,105 @@
+"""Kernels raise instead of reading a wrong address; their code is compiled once for all processes, and a machine that
+cannot run them gets a reason."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rookery.worker.engine.native.kernels import runtime
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shape", "reason"),
+    [
+        (torch.zeros(2, 16, dtype=torch.bfloat16), (2, 16), r"torch.float32 \(2, 16\)"),
+        (torch.zeros(2, 16), (3, 16), r"torch.float32 \(3, 16\)"),
+        (torch.zeros(16, 2).t(), (2, 16), "contiguous"),
+        (torch.zeros(2, 16, device="meta"), (2, 16), "on cpu"),
+    ],
+)
+def test_wrong_tensor_raises(tensor: torch.Tensor, shape: tuple[int, ...], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        runtime.Arguments().tensor(tensor, torch.float32, *shape)
+
+
+def test_wrong_numbers_and_rows_raise() -> None:
+    with pytest.raises(ValueError, match="-1"):
+        runtime.Arguments().number(-1)
+    runtime.check_rows(3, 5, 8)
+    for first, count in ((4, 5), (-1, 2), (0, -1)):
+        with pytest.raises(ValueError, match="8 rows"):
+            runtime.check_rows(first, count, 8)
+
+
+def test_reasons_name_the_missing_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reason() -> str:
+        runtime.why_unavailable.cache_clear()
+        return runtime.why_unavailable()
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime, "find_spec", lambda name: None)
+            assert not sys.platform.startswith("linux") or "numba" in reason() or "AVX2" in reason()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+            assert "AVX2" in reason()
+        with monkeypatch.context() as patch:
+            patch.setattr(runtime.platform, "machine", lambda: "aarch64")
+            assert "aarch64" in reason()
+    finally:
+        runtime.why_unavailable.cache_clear()
+
+
+KERNEL = """
+import logging, sys
+from pathlib import Path
+from rookery.worker.engine.native.kernels import runtime, vec
+
+def write(args: int) -> None:
+    if vec.fetch_increment(args, 0) == 0:
+        vec.write_int(vec.read_int(args, 2), 0, 7)
+
+if __name__ == "__main__":
+    import torch
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    kernel, out = runtime.Kernel(write), torch.zeros(1, dtype=torch.int64)
+    runtime.load([kernel], Path(sys.argv[1]))
+    kernel(runtime.Arguments().tensor(out, torch.int64, 1))
+    print("result", out.item(), kernel._compiled.cache_hits)
+"""
+
+
+@pytest.mark.skipif(bool(runtime.why_unavailable()), reason=runtime.why_unavailable())
+def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
+    script = tmp_path / "kernel.py"
+    script.write_text(KERNEL)
+    command = [sys.executable, str(script), str(tmp_path / "cache")]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    outputs = [process.communicate(timeout=240)[0] for process in started]
+    hits = sorted(output.split("result 7 ")[1].strip() for output in outputs)
+    assert hits == ["0", "1"]
+    assert sum("compiling kernels" in output for output in outputs) == 1
+
+
+@pytest.mark.skipif(bool(runtime.why_unavailable()), reason=runtime.why_unavailable())
+def test_cache_that_cannot_be_written_costs_time_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from rookery.worker.engine.native.kernels import vec
+
+    def write(args: int) -> None:
+        if vec.fetch_increment(args, 0) == 0:
+            vec.write_int(vec.read_int(args, 2), 0, 7)
+
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    kernel, out = runtime.Kernel(write), torch.zeros(1, dtype=torch.int64)
+    with caplog.at_level(logging.WARNING, logger="rookery.kernels"):
+        runtime.load([kernel], blocked / "cache")
+    assert "compiled at every start" in caplog.text
+    kernel(runtime.Arguments().tensor(out, torch.int64, 1))
+    assert out.item() == 7
