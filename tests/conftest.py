@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 from tests.support.peers import Service
 
 import rookery.worker  # before any test imports torch: the worker's own setting of the OpenMP runtime  # noqa: F401
+
+CACHE = Path(os.environ.get("ROOKERY_CACHE", "~/.cache/rookery")).expanduser()
+os.environ.setdefault("NUMBA_CACHE_DIR", str(CACHE / "kernels"))  # or every worker of a test would compile its kernels
 
 hypothesis.settings.register_profile("rookery", deadline=None)  # how long an example takes is the machine's affair
 hypothesis.settings.load_profile("rookery")

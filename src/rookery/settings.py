@@ -175,6 +175,9 @@ class EngineSettings(Section):
     pack_weights: bool = True
     """On a CPU, also keep the base model in the layout of its matrix kernels: faster, at the cost of the model's size
     once more in each worker."""
+    cpu_kernels: bool = True
+    """On a CPU that can run them (`rookery doctor`), decode with compiled kernels. PyTorch's operations are slower and
+    as exact; the texts of the two may differ."""
     dispatch_ahead: int = Field(16, ge=0)
     """Requests that may wait in a worker for a row (theta of RLBoost's Algorithm 2): enough that freed rows are filled
     without a round trip."""

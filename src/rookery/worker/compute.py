@@ -31,6 +31,7 @@ from rookery.tokenization.chat import Chat
 from rookery.worker import device
 from rookery.worker.engine.base import Engine
 from rookery.worker.engine.native.engine import NativeEngine
+from rookery.worker.engine.native.runner import best_runner
 from rookery.worker.model.batch_invariance import disable_amx_if_unsafe
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import SITES, Decoder
@@ -106,12 +107,15 @@ class WorkerCore:
                 max_rank,
             )
         decoder = Decoder.load(folder, device=where, pack=settings.engine.pack_weights)
+        bank = LoraManager(decoder.config, decoder.dtype, decoder.device, max_rank)
+        kv_bytes = device.cache_bytes(settings.engine.kv_bytes, where)
         engine = NativeEngine(
             decoder,
-            LoraManager(decoder.config, decoder.dtype, decoder.device, max_rank),
+            bank,
             Chat.load(folder).decode,
             max_rows=settings.engine.max_rows,
-            kv_budget_bytes=device.cache_bytes(settings.engine.kv_bytes, where),
+            kv_budget_bytes=kv_bytes,
+            runner=best_runner(decoder, bank, kv_bytes, kernels=settings.engine.cpu_kernels, cache=settings.cache),
         )
         trainer = NativeTrainer(
             decoder,

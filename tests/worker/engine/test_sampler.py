@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -11,15 +12,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rookery.worker.engine.native.sampler import NEAR_NATS, SamplingKey, sample
+from rookery.worker.engine.native import kernels, sampler
+from rookery.worker.engine.native.sampler import NEAR_NATS, SampledTokens, SamplingKey
 
 SEEDS = 40_000
 
+Sampler = Callable[[Tensor, Sequence[SamplingKey]], SampledTokens]
 
-def frequencies(logits: Tensor, temperature: float, seeds: int = SEEDS, position: int = 0) -> np.ndarray:
+
+@pytest.fixture(scope="module", params=["torch", "kernel"])
+def sample(request: pytest.FixtureRequest) -> Sampler:
+    """By PyTorch's operations, and by one kernel."""
+    if request.param == "torch":
+        return sampler.sample
+    if not kernels.load(None):
+        pytest.skip(kernels.runtime.why_unavailable())
+    from rookery.worker.engine.native.kernels.sampler import sample
+
+    return sample
+
+
+def frequencies(sample: Sampler, logits: Tensor, temperature: float) -> np.ndarray:
     counts = np.zeros(logits.shape[-1])
-    for begin in range(0, seeds, 4000):
-        draws = [SamplingKey(seed, position, temperature) for seed in range(begin, begin + 4000)]
+    for begin in range(0, SEEDS, 4000):
+        draws = [SamplingKey(seed, 0, temperature) for seed in range(begin, begin + 4000)]
         tokens = sample(logits.expand(len(draws), -1), draws).tokens
         counts += np.bincount(tokens, minlength=len(counts))
     return counts
@@ -37,21 +53,21 @@ def chi_square_z(counts: np.ndarray, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_frequencies_are_the_distribution(temperature: float) -> None:
+def test_frequencies_are_the_distribution(sample: Sampler, temperature: float) -> None:
     torch.manual_seed(0)
     logits = torch.randn(60) * 3
     expected = torch.softmax(logits.double() / temperature, -1).numpy() * SEEDS
-    assert abs(chi_square_z(frequencies(logits, temperature), expected)) < 4
+    assert abs(chi_square_z(frequencies(sample, logits, temperature), expected)) < 4
 
 
-def test_the_pseudo_token_holds_its_share_inside_and_out() -> None:
+def test_the_pseudo_token_holds_its_share_inside_and_out(sample: Sampler) -> None:
     torch.manual_seed(1)
     # three near tokens and a thousand far ones with more than half of the mass between them
     logits = torch.cat((torch.tensor([9.0, 8.0, 7.5]), torch.randn(12_000) * 0.7 - NEAR_NATS + 7))
     p = torch.softmax(logits.double(), -1).numpy()
     far = np.nonzero((logits - logits.max()).numpy() < -NEAR_NATS)[0]
     assert 0.2 < p[far].sum() < 0.8
-    counts = frequencies(logits, 1.0)
+    counts = frequencies(sample, logits, 1.0)
     share = counts[far].sum() / SEEDS
     assert abs(share - p[far].sum()) < 4 * math.sqrt(p[far].sum() * (1 - p[far].sum()) / SEEDS)
     # inside, by tens of tokens sorted by probability, so that every cell is filled
@@ -61,7 +77,7 @@ def test_the_pseudo_token_holds_its_share_inside_and_out() -> None:
     assert abs(chi_square_z(counts, p * SEEDS)) < 4
 
 
-def test_positions_are_independent_of_each_other() -> None:
+def test_positions_are_independent_of_each_other(sample: Sampler) -> None:
     logits = torch.zeros(4, 6)
     counts = np.zeros((6, 6))
     for seed in range(9000):
@@ -73,7 +89,7 @@ def test_positions_are_independent_of_each_other() -> None:
 @settings(max_examples=50)
 @given(st.integers(0, 2**63 - 1), st.integers(0, 100_000), st.sampled_from([0.0, 0.3, 1.0, 2.0]), st.integers(1, 9))
 def test_company_does_not_matter_and_logprobs_are_those_sampled_from(
-    seed: int, position: int, temperature: float, rows: int
+    sample: Sampler, seed: int, position: int, temperature: float, rows: int
 ) -> None:
     torch.manual_seed(position)
     logits = (torch.randn(rows, 3000) * 4).bfloat16()
@@ -88,7 +104,7 @@ def test_company_does_not_matter_and_logprobs_are_those_sampled_from(
             assert logits[i, together.tokens[i]] == logits[i].max()
 
 
-def test_a_small_difference_in_logits_seldom_changes_the_token() -> None:
+def test_a_small_difference_in_logits_seldom_changes_the_token(sample: Sampler) -> None:
     torch.manual_seed(2)
     logits = torch.randn(4000, 2000) * 2
     draws = [SamplingKey(seed, 0, 1.0) for seed in range(4000)]
@@ -97,7 +113,7 @@ def test_a_small_difference_in_logits_seldom_changes_the_token() -> None:
     assert flips < 0.03
 
 
-def test_a_row_of_no_numbers_says_so_and_leaves_the_others() -> None:
+def test_a_row_of_no_numbers_says_so_and_leaves_the_others(sample: Sampler) -> None:
     logits = torch.randn(3, 100)
     draws = [SamplingKey(seed, 0, 1.0) for seed in range(3)]
     good = sample(logits, draws)
@@ -110,3 +126,26 @@ def test_a_row_of_no_numbers_says_so_and_leaves_the_others() -> None:
         good.logprobs[0],
         good.logprobs[2],
     )
+
+
+@settings(max_examples=30)
+@given(
+    st.integers(0, 2**63 - 1),
+    st.sampled_from([0.0, 0.7, 1.0]),
+    st.floats(0.5, 6.0),
+    st.integers(20, 3000),
+    st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_kernel_samples_the_same_tokens(
+    seed: int, temperature: float, spread: float, vocabulary: int, dtype: torch.dtype
+) -> None:
+    if not kernels.load(None):
+        pytest.skip(kernels.runtime.why_unavailable())
+    from rookery.worker.engine.native.kernels.sampler import sample
+
+    torch.manual_seed(seed % 1000)
+    logits = (torch.randn(9, vocabulary) * spread).to(dtype)
+    draws = [SamplingKey(seed + i, i, temperature) for i in range(8)]  # the ninth row is padding
+    found, expected = sample(logits, draws), sampler.sample(logits.clone(), draws)
+    assert found.tokens == expected.tokens
+    assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)

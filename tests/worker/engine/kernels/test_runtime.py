@@ -76,7 +76,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(bool(runtime.why_unavailable()), reason=runtime.why_unavailable())
-def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
+def test_processes_that_start_together_compile_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     script = tmp_path / "kernel.py"
     script.write_text(KERNEL)
     command = [sys.executable, str(script), str(tmp_path / "cache")]
@@ -88,7 +89,10 @@ def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(runtime.why_unavailable()), reason=runtime.why_unavailable())
-def test_cache_that_cannot_be_written_costs_time_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_cache_that_cannot_be_written_costs_time_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     from rookery.worker.engine.native.kernels import vec
 
     def write(args: int) -> None:

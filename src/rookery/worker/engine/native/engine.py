@@ -34,10 +34,9 @@ from rookery.worker import device
 from rookery.worker.engine.base import EngineLimits
 from rookery.worker.engine.native.admission import Admission
 from rookery.worker.engine.native.attention import SequenceChunk
-from rookery.worker.engine.native.cuda.sampler import sample_on_device
 from rookery.worker.engine.native.request import EngineRequest, SharedPrefix, StopStrings
 from rookery.worker.engine.native.runner import Runner, best_runner, logits_at
-from rookery.worker.engine.native.sampler import SamplingKey, sample
+from rookery.worker.engine.native.sampler import SamplingKey
 from rookery.worker.model.adapter import read_adapter
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
@@ -366,7 +365,7 @@ class NativeEngine:
     def _sample(self, rows: Sequence[EngineRequest], logits: Tensor) -> None:
         """Samples the next token of each row from the first ``len(rows)`` logits."""
         keys = [SamplingKey(row.params.seed, len(row.tokens), row.params.temperature) for row in rows]
-        sampled = sample_on_device(logits, keys) if logits.is_cuda else sample(logits, keys)
+        sampled = self.runner.sample(logits, keys)
         for row, token, logprob in zip(rows, sampled.tokens, sampled.logprobs, strict=True):
             if isnan(logprob):
                 row.finish, row.error = "error", "the logits are not numbers: the adapter's weights overflow"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
@@ -15,7 +16,9 @@ from torch import Tensor
 from rookery.worker import device
 from rookery.worker.engine.native.attention import SegmentAttention, SequenceChunk
 from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
+from rookery.worker.engine.native.kernels import load as load_kernels
 from rookery.worker.engine.native.kv_cache import KVCache, KVStore
+from rookery.worker.engine.native.sampler import SampledTokens, SamplingKey, sample
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
 
@@ -40,14 +43,24 @@ class Runner(Protocol):
         """Logits [at least len(streams), vocab] after one token of each chunk, valid until the next call."""
         ...
 
+    def sample(self, logits: Tensor, keys: Sequence[SamplingKey]) -> SampledTokens:
+        """One token for each key from the first rows of ``logits`` (``sampler``)."""
+        ...
+
 
 class DenseRunner:
     """See the module."""
 
-    def __init__(self, decoder: Decoder, bank: LoraManager, kv_budget_bytes: int) -> None:
+    def __init__(self, decoder: Decoder, bank: LoraManager, kv_budget_bytes: int, *, kernels: bool = False) -> None:
+        """With ``kernels``, samples by one (``kernels.load`` comes first)."""
         self.store = KVCache(decoder.config, decoder.dtype, decoder.device, kv_budget_bytes)
         self._decoder = decoder
         self._bank = bank
+        self._sample = sample
+        if kernels:
+            from rookery.worker.engine.native.kernels import sampler
+
+            self._sample = sampler.sample
 
     def prepare_adapters(self, keys: Iterable[str]) -> None:
         """Nothing to do: ``BatchLora`` takes rows in any order."""
@@ -66,13 +79,21 @@ class DenseRunner:
         hidden, last = self.prefill(streams)
         return logits_at(self._decoder, hidden, last)
 
+    def sample(self, logits: Tensor, keys: Sequence[SamplingKey]) -> SampledTokens:
+        """See ``Runner``."""
+        return self._sample(logits, keys)
 
-def best_runner(decoder: Decoder, bank: LoraManager, kv_budget_bytes: int) -> Runner:
+
+def best_runner(
+    decoder: Decoder, bank: LoraManager, kv_budget_bytes: int, *, kernels: bool = True, cache: Path | None = None
+) -> Runner:
     """The runner of the decoder's device. The pool needs the fused kernels: without them, every row's keys are gathered
-    at the length of the longest."""
-    fused = device.fuses(decoder.device, decoder.dtype)
-    runner: type[DenseRunner | CudaGraphRunner] = CudaGraphRunner if fused else DenseRunner
-    return runner(decoder, bank, kv_budget_bytes)
+    at the length of the longest. On a CPU, ``kernels`` allows those of ``kernels``, whose code is cached under
+    ``cache``."""
+    if device.fuses(decoder.device, decoder.dtype):
+        return CudaGraphRunner(decoder, bank, kv_budget_bytes)
+    kernels = kernels and decoder.device.type == "cpu" and load_kernels(cache)
+    return DenseRunner(decoder, bank, kv_budget_bytes, kernels=kernels)
 
 
 def logits_at(decoder: Decoder, hidden: Tensor, index: Tensor) -> Tensor:

@@ -29,6 +29,9 @@ _BLOCK = 128
 """Tokens that are searched together; vocabularies are padded to multiples of it (where not, blocks are smaller)."""
 
 STEP = np.uint64(0x9E3779B97F4A7C15)
+MIX = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+"""Multipliers of SplitMix64's finaliser."""
+
 REST_KEY = np.uint64(1) << np.uint64(63)
 """Separates the draw among the unlikely tokens from the draw that the pseudo-token won."""
 
@@ -124,6 +127,6 @@ def gumbel(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 def _mix(x: np.ndarray) -> np.ndarray:
     """SplitMix64's finaliser: every input bit changes every output bit."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = (x ^ (x >> np.uint64(30))) * MIX[0]
+    x = (x ^ (x >> np.uint64(27))) * MIX[1]
     return x ^ (x >> np.uint64(31))

@@ -24,6 +24,8 @@ from torch import Tensor
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.cuda.buckets import Bucket, bucket
 from rookery.worker.engine.native.cuda.kv_pool import SCRATCH, KVPool
+from rookery.worker.engine.native.cuda.sampler import sample_on_device
+from rookery.worker.engine.native.sampler import SampledTokens, SamplingKey, sample
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder, LoraProduct
 from rookery.worker.model.lora import GroupedMatmul, LoraManager, best_grouped_matmul, grouped_matmul
@@ -100,6 +102,10 @@ class CudaGraphRunner:
         if graph is None:
             graph = self.graphs[shape] = self._new_graph(shape, inputs)
         return self._decoder.compute_logits(graph(inputs))
+
+    def sample(self, logits: Tensor, keys: Sequence[SamplingKey]) -> SampledTokens:
+        """See ``Runner``."""
+        return sample_on_device(logits, keys) if logits.is_cuda else sample(logits, keys)
 
     def _new_graph(self, shape: Bucket, inputs: np.ndarray) -> DecodeGraph:
         graph = DecodeGraph(self._decoder, self._bank, self.store, shape, self._product)

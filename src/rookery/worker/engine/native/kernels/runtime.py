@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import os
 import platform
 import sys
 import time
@@ -124,14 +125,17 @@ class Kernel:
         self._compiled: Any = None
         self._code = 0
 
-    def compile(self, *, cached: bool) -> None:
-        """Compiles it, or reads it from Numba's cache; once."""
-        if self._compiled is None:
-            import numba
+    @property
+    def compiled(self) -> bool:
+        return self._compiled is not None
 
-            decorate = numba.cfunc(numba.void(numba.int64), cache=cached, error_model="numpy")
-            self._compiled = decorate(self._function)
-            self._code = self._compiled.address
+    def compile(self, *, cached: bool) -> None:
+        """Compiles it, or reads it from Numba's cache."""
+        import numba
+
+        decorate = numba.cfunc(numba.void(numba.int64), cache=cached, error_model="numpy")
+        self._compiled = decorate(self._function)
+        self._code = self._compiled.address
 
     def __call__(self, arguments: Arguments) -> None:
         """Returns when all blocks are done. ``load`` comes first."""
@@ -140,12 +144,16 @@ class Kernel:
 
 
 def load(kernels: Sequence[Kernel], folder: Path | None) -> None:
-    """Compiles kernels, with their code cached under ``folder``."""
+    """Compiles the kernels that are not compiled yet. Their code is cached in Numba's own folder if the environment
+    names one (``NUMBA_CACHE_DIR``), else under ``folder``, if given."""
+    kernels = [kernel for kernel in kernels if not kernel.compiled]
+    if not kernels:
+        return
     start = time.perf_counter()
     with _numba_cache(folder) as cached:
         for kernel in kernels:
             kernel.compile(cached=cached)
-    log.info("kernels loaded", extra={"seconds": round(time.perf_counter() - start, 2)})
+    log.info("kernels loaded in %.1f s", time.perf_counter() - start)
 
 
 @contextmanager
@@ -154,10 +162,12 @@ def _numba_cache(folder: Path | None) -> Iterator[bool]:
     time. Yields False if there is none that can be written."""
     from numba.core import config
 
-    if folder is None:
+    given = os.environ.get("NUMBA_CACHE_DIR")
+    root = Path(given) if given else folder and folder / "kernels"
+    if root is None:
         yield False
         return
-    place = folder / "kernels" / code_key()
+    place = root / code_key()
     try:
         import fcntl
 
