@@ -74,6 +74,9 @@ class ServerSettings(Section):
     trajectory_keep: int = Field(2000, ge=1)
     """Finished episodes per job whose text stays readable after their group was trained on. Up to twice as many may be
     present."""
+    finished_jobs_keep: int = Field(32, ge=0)
+    """Finished jobs of one tenant whose episodes stay readable. Older ones keep metrics, versions, evaluations and
+    usage, about 8 kB each."""
 
     @field_validator("log_level", mode="before")
     @classmethod

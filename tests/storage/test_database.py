@@ -277,6 +277,28 @@ def test_recent_episodes_and_their_trimming(database: Database) -> None:
     assert last.episodes[0].turns == b"turns"
 
 
+def test_only_the_last_finished_jobs_keep_their_groups(database: Database) -> None:
+    names = [f"job{n}" for n in range(4)]
+    for time, name in enumerate(names):
+        submit(database, job=name)
+        database.add_groups(name, [new_group(0, job=name)])
+        commit(database, database.next_lease(f"{name}-main"), None, [make_ready(database, new_group(0, job=name))], 1,
+               job=name)  # fmt: skip
+        if name != "job1":
+            database.set_job_state(name, "completed", "", 9.0 - time)
+    submit(database, "bob", "bobs")
+    database.add_groups("bobs", [new_group(0, job="bobs", tenant="bob")])
+    database.set_job_state("bobs", "cancelled", "", 0.0)
+
+    database.drop_old_groups("alice", 1)
+    assert [name for name in [*names, "bobs"] if group_counts(database, name)] == ["job0", "job1", "bobs"]
+    assert database.recent_episodes("alice", "job3", 9) == []
+    assert [row["step"] for row in database.steps("alice", "job3")] == [1]
+    assert [row.version for row in database.versions("alice", "job3-main")] == [0]
+    database.drop_old_groups("alice", 0)
+    assert [name for name in [*names, "bobs"] if group_counts(database, name)] == ["job1", "bobs"], "job1 runs"
+
+
 # --- the commit -------------------------------------------------------------------------------------------------------
 
 
@@ -448,6 +470,7 @@ _ANSWERS: dict[str, Any] = {
     "add_upload": None,
     "get_upload": NotFound,
     "add_event": None,
+    "drop_old_groups": None,
     "events": [],
     "get_job": NotFound,
     "list_jobs": [],

@@ -296,6 +296,8 @@ class Controller:
             self.admission.progress(row.id)
             context.rollouts.close_job(row.id)
             context.hosts.close_job(row.id)
+            with suppress(StorageFull, Unavailable):  # the end of the next job tries again
+                await context.store.drop_old_groups(row.tenant, context.settings.server.finished_jobs_keep)
         log.info("job %s is %s %s", row.name, state, reason, extra={"tenant": row.tenant, "job": row.id})
         self.jobs.notify(row.id)
         return new

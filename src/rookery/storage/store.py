@@ -219,6 +219,7 @@ class Transactions:
     ready_groups = _read(jobs.ready_groups)
     recent_episodes = _read(jobs.recent_episodes)
     trim_episodes = _write(jobs.trim_episodes)
+    drop_old_groups = _write(jobs.drop_old_groups)
 
     commit_step = _write(versions.commit_step)
     save_step = _write(versions.save_step)

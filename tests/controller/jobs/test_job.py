@@ -1160,3 +1160,26 @@ async def test_old_trajectories_are_trimmed(tmp_path: Path) -> None:
     await service.ends(job)
     assert 8 <= len(await service.controller.queries.trajectories("alice", job, 1000)) <= 16
     await service.close()
+
+
+async def test_database_grows_little_with_each_finished_job(tmp_path: Path) -> None:
+    service = Service(tmp_path, finished_jobs_keep=2)
+    await service.start()
+    await service.worker().join()
+    await service.host().join()
+    jobs, sizes = [], []
+    for _ in range(12):
+        jobs.append(await run(service, stop__steps=3, algorithm__group_size=8))
+        await service.ends(jobs[-1])
+        with service.database.reading() as connection:
+            pages, free, size = (
+                connection.exec_driver_sql(f"PRAGMA {name}").scalar_one()
+                for name in ("page_count", "freelist_count", "page_size")
+            )
+        sizes.append((pages - free) * size)
+    assert (sizes[-1] - sizes[3]) / 8 < 12e3, "bytes per job"
+    queries = service.controller.queries
+    readable = [job for job in jobs if await queries.trajectories("alice", job, 100)]
+    assert 2 <= len(readable) <= 3, "those of the last job's end may still be there"
+    assert len(await queries.metrics("alice", jobs[0])) == 3 and len(await queries.versions("alice", jobs[0], "main"))
+    await service.close()

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Connection, Update, bindparam, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Update, bindparam, delete, exists, func, insert, select, update
 
 from rookery.errors import Conflict, NotFound
 from rookery.storage.columns import add, add_or_find, fetch_all, get, rows
@@ -54,6 +54,9 @@ _SAVE_GROUPS_COUNTERS, _SAVE_EPISODES_COUNTERS = (
 """Statements of frequent calls; the changed columns are the other parameters."""
 
 Counters = Mapping[str, Any] | None
+
+JOBS_AT_ONCE = 16
+"""Finished jobs whose groups are deleted in one transaction."""
 
 # --- jobs and policies ------------------------------------------------------------------------------------------------
 
@@ -300,6 +303,17 @@ def trim_episodes(connection: Connection, job: str, keep: int) -> int:
     return connection.execute(
         update(EpisodeRow).where(EpisodeRow.job == job, old).values(turns=b"", trajectories=b"")
     ).rowcount
+
+
+def drop_old_groups(connection: Connection, tenant: str, keep: int) -> None:
+    """Delete the groups and episodes of finished jobs of the tenant, but for the ``keep`` that finished last; of the
+    newest :data:`JOBS_AT_ONCE` others, so that a backlog holds up nobody."""
+    full = exists().where(GroupRow.job == JobRow.id)
+    ended = select(JobRow.id).where(JobRow.tenant == tenant, JobRow.finished.is_not(None), full)
+    old = connection.execute(ended.order_by(JobRow.finished.desc(), JobRow.id).offset(keep).limit(JOBS_AT_ONCE))
+    jobs = old.scalars().all()
+    for kind in (EpisodeRow, GroupRow):
+        connection.execute(delete(kind).where(kind.job.in_(jobs)))
 
 
 def drop_alive(connection: Connection, which: ColumnElement[bool], time: float, reason: str) -> Sequence[str]:
