@@ -279,13 +279,13 @@ def test_recent_episodes_and_their_trimming(database: Database) -> None:
 
 def test_only_the_last_finished_jobs_keep_their_groups(database: Database) -> None:
     names = [f"job{n}" for n in range(4)]
-    for time, name in enumerate(names):
+    for number, name in enumerate(names):
         submit(database, job=name)
         database.add_groups(name, [new_group(0, job=name)])
         commit(database, database.next_lease(f"{name}-main"), None, [make_ready(database, new_group(0, job=name))], 1,
                job=name)  # fmt: skip
         if name != "job1":
-            database.set_job_state(name, "completed", "", 9.0 - time)
+            database.set_job_state(name, "completed", "", 9.0 - number)
     submit(database, "bob", "bobs")
     database.add_groups("bobs", [new_group(0, job="bobs", tenant="bob")])
     database.set_job_state("bobs", "cancelled", "", 0.0)

@@ -175,29 +175,52 @@ def postgres_programs() -> Path:
     pytest.skip("no PostgreSQL server here: install Debian's package postgresql (or put initdb on the PATH)")
 
 
+class PostgresCluster:
+    """A server that can be stopped and started. ``url``: up to the database's name, ``NAME``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.url = f"postgresql://rookery@/NAME?host={folder}"
+        self._cluster, self._programs = folder / "cluster", postgres_programs()
+        self._run: dict[str, Any] = {
+            "check": True, "cwd": folder, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE,
+        }  # fmt: skip
+        if os.geteuid() == 0:  # the server refuses to run as root
+            nobody = pwd.getpwnam("nobody")
+            os.chown(folder, nobody.pw_uid, nobody.pw_gid)
+            self._run |= {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
+        make = [self._programs / "initdb", "-D", self._cluster, "-U", "rookery", "-A", "trust", "--no-sync"]
+        subprocess.run(make, **self._run)
+
+    def start(self) -> None:
+        folder = self._cluster.parent
+        self._control("-l", folder / "log", "-o", f"-k {folder} -c listen_addresses='' -c fsync=off", "start")
+
+    def stop(self) -> None:
+        """At once, as when it crashes."""
+        self._control("-m", "immediate", "stop")
+
+    def _control(self, *arguments: Any) -> None:
+        subprocess.run([self._programs / "pg_ctl", "-D", self._cluster, "-w", *arguments], **self._run)
+
+
+@contextmanager
+def postgres_cluster() -> Iterator[PostgresCluster]:
+    """A started server in a temporary folder, reachable through a socket in it."""
+    pytest.importorskip("psycopg", reason="psycopg is missing: pip install 'rookery[postgres]'")
+    with tempfile.TemporaryDirectory(prefix="rookery-pg-") as folder:
+        cluster = PostgresCluster(Path(folder))
+        cluster.start()
+        try:
+            yield cluster
+        finally:
+            cluster.stop()
+
+
 @contextmanager
 def running_postgres() -> Iterator[str]:
-    """A cluster in a temporary folder, reachable through a socket in it; yields a URL up to the database's name."""
-    programs = postgres_programs()
-    pytest.importorskip("psycopg", reason="psycopg is missing: pip install 'rookery[postgres]'")
-    folder = Path(tempfile.mkdtemp(prefix="rookery-pg-"))
-    run: dict[str, Any] = {"check": True, "cwd": folder, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    if os.geteuid() == 0:  # the server refuses to run as root
-        nobody = pwd.getpwnam("nobody")
-        os.chown(folder, nobody.pw_uid, nobody.pw_gid)
-        run |= {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
-    cluster = str(folder / "cluster")
-    quick = f"-k {folder} -c listen_addresses='' -c fsync=off"
-    try:
-        subprocess.run([programs / "initdb", "-D", cluster, "-U", "rookery", "-A", "trust", "--no-sync"], **run)
-        log = str(folder / "log")
-        subprocess.run([programs / "pg_ctl", "-D", cluster, "-w", "-l", log, "-o", quick, "start"], **run)
-        try:
-            yield f"postgresql://rookery@/NAME?host={folder}"
-        finally:
-            subprocess.run([programs / "pg_ctl", "-D", cluster, "-w", "-m", "immediate", "stop"], **run)
-    finally:
-        shutil.rmtree(folder)
+    """The URL of a :func:`postgres_cluster`."""
+    with postgres_cluster() as cluster:
+        yield cluster.url
 
 
 def new_database(server: str) -> str:

@@ -1,0 +1,40 @@
+"""Jobs whose database stops: they pause, and nobody has to resume them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from tests.support.faces import ScriptedWorker, job, served, tokenizer
+from tests.support.storing import new_database, postgres_cluster
+
+from rookery.client import Client
+from rookery.errors import RookeryError
+
+OUTAGES = 2
+
+
+def test_jobs_go_on_when_postgresql_is_back(tmp_path: Path) -> None:
+    with postgres_cluster() as cluster:
+        settings = {"database": new_database(cluster.url), "outage_retry_seconds": 0.2}
+        with served(tmp_path, **settings) as service, Client(service.url, service.key) as client:
+            token = (tmp_path / "data" / "worker.token").read_text().strip()
+            with ScriptedWorker(service.url, token, tokenizer(tmp_path)):
+                jobs = [client.submit(job(stop={"steps": 1_000_000}, seed=seed)) for seed in range(3)]
+                for outage in range(OUTAGES):
+                    reached = [next(one.metrics(after=one.show().step)).step for one in jobs]
+                    cluster.stop()
+                    with pytest.raises(RookeryError, match="does not answer"):
+                        client.jobs()
+                    while (tmp_path / "data/logs/service.jsonl").read_text().count("not stored yet") <= outage:
+                        time.sleep(0.05)
+                    cluster.start()
+                    for one, step in zip(jobs, reached, strict=True):
+                        assert next(one.metrics(after=step + 2)).step == step + 3
+                for one in jobs:
+                    one.cancel()
+                    steps = [row.step for row in one.metrics(follow=False)]
+                    assert steps == list(range(1, len(steps) + 1))
+                    versions = [row.version for row in one.versions()]
+                    assert versions == list(range(len(versions)))
