@@ -61,7 +61,7 @@ def test_an_environment_needs_no_more_than_its_own_room() -> None:
         "rookery.simulation.replay",
         "rookery.spec.job",
         "rookery.storage.db",
-        "rookery.telemetry.sinks",
+        "rookery.telemetry.metrics",
         "rookery.tokenization.chat",
         "rookery.protocol",
     ],

@@ -88,7 +88,10 @@ class Story:
         self.versions = town.rows("select * from versions where policy = ? order by version", self.policy["id"])
         self.groups = town.rows("select * from groups where job = ? order by ordinal", job.id)
         self.episodes = town.rows("select * from episodes where job = ? order by group_id, member", job.id)
-        self.metrics = [json.loads(line) for line in (town.data / "jobs" / job.id / "metrics.jsonl").open()]
+        self.metrics = [
+            {**json.loads(row["metrics"]), "version": row["version"]}
+            for row in town.rows("select * from steps where job = ? order by step", job.id)
+        ]
         ordinals = {group["id"]: group["ordinal"] for group in self.groups}
         self.outcomes: dict[tuple[int, int], EpisodeResult] = {
             (ordinals[episode["group_id"]], episode["member"]): episode_result_decoder.decode(episode["trajectories"])

@@ -1,4 +1,4 @@
-"""Metrics survive crashes as whole rows; Prometheus, sinks and logs say what they are given."""
+"""Prometheus, sinks, logs and tables show the values that they are given."""
 
 from __future__ import annotations
 
@@ -19,29 +19,9 @@ from rich.console import Console
 
 from rookery.errors import UserError
 from rookery.settings import Settings
-from rookery.telemetry import log, sinks
-from rookery.telemetry.metrics import MetricsExport
-from rookery.telemetry.prometheus import Prometheus, ServiceMetrics
+from rookery.telemetry import log
+from rookery.telemetry.metrics import Prometheus, ServiceMetrics, Sinks, check_sinks
 from rookery.telemetry.table import job_table, sparkline, worker_table
-
-
-def test_metrics_export_is_strict_json_and_is_rewritten_atomically(tmp_path: Path) -> None:
-    kept = MetricsExport(tmp_path / "job")
-    kept.rewrite([])
-    assert not kept.path.exists()
-    for step in range(3):
-        kept.append({"step": step, "text": "häßlich\n", "nested": {"nan": math.nan, "list": [math.inf]}})
-    rows = [json.loads(line, parse_constant=pytest.fail) for line in kept.path.open()]
-    assert [row["step"] for row in rows] == [0, 1, 2]
-    assert rows[0]["nested"] == {"nan": None, "list": [None]}
-    with kept.path.open("ab") as file:
-        file.write(b'{"step": 3, "torn')
-    kept.rewrite(rows[:2])
-    kept.append({"step": 2})
-    assert [json.loads(line)["step"] for line in kept.path.open()] == [0, 1, 2]
-    kept.rewrite([])
-    assert kept.path.read_bytes() == b""
-
 
 # --- Prometheus, sinks, logs, the table -------------------------------------------------------------------------------
 
@@ -62,8 +42,8 @@ def test_sink_without_its_package_is_refused_with_the_install_command() -> None:
     for extra, wanted in (("tensorboard", {"tensorboard": True}), ("wandb", {"wandb_project": "mine"})):
         if importlib.util.find_spec(extra) is None:
             with pytest.raises(UserError, match=rf"pip install 'rookery\[{extra}\]'"):
-                sinks.check(Settings.model_validate(wanted))
-    sinks.check(Settings())
+                check_sinks(Settings.model_validate(wanted))
+    check_sinks(Settings())
 
 
 def test_sink_that_fails_is_removed_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -82,7 +62,7 @@ def test_sink_that_fails_is_removed_and_logged(tmp_path: Path, caplog: pytest.Lo
         def write(self, step: int, values: Mapping[str, float]) -> None:
             raise OSError("full")
 
-    many = sinks.Sinks(Settings(), tmp_path, "job-1", "sums", [Breaks(), Keeps()])
+    many = Sinks(Settings(), tmp_path, "job-1", "sums", [Breaks(), Keeps()])
     for step in (1, 2):
         many.write({"step": step, "reward": 0.5, "note": "text", "loss": None, "parts": {"format": 1, "nan": math.nan}})
     assert not written, "a slow sink keeps nobody waiting"
@@ -96,7 +76,7 @@ def test_sink_that_fails_is_removed_and_logged(tmp_path: Path, caplog: pytest.Lo
 def test_tensorboard_receives_the_metrics(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    many = sinks.Sinks(Settings(tensorboard=True), tmp_path, "job-1", "sums")
+    many = Sinks(Settings(tensorboard=True), tmp_path, "job-1", "sums")
     many.write({"step": 3, "reward": 0.25})
     many.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward")

@@ -26,8 +26,7 @@ from rookery.aio import Clock, IdGenerator
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.fleet import Fleet
-from rookery.controller.jobs.places import JobAdmission
-from rookery.controller.jobs.runner import JobRegistry, JobRunner
+from rookery.controller.jobs.runner import JobAdmission, JobRegistry, JobRunner
 from rookery.controller.model_use import ModelUse
 from rookery.controller.offload.seeding import Seeding
 from rookery.controller.queries import JobQueries

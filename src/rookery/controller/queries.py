@@ -18,9 +18,8 @@ from rookery import protocol
 from rookery.controller import budgets
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import BUILTIN, SERVICE
-from rookery.controller.jobs.places import JobAdmission
-from rookery.controller.jobs.progress import SHOWN_REWARDS
-from rookery.controller.jobs.runner import COUNTED, JobRegistry
+from rookery.controller.jobs.job_context import SHOWN_REWARDS
+from rookery.controller.jobs.runner import COUNTED, JobAdmission, JobRegistry
 from rookery.controller.jobs.trajectory import episode_result_decoder
 from rookery.controller.validation import find_version
 from rookery.controller.views import JobView, PolicyView

@@ -17,7 +17,7 @@ import msgspec
 from rookery import protocol
 from rookery.controller import budgets
 from rookery.controller.context import ControllerContext
-from rookery.controller.fleet.env_hosts import SERVICE
+from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentRef
 from rookery.controller.sessions.samplers import SCHEME, find_checkpoint
 from rookery.controller.views import NUMBER
 from rookery.controller.weights.distribution import adapter_ref
@@ -112,6 +112,11 @@ class JobValidator:
             fields[budgets.ROWS[name]] = await self.upload(tenant, "dataset", {DATASET: content})
         return spec.model_copy(update={"environment": EnvironmentSpec.model_validate(fields)})
 
+    async def environment(self, tenant: str, job: str, spec: JobSpec) -> EnvironmentRef:
+        """The environment of a job, as its hosts get it."""
+        owner = tenant if spec.environment.hosted is not None else SERVICE
+        return EnvironmentRef(job, owner, spec.environment, await self.options(tenant, spec))
+
     async def options(self, tenant: str, spec: JobSpec) -> dict[str, Any]:
         """The environment's options as its host gets them: uploads replaced by the paths of their files."""
         context = self._context
@@ -160,28 +165,18 @@ class JobValidator:
 
     async def preview(self, tenant: str, spec: JobSpec) -> list[dict[str, Any]]:
         """The first training prompts as the policy would read them."""
-        context, environment = self._context, spec.environment
-        owner = tenant if environment.hosted is not None else SERVICE
-        options = await self.options(tenant, spec)
+        context, hosts = self._context, self._context.hosts
+        environment = await self.environment(tenant, context.ids.new("preview"), spec)
         chat = await context.chat(spec.base_model)
-        name = context.ids.new("preview")
-        limits = {"timeout": environment.step_timeout, "return_timeout": environment.return_timeout}
-        message = protocol.GetPrompts(
-            call="", job=name, environment=environment.name, options=options, split="train", start=0, count=PREVIEWED,
-            seed=spec.seed, shuffle=spec.shuffle,
-        )  # fmt: skip
-        prompts = await context.hosts.prompts(owner, environment.name, message, **limits)
+        prompts = await hosts.prompts(environment, "train", 0, PREVIEWED, seed=spec.seed, shuffle=spec.shuffle)
         shown = []
-        for number, prompt in enumerate(prompts.prompts):
-            host = await context.hosts.host_for(owner, environment.name, environment.return_timeout)
-            reset = protocol.Reset(
-                call="", episode=f"{name}-{number}", job=name, environment=environment.name, options=options,
-                prompt=prompt, seed=number,
-            )  # fmt: skip
+        for number, prompt in enumerate(prompts):
+            host = await hosts.host_for(environment)
+            reset = environment.reset(f"{environment.job}-{number}", prompt, number)
             try:
-                observed = await context.hosts.observe(host, environment.name, reset, **limits)
+                observed = await hosts.observe(host, environment, reset)
             finally:
-                context.hosts.close_episode(host, reset.episode)
+                hosts.close_episode(host, reset.episode)
             messages = [{"role": turn.role, "content": turn.content} for turn in observed.messages]
             text = chat.render(messages)
             shown.append({"messages": messages, "text": text, "tokens": len(chat.encode(text))})

@@ -13,7 +13,7 @@ from rookery.server.auth import Service, ServiceContext
 from rookery.server.bodies import BodyLimit
 from rookery.server.routes import admin, gateway, jobs, openai
 from rookery.spec.job import JobSpec
-from rookery.telemetry.prometheus import CONTENT_TYPE, ServiceMetrics
+from rookery.telemetry.metrics import CONTENT_TYPE, ServiceMetrics
 
 log = logging.getLogger("rookery.server")
 

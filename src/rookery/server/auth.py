@@ -27,7 +27,7 @@ from rookery.storage.artifacts import Artifacts
 from rookery.storage.data_dir import hash_key
 from rookery.storage.db import Database
 from rookery.storage.models import TenantRow
-from rookery.telemetry.prometheus import Prometheus
+from rookery.telemetry.metrics import Prometheus
 
 REFUSALS = ("bodies_refused", "connections_refused", "connections_evicted", "keys_failed", "keys_limited")
 """Counters of the metrics page: bodies above a limit, connections closed at once or for another one, requests with a

@@ -42,9 +42,8 @@ from rookery.storage.artifacts import Artifacts
 from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFolder, hash_key
 from rookery.storage.db import Database
 from rookery.storage.store import StorageWriter, Store
-from rookery.telemetry import sinks
 from rookery.telemetry.log import file_handler, logging_to, terminal_handler
-from rookery.telemetry.prometheus import Prometheus
+from rookery.telemetry.metrics import Prometheus, check_sinks
 from rookery.tokenization.registry import resolve
 
 log = logging.getLogger("rookery.server")
@@ -121,7 +120,7 @@ class Service:
         await self.stop()
 
     async def _start(self) -> None:
-        sinks.check(self.settings)
+        check_sinks(self.settings)
         models = [resolve(name.strip()).name for name in self.settings.server.models.split(",") if name.strip()]
         settings = self.settings.replace(models=",".join(models))
         opened = self._stack

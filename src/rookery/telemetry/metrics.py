@@ -1,57 +1,199 @@
-"""``metrics.jsonl`` of a job, an export for scripts: one JSON object per committed optimizer step, in order.
+"""Metrics for other programs: Prometheus' text format, TensorBoard and Weights & Biases by setting, strict JSON.
 
-* The database holds the metrics; the file is rewritten from it whenever the job is resumed, and grows by a line per
-  step. A process that is killed leaves at most the last line torn or missing, until then.
-* Every line is strict JSON: a number that is not finite is written as null.
-* Only the controller writes.
+* The controller counts, and the database holds a job's metrics; nothing is stored here.
+* :meth:`Prometheus.render` formats a service's current values together with the memory and CPU time of the process.
+  Labels are states, never a tenant, a job or a text, so a scrape reveals nothing about any tenant.
+* Sinks (TensorBoard, Weights & Biases) need an optional extra each; one whose package is missing is refused before the
+  service starts, with the command that installs it. A sink that fails is logged and removed, and its job continues.
+  Sinks write to disks and networks in a separate thread per job, so nothing waits for them until they are closed.
 """
 
 from __future__ import annotations
 
-import json
+import importlib.util
+import logging
 import math
-import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from rookery.errors import disk_errors
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-FILE = "metrics.jsonl"
+from rookery.errors import UserError, installs
+from rookery.settings import Settings
 
-_DISK = "the disk of the metrics"
+log = logging.getLogger("rookery.telemetry")
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
-class MetricsExport:
-    """The file in ``folder``, which is created if it is missing. Methods raise :class:`~rookery.errors.StorageFull`."""
+@dataclass(frozen=True, kw_only=True)
+class ServiceMetrics:
+    """The values of one scrape. Totals never decrease while the service runs."""
+
+    jobs: Mapping[str, int] = field(default_factory=dict)
+    """Jobs by state."""
+    workers: Mapping[str, int] = field(default_factory=dict)
+    """Workers by state."""
+    totals: Mapping[str, int | float] = field(default_factory=dict)
+    """By name: steps, sampled_tokens, trained_tokens, groups_dropped_stale, episodes_failed, worker_losses, …"""
+    gauges: Mapping[str, int | float] = field(default_factory=dict)
+    """By name: requests_waiting, requests_running, environment_hosts, …"""
+
+
+class _ServiceCollector(Collector):
+    def __init__(self) -> None:
+        self.metrics = ServiceMetrics()
+
+    def collect(self) -> Iterator[Metric]:
+        for name, states in (("jobs", self.metrics.jobs), ("workers", self.metrics.workers)):
+            family = GaugeMetricFamily(f"rookery_{name}", f"{name.capitalize()} by state", labels=["state"])
+            for state, count in states.items():
+                family.add_metric([state], count)
+            yield family
+        for name, value in self.metrics.totals.items():
+            yield CounterMetricFamily(f"rookery_{name}", f"{_readable(name)} since the service started", value=value)
+        for name, value in self.metrics.gauges.items():
+            yield GaugeMetricFamily(f"rookery_{name}", f"{_readable(name)} now", value=value)
+
+
+class Prometheus:
+    """One service's registry."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._collector = _ServiceCollector()
+        self._registry.register(self._collector)
+        ProcessCollector(registry=self._registry)
+
+    def render(self, metrics: ServiceMetrics) -> bytes:
+        """The response to a scrape of ``/metrics``, of type :data:`CONTENT_TYPE`."""
+        self._collector.metrics = metrics
+        return generate_latest(self._registry)
+
+
+def _readable(name: str) -> str:
+    return name.replace("_", " ").capitalize()
+
+
+class Sink(Protocol):
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Events in ``folder``, written with the ``tensorboard`` package alone (torch is not needed)."""
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / FILE
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row after the others."""
-        with disk_errors(_DISK):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("ab") as file:
-                file.write(_line(row))
+        self._writer = EventFileWriter(str(folder))
 
-    def rewrite(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Replace the content atomically. Without rows no file is created."""
-        content = b"".join(map(_line, rows))
-        if not content and not self.path.exists():
-            return
-        new = self.path.with_suffix(".new")
-        with disk_errors(_DISK):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with new.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        new.replace(self.path)
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
-def _line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(finite(row), allow_nan=False, separators=(",", ":")).encode() + b"\n"
+class WeightsAndBiases:
+    """A run of ``project`` named after the job; its id is the job's, so that a restarted service continues it."""
+
+    def __init__(self, project: str, folder: Path, job: str, name: str) -> None:
+        import wandb
+
+        self._run = wandb.init(project=project, id=job, name=name, dir=str(folder), resume="allow", reinit="create_new")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def check_sinks(settings: Settings) -> None:
+    """Raises :class:`UserError` if a setting enables a sink whose package is not installed."""
+    for enabled, setting, package in (
+        (settings.server.tensorboard, "ROOKERY_TENSORBOARD", "tensorboard"),
+        (bool(settings.server.wandb_project), "ROOKERY_WANDB_PROJECT", "wandb"),
+    ):
+        if enabled and importlib.util.find_spec(package) is None:
+            raise UserError(f"{setting} needs the package {package}: {installs(package)}, or unset it")
+
+
+class Sinks:
+    """All sinks of one job. They receive the numbers of metrics rows, nested ones as ``a/b``."""
+
+    def __init__(self, settings: Settings, folder: Path, job: str, name: str, extra: Sequence[Sink] = ()) -> None:
+        """The sinks that ``settings`` enable, with files in ``folder``, and ``extra`` ones."""
+        self._log_fields = {"job": job}
+        self._sinks: list[Sink] = list(extra)
+        self._thread = ThreadPoolExecutor(1, "sinks")  # the thread starts with the first task
+        openers: list[Callable[[], Sink]] = []
+        if settings.server.tensorboard:
+            openers.append(lambda: TensorBoard(folder / "tensorboard"))
+        if settings.server.wandb_project:
+            openers.append(lambda: WeightsAndBiases(settings.server.wandb_project, folder, job, name))
+        for opener in openers:
+            self._thread.submit(self._open, opener)
+        self.active = bool(openers or extra)
+        """Whether there is any sink."""
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Queue a row; returns at once."""
+        if self.active:
+            values = dict(numbers(row))
+            self._thread.submit(self._write, int(values.pop("step", 0)), values)
+
+    def close(self) -> None:
+        """Returns when everything is written and closed."""
+        if self.active:
+            self._thread.submit(self._close)
+        self._thread.shutdown()
+
+    def _write(self, step: int, values: dict[str, float]) -> None:
+        for sink in list(self._sinks):
+            try:
+                sink.write(step, values)
+            except Exception:
+                log.exception("%s failed; this job continues without it", type(sink).__name__, extra=self._log_fields)
+                self._sinks.remove(sink)
+
+    def _close(self) -> None:
+        for sink in self._sinks:
+            try:
+                sink.close()
+            except Exception:
+                log.exception("%s could not be closed", type(sink).__name__, extra=self._log_fields)
+        self._sinks.clear()
+
+    def _open(self, opener: Callable[[], Sink]) -> None:
+        try:
+            self._sinks.append(opener())
+        except Exception:
+            log.exception("a metrics sink could not be opened; this job continues without it", extra=self._log_fields)
+
+
+def numbers(row: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    """The finite numbers of a row by name, nested mappings flattened with ``/``."""
+    found: list[tuple[str, float]] = []
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            found += numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and math.isfinite(value):
+            found.append((prefix + name, float(value)))
+    return found
 
 
 def finite(value: Any) -> Any:

@@ -17,11 +17,12 @@ from websockets.asyncio.server import ServerConnection, serve
 
 import rookery
 from rookery import protocol
-from rookery.controller.fleet.env_hosts import EnvironmentFailed
+from rookery.controller.fleet.env_hosts import EnvironmentFailed, EnvironmentRef
 from rookery.controller.jobs.trajectory import episode_result_decoder, turns_decoder
 from rookery.environments.host import Host
 from rookery.protocol.connection import ConnectionClosed
 from rookery.simulation.fakes.text import STOP, TEMPLATE
+from rookery.spec.job import EnvironmentSpec
 from rookery.tokenization.chat import Chat
 
 
@@ -265,14 +266,13 @@ async def test_an_environment_without_prompts_pauses_the_job(service: Service) -
 async def test_a_call_too_large_for_a_frame_fails_and_leaves_its_host_alone(service: Service) -> None:
     peer = await service.host().join()
     hosts = service.controller.context.hosts
-    host = await hosts.host_for("alice", "task", 1.0)
-    large = protocol.Reset(
-        call="", episode="large", job="job", environment="task", options={}, prompt=bytes(protocol.MAX_FRAME), seed=0
-    )
+    task = EnvironmentRef("job", "alice", EnvironmentSpec(hosted="task"), {})
+    host = await hosts.host_for(task)
+    large = task.reset("large", bytes(protocol.MAX_FRAME), 0)
     with pytest.raises(EnvironmentFailed, match=r"^reset has 671[0-9]{5} bytes, at most 64 MB can be sent to a host"):
-        await hosts.observe(host, "task", large, timeout=20, return_timeout=20)
+        await hosts.observe(host, task, large)
     small = msgspec.structs.replace(large, episode="small", prompt=b"1")
-    assert (await hosts.observe(host, "task", small, timeout=20, return_timeout=20)).messages
+    assert (await hosts.observe(host, task, small)).messages
     assert host.connected and set(peer.episodes) == {"small"}
 
 

@@ -25,7 +25,7 @@ from tests.support.peers import (
 )
 
 from rookery import protocol
-from rookery.controller.jobs.progress import RATE_SECONDS
+from rookery.controller.jobs.job_context import RATE_SECONDS
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.errors import Conflict, NotFound, RookeryError, StorageFull, Unavailable, UserError
 from rookery.spec.parsing import SpecError

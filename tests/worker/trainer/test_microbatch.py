@@ -20,8 +20,7 @@ from tests.worker.trainer.test_trainer import adapter_folder, close, decoder, fi
 from tests.worker.trainer.test_trainer import forward_backward as operation
 
 from rookery import protocol
-from rookery.controller.jobs.batch import CompleteGroup, make_batch
-from rookery.controller.jobs.step import StepAccumulator, adam, forward_backward
+from rookery.controller.jobs.step import CompleteGroup, StepAccumulator, adam, forward_backward, make_batch
 from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory
 from rookery.scheduling.staleness import ReadyGroup, select_batch
 from rookery.spec.job import JobSpec

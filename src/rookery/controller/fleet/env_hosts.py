@@ -18,15 +18,18 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from rookery import protocol
-from rookery.aio import Clock, IdGenerator
+from rookery.aio import Clock, IdGenerator, Signal
 from rookery.errors import RookeryError, Unavailable
 from rookery.protocol.connection import Connection, Outbox, RegistrationRefused, serve_peer
 from rookery.settings import Settings
+from rookery.spec.job import EnvironmentSpec
+
+T = TypeVar("T")
 
 log = logging.getLogger("rookery.controller.fleet.env_hosts")
 
@@ -50,6 +53,31 @@ class HostLost(Exception):
         self.deterministic = deterministic
 
 
+@dataclass(frozen=True)
+class EnvironmentRef:
+    """The environment of one job."""
+
+    job: str
+    """The job's id."""
+    owner: str
+    """Whose hosts may run it: the tenant's id, or :data:`SERVICE` for a built-in."""
+    spec: EnvironmentSpec
+    options: dict[str, Any]
+    """A built-in's options, datasets resolved to paths."""
+
+    @property
+    def name(self) -> str:
+        """The name under which hosts offer it."""
+        return self.spec.name
+
+    def reset(self, episode: str, prompt: bytes, seed: int) -> protocol.Reset:
+        """The first call of an episode; ``prompt`` is JSON."""
+        return protocol.Reset(
+            call="", episode=episode, job=self.job, environment=self.name, options=self.options, prompt=prompt,
+            seed=seed,
+        )  # fmt: skip
+
+
 @dataclass(eq=False)
 class EnvironmentHost:
     """One host process. While it is not ``connected``, its episodes and calls wait for it to reconnect."""
@@ -68,7 +96,9 @@ class EnvironmentHost:
     """Unanswered calls. The result None means that the connection ended."""
 
     def offers(self, owner: str, environment: str) -> bool:
-        return self.owner == owner and any(offer.name == environment for offer in self.hello.environments)
+        """Whether it may run an environment of this name now."""
+        named = any(offer.name == environment for offer in self.hello.environments)
+        return named and self.connected and self.owner == owner
 
     def deterministic(self, environment: str) -> bool:
         return any(offer.name == environment and offer.deterministic for offer in self.hello.environments)
@@ -98,7 +128,7 @@ class EnvironmentHosts:
         self._unfinished = unfinished
         self.hosts: dict[str, EnvironmentHost] = {}
         self._epoch = int(clock.time() * 1000)
-        self._change = asyncio.Condition()
+        self._changed = Signal()
 
     # --- connections --------------------------------------------------------------------------------------------------
 
@@ -133,7 +163,7 @@ class EnvironmentHosts:
                 self.close_episode(host, episode)
         offered = ", ".join(offer.name for offer in hello.environments)
         log.info("environment host %s offers %s", hello.instance, offered, extra={"tenant": owner})
-        await self._notify()
+        self._changed.notify()
         return host
 
     @staticmethod
@@ -147,11 +177,7 @@ class EnvironmentHosts:
             host.left = self._clock.monotonic()
             host.interrupt()
             log.info("environment host %s left", host.hello.instance, extra={"tenant": host.owner})
-            await self._notify()
-
-    async def _notify(self) -> None:
-        async with self._change:
-            self._change.notify_all()
+            self._changed.notify()
 
     async def _continuing(self, hello: protocol.HostHello) -> set[str]:
         """Of the episodes that a host has from before this process, those whose jobs have not ended. Nothing is awaited
@@ -200,71 +226,73 @@ class EnvironmentHosts:
                     del self.hosts[host.hello.instance]
 
     def offers(self, owner: str, environment: str) -> bool:
-        return any(host.connected and host.offers(owner, environment) for host in self.hosts.values())
+        """Whether a host offers the environment to the tenant now."""
+        return any(host.offers(owner, environment) for host in self.hosts.values())
 
     def count(self) -> int:
         return sum(host.connected for host in self.hosts.values())
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    async def host_for(self, owner: str, environment: str, timeout: float) -> EnvironmentHost:
-        """The connected host with the fewest episodes that offers ``environment``. Raises :class:`Unavailable`."""
+    async def host_for(self, environment: EnvironmentRef, timeout: float | None = None) -> EnvironmentHost:
+        """The host with the fewest episodes that offers the environment, within its ``return_timeout`` or ``timeout``.
+        Raises :class:`Unavailable`."""
+        timeout = environment.spec.return_timeout if timeout is None else timeout
+        if able := await self._wait(lambda: self._able(environment), timeout):
+            return min(able, key=lambda host: (len(host.episodes), host.joined))
+        waited = f": waited {timeout:.0f} s for one" if timeout else ""
+        raise Unavailable(f"no environment host offers {environment.name.removeprefix(BUILTIN)!r}{waited}")
 
-        def able() -> list[EnvironmentHost]:
-            return [host for host in self.hosts.values() if host.connected and host.offers(owner, environment)]
-
-        try:
-            async with asyncio.timeout(timeout), self._change:
-                await self._change.wait_for(lambda: bool(able()))
-                return min(able(), key=lambda host: (len(host.episodes), host.joined))
-        except TimeoutError:
-            shown = environment.removeprefix(BUILTIN)
-            waited = f": waited {timeout:.0f} s for one" if timeout else ""
-            raise Unavailable(f"no environment host offers {shown!r}{waited}") from None
-
-    async def holder(self, owner: str, environment: str, instance: str, timeout: float) -> EnvironmentHost:
+    async def holder(self, environment: EnvironmentRef, instance: str) -> EnvironmentHost:
         """The host that runs an episode, connected or not. When this process does not know it yet: waits until it
         connects, or any host that can replay the episode, or the timeout. Raises :class:`Unavailable`."""
 
         def found() -> EnvironmentHost | None:
             known = self.hosts.get(instance)
-            if known is not None and known.owner == owner:
+            if known is not None and known.owner == environment.owner:
                 return known
-            able = (host for host in self.hosts.values() if host.connected and host.offers(owner, environment))
-            return next((host for host in able if host.deterministic(environment)), None)
+            return next((host for host in self._able(environment) if host.deterministic(environment.name)), None)
 
+        return await self._wait(found, environment.spec.return_timeout) or await self.host_for(environment, 0)
+
+    def _able(self, environment: EnvironmentRef) -> list[EnvironmentHost]:
+        return [host for host in self.hosts.values() if host.offers(environment.owner, environment.name)]
+
+    async def _wait(self, find: Callable[[], T], timeout: float) -> T:
+        """``find()`` as soon as it is true, or after the timeout."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout), self._change:
-                await self._change.wait_for(lambda: found() is not None)
-        return found() or await self.host_for(owner, environment, 0)
+            async with asyncio.timeout(timeout):
+                while not find():
+                    await self._changed.next.wait()
+        return find()
 
     async def prompts(
-        self, owner: str, environment: str, message: protocol.GetPrompts, *, timeout: float, return_timeout: float
-    ) -> protocol.Prompts:
-        """Prompts from any host that offers the environment; from another one when the first leaves."""
+        self, environment: EnvironmentRef, split: Literal["train", "eval"], start: int, count: int, *, seed: int,
+        shuffle: bool,
+    ) -> list[bytes]:  # fmt: skip
+        """``count`` prompts, each as JSON, from number ``start`` on in the order of ``seed``: from any host that offers
+        the environment, from another one when the first leaves."""
+        message = protocol.GetPrompts(
+            call="", job=environment.job, environment=environment.name, options=environment.options, split=split,
+            start=start, count=count, seed=seed, shuffle=shuffle,
+        )  # fmt: skip
         while True:
-            host = await self.host_for(owner, environment, return_timeout)
+            host = await self.host_for(environment)
             try:
-                answer = await self._call(host, environment, message, timeout, return_timeout)
+                answer = await self._call(host, environment, message)
             except HostLost:
                 continue
-            assert isinstance(answer, protocol.Prompts)
             if answer.error:
-                raise EnvironmentFailed(f"prompts({message.split!r}): {answer.error}")
-            return answer
+                raise EnvironmentFailed(f"prompts({split!r}): {answer.error}")
+            prompts: list[bytes] = answer.prompts
+            return prompts
 
     async def observe(
-        self,
-        host: EnvironmentHost,
-        environment: str,
-        message: protocol.Reset | protocol.StepEpisode,
-        *,
-        timeout: float,
-        return_timeout: float,
+        self, host: EnvironmentHost, environment: EnvironmentRef, message: protocol.Reset | protocol.StepEpisode
     ) -> protocol.Observation:
         """The answer of the episode's environment. Raises :class:`EnvironmentFailed` or :class:`HostLost`."""
         host.episodes.add(message.episode)
-        answer = await self._call(host, environment, message, timeout, return_timeout)
+        answer = await self._call(host, environment, message)
         assert isinstance(answer, protocol.Observation)
         if answer.error:
             raise EnvironmentFailed(answer.error)
@@ -284,22 +312,19 @@ class EnvironmentHosts:
     async def _call(
         self,
         host: EnvironmentHost,
-        environment: str,
+        environment: EnvironmentRef,
         message: protocol.GetPrompts | protocol.Reset | protocol.StepEpisode,
-        timeout: float,
-        return_timeout: float,
     ) -> Any:
         message = msgspec.structs.replace(message, call=self._ids.new("call"))
         kind = type(message).__name__.removesuffix("Episode").lower()
-        frame = protocol.encode(message)
+        frame, timeout = protocol.encode(message), environment.spec.step_timeout
         if len(frame) > protocol.MAX_FRAME:  # the host would close the connection, which carries all calls
             limit = f"at most {protocol.MAX_FRAME >> 20} MB can be sent to a host; make prompts and messages shorter"
             raise EnvironmentFailed(f"{kind} has {len(frame)} bytes, {limit}")
         try:
             while True:
-                await self._reconnected(host, environment, return_timeout)
-                future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-                host.calls[message.call] = future
+                await self._reconnected(host, environment)
+                future = host.calls[message.call] = asyncio.get_running_loop().create_future()
                 host.outbox.post_frame(frame)
                 try:
                     async with asyncio.timeout(timeout):
@@ -311,20 +336,14 @@ class EnvironmentHosts:
         finally:
             host.calls.pop(message.call, None)
 
-    async def _reconnected(self, host: EnvironmentHost, environment: str, timeout: float) -> None:
+    async def _reconnected(self, host: EnvironmentHost, environment: EnvironmentRef) -> None:
         """Return when ``host`` is connected. Raises :class:`HostLost` when it does not reconnect."""
-        if host.connected:
-            return
-        deterministic = host.deterministic(environment)
+        deterministic, timeout = host.deterministic(environment.name), environment.spec.return_timeout
 
         def replaced() -> bool:
-            others = [h for h in self.hosts.values() if h.connected and h.offers(host.owner, environment)]
-            return any(deterministic or other.joined > host.left for other in others)
+            return any(deterministic or other.joined > host.left for other in self._able(environment))
 
-        try:
-            async with asyncio.timeout(timeout), self._change:
-                await self._change.wait_for(lambda: host.connected or replaced())
-        except TimeoutError:
-            raise HostLost(f"its environment host did not reconnect within {timeout:g} s", deterministic) from None
+        if not await self._wait(lambda: host.connected or replaced(), timeout):
+            raise HostLost(f"its environment host did not reconnect within {timeout:g} s", deterministic)
         if not host.connected:
             raise HostLost("its environment host left", deterministic)

@@ -16,7 +16,6 @@ import math
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 
@@ -38,25 +37,6 @@ LARGEST_REWARD = 1e15
 
 class EpisodeFailed(RookeryError):
     """The episode cannot be finished; its group continues without it."""
-
-
-async def get_prompts(
-    job: JobContext, split: Literal["train", "eval"], start: int, count: int, *, seed: int, shuffle: bool
-) -> list[bytes]:
-    """``count`` prompts of the job's environment, each as JSON, from number ``start`` on in the order of ``seed``."""
-    environment = job.spec.environment
-    message = protocol.GetPrompts(
-        call="", job=job.row.id, environment=environment.name, options=job.options, split=split, start=start,
-        count=count, seed=seed, shuffle=shuffle,
-    )  # fmt: skip
-    answer = await job.controller.hosts.prompts(
-        job.owner,
-        environment.name,
-        message,
-        timeout=environment.step_timeout,
-        return_timeout=environment.return_timeout,
-    )
-    return answer.prompts
 
 
 @dataclass
@@ -87,15 +67,14 @@ class Episode:
     async def run(self) -> EpisodeResult:
         """Play to the end. Raises :class:`EpisodeFailed`, or :class:`~rookery.errors.Unavailable` without a host or a
         worker."""
-        environment, hosts = self.job.spec.environment, self.job.controller.hosts
-        wanted = (self.job.owner, environment.name)
+        environment, hosts = self.job.environment, self.job.controller.hosts
         for _ in range(REPLAY_LIMIT):
             if self.turns and self._instance:
-                host = await hosts.holder(*wanted, self._instance, environment.return_timeout)
+                host = await hosts.holder(environment, self._instance)
                 if host.hello.instance != self._instance and not host.deterministic(environment.name):
                     raise EpisodeFailed("its environment host is gone, and the environment is not deterministic")
             else:
-                host = await hosts.host_for(*wanted, environment.return_timeout)
+                host = await hosts.host_for(environment)
             self._instance, self._host = host.hello.instance, host
             if self.row is None:
                 hosts.close_episode(host, self.id)  # of an earlier attempt, whose replies are unknown
@@ -117,12 +96,13 @@ class Episode:
             self._host = None
 
     async def _play(self, host: EnvironmentHost) -> EpisodeResult:
+        job = self.job
         trajectories: list[Trajectory] = []
         metrics: dict[str, float] = {}
         reward, finish, self.splits = 0.0, "max_turns", 0
-        observation = await self._observe(host, self._reset())
+        observation = await self._observe(host, job.environment.reset(self.id, self.prompt, self.environment_seed))
         conversation = list(observation.messages)
-        for turn in range(self.job.spec.environment.max_turns):
+        for turn in range(job.spec.environment.max_turns):
             if not self._extend(trajectories, conversation, len(observation.messages), turn):
                 finish = "context"
                 break
@@ -228,28 +208,11 @@ class Episode:
     async def _observe(
         self, host: EnvironmentHost, message: protocol.Reset | protocol.StepEpisode
     ) -> protocol.Observation:
-        environment, controller, stages = self.job.spec.environment, self.job.controller, self.job.progress.stages
+        controller, stages = self.job.controller, self.job.progress.stages
         stages.environment += 1
         began = controller.clock.monotonic()
         try:
-            return await controller.hosts.observe(
-                host,
-                environment.name,
-                message,
-                timeout=environment.step_timeout,
-                return_timeout=environment.return_timeout,
-            )
+            return await controller.hosts.observe(host, self.job.environment, message)
         finally:
             stages.environment -= 1
             self.seconds["environment"] += controller.clock.monotonic() - began
-
-    def _reset(self) -> protocol.Reset:
-        return protocol.Reset(
-            call="",
-            episode=self.id,
-            job=self.job.row.id,
-            environment=self.job.spec.environment.name,
-            options=self.job.options,
-            prompt=self.prompt,
-            seed=self.environment_seed,
-        )

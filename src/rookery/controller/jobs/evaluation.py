@@ -15,7 +15,7 @@ import msgspec
 
 from rookery import protocol
 from rookery.aio import TaskGroup
-from rookery.controller.jobs.episode import Episode, EpisodeFailed, get_prompts
+from rookery.controller.jobs.episode import Episode, EpisodeFailed
 from rookery.controller.jobs.job_context import JobContext
 from rookery.controller.jobs.trajectory import derive_seed
 from rookery.controller.rollout.scheduler import GenerationFailed
@@ -78,7 +78,8 @@ async def held_out_prompts(job: JobContext) -> list[bytes]:
     earlier = await job.controller.store.evaluations(job.row.tenant, job.row.id)
     if earlier:
         return [msgspec.json.encode(result["prompt"]) for result in earlier[0].results["held_out"]]
-    return await get_prompts(job, "eval", 0, evaluation.prompts, seed=evaluation.seed, shuffle=False)
+    hosts, count = job.controller.hosts, evaluation.prompts
+    return await hosts.prompts(job.environment, "eval", 0, count, seed=evaluation.seed, shuffle=False)
 
 
 async def _run(

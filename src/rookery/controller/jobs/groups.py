@@ -23,9 +23,9 @@ import msgspec
 from rookery import protocol
 from rookery.aio import Signal, TaskGroup
 from rookery.controller.fleet.env_hosts import EnvironmentFailed
-from rookery.controller.jobs.batch import CompleteGroup
-from rookery.controller.jobs.episode import Episode, EpisodeFailed, get_prompts
+from rookery.controller.jobs.episode import Episode, EpisodeFailed
 from rookery.controller.jobs.job_context import JobContext
+from rookery.controller.jobs.step import CompleteGroup
 from rookery.controller.jobs.trajectory import EpisodeResult, decode_turns, derive_seed, episode_result_decoder
 from rookery.controller.rollout.scheduler import GenerationFailed
 from rookery.errors import RookeryError
@@ -116,7 +116,9 @@ class Groups:
         """The next prompts in the job's order, stored as open groups with their episodes and the version that they run
         on: after a restart they continue with the same version and take up the tokens that workers sampled."""
         spec, job = self._job.spec, self._job.row.id
-        prompts = await get_prompts(self._job, "train", self._cursor, count, seed=spec.seed, shuffle=spec.shuffle)
+        prompts = await self._job.controller.hosts.prompts(
+            self._job.environment, "train", self._cursor, count, seed=spec.seed, shuffle=spec.shuffle
+        )
         if not prompts:
             raise EnvironmentFailed("prompts('train') gave no prompt")
         assert self._policy.head is not None

@@ -19,12 +19,10 @@ from typing import Any
 from rookery import protocol
 from rookery.aio import Signal, TaskGroup
 from rookery.controller import budgets
-from rookery.controller.jobs.batch import CompleteGroup
 from rookery.controller.jobs.evaluation import evaluate
 from rookery.controller.jobs.groups import Groups
-from rookery.controller.jobs.job_context import JobContext
-from rookery.controller.jobs.progress import per_token
-from rookery.controller.jobs.step import StepAccumulator, adam, forward_backward
+from rookery.controller.jobs.job_context import JobContext, per_token
+from rookery.controller.jobs.step import CompleteGroup, StepAccumulator, adam, forward_backward
 from rookery.controller.training.policy_trainer import PolicyTrainer
 from rookery.scheduling.staleness import admission_budget
 

@@ -1,21 +1,147 @@
-"""The shared state of one running job, assembled once and passed to its groups, episodes, steps and evaluations.
+"""The shared state of one running job, and its progress: counters, rewards, tokens per second, the present wait.
 
-Fields only. Everything random in a job is derived from its spec's seed and from the place of what it is for
-(:func:`~rookery.controller.jobs.trajectory.derive_seed`), so that it is the same after any restart.
+* :class:`JobContext` is assembled once and passed to the job's groups, episodes, steps and evaluations. Everything
+  random in a job is derived from its spec's seed and from the place of what it is for
+  (:func:`~rookery.controller.jobs.trajectory.derive_seed`), so that it is the same after any restart.
+* Counters are stored in the same transaction as the events that they count.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from rookery import protocol
 from rookery.controller.context import ControllerContext
-from rookery.controller.jobs.progress import Progress
+from rookery.controller.fleet.env_hosts import EnvironmentRef
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.spec.job import JobSpec
 from rookery.storage.models import JobRow
 from rookery.tokenization.chat import Chat
+
+RATE_SECONDS = 30.0
+"""Window of the shown tokens per second: long enough to span a training step."""
+
+SHOWN_REWARDS = 64
+"""Steps kept for the sparkline."""
+
+OPERATIONS_PER_STEP = 2
+"""Forward-backward and the optimizer's."""
+
+_METRIC_NAMES = {
+    "entropy:sum": "entropy",
+    "kl:sum": "kl",
+    "ratio:sum": "ratio",
+    "clipped:sum": "clipped_share",
+    "logp_diff:sum": "logp_diff_mean",
+    "logp_diff:max": "logp_diff_max",
+    "loss:sum": "loss",
+}
+"""Names of the trainer's metrics in a row."""
+
+
+@dataclass
+class StageCounts:
+    """How many episodes of a job wait for the engine, and how many for their environment."""
+
+    engine: int = 0
+    environment: int = 0
+
+
+class Progress:
+    def __init__(self, context: ControllerContext, row: JobRow, spec: JobSpec) -> None:
+        self.counters: Counter[str] = Counter(row.counters)
+        self.stages = StageCounts()
+        self.rewards: deque[float] = deque(maxlen=SHOWN_REWARDS)
+        self.staleness: float | None = None
+        self.training = False
+        """Whether a step is being taken."""
+        self._context = context
+        self._row = row
+        self._model = spec.base_model
+        self._began = context.clock.monotonic()
+        self._earlier_seconds = float(row.rng.get("seconds", 0.0))
+        self._sampled: deque[tuple[float, int]] = deque()
+
+    # --- writes -------------------------------------------------------------------------------------------------------
+
+    async def store(self, write: Callable[..., Awaitable[Any]], *values: Any, **named: Any) -> None:
+        """Write to the database, with the job's counters in the same transaction."""
+        await write(*values, **named, counters=dict(self.counters))
+
+    async def add_event(self, kind: str, text: str) -> None:
+        """Add a line to the job's log."""
+        now = self._context.clock.time()
+        await self._context.store.add_event(self._row.tenant, self._row.id, now, kind, text)
+
+    async def recover(self) -> None:
+        """Read the rewards of the committed steps."""
+        rows = await self._context.store.steps(self._row.tenant, self._row.id)
+        self.rewards.extend(row["reward"] for row in rows)
+
+    async def publish(self, metrics: dict[str, Any], version: int) -> None:
+        """Make a committed step's metrics visible."""
+        await self._context.store.save_step(self._row.id, version, metrics)
+        row = {**metrics, "version": version}
+        self.rewards.append(row["reward"])
+        self.staleness = row["staleness_mean"]
+        self._context.on_metrics(self._row.id, row)
+
+    def add_sampled(self, count: int) -> None:
+        """Count sampled tokens."""
+        self.counters["tokens"] += count
+        self._sampled.append((self._context.clock.monotonic(), count))
+        self._trim_window()
+
+    # --- reads --------------------------------------------------------------------------------------------------------
+
+    def seconds(self) -> float:
+        """Seconds for which the job has run, over all restarts."""
+        return self._earlier_seconds + self._context.clock.monotonic() - self._began
+
+    def tokens_per_second(self) -> float:
+        self._trim_window()
+        seconds = self._context.clock.monotonic() - self._began
+        return sum(count for _, count in self._sampled) / min(RATE_SECONDS, max(1.0, seconds))
+
+    def _trim_window(self) -> None:
+        """Drop samples from before the window."""
+        now = self._context.clock.monotonic()
+        while self._sampled and now - self._sampled[0][0] > RATE_SECONDS:
+            self._sampled.popleft()
+
+    def waits_for(self) -> str:
+        """The present bottleneck: a worker, the trainer, the engine or the environment; empty if none."""
+        fleet, model = self._context.fleet, self._model
+        if not fleet.serving("train", model) or not fleet.serving("rollout", model):
+            return "worker: " + fleet.missing("rollout and training", model)
+        if self.training:
+            return "trainer" + self._sharing()
+        position = self._context.rollouts.position(self._row.tenant, self._row.id)
+        if self.stages.engine:
+            queue = f", {position} ahead in the queue" if position else ""
+            return f"engine ({self.stages.engine} {'reply' if self.stages.engine == 1 else 'replies'}{queue})"
+        if self.stages.environment:
+            return f"environment ({self.stages.environment} episodes)"
+        return ""
+
+    def _sharing(self) -> str:
+        """The number of operations that share the trainer, where there are others than this job's."""
+        trainers = self._context.fleet.serving("train", self._model)
+        operations = sum(worker.beat.training for worker in trainers if worker.beat is not None)
+        return f" ({operations} operations take turns)" if operations > OPERATIONS_PER_STEP else ""
+
+
+def per_token(metrics: dict[str, float]) -> dict[str, float]:
+    """Trainer metrics as shown: sums over loss tokens become means."""
+    tokens = max(1.0, metrics.get("tokens", 0.0))
+    row = {}
+    for name, value in metrics.items():
+        shown = _METRIC_NAMES.get(name, name)
+        row[shown] = value / tokens if name.endswith(":sum") and name != "loss:sum" else value
+    return row
 
 
 @dataclass(frozen=True)
@@ -26,10 +152,8 @@ class JobContext:
     """The job as it was stored when this process took it up."""
     spec: JobSpec
     """The validated job spec."""
-    owner: str
-    """Whose environment hosts may run its episodes: the tenant's id, or the service's own hosts."""
-    options: dict[str, Any]
-    """The environment's options, datasets resolved to paths."""
+    environment: EnvironmentRef
+    """The environment of its episodes."""
     chat: Chat
     """The chat template and tokenizer of the base model."""
     policy: PolicyVersions

@@ -7,28 +7,31 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from rookery.aio import Signal
+from rookery.aio import Clock, Signal
 from rookery.controller.context import ControllerContext
-from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentFailed
+from rookery.controller.fleet.env_hosts import EnvironmentFailed
 from rookery.controller.jobs.groups import JobPaused
 from rookery.controller.jobs.job import TrainingJob
-from rookery.controller.jobs.job_context import JobContext
-from rookery.controller.jobs.progress import Progress
+from rookery.controller.jobs.job_context import JobContext, Progress
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.validation import JobValidator
 from rookery.controller.views import JobState
 from rookery.errors import RookeryError, StorageFull, Unavailable, UserError
+from rookery.settings import LimitSettings
 from rookery.spec.job import JobSpec
 from rookery.storage.models import JobRow
-from rookery.telemetry.metrics import MetricsExport
-from rookery.telemetry.sinks import Sinks
+from rookery.telemetry.metrics import Sinks
 from rookery.tokenization.chat import Chat
 
 log = logging.getLogger("rookery.controller")
+
+LONGEST_RETRY_SECONDS = 600.0
+"""Between two attempts to resume a job that an outage paused."""
 
 COUNTED = (
     "episodes", "episodes_failed", "evaluation_failures", "groups_dropped_stale", "groups_failed",
@@ -111,11 +114,10 @@ class JobRunner:
             context,
             row,
             spec,
-            owner=row.tenant if spec.environment.hosted is not None else SERVICE,
-            options=await self._validator.options(row.tenant, spec),
+            environment=await self._validator.environment(row.tenant, row.id, spec),
             chat=await self._chat(spec.base_model),
             policy=PolicyVersions(context, policies[0], spec.checkpoints),
-            progress=Progress(context, row, spec, MetricsExport(self._folder)),
+            progress=Progress(context, row, spec),
             warm_start=await warm_start(row.tenant, spec, policies[0]) if new else None,
         )
         return TrainingJob(job)
@@ -193,6 +195,60 @@ class JobRegistry:
         signal = self._signals.get(job)
         if signal is not None:
             signal.notify()
+
+
+@dataclass
+class _Retry:
+    tenant: str
+    pause: float
+    due: float | None
+
+
+class JobAdmission:
+    """The places of each tenant's jobs, and the outages that paused jobs."""
+
+    def __init__(self, limits: LimitSettings, clock: Clock, jobs: JobRegistry) -> None:
+        self.jobs_limits: dict[str, int | None] = {}
+        """Limits of tenants that have one of their own."""
+        self._limits = limits
+        self._clock = clock
+        self._jobs = jobs
+        self._retries: dict[str, _Retry] = {}
+
+    # --- places -------------------------------------------------------------------------------------------------------
+
+    def limit(self, tenant: str) -> int:
+        """Jobs of the tenant that run at once."""
+        return self.jobs_limits.get(tenant) or self._limits.tenant_jobs
+
+    def admitted(self, tenant: str) -> list[JobRow]:
+        """The waiting jobs of the tenant that may start now, the first to come first; they wait no longer."""
+        running = sum(runner.row.tenant == tenant for runner in self._jobs.runners.values())
+        rows = self._jobs.waiting_of(tenant)[: max(0, self.limit(tenant) - running)]
+        for row in rows:
+            del self._jobs.waiting[row.id]
+        return rows
+
+    # --- outages ------------------------------------------------------------------------------------------------------
+
+    def outage(self, tenant: str, job: str) -> None:
+        """An outage has paused the job: try again after a while, each time after twice as long."""
+        known = self._retries.get(job)
+        pause = min(2 * known.pause, LONGEST_RETRY_SECONDS) if known is not None else self._limits.outage_retry_seconds
+        self._retries[job] = _Retry(tenant, pause, self._clock.monotonic() + pause)
+
+    def progress(self, job: str) -> None:
+        """The job works again, or is not to be tried again."""
+        self._retries.pop(job, None)
+
+    def due(self) -> list[tuple[str, str]]:
+        """(tenant, job) of the jobs to try again now; each is returned once."""
+        now, found = self._clock.monotonic(), []
+        for job, retry in self._retries.items():
+            if retry.due is not None and retry.due <= now:
+                retry.due = None
+                found.append((retry.tenant, job))
+        return found
 
 
 def _first(error: BaseException) -> BaseException:

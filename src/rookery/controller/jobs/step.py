@@ -1,4 +1,5 @@
-"""One optimizer step: what its groups become on the wire, and what accumulates until the optimizer is called. Pure.
+"""One optimizer step: its groups become training batches, and their gradients and metrics add up until the optimizer is
+called. Pure.
 
 The groups of a step are differentiated in micro-batches, as they become complete. The gradients add up in the trainer;
 normalisation that depends on the whole step is applied by the optimizer step. So the step's gradient is the same sum
@@ -8,18 +9,114 @@ consumes them all at once, so a crash in between takes every micro-batch back.
 
 from __future__ import annotations
 
+import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rookery import protocol
+from rookery.algorithms.advantages import advantages, token_weights
+from rookery.algorithms.advantages import step_scale as algorithm_scale
 from rookery.algorithms.schedules import rate
-from rookery.controller.jobs.batch import CompleteGroup, describe, make_batch, step_scale
+from rookery.controller.jobs.trajectory import EpisodeResult
 from rookery.controller.training.policy_trainer import ForwardRequest
 from rookery.spec.job import JobSpec
 
+ANCHORED = ("dro",)
+"""Losses with a gradient also where the advantage is 0: they are anchored to the sampling policy."""
+
+STAGES = ("queue", "generation", "environment")
+"""The keys of :attr:`~rookery.controller.jobs.trajectory.EpisodeResult.seconds`."""
+
+
+@dataclass(frozen=True)
+class CompleteGroup:
+    """The surviving episodes of one prompt."""
+
+    id: str
+    ordinal: int
+    step: int
+    """Optimizer step of the oldest version among its tokens."""
+    min_version: int
+    episodes: list[EpisodeResult]
+    sampled: Mapping[int, int] = field(default_factory=dict)
+    """Tokens by the optimizer step of the version that sampled them."""
+
+    @property
+    def rewards(self) -> list[float]:
+        return [episode.reward for episode in self.episodes]
+
+
+def make_batch(spec: JobSpec, groups: Sequence[CompleteGroup]) -> protocol.TrainingBatch:
+    """The training batch of some groups of a step, weighted up to the step's :func:`step_scale`. A group whose rewards
+    are all equal has no advantage: it counts in the normalisation, and is differentiated only where a KL penalty or the
+    loss itself gives it a gradient."""
+    algorithm = spec.algorithm
+    always = algorithm.kl_weight > 0 or algorithm.loss.name in ANCHORED
+    all_trajectories = [t for group in groups for episode in group.episodes for t in episode.trajectories]
+    longest = spec.sampling.max_tokens * spec.environment.max_turns
+    weights = iter(token_weights(algorithm.name, [t.num_action_tokens for t in all_trajectories], longest))
+    units = []
+    for group in groups:
+        scores = advantages(algorithm.name, group.rewards)
+        members: dict[tuple[int, ...], list[protocol.GroupMember]] = {}
+        for episode, score in zip(group.episodes, scores, strict=True):
+            for trajectory in episode.trajectories:
+                weight = next(weights)
+                if algorithm.loss.name == "cross_entropy":
+                    weight *= max(score, 0.0)  # imitate only episodes better than their group
+                if trajectory.num_action_tokens and (score != 0.0 or always):
+                    members.setdefault(tuple(trajectory.prompt), []).append(
+                        protocol.GroupMember(
+                            tokens=trajectory.tokens,
+                            logprobs=trajectory.logprobs,
+                            advantages=[score] * len(trajectory.tokens),
+                            weights=[weight if action else 0.0 for action in trajectory.mask],
+                        )
+                    )
+        units += [protocol.SharedPrefixGroup(prompt=list(prompt), members=tails) for prompt, tails in members.items()]
+    return protocol.TrainingBatch(groups=units)
+
+
+def step_scale(spec: JobSpec, groups: Sequence[CompleteGroup]) -> float:
+    """The factor of the summed gradient of a step on ``groups``."""
+    lengths = [t.num_action_tokens for group in groups for episode in group.episodes for t in episode.trajectories]
+    return algorithm_scale(spec.algorithm.name, lengths)
+
+
+def describe(groups: Sequence[CompleteGroup], step: int) -> dict[str, float]:
+    """A step's metrics that come from its groups: rewards and their components, lengths, staleness, the share of tokens
+    by version lag, and the mean seconds of an episode in each stage."""
+    episodes = [episode for group in groups for episode in group.episodes]
+    rewards = [episode.reward for episode in episodes]
+    lengths = [episode.num_action_tokens for episode in episodes]
+    lags: Counter[int] = Counter()
+    for group in groups:
+        lags.update({step - sampler: count for sampler, count in group.sampled.items()})
+    row = {
+        "reward": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "episodes": float(len(episodes)),
+        "groups": float(len(groups)),
+        "groups_no_variance_share": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
+        "length_mean": statistics.fmean(lengths),
+        "length_max": float(max(lengths)),
+        "turns_mean": statistics.fmean(len(episode.replies) for episode in episodes),
+        "staleness_mean": statistics.fmean(step - group.step for group in groups),
+        "staleness_max": float(max(step - group.step for group in groups)),
+        "versions_mean": statistics.fmean(len(episode.versions) for episode in episodes),
+        **{f"lag_share/{lag}": count / lags.total() for lag, count in sorted(lags.items())},
+        **{f"seconds/{name}": statistics.fmean(o.seconds.get(name, 0.0) for o in episodes) for name in STAGES},
+    }
+    names = sorted({name for episode in episodes for name in episode.metrics})
+    for name in names:
+        values = [episode.metrics.get(name, 0.0) for episode in episodes]
+        row[f"reward/{name}"] = sum(values) / len(values)  # plainly: these may be infinite, and fmean raises there
+    return row
+
 
 def forward_backward(spec: JobSpec, groups: Sequence[CompleteGroup]) -> ForwardRequest:
-    """The operation that adds the gradient of ``groups``, before :func:`~rookery.controller.jobs.batch.step_scale`."""
+    """The operation that adds the gradient of ``groups``, before :func:`step_scale`."""
     algorithm = spec.algorithm
     return ForwardRequest(
         batch=protocol.encode(make_batch(spec, groups)),
@@ -81,7 +178,7 @@ class StepAccumulator:
             self._sums[name] = value
 
     def group_metrics(self) -> dict[str, float]:
-        """Metrics of the step's groups (:func:`~rookery.controller.jobs.batch.describe`)."""
+        """Metrics of the step's groups (:func:`describe`)."""
         return describe(self.groups, self.number)
 
     def trainer_metrics(self) -> dict[str, float]:
