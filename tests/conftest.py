@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 from tests.support.peers import Service
+from tests.support.room import Room
 
 import rookery.worker  # before any test imports torch: the worker's own setting of the OpenMP runtime  # noqa: F401
 
@@ -62,3 +64,14 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
     yield service
     await service.close()
     service.database.close()
+
+
+@pytest.fixture
+async def room(tmp_path: Path) -> AsyncIterator[Room]:
+    """A fleet to which a test brings workers; its watch runs."""
+    room = Room(tmp_path)
+    watch = asyncio.create_task(room.fleet.watch())
+    yield room
+    watch.cancel()
+    await asyncio.gather(watch, return_exceptions=True)
+    await room.close()

@@ -100,8 +100,7 @@ async def test_job_beyond_a_limit_is_refused_with_the_numbers(
 
 @pytest.mark.parametrize("settings", [{"job_episodes": 8}])
 async def test_job_starts_only_as_many_groups_as_its_episodes_allow(service: Service) -> None:
-    await service.worker().join()
-    host = await service.host(script=lambda message: HANG).join()
+    _, host = await service.join(script=lambda message: HANG)
     view, _ = await service.controller.submit("alice", job_of(algorithm={"group_size": 4, "groups_per_step": 6}))
     await eventually(lambda: host.calls == 8)
     await settle()
@@ -236,8 +235,7 @@ async def test_job_that_its_owner_paused_does_not_resume_by_itself(service: Serv
 
 async def starting(service: Service) -> None:
     """A worker and a host whose episodes never begin."""
-    await service.worker().join()
-    await service.host(script=lambda message: HANG).join()
+    await service.join(script=lambda message: HANG)
 
 
 async def test_job_that_was_starting_at_two_crashes_is_paused(service: Service) -> None:

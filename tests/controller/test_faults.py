@@ -548,8 +548,7 @@ async def test_an_upload_that_finds_no_room_pauses_its_job(tmp_path: Path) -> No
     """The worker is told HTTP 507 and gives up; that is no fault of its own, and tried again by nobody else."""
     service = peers.Service(tmp_path)
     await service.start()
-    scripted = await service.worker().join()
-    await service.host().join()
+    scripted, _ = await service.join()
 
     async def refused(op: Any) -> protocol.OperationDone | None:
         staging = scripted.tickets.staging(op.commit) if isinstance(op, protocol.OptimStep) else None

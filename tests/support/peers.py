@@ -32,7 +32,7 @@ from rookery.controller.weights.tickets import Tickets
 from rookery.errors import UserError
 from rookery.protocol.connection import Connection, ConnectionClosed
 from rookery.settings import Settings
-from rookery.simulation.fakes.connection import MemoryConnection, connection_pair
+from rookery.simulation.fakes.connection import MemoryConnection, connection_pair, greet
 from rookery.simulation.fakes.host import FakeHost, user_message
 from rookery.simulation.fakes.text import TEMPLATE, byte_tokenizer, draw
 from rookery.simulation.fakes.trainer import ADAPTER, CONFIG, FakeTrainer, peft_config
@@ -192,15 +192,10 @@ class ScriptedWorker(Peer):
         self.link = self.dial()
         hello = protocol.Hello(
             protocol=protocol.PROTOCOL, token=token, name=self.name, instance=self.instance, model=MODEL,
-            model_hash="m",
-            roles=self.roles, max_rows=self.max_rows, max_context=512, max_rank=64, device="cpu", dtype="float32",
-            adapters=sorted(self.adapters), running=list(running),
+            model_hash="m", roles=self.roles, max_rows=self.max_rows, max_context=512, max_rank=64, device="cpu",
+            dtype="float32", adapters=sorted(self.adapters), running=list(running),
         )  # fmt: skip
-        await self.link.send(protocol.encode(msgspec.structs.replace(hello, **self.hello)))
-        welcome = protocol.decode(protocol.to_worker, await self.link.receive())
-        if isinstance(welcome, protocol.HelloRejected):
-            raise PermissionError(welcome.reason)
-        assert isinstance(welcome, protocol.Welcome)
+        welcome = await greet(self.link, msgspec.structs.replace(hello, **self.hello), protocol.to_worker)
         self.epoch, self.name = welcome.epoch, welcome.name
         self._tasks += [asyncio.create_task(self._read()), asyncio.create_task(self._generate())]
         return self
@@ -537,6 +532,10 @@ class Service:
         peer = ScriptedHost(self.controller.serve_host, **script)
         self.peers.append(peer)
         return peer
+
+    async def join(self, **script: Any) -> tuple[ScriptedWorker, ScriptedHost]:
+        """A worker, and a host with this script."""
+        return await self.worker().join(), await self.host(**script).join()  # type: ignore[return-value]
 
     def reconnect(self, host: ScriptedHost) -> ScriptedHost:
         """The same process will dial the present controller."""

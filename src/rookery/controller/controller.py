@@ -39,8 +39,7 @@ from rookery.controller.validation import JobValidator
 from rookery.controller.views import JobState, JobView
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
-from rookery.controller.weights.peers import PeerDirectory
-from rookery.controller.weights.tickets import Tickets
+from rookery.controller.weights.tickets import PeerDirectory, Tickets
 from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable
 from rookery.protocol.connection import Connection
 from rookery.settings import Settings

@@ -3,76 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
-from tests.support.peers import WORKER_TOKEN, ManualClock, ScriptedWorker, connection_pair, eventually, settle
+from tests.support.peers import MODEL, WORKER_TOKEN, ManualClock, connection_pair, eventually, settle
+from tests.support.room import Room, beat
+from tests.support.virtual import machine
 
 from rookery import protocol
-from rookery.controller.fleet.fleet import Fleet, FleetListener
-from rookery.controller.fleet.worker import Worker
-from rookery.controller.weights.tickets import Tickets
+from rookery.controller.fleet.fleet import Fleet
 from rookery.protocol.connection import ConnectionClosed
-from rookery.settings import Settings
-from rookery.storage.artifacts import Artifacts
-
-MODEL = "smollm2-135m-instruct"
-
-
-class Room(FleetListener):
-    def __init__(self, folder: Path) -> None:
-        self.clock = ManualClock()
-        self.settings = Settings(
-            data=folder,
-            cache=folder,
-            heartbeat_seconds=2,
-            suspect_seconds=10,
-            rejoin_seconds=60,
-            stuck_seconds=120,
-        )
-        self.tickets = Tickets(Artifacts(folder / "artifacts"), self.clock, 600)
-        self.fleet = Fleet(self.settings, self.clock, WORKER_TOKEN)
-        self.lost: list[tuple[str, str]] = []
-        self.changes = 0
-        self.fleet.listeners.append(self)
-        self.outputs: list[Worker] = []
-        self.fleet.route(protocol.Output, lambda worker, message: self.outputs.append(worker))
-        self.fleet.route(protocol.OperationDone, lambda worker, message: None)
-
-    def on_worker_changed(self, worker: Worker) -> None:
-        self.changes += worker.state == "serving"
-
-    def on_worker_lost(self, worker: Worker, reason: str) -> None:
-        self.lost.append((worker.name, reason))
-
-    def worker(self, name: str = "worker", **script: object) -> ScriptedWorker:
-        return ScriptedWorker(self.fleet.serve, self.tickets, name, **script)  # type: ignore[arg-type]
-
-    def states(self) -> dict[str, str]:
-        return {worker.name: worker.state for worker in self.fleet.all()}
-
-
-@pytest.fixture
-async def room(tmp_path: Path) -> AsyncIterator[Room]:
-    room = Room(tmp_path)
-    watch = asyncio.create_task(room.fleet.watch())
-    yield room
-    watch.cancel()
-    await asyncio.gather(watch, return_exceptions=True)
-
-
-def beat(progress: int = 0, active: int = 0) -> protocol.Heartbeat:
-    return protocol.Heartbeat(
-        epoch=0, progress=progress, active=active, waiting=0, training=0, adapters=0, generated=0, trained=0,
-        decode_seconds=0.0, train_seconds=0.0, memory_bytes=0,
-    )  # fmt: skip
+from rookery.simulation.fakes.worker import worker_hello
 
 
 async def test_worker_joins_and_is_lost(room: Room) -> None:
     worker = await room.worker().join()
     assert room.states() == {"worker": "serving"}
-    assert room.changes == 1
     assert [w.name for w in room.fleet.serving("train", MODEL)] == ["worker"]
     assert room.fleet.serving("train", "another") == []
     await worker.die()
@@ -97,7 +42,6 @@ async def test_reconnected_worker_gets_a_new_epoch(room: Room) -> None:
     assert room.fleet.ignored_frames == 1
     later = Fleet(room.settings, ManualClock(), WORKER_TOKEN)
     assert later.epoch >= int(room.clock.time() * 1000), "a later process gives later epochs"
-    await worker.die()
 
 
 async def test_second_connection_of_a_process_ends_the_first(room: Room) -> None:
@@ -110,7 +54,6 @@ async def test_second_connection_of_a_process_ends_the_first(room: Room) -> None
     assert [worker.epoch for worker in room.outputs] == [second.epoch]
     await first.die()
     assert room.states() == {"worker": "serving"}, "the end of the first one is no news"
-    await second.die()
 
 
 async def test_two_processes_with_one_name_both_work(room: Room) -> None:
@@ -121,8 +64,6 @@ async def test_two_processes_with_one_name_both_work(room: Room) -> None:
     await two.die()
     await two.join()
     assert two.name == "worker-bbbbbb"
-    for worker in (one, two):
-        await worker.die()
 
 
 async def test_worker_without_heartbeats_is_suspect(room: Room) -> None:
@@ -137,8 +78,6 @@ async def test_worker_without_heartbeats_is_suspect(room: Room) -> None:
     assert "no heartbeat for" in room.lost[0][1]
     await quiet.join()
     assert room.states()["quiet"] == "serving"
-    for worker in (quiet, lively):
-        await worker.die()
 
 
 async def test_worker_with_heartbeats_but_no_progress_is_suspect(room: Room) -> None:
@@ -154,8 +93,6 @@ async def test_worker_with_heartbeats_but_no_progress_is_suspect(room: Room) -> 
     assert room.states() == {"stuck": "suspect", "busy": "serving", "idle": "serving"}
     assert 40 <= round <= 42
     assert "no compute progress for" in room.lost[0][1]
-    for worker in (stuck, busy, idle):
-        await worker.die()
 
 
 @pytest.mark.parametrize(
@@ -173,7 +110,6 @@ async def test_bad_frame_closes_the_connection(room: Room, frame: bytes) -> None
     await ours.send(frame)
     await serving
     assert ours.closed
-    await worker.die()
 
 
 async def test_refused_worker_gets_the_reason(room: Room) -> None:
@@ -187,11 +123,7 @@ async def test_refused_worker_gets_the_reason(room: Room) -> None:
     await serving
     ours, theirs = connection_pair()
     serving = asyncio.create_task(room.fleet.serve(theirs))
-    hello = protocol.Hello(
-        protocol=99, token=WORKER_TOKEN, name="w", instance="w", model=MODEL, model_hash="", roles=["train"],
-        max_rows=1, max_context=1, max_rank=1, device="cpu", dtype="float32",
-    )  # fmt: skip
-    await ours.send(protocol.encode(hello))
+    await ours.send(protocol.encode(worker_hello(machine(1), "w", WORKER_TOKEN, MODEL, protocol=99)))
     refused = protocol.decode(protocol.to_worker, await ours.receive())
     assert isinstance(refused, protocol.HelloRejected)
     assert "protocol 99 is not supported" in refused.reason
@@ -232,21 +164,16 @@ async def test_worker_that_does_not_read_delays_no_other(room: Room) -> None:
     ours, theirs = connection_pair()
     stuck = Stuck(theirs)
     serving = asyncio.create_task(room.fleet.serve(stuck))
-    hello = protocol.Hello(
-        protocol=protocol.PROTOCOL, token=WORKER_TOKEN, name="deaf", instance="d", model=MODEL, model_hash="",
-        roles=["train"], max_rows=1, max_context=1, max_rank=1, device="cpu", dtype="float32",
-    )  # fmt: skip
-    await ours.send(protocol.encode(hello))
+    await ours.send(protocol.encode(worker_hello(machine(1), "deaf", WORKER_TOKEN, MODEL)))
     await stuck.sending.wait()
     deaf = room.fleet.get("deaf")
     assert deaf is not None
     for _ in range(100):
         deaf.post(protocol.Abort(request="x"))
-    other = await room.worker("other").join()
+    await room.worker("other").join()
     assert room.states() == {"deaf": "serving", "other": "serving"}
     ours.cut()
     await serving
     assert room.states()["deaf"] == "suspect"
-    await other.die()
     with pytest.raises(ConnectionClosed):
         await ours.send(b"")

@@ -91,8 +91,7 @@ async def test_a_template_that_rewrites_the_past_makes_several_trajectories(serv
         TEMPLATE.replace("{{ m.content }}", "{{ '' if m.role == 'assistant' and not loop.last else m.content }}")
     )
     service.chat = Chat.load(folder)
-    worker = await service.worker().join()
-    await service.host(turns=3).join()
+    worker, _ = await service.join(turns=3)
     job = await run(service, stop__steps=1, algorithm__kl_weight=0.1)
     view = await service.ends(job)
     assert view.counters["trajectory_splits"] == 4 * 2
@@ -107,8 +106,7 @@ async def test_a_template_that_rewrites_the_past_makes_several_trajectories(serv
 
 
 async def test_members_of_a_group_differ_in_their_noise_alone(service: Service) -> None:
-    worker = await service.worker().join()
-    host = await service.host().join()
+    worker, host = await service.join()
     job = await run(service, stop__steps=1, algorithm__group_size=4)
     await service.ends(job)
     by_prompt: dict[tuple[int, ...], list[protocol.Generate]] = {}
@@ -147,8 +145,7 @@ async def test_the_context_ends_an_episode_in_its_middle_and_refuses_one_at_its_
 
 
 async def test_an_episode_that_reaches_max_turns_keeps_its_reward(service: Service) -> None:
-    await service.worker().join()
-    host = await service.host(turns=10**6).join()
+    _, host = await service.join(turns=10**6)
     job = await run(service, stop__steps=1, environment__max_turns=3)
     await service.ends(job)
     for episode in episodes(service, job):
@@ -294,8 +291,7 @@ async def test_the_same_instance_resumes_and_nothing_is_done_twice(service: Serv
 
 
 async def test_answers_of_an_old_connection_are_ignored(service: Service) -> None:
-    await service.worker().join()
-    host = await service.host().join()
+    _, host = await service.join()
     host.answering.clear()
     job = await run(service, stop__steps=1)
     await eventually(lambda: any(h.calls for h in service.controller.context.hosts.hosts.values()))
@@ -326,8 +322,7 @@ async def test_a_host_that_sends_garbage_or_nothing_is_cut_off(service: Service)
 
 async def lose_host(service: Service, deterministic: bool, **changes: Any) -> tuple[str, Any, Any]:
     """Lose a host while its episodes are in their second turn; another one is there."""
-    await service.worker().join()
-    first = await service.host(turns=2, environments={"task": deterministic}).join()
+    _, first = await service.join(turns=2, environments={"task": deterministic})
     second_turn = asyncio.Event()
 
     def script(message: protocol.StepEpisode) -> Any:
@@ -381,8 +376,7 @@ async def test_after_a_restart_an_episode_finds_its_host_again(tmp_path: Path, d
     """Also when another host dials in first, and also when the environment could not be replayed."""
     service = Service(tmp_path)
     await service.start()
-    await service.worker().join()
-    host = await service.host(turns=3, environments={"task": deterministic}).join()
+    _, host = await service.join(turns=3, environments={"task": deterministic})
     job = await run(service, stop__steps=3)
     await eventually(lambda: any(turn == 1 for _, turn in host.executed))
     await service.crash()
@@ -401,14 +395,12 @@ async def test_after_a_restart_an_episode_finds_its_host_again(tmp_path: Path, d
 async def test_after_a_restart_a_host_that_stays_away_is_given_up(tmp_path: Path) -> None:
     service = Service(tmp_path)
     await service.start()
-    await service.worker().join()
-    host = await service.host(turns=3).join()
+    _, host = await service.join(turns=3)
     job = await run(service, stop__steps=2, environment__return_timeout=2)
     await eventually(lambda: any(turn == 1 for _, turn in host.executed))
     await service.crash()
     await service.start()
-    await service.worker().join()
-    await service.host(turns=3, instance="other").join()
+    await service.join(turns=3, instance="other")
     view = await service.ends(job)
     failed = episodes(service, job, "failed")
     assert view.counters["episodes_failed"] == len(failed) >= 1

@@ -55,8 +55,7 @@ def versions_of(service: Service, job: str) -> list[set[int]]:
 
 
 async def test_staleness_zero_is_strictly_on_policy(service: Service) -> None:
-    await service.worker().join()
-    await service.host().join()
+    await service.join()
     job = await run(service, stop__steps=4, algorithm__groups_per_step=3)
     await service.ends(job)
     versions = service.check_history(job)
@@ -76,8 +75,7 @@ async def test_staleness_zero_is_strictly_on_policy(service: Service) -> None:
 
 
 async def test_staleness_two_collects_while_it_trains_and_keeps_the_bound(service: Service) -> None:
-    worker = await service.worker().join()
-    await service.host().join()
+    worker, _ = await service.join()
     worker.training.clear()
     job = await run(service, stop__steps=6, algorithm__max_staleness=2)
     await eventually(lambda: any(isinstance(op, protocol.InitAdapter) for op in worker.operations))
@@ -103,8 +101,7 @@ async def test_staleness_two_collects_while_it_trains_and_keeps_the_bound(servic
 
 
 async def test_steps_between_commits(service: Service) -> None:
-    worker = await service.worker().join()
-    await service.host().join()
+    worker, _ = await service.join()
     job = await run(service, stop__steps=5, algorithm__max_staleness=1, checkpoints={"commit_every": 2})
     await service.ends(job)
     versions = service.check_history(job)
@@ -132,8 +129,7 @@ async def test_many_jobs_of_many_tenants_at_once(service: Service) -> None:
 
 async def test_equal_adapters_of_two_jobs_do_not_take_each_others_bytes(service: Service) -> None:
     """Version 0 of equal policies is one artifact: one job lets go of it while another begins with it."""
-    await service.worker().join()
-    await service.host().join()
+    await service.join()
     keep = {"keep_last": 1, "keep_best": False}
     jobs = [await run(service, checkpoints=keep, stop__steps=1 + number % 3) for number in range(8)]
     for job in jobs:
@@ -178,8 +174,7 @@ async def test_a_skipped_step_is_counted(service: Service) -> None:
 
 
 async def test_stop_by_reward(service: Service) -> None:
-    await service.worker().join()
-    await service.host().join()
+    await service.join()
     job = await run(service, stop={"reward": -1.0}, algorithm__max_staleness=2, checkpoints={"commit_every": 3})
     view = await service.ends(job)
     assert view.reason.endswith("reached -1")
@@ -187,8 +182,7 @@ async def test_stop_by_reward(service: Service) -> None:
 
 
 async def test_stop_by_tokens(service: Service) -> None:
-    await service.worker().join()
-    await service.host().join()
+    await service.join()
     job = await run(service, stop={"tokens": 60})
     view = await service.ends(job)
     assert view.tokens >= 60
@@ -199,8 +193,7 @@ async def test_stop_by_tokens(service: Service) -> None:
 @pytest.mark.parametrize("waiting", [False, True])
 async def test_stop_by_wall_time(service: Service, waiting: bool) -> None:
     """Also a job that waits for its environment for ever notices."""
-    await service.worker().join()
-    host = await service.host().join()
+    _, host = await service.join()
     if waiting:
         host.answering.clear()
     job = await run(service, stop={"wall_time": 100}, environment__step_timeout="1h")
@@ -220,8 +213,7 @@ async def test_stop_by_wall_time(service: Service, waiting: bool) -> None:
 @pytest.mark.parametrize("restart", [False, True])
 async def test_wall_time_includes_uncommitted_steps(service: Service, restart: bool) -> None:
     """Over pauses and restarts, whose own time does not count."""
-    await service.worker().join()
-    host = await service.host().join()
+    _, host = await service.join()
     host.answering.clear()
     job = await run(service, stop={"wall_time": 100}, environment__step_timeout="1h")
     await eventually(lambda: bool(service.database.policies("alice", job)[0].head_version is not None))
@@ -242,8 +234,7 @@ async def test_wall_time_includes_uncommitted_steps(service: Service, restart: b
 
 
 async def test_open_groups_are_closed_when_the_job_ends(service: Service) -> None:
-    worker = await service.worker().join()
-    host = await service.host(turns=3).join()
+    worker, host = await service.join(turns=3)
     job = await run(service, stop__steps=50, algorithm__max_staleness=3)
     await eventually(lambda: len(host.executed) > 20)
     await service.controller.cancel("alice", job)
@@ -261,8 +252,7 @@ async def test_open_groups_are_closed_when_the_job_ends(service: Service) -> Non
 async def test_counters_are_complete_when_the_end_of_a_job_is_visible(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await service.worker().join()
-    await service.host(turns=3).join()
+    await service.join(turns=3)
     stored, seen = service.database.set_job_state, []
 
     def stored_now(job: str) -> list[Any]:
@@ -352,8 +342,7 @@ async def test_the_token_rate_window_is_trimmed_without_readers(service: Service
 
 
 async def test_a_paused_job_stays_paused_over_a_restart(service: Service) -> None:
-    await service.worker().join()
-    host = await service.host().join()
+    _, host = await service.join()
     job = await run(service, stop__steps=40)
     await eventually(lambda: host.calls > 10)
     await service.controller.pause("alice", job)
@@ -479,8 +468,7 @@ async def test_restarts_upon_restarts(tmp_path: Path) -> None:
 async def test_an_orderly_stop_is_a_restart_like_any_other(tmp_path: Path) -> None:
     service = Service(tmp_path)
     await service.start()
-    await service.worker().join()
-    host = await service.host(turns=2).join()
+    _, host = await service.join(turns=2)
     job = await run(service, stop__steps=3)
     await eventually(lambda: host.calls > 15)
     await service.close()
@@ -499,8 +487,7 @@ async def test_a_model_that_is_gone_after_a_restart_pauses_its_jobs(tmp_path: Pa
     """It can be mended, as a hub that does not answer; a job that never ran is refused for it."""
     service = Service(tmp_path)
     await service.start()
-    await service.worker().join()
-    host = await service.host().join()
+    _, host = await service.join()
     job = await run(service, stop__steps=20)
     await eventually(lambda: service.database.get_job("alice", job).step > 0)
     await service.crash()
@@ -521,8 +508,7 @@ async def test_a_model_that_is_gone_after_a_restart_pauses_its_jobs(tmp_path: Pa
 async def test_a_corrupt_head_is_rolled_back(tmp_path: Path) -> None:
     service = Service(tmp_path)
     await service.start()
-    await service.worker().join()
-    host = await service.host().join()
+    _, host = await service.join()
     job = await run(service, stop__steps=40)
     await eventually(lambda: service.database.get_job("alice", job).step >= 3)
     host.answering.clear()
@@ -532,8 +518,7 @@ async def test_a_corrupt_head_is_rolled_back(tmp_path: Path) -> None:
     service.corrupt(head.hash)
     service.stop_at(job, head.step + 2)
     await service.start()
-    worker = await service.worker().join()
-    await service.host(instance="host-2").join()
+    worker, _ = await service.join(instance="host-2")
     await service.ends(job)
     versions = service.check_history(job)
     lost = versions[head.version]
@@ -582,8 +567,7 @@ async def test_versions_lost_in_a_rollback_are_not_in_the_lineage(tmp_path: Path
     service.corrupt(head.hash)
     service.stop_at(job, head.step + 1)
     await service.start()
-    again = await service.worker().join()
-    await service.host(instance="host-2").join()
+    again, _ = await service.join(instance="host-2")
     await service.ends(job)
     rows = await service.controller.queries.metrics("alice", job)
     assert [row["step"] for row in rows] == list(range(1, head.step + 2))
@@ -613,8 +597,7 @@ async def test_a_job_without_an_intact_version_fails(tmp_path: Path) -> None:
 
 
 async def test_first_last_and_every_k_answer_the_same_prompts(service: Service) -> None:
-    worker = await service.worker().join()
-    host = await service.host().join()
+    worker, host = await service.join()
     job = await run(service, stop__steps=5, evaluation={"every": 2, "prompts": 6, "seed": 3})
     await service.ends(job)
     evaluations = await service.controller.queries.evaluations("alice", job)
@@ -646,8 +629,7 @@ async def test_the_first_evaluation_survives_a_restart(tmp_path: Path) -> None:
     await service.crash()
     assert not service.database.evaluations("alice", job)
     await service.start()
-    worker = await service.worker().join()
-    await service.host(instance="host-2").join()
+    worker, _ = await service.join(instance="host-2")
     await service.ends(job)
     evaluations = await service.controller.queries.evaluations("alice", job)
     assert [evaluation["version"] for evaluation in evaluations] == [0, 4]
@@ -737,8 +719,7 @@ async def test_a_version_is_judged_by_the_best_of_the_steps_that_were_taken_from
 
 async def test_a_version_stays_until_its_evaluation_is_known(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be the best, and by then not among the last."""
-    await service.worker().join()
-    await service.host().join()
+    await service.join()
     evaluated, held = PolicyVersions.evaluated, []
 
     def told(self: PolicyVersions, version: int, mean: float) -> None:
@@ -782,8 +763,7 @@ async def test_a_commit_that_fails_leaves_no_artifact_behind(
 
     monkeypatch.setattr(service.database, "commit_step", committing)
     monkeypatch.setattr(Staging, "commit", publishing)
-    await service.worker().join()
-    await service.host().join()
+    await service.join()
     job = await run(service, stop__steps=4, checkpoints={"keep_last": 9})
     await service.ends(job, "paused")
     assert uploads(service) == ({version.hash for version in service.check_history(job)}, 0, 0)
@@ -804,8 +784,7 @@ async def test_an_artifact_whose_references_are_unknown_stays(
 
     monkeypatch.setattr(service.database, "commit_step", away)
     monkeypatch.setattr(service.database, "names", away)
-    await service.worker().join()
-    await service.host().join()
+    await service.join()
     job = await run(service)
     await service.ends(job, "paused")
     here, staged, unnamed = uploads(service)
@@ -829,8 +808,7 @@ async def test_a_job_cancelled_around_its_commit_leaves_no_artifact_behind(
             go_on.wait(PATIENCE)
         return carried_out(*arguments, **values)
 
-    await service.worker().join()
-    await service.host().join()
+    await service.join()
     monkeypatch.setattr(owner, name, slow)
     job = await run(service)
     await eventually(reached.is_set)
@@ -936,8 +914,7 @@ async def test_a_dry_run_renders_prompts_and_makes_nothing(service: Service) -> 
 
 
 async def test_warm_starts(service: Service) -> None:
-    worker = await service.worker().join()
-    await service.host().join()
+    worker, _ = await service.join()
     first = await run(service)
     await service.ends(first)
     versions = service.check_history(first)
@@ -963,8 +940,7 @@ async def test_warm_starts(service: Service) -> None:
 async def test_a_warm_started_job_needs_its_source_once(tmp_path: Path) -> None:
     service = Service(tmp_path)
     await service.start()
-    await service.worker().join()
-    host = await service.host().join()
+    _, host = await service.join()
     source = await run(service, stop__steps=1, checkpoints={"keep_last": 1})
     await service.ends(source)
     job = await run(service, policies={"main": {"warm_start": {"job": source}}}, stop__steps=3)
@@ -982,8 +958,7 @@ async def test_a_warm_started_job_needs_its_source_once(tmp_path: Path) -> None:
 
 async def test_the_source_of_a_warm_start_stays_until_it_is_read(service: Service) -> None:
     """Its own job may let it go while the other waits for a worker."""
-    worker = await service.worker().join()
-    await service.host().join()
+    worker, _ = await service.join()
     source = await run(service, stop__steps=2, checkpoints={"keep_last": 3})
     await service.ends(source)
     policy, found = service.database.policies("alice", source)[0], service.check_history(source)[1]
@@ -1003,8 +978,7 @@ async def test_the_source_of_a_warm_start_stays_until_it_is_read(service: Servic
 
 
 async def test_another_tenants_objects_answer_not_found(service: Service) -> None:
-    await service.worker().join()
-    await service.host().join()
+    await service.join()
     job = await run(service)
     await service.ends(job)
     controller = service.controller
@@ -1036,8 +1010,7 @@ async def test_another_tenants_objects_answer_not_found(service: Service) -> Non
 
 
 async def test_a_host_serves_its_owner_only(service: Service) -> None:
-    await service.worker().join()
-    await service.host(key="bob-key", instance="bobs").join()
+    await service.join(key="bob-key", instance="bobs")
     job = await run(service, environment__return_timeout=0.05)
     view = await service.ends(job, "paused")
     assert view.reason == "no environment host offers 'task': waited 0 s for one"
@@ -1057,8 +1030,7 @@ SAMPLING = {"max_tokens": 8, "temperature": 1.0, "seed": 5, "stop": []}
 
 
 async def test_chatting_with_a_version_and_with_the_base_model(service: Service) -> None:
-    worker = await service.worker().join()
-    await service.host().join()
+    worker, _ = await service.join()
     job = await run(service)
     await service.ends(job)
     messages = [{"role": "user", "content": "hello"}]
@@ -1154,8 +1126,7 @@ async def test_no_worker_in_time_pauses_the_job_with_its_reason(tmp_path: Path) 
 async def test_old_trajectories_are_trimmed(tmp_path: Path) -> None:
     service = Service(tmp_path, trajectory_keep=8)
     await service.start()
-    await service.worker().join()
-    await service.host().join()
+    await service.join()
     job = await run(service, stop__steps=10)
     await service.ends(job)
     assert 8 <= len(await service.controller.queries.trajectories("alice", job, 1000)) <= 16

@@ -18,8 +18,7 @@ from rookery import protocol
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.rollout.scheduler import GenerationFailed, RolloutScheduler, SamplingRequest, SamplingResult
 from rookery.controller.weights.distribution import AdapterResidency
-from rookery.controller.weights.peers import PeerDirectory
-from rookery.controller.weights.tickets import Tickets
+from rookery.controller.weights.tickets import PeerDirectory, Tickets
 from rookery.errors import Unavailable
 from rookery.settings import Settings
 from rookery.simulation.clock import InlineWriter

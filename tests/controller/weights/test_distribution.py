@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -16,8 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.peers import (
     MODEL,
-    WORKER_TOKEN,
-    ManualClock,
     ScriptedWorker,
     Service,
     eventually,
@@ -26,92 +23,19 @@ from tests.support.peers import (
     text_of,
 )
 from tests.support.replies import full_length
+from tests.support.room import Room, beat
 from tests.support.virtual import by_number, machine
 
 from rookery import protocol
-from rookery.controller.fleet.fleet import Fleet, FleetListener
-from rookery.controller.fleet.worker import Worker
-from rookery.controller.weights.distribution import AdapterResidency
-from rookery.controller.weights.peers import CANDIDATES, PEERS_PER_GRANT, PeerDirectory
-from rookery.controller.weights.tickets import Tickets
+from rookery.controller.weights.tickets import CANDIDATES, PEERS_PER_GRANT
 from rookery.protocol.connection import ConnectionClosed
 from rookery.scheduling.placement import PeerCandidate, select_peers
-from rookery.settings import Settings
-from rookery.simulation.clock import EPOCH, InlineWriter, run
+from rookery.simulation.clock import EPOCH, run
 from rookery.simulation.fakes.service import MEMORY, SimulatedService
-from rookery.storage.artifacts import Artifacts
-
-
-class Room(FleetListener):
-    """A fleet, and the versions that jobs sample from."""
-
-    def __init__(self, folder: Path) -> None:
-        self.clock = ManualClock()
-        self.settings = Settings(
-            data=folder,
-            cache=folder,
-            heartbeat_seconds=2,
-            suspect_seconds=10,
-            rejoin_seconds=60,
-            stuck_seconds=120,
-        )
-        self.artifacts = Artifacts(folder / "artifacts")
-        self.tickets = Tickets(self.artifacts, self.clock, 600)
-        self.fleet = Fleet(self.settings, self.clock, WORKER_TOKEN)
-        peers = PeerDirectory(self.tickets, self.clock, self.settings.server.ticket_seconds)
-        self.residency = AdapterResidency(self.fleet, peers, self.artifacts, InlineWriter(), self.clock)
-        self.used: list[protocol.AdapterRef] = []
-        self.residency.in_use = lambda model: [ref for ref in self.used if model == MODEL]
-        self.lost: list[tuple[str, str]] = []
-        self.fleet.listeners.append(self)
-        self.workers: list[ScriptedWorker] = []
-
-    def on_worker_lost(self, worker: Worker, reason: str) -> None:
-        self.lost.append((worker.name, reason))
-
-    def worker(self, name: str = "worker", **script: object) -> ScriptedWorker:
-        self.workers.append(ScriptedWorker(self.fleet.serve, self.tickets, name, **script))  # type: ignore[arg-type]
-        return self.workers[-1]
-
-    def ref(self, version: int, policy: str = "p") -> protocol.AdapterRef:
-        staging = self.artifacts.begin()
-        staging.write("adapter_model.safetensors", [f"{policy} {version}".encode()])
-        return protocol.AdapterRef(policy=policy, version=version, hash=staging.commit().hash, rank=4, alpha=8.0)
-
-    def __getitem__(self, name: str) -> Worker:
-        worker = self.fleet.get(name)
-        assert worker is not None
-        return worker
-
-    def states(self) -> dict[str, str]:
-        return {worker.name: worker.state for worker in self.fleet.all()}
-
-    def able(self, role: str) -> list[str]:
-        return [worker.name for worker in self.fleet.serving(role, MODEL)]
-
-
-@pytest.fixture
-async def room(tmp_path: Path) -> AsyncIterator[Room]:
-    room = Room(tmp_path)
-    watch = asyncio.create_task(room.fleet.watch())
-    yield room
-    watch.cancel()
-    await asyncio.gather(watch, return_exceptions=True)
-    for worker in room.workers:
-        if worker.link is not None:
-            await worker.die()
-    await room.residency.close()
 
 
 def ready() -> protocol.Ready:
     return protocol.Ready(epoch=0, model_hash="m", max_context=256, device="cpu", dtype="bfloat16")
-
-
-def beat(generated: int = 0) -> protocol.Heartbeat:
-    return protocol.Heartbeat(
-        epoch=0, progress=0, active=0, waiting=0, training=0, adapters=0, generated=generated, trained=0,
-        decode_seconds=0.0, train_seconds=0.0, memory_bytes=0,
-    )  # fmt: skip
 
 
 def held(worker: ScriptedWorker) -> list[protocol.AdapterRef]:
@@ -233,7 +157,7 @@ async def test_tokens_per_second_cover_the_last_heartbeats(room: Room) -> None:
     worker = await room.worker().join()
     assert room["worker"].tokens_per_second() == 0.0
     for generated in (0, 100, 200, 400, 600, 800, 1000):
-        await worker.say(beat(generated))
+        await worker.say(beat(generated=generated))
         await settle()
         await room.clock.advance(2, steps=1)
     assert room["worker"].tokens_per_second() == pytest.approx(90.0), "from the second beat on: 900 in 10 s"

@@ -218,8 +218,7 @@ async def test_history_equals_that_of_whole_steps(tmp_path: Path, micro_batch: i
     for size in (0, micro_batch):
         service = Service(tmp_path / str(size))
         await service.start()
-        await service.worker().join()
-        await service.host().join()
+        await service.join()
         view, _ = await service.controller.submit("alice", in_portions(algorithm__micro_batch=size, stop__steps=3))
         await service.ends(view.id)
         contents.add(head(service, view.id))
@@ -335,8 +334,7 @@ async def test_groups_without_variance_and_failed_members(service: Service) -> N
     ("stop", "says"), [({"reward": -1.0}, "reward"), ({"tokens": 1}, "tokens reached 1"), ({"steps": 1}, "1 steps")]
 )
 async def test_a_job_stops_after_whole_steps_only(service: Service, stop: dict[str, Any], says: str) -> None:
-    await service.worker().join()
-    await service.host().join()
+    await service.join()
     view, _ = await service.controller.submit("alice", in_portions(stop=stop))
     shown = await service.ends(view.id)
     assert says in shown.reason

@@ -18,7 +18,7 @@ from rookery import protocol
 from rookery.aio import Clock
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import AdapterRequested, Worker
-from rookery.controller.weights.peers import PeerDirectory
+from rookery.controller.weights.tickets import PeerDirectory
 from rookery.errors import CorruptArtifact, NotFound
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import CheckpointRow, PolicyRow, VersionRow

@@ -37,11 +37,12 @@ HOLD_SECONDS = 60.0
 
 def worker_hello(machine: Machine, name: str, token: str, model: str, **fields: Any) -> protocol.Hello:
     """The first frame of a process of ``machine``; ``fields`` replace the usual ones."""
-    usual: dict[str, Any] = {"instance": f"{name}-process", "roles": ["rollout", "train"], "max_rank": 64}
-    return protocol.Hello(
-        protocol=protocol.PROTOCOL, token=token, name=name, model=model, model_hash="fake", max_rows=machine.rows,
-        max_context=machine.context, device="fake", dtype="fake", **usual | fields,
-    )  # fmt: skip
+    usual: dict[str, Any] = {
+        "protocol": protocol.PROTOCOL, "instance": f"{name}-process", "model_hash": "fake", "device": "fake",
+        "dtype": "fake", "roles": ["rollout", "train"], "max_rows": machine.rows, "max_context": machine.context,
+        "max_rank": 64,
+    }  # fmt: skip
+    return protocol.Hello(token=token, name=name, model=model, **usual | fields)
 
 
 class FakeWorker:
