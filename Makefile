@@ -17,7 +17,7 @@ PROCESSES ?= 2
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo docs test test-examples test-sdks install lint types chaos chaos-at-scale controller-scaling bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo docs test test-examples test-ray test-sdks install lint types chaos chaos-at-scale controller-scaling bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/rookery demo
@@ -30,6 +30,10 @@ test: $(VENV)/.tests $(VENV)/sdks/$(OLDEST_SDK)
 # The examples of README and docs learn on the real model: about ten minutes.
 test-examples: $(VENV)/.tests
 	@$(BIN)/python -m pytest -m heavy tests/test_examples.py
+
+# Workers on a real Ray cluster with several nodes on this machine; manifests against their schemas: two minutes.
+test-ray: $(VENV)/.ray
+	@$(BIN)/python -m pytest -m heavy tests/cluster/test_ray.py tests/test_deploy.py
 
 # The whole flow of a Tinker client with other versions of the SDK: make test-sdks SDKS="0.25.0 0.30.4"
 test-sdks: $(SDKS:%=$(VENV)/sdks/%)
@@ -157,6 +161,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.tests: $(VENV)/.installed
 	$(call pip,--editable '.[gguf$(comma)math$(comma)postgres$(comma)test]')
+	@touch $@
+
+$(VENV)/.ray: $(VENV)/.tests
+	$(call pip,--editable '.[gguf$(comma)math$(comma)plots$(comma)postgres$(comma)test$(comma)ray]' kubernetes-validate)
 	@touch $@
 
 # A version of the SDK beside the installed one: what it depends on is in .venv already.

@@ -123,3 +123,48 @@ def test_the_page_says_what_the_files_say() -> None:
         assert name.lower() in Settings().flat(), name
     for text in re.findall(r"^ +rookery-worker (--.+)$|rookery worker --connect \S+ (--.+)$", PAGE, re.MULTILINE):
         worker_options(shlex.split("".join(text)))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("name", ["service.yaml", "worker.yaml", "raycluster.yaml"])
+def test_manifests_match_the_schemas_of_kubernetes(name: str) -> None:
+    """A RayCluster's own schema is no package's; its pods are checked as a Deployment's."""
+    validate = pytest.importorskip("kubernetes_validate").validate
+    documents = list(yaml.safe_load_all((DEPLOY / name).read_text()))
+    if name == "raycluster.yaml":
+        (cluster,) = documents
+        spec = cluster["spec"]
+        assert spec.keys() == {
+            "rayVersion", "enableInTreeAutoscaling", "autoscalerOptions", "headGroupSpec", "workerGroupSpecs",
+        }  # fmt: skip
+        groups = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+        known = {"groupName", "replicas", "minReplicas", "maxReplicas", "labels", "rayStartParams", "template"}
+        assert all(group.keys() <= known for group in groups)
+        labels = {"app": "ray"}
+        documents = [
+            {
+                "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "pod"},
+                "spec": {
+                    "selector": {"matchLabels": labels},
+                    "template": {**group["template"], "metadata": {"labels": labels}},
+                },
+            }
+            for group in groups
+        ]  # fmt: skip
+    for document in documents:
+        validate(document, "1.30", strict=True)
+
+
+def test_the_ray_cluster_agrees_with_the_settings() -> None:
+    spec = yaml.safe_load((DEPLOY / "raycluster.yaml").read_text())["spec"]
+    assert f"ray=={spec['rayVersion']}" in (ROOT / "constraints.txt").read_text().split()
+    label, value = Settings().cluster.ray_spot_label.split("=")
+    assert [group["labels"] for group in spec["workerGroupSpecs"]] == [{label: value}]
+    assert all(group["template"]["spec"]["terminationGracePeriodSeconds"] > DRAIN for group in spec["workerGroupSpecs"])
+    (head,) = spec["headGroupSpec"]["template"]["spec"]["containers"]
+    script = head["lifecycle"]["postStart"]["exec"]["command"][-1]
+    assert subprocess.run(["/bin/sh", "-n", "-c", script], check=False).returncode == 0
+    arguments = re.search(r"rookery serve ([^;]+);", script)
+    assert arguments is not None
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    assert command.make_context("rookery serve", shlex.split(arguments[1])).params["cluster"] == "ray"

@@ -84,6 +84,27 @@ class ServerSettings(Section):
         return given.upper() if isinstance(given, str) else given
 
 
+class ClusterSettings(Section):
+    """Where the service starts its workers."""
+
+    cluster: Literal["local", "ray"] = "local"
+    """`local`: child processes on the service's machine. `ray`: actors on the nodes of a Ray cluster; every node has
+    Rookery installed and reaches the service's `host`."""
+    ray_address: str = "auto"
+    """HOST:PORT of the Ray cluster's head. `auto` finds the one on this machine."""
+    ray_cpus: float = Field(1.0, gt=0)
+    """CPUs that Ray reserves for a worker; it computes with as many threads."""
+    ray_gpus: float = Field(0.0, ge=0)
+    """GPUs that Ray reserves for a worker."""
+    ray_spot_workers: int = Field(0, ge=0, le=1024)
+    """Preemptible workers per model, on the nodes that `ray_spot_label` names. Those without a node wait for one, and
+    Ray's autoscaler sees them."""
+    ray_spot_label: str = Field("pool=spot", pattern="^[^=]+=[^=]+$")
+    """Label of nodes that may vanish. Reserved workers (`workers` per model) and the environment host avoid them."""
+    ray_start_seconds: float = Field(60.0, gt=0)
+    """A worker that has waited this long for a node is reported in the log, each time again. It keeps waiting."""
+
+
 class EdgeSettings(Section):
     """What one client can make the service hold. A request above a limit is refused with its name, and counted."""
 
@@ -299,6 +320,7 @@ class Settings(Section):
     cache: Path = Path("~/.cache/rookery")
     """Folder of base models and pulled adapters: everything that can be fetched or made again."""
     server: ServerSettings = ServerSettings()
+    cluster: ClusterSettings = ClusterSettings()
     edge: EdgeSettings = EdgeSettings()
     worker: WorkerSettings = WorkerSettings()
     engine: EngineSettings = EngineSettings()

@@ -20,7 +20,7 @@ import pytest
 from tests.support.processes import runs
 
 from rookery.cluster.base import PRELOAD, preloaded
-from rookery.cluster.local import Child, LocalCluster, LocalProcesses, environment_host, local_workers
+from rookery.cluster.local import Child, ProcessCluster, Supervisor, environment_host, local_workers
 from rookery.errors import EXIT_REFUSED
 from rookery.settings import Settings
 
@@ -57,7 +57,7 @@ def running(*children: Child) -> bool:
 
 
 async def test_killed_child_is_restarted_and_stop_ends_it(tmp_path: Path) -> None:
-    processes = LocalProcesses([child(tmp_path, "faithful", FAITHFUL)], tmp_path / "logs", stop_seconds=30)
+    processes = Supervisor([child(tmp_path, "faithful", FAITHFUL)], tmp_path / "logs", stop_seconds=30)
     await processes.start()
     one = processes.children[0]
     await until(lambda: up(tmp_path, "faithful") and running(one))
@@ -75,7 +75,7 @@ async def test_killed_child_is_restarted_and_stop_ends_it(tmp_path: Path) -> Non
 
 async def test_child_whose_log_folder_was_deleted_is_restarted(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
-    processes = LocalProcesses([child(tmp_path, "faithful", FAITHFUL)], logs, stop_seconds=30)
+    processes = Supervisor([child(tmp_path, "faithful", FAITHFUL)], logs, stop_seconds=30)
     await processes.start()
     one = processes.children[0]
     await until(lambda: up(tmp_path, "faithful") and running(one))
@@ -92,7 +92,7 @@ async def test_large_log_is_rotated_and_one_old_log_is_kept(tmp_path: Path, monk
     monkeypatch.setattr("rookery.cluster.local.LOG_BYTES", 1000)
     path = tmp_path / "logs" / "faithful.log"
     for life in range(3):
-        processes = LocalProcesses([child(tmp_path, "faithful", FAITHFUL)], tmp_path / "logs", stop_seconds=30)
+        processes = Supervisor([child(tmp_path, "faithful", FAITHFUL)], tmp_path / "logs", stop_seconds=30)
         await processes.start()
         await until(lambda: path.exists() and path.read_text() == "up\n")
         await processes.stop()
@@ -105,7 +105,7 @@ async def test_large_log_is_rotated_and_one_old_log_is_kept(tmp_path: Path, monk
 
 async def test_stop_kills_a_child_that_ignores_sigterm_or_is_stopped(tmp_path: Path) -> None:
     children = [child(tmp_path, "stubborn", STUBBORN), child(tmp_path, "halted", FAITHFUL)]
-    processes = LocalProcesses(children, tmp_path / "logs", stop_seconds=0.5)
+    processes = Supervisor(children, tmp_path / "logs", stop_seconds=0.5)
     await processes.start()
     await until(lambda: up(tmp_path, "stubborn") and up(tmp_path, "halted") and running(*children))
     pids = [one.pid for one in children]
@@ -115,7 +115,7 @@ async def test_stop_kills_a_child_that_ignores_sigterm_or_is_stopped(tmp_path: P
 
 
 async def test_stop_right_after_start_leaves_no_process(tmp_path: Path) -> None:
-    processes = LocalProcesses([child(tmp_path, "faithful", FAITHFUL)], tmp_path / "logs", stop_seconds=30)
+    processes = Supervisor([child(tmp_path, "faithful", FAITHFUL)], tmp_path / "logs", stop_seconds=30)
     await processes.start()
     await asyncio.sleep(0)
     await processes.stop()
@@ -125,7 +125,7 @@ async def test_stop_right_after_start_leaves_no_process(tmp_path: Path) -> None:
 
 async def test_child_that_refuses_to_start_is_not_restarted_and_its_last_line_is_reported(tmp_path: Path) -> None:
     code = f"import sys; print('no such model'); print(); sys.exit({EXIT_REFUSED})"
-    processes = LocalProcesses([child(tmp_path, "hopeless", code)], tmp_path / "logs", stop_seconds=5)
+    processes = Supervisor([child(tmp_path, "hopeless", code)], tmp_path / "logs", stop_seconds=5)
     await processes.start()
     await until(lambda: processes.children[0].state == "refused")
     assert processes.children[0].reason == f"ended with code {EXIT_REFUSED}: no such model"
@@ -138,12 +138,12 @@ def test_children_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     parent = f"""
         import asyncio, os
         from pathlib import Path
-        from rookery.cluster.local import Child, LocalCluster, LocalProcesses
+        from rookery.cluster.local import Child, ProcessCluster, Supervisor
 
         async def main():
             environment = {{**os.environ, "PYTHONPATH": {str(tmp_path)!r}}}
             children = [Child(f"faithful{{i}}", ["faithful"], environment) for i in range(2)]
-            processes = LocalProcesses(children, Path({str(tmp_path)!r}) / "logs", 5)
+            processes = Supervisor(children, Path({str(tmp_path)!r}) / "logs", 5)
             await processes.start()
             while not all(child.pid for child in children):
                 await asyncio.sleep(0.01)
@@ -249,7 +249,7 @@ def test_workers_of_a_service_get_the_allocator_and_environments_do_not() -> Non
 @pytest.mark.parametrize("code", [FAITHFUL, STUBBORN], ids=["faithful", "stubborn"])
 async def test_removed_child_ends_and_is_not_restarted_beside_others_that_go_on(tmp_path: Path, code: str) -> None:
     kept, gone = child(tmp_path, "kept", FAITHFUL), child(tmp_path, "gone", code)
-    processes = LocalProcesses([kept, gone], tmp_path / "logs", stop_seconds=0.5)
+    processes = Supervisor([kept, gone], tmp_path / "logs", stop_seconds=0.5)
     await processes.start()
     await until(lambda: up(tmp_path, "kept") and up(tmp_path, "gone") and running(kept, gone))
     pid = gone.pid
@@ -263,7 +263,7 @@ async def test_removed_child_ends_and_is_not_restarted_beside_others_that_go_on(
 
 
 async def test_workers_of_a_model_that_was_released_end_and_configured_ones_stay(tmp_path: Path) -> None:
-    cluster = LocalCluster(Settings(data=tmp_path, models="one"), "http://127.0.0.1:1", "token")
+    cluster = ProcessCluster(Settings(data=tmp_path, models="one"), "http://127.0.0.1:1", "token")
     cluster.provide("two")
     cluster.provide("two")
     cluster.release("one")

@@ -22,12 +22,16 @@ def serve(
     models: Annotated[
         str | None, typer.Option(help="Base models to load at once, comma-separated; '' for none.")
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Local worker processes per base model.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Worker processes per base model.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="Where workers start: local, or ray.")] = None,
+    address: Annotated[str | None, typer.Option(help="HOST:PORT of the Ray cluster's head.")] = None,
 ) -> None:
     """Run the service until Ctrl-C: unfinished jobs resume, workers and environment hosts connect."""
     from rookery.server.launcher import serve as run_service
 
-    settings = Settings.load(data=data, host=host, port=port, models=models, workers=workers)
+    settings = Settings.load(
+        data=data, host=host, port=port, models=models, workers=workers, cluster=cluster, ray_address=address
+    )
     asyncio.run(run_service(settings))
 
 

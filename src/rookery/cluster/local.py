@@ -1,4 +1,5 @@
-"""Workers and environment hosts as child processes of the service, on the same machine.
+"""Workers and environment hosts as child processes of the service on the same machine, or on the nodes of a Ray
+cluster, where a child process for each model supervises them (:mod:`rookery.cluster.ray`).
 
 Promises:
 
@@ -18,10 +19,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from rookery.aio import wait_event
 from rookery.cluster.base import preloaded
@@ -60,16 +61,39 @@ class Child:
     """It ends, and is not restarted."""
 
 
-class LocalProcesses:
+class Process(Protocol):
+    """A started child, such as ``asyncio.subprocess.Process``."""
+
+    pid: int
+
+    async def wait(self) -> int:
+        """Its exit code, negative for a signal."""
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+class Supervisor:
     """Starts children and keeps them alive until stopped. Belongs to one event loop."""
 
-    def __init__(self, children: Iterable[Child], logs: Path, stop_seconds: float) -> None:
-        """Each child's output goes to ``logs/<name>.log``."""
+    def __init__(
+        self,
+        children: Iterable[Child],
+        logs: Path,
+        stop_seconds: float,
+        spawn: Callable[[Child, Path], Awaitable[Process]] | None = None,
+    ) -> None:
+        """Each child's output goes to ``logs/<name>.log``. ``spawn`` starts a child that writes to the given log; None
+        starts a process on this machine."""
+        self._spawn = spawn or spawn_process
         self.children = list(children)
         self.running = False
         self._logs = logs
         self._stop_seconds = stop_seconds
-        self._processes: dict[Child, asyncio.subprocess.Process] = {}
+        self._processes: dict[Child, Process] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
 
@@ -142,6 +166,7 @@ class LocalProcesses:
 
     async def _live(self, child: Child, path: Path) -> int:
         """Run a child until it ends. Returns its exit code, negative for a signal."""
+        _rotate(path)
         process = await self._spawn(child, path)
         self._processes[child] = process
         child.state, child.pid = "running", process.pid
@@ -152,24 +177,26 @@ class LocalProcesses:
         child.pid = 0
         return code
 
-    async def _spawn(self, child: Child, path: Path) -> asyncio.subprocess.Process:
-        _rotate(path)
-        with path.open("ab") as output:
-            return await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                *child.arguments,
-                stdin=asyncio.subprocess.PIPE,  # never written to: it closes when this process ends
-                stdout=output,
-                stderr=output,
-                env=child.environment,
-                start_new_session=True,  # Ctrl-C reaches the service alone, which then ends its children in order
-            )
+
+async def spawn_process(child: Child, path: Path) -> Process:
+    """A child process of this one, with its output in ``path``. Raises OSError."""
+    with path.open("ab") as output:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            *child.arguments,
+            stdin=asyncio.subprocess.PIPE,  # never written to: it closes when this process ends
+            stdout=output,
+            stderr=output,
+            env=child.environment,
+            start_new_session=True,  # Ctrl-C reaches the service alone, which then ends its children in order
+        )
 
 
-class LocalCluster:
-    """The processes that the service at ``url`` starts: workers for its base models, more when a job names another
-    model, and the host of the built-in environments. They connect to the service by themselves."""
+class ProcessCluster:
+    """The processes that the service at ``url`` starts, on this machine or by way of Ray: workers for its base models,
+    more when a job names another model, and the host of the built-in environments. They connect to the service by
+    themselves."""
 
     def __init__(self, settings: Settings, url: str, token: str) -> None:
         self._settings = settings
@@ -178,19 +205,29 @@ class LocalCluster:
         self._models = [model for model in settings.server.models.split(",") if model]
         self._provided: dict[str, list[Child]] = {}
         """Children by their base model, of those that the service was not configured with."""
-        self.processes = LocalProcesses([], settings.data / "logs", settings.server.stop_seconds)
+        self.processes = Supervisor([], settings.data / "logs", settings.server.stop_seconds)
 
     async def start(self) -> None:
-        self.processes.add(local_workers(self._settings, self._models, self._url, self._token))
-        self.processes.add([environment_host(self._settings, self._url, self._token)])
+        """Raises UserError if the settings name a Ray cluster that does not answer."""
+        if self._settings.cluster.cluster == "ray":
+            from rookery.cluster import ray  # it imports this module
+
+            await asyncio.to_thread(ray.check, self._settings.cluster.ray_address)
+        self.processes.add(self._workers(self._models))
+        host = ray_environment_host if self._settings.cluster.cluster == "ray" else environment_host
+        self.processes.add([host(self._settings, self._url, self._token)])
         await self.processes.start()
+
+    def _workers(self, models: Sequence[str]) -> list[Child]:
+        make = ray_launchers if self._settings.cluster.cluster == "ray" else local_workers
+        return make(self._settings, models, self._url, self._token)
 
     def provide(self, model: str) -> None:
         """Start workers for ``model`` if there are none, unless the service is configured to start none."""
-        if model in self._models or model in self._provided or self._settings.server.workers == 0:
+        if model in self._models or model in self._provided or not self._workers([model]):
             return
         log.info("starting a worker for base model %s", model)
-        self._provided[model] = local_workers(self._settings, [model], self._url, self._token)
+        self._provided[model] = self._workers([model])
         self.processes.add(self._provided[model])
 
     def release(self, model: str) -> None:
@@ -208,20 +245,34 @@ def local_workers(settings: Settings, models: Sequence[str], url: str, token: st
     """``settings.server.workers`` workers for each of ``models``; they share the machine's cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = settings.worker.threads or max(1, cores // max(1, len(models) * settings.server.workers))
-    environment = preloaded(_environment(settings.replace(threads=threads), token), settings.worker.allocator)
+    environment = preloaded(child_environment(settings.replace(threads=threads), token), settings.worker.allocator)
     children = []
     for model in models:
         for number in range(1, settings.server.workers + 1):
-            name = f"{_file_name(model)}-{number}"
+            name = f"{file_name(model)}-{number}"
             arguments = ["--connect", url, "--model", model, "--name", f"local-{name}", "--die-with-parent"]
             children.append(Child(f"worker-{name}", ["rookery.worker.process", *arguments], environment))
     return children
 
 
+def ray_launchers(settings: Settings, models: Sequence[str], url: str, token: str) -> list[Child]:
+    """For each of ``models`` the process that keeps its workers alive on Ray's nodes."""
+    if settings.server.workers + settings.cluster.ray_spot_workers == 0:
+        return []
+    environment = child_environment(settings, token)
+    arguments = ["rookery.cluster.ray", "--connect", url, "--model"]
+    return [Child(f"ray-{file_name(model)}", [*arguments, model], environment) for model in models]
+
+
+def ray_environment_host(settings: Settings, url: str, token: str) -> Child:
+    """The process that keeps the host of the built-in environments alive on one of Ray's nodes."""
+    return Child("ray-environments", ["rookery.cluster.ray", "--connect", url], child_environment(settings, token))
+
+
 def environment_host(settings: Settings, url: str, token: str) -> Child:
     """The process that runs the built-in environments."""
     arguments = ["rookery.environments.process", "--connect", url, "--die-with-parent"]
-    return Child("environments", arguments, _environment(settings, token))
+    return Child("environments", arguments, child_environment(settings, token))
 
 
 def _rotate(path: Path) -> None:
@@ -241,7 +292,7 @@ def last_line(path: Path) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
 
 
-def _environment(settings: Settings, token: str, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+def child_environment(settings: Settings, token: str, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The child's environment: the settings of this process, except those that it must not have."""
     private = {f"ROOKERY_{name.upper()}" for name in _PRIVATE}
     given = {f"ROOKERY_{name.upper()}": str(value) for name, value in settings.flat().items()}
@@ -250,6 +301,6 @@ def _environment(settings: Settings, token: str, inherited: Mapping[str, str] = 
     }
 
 
-def _file_name(model: str) -> str:
+def file_name(model: str) -> str:
     """A model's name as part of a file name; of a path, its last part."""
     return re.sub(r"[^\w.-]+", "-", model.rstrip("/").rsplit("/", 1)[-1])

@@ -28,7 +28,7 @@ import uvicorn
 from rookery import protocol
 from rookery.aio import RandomIds, SystemClock
 from rookery.cluster.base import Cluster
-from rookery.cluster.local import LocalCluster
+from rookery.cluster.local import ProcessCluster
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.environments.builtins import find
@@ -149,7 +149,7 @@ class Service:
             owner = await asyncio.to_thread(database.tenant_of_key, hash_key(key))
             return None if owner is None else owner.id
 
-        cluster: Cluster = LocalCluster(settings, self.url, token)
+        cluster: Cluster = ProcessCluster(settings, self.url, token)
         controller = Controller(
             Store(database, writer),
             artifacts,

@@ -1,0 +1,290 @@
+"""Workers of one base model as Ray actors: ``python -m rookery.cluster.ray --connect URL --model NAME``. Without a
+model, the host of the built-in environments.
+
+Promises:
+
+* Ray places, restarts and collects logs; the workers connect to the service by themselves, and the service notices a
+  lost one by its own heartbeats.
+* Reserved workers (``workers``) lie in a placement group on nodes without ``ray_spot_label``, spread over them;
+  preemptible ones (``ray_spot_workers``) on nodes with it. One that has no node waits, and starts when a node joins.
+* A node that Ray drains, because its machine is about to be taken away, has its workers drained by SIGTERM.
+* The process is a Ray driver of its own, because Ray ends a driver that has lost the head: the service lives on, starts
+  this process again, and the workers return with the head. The actors end with it, their processes with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rookery.aio import die_with_parent, wait_event
+from rookery.cluster.base import preloaded
+from rookery.cluster.local import Child, Process, Supervisor, child_environment, environment_host, file_name
+from rookery.errors import EXIT_REFUSED, UserError, installs
+from rookery.settings import Settings, token_of
+
+LOST = 1
+"""Exit code of a worker whose node or actor was lost."""
+PLACE = "{place}"
+"""In a worker's name: its node's address and its actor's id."""
+LOG_LINES = 20
+"""Last lines of a worker's output that its node reports when it has ended; Ray has the whole log."""
+DRAIN_LOOK_SECONDS = 1.0
+"""Interval at which Ray is asked for draining nodes: it sends no event, and a spot notice leaves 30 s or more."""
+HEAD_PORT = 6379
+"""Where a head listens unless it is told otherwise."""
+CONNECT_SECONDS = 5.0
+"""Longest wait for the head to accept a connection. Ray itself would try for minutes."""
+
+
+class ProcessActor:
+    """The actor: it runs one process on its node, which ends with it."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str], allocator: str) -> None:
+        self._arguments = arguments
+        self._environment = environment
+        self._allocator = allocator
+
+    def start(self) -> tuple[str, int]:
+        """The node's id, and the process's id there."""
+        import ray
+
+        context = ray.get_runtime_context()
+        place = f"{ray.util.get_node_ip_address()}/{context.get_actor_id()[:8]}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", *[text.replace(PLACE, place) for text in self._arguments]],
+            stdin=subprocess.PIPE,  # never written to: it closes when this actor ends
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=preloaded({**os.environ, **self._environment}, self._allocator),
+        )
+        return context.get_node_id(), self._process.pid
+
+    def wait(self) -> tuple[int, str]:
+        """The exit code of the process, and the last lines of its output."""
+        lines: list[str] = []
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            print(line, end="", flush=True)  # into Ray's log of this actor
+            lines = [*lines[1 - LOG_LINES :], line]
+        return self._process.wait(), "".join(lines)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+
+class RayProcess:
+    """A worker process on some node, as a :class:`~rookery.cluster.local.Supervisor` wants it."""
+
+    def __init__(self, actor: Any, node: str, pid: int, path: Path) -> None:
+        self._actor = actor
+        self._path = path
+        self.node = node
+        self.pid = pid
+
+    async def wait(self) -> int:
+        import ray
+
+        try:
+            code, output = await self._actor.wait.remote()
+        except ray.exceptions.RayActorError as error:
+            code, output = LOST, f"its node or actor was lost: {first_line(error)}\n"
+        with self._path.open("a") as log:
+            log.write(output)
+        ray.kill(self._actor)
+        return int(code)
+
+    def terminate(self) -> None:
+        self._actor.terminate.remote()
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self._actor)
+
+
+class RayActors:
+    """Processes on Ray's nodes, each in an actor that has a place of its own."""
+
+    def __init__(self, settings: Settings, reserved: list[Child], spot: list[Child], hosts: list[Child]) -> None:
+        """``reserved`` are placed together and spread; ``spot`` wait for nodes that may vanish; ``hosts`` need no CPU
+        of their own."""
+        self._settings = settings.cluster
+        self._allocator = settings.worker.allocator
+        self._label, self._value = settings.cluster.ray_spot_label.split("=")
+        self._reserved = {child: i for i, child in enumerate(reserved)}
+        self._hosts = hosts
+        self._group: Any = None
+        self._stopped = asyncio.Event()
+        self._processes: set[RayProcess] = set()
+        children, logs = [*reserved, *spot, *hosts], settings.data / "logs"
+        # The service waits for this process as long as the setting says: its workers get half of that.
+        self.supervisor = Supervisor(children, logs, settings.server.stop_seconds / 2, self._spawn)
+
+    async def run(self, stopped: asyncio.Event) -> str:
+        """Keep the processes alive until ``stopped``. Returns why one refused to start, which a restart cannot repair,
+        or an empty text."""
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        self._stopped = stopped
+        if self._reserved:
+            resources = {"CPU": self._settings.ray_cpus, "GPU": self._settings.ray_gpus}
+            bundles = [{kind: amount for kind, amount in resources.items() if amount}] * len(self._reserved)
+            selectors = [{self._label: f"!{self._value}"}] * len(bundles)
+            self._group = placement_group(bundles, strategy="SPREAD", bundle_label_selector=selectors)
+        await self.supervisor.start()
+        try:
+            while not await wait_event(stopped, DRAIN_LOOK_SECONDS):
+                if refused := next((child for child in self.supervisor.children if child.state == "refused"), None):
+                    return refused.reason
+                draining = await asyncio.to_thread(draining_nodes)
+                for process in [process for process in self._processes if process.node in draining]:
+                    self._processes.discard(process)
+                    process.terminate()
+            return ""
+        finally:
+            stopped.set()
+            await self.supervisor.stop()
+            if self._group is not None:
+                remove_placement_group(self._group)
+
+    def _options(self, child: Child) -> dict[str, Any]:
+        """Where the actor of ``child`` may run."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        if child in self._hosts:
+            return {"num_cpus": 0, "label_selector": {self._label: f"!{self._value}"}}
+        resources = {"num_cpus": self._settings.ray_cpus, "num_gpus": self._settings.ray_gpus}
+        if child in self._reserved:
+            place = PlacementGroupSchedulingStrategy(self._group, self._reserved[child])
+            return {**resources, "scheduling_strategy": place}
+        return {**resources, "label_selector": {self._label: self._value}}
+
+    async def _spawn(self, child: Child, path: Path) -> Process:
+        """Raises OSError."""
+        import ray
+
+        runner = ray.remote(ProcessActor).options(max_concurrency=3, **self._options(child))
+        actor = runner.remote(child.arguments, child.environment, self._allocator)
+        starting = asyncio.ensure_future(actor.start.remote())
+        stopping = asyncio.create_task(self._stopped.wait())
+        try:
+            while not starting.done():
+                await asyncio.wait(
+                    {starting, stopping},
+                    timeout=self._settings.ray_start_seconds,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if stopping.done():
+                    ray.kill(actor)
+                    raise OSError("the service stops")
+                if not starting.done():
+                    print(f"{child.name} waits for a node", flush=True)
+            node, pid = await starting
+        except ray.exceptions.RayError as error:
+            raise OSError(first_line(error)) from None
+        finally:
+            stopping.cancel()
+        process = RayProcess(actor, node, pid, path)
+        self._processes.add(process)
+        return process
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def workers(settings: Settings, url: str, model: str, token: str) -> RayActors:
+    """``settings.server.workers`` reserved and ``ray_spot_workers`` preemptible workers of ``model``."""
+    threads = settings.worker.threads or max(1, int(settings.cluster.ray_cpus))
+    environment = child_environment(settings.replace(threads=threads), token, {})
+
+    def child(name: str, *more: str) -> Child:
+        arguments = ["--connect", url, "--model", model, "--name", f"{name}@{PLACE}", "--die-with-parent", *more]
+        return Child(f"ray-worker-{name}", ["rookery.worker.process", *arguments], environment)
+
+    name = file_name(model)
+    reserved = [child(f"{name}-{i + 1}") for i in range(settings.server.workers)]
+    options = ("--preemptible", "--roles", "rollout")
+    spot = [child(f"{name}-spot-{i + 1}", *options) for i in range(settings.cluster.ray_spot_workers)]
+    return RayActors(settings, reserved, spot, [])
+
+
+def draining_nodes() -> set[str]:
+    """Ids of the nodes that Ray is about to remove."""
+    import ray
+
+    return set(ray._private.state.state.get_draining_nodes())
+
+
+def check(address: str) -> None:
+    """Raises UserError if Ray is not installed, or no head answers at ``address``."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError(f"cluster ray: Ray is not installed; {installs('ray')}")
+    if address == "auto":
+        return
+    given = urlsplit(f"//{address}")
+    try:
+        socket.create_connection((given.hostname, given.port or HEAD_PORT), CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise _no_cluster(address, error) from None
+
+
+def _no_cluster(address: str, error: Exception) -> UserError:
+    return UserError(f"ray_address {address}: no Ray cluster answers ({error}); start one: ray start --head")
+
+
+def connect(address: str) -> None:
+    """Become a driver of the Ray cluster. Raises UserError if there is none."""
+    check(address)
+    import ray
+
+    try:
+        ray.init(address=address, namespace="rookery", configure_logging=False, log_to_driver=False)
+    except ConnectionError as error:
+        raise _no_cluster(address, error) from None
+
+
+async def supervise(actors: RayActors) -> str:
+    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    return await actors.run(stopped)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="rookery.cluster.ray", description="Processes on the nodes of a Ray cluster.")
+    parser.add_argument("--connect", required=True, metavar="URL", help="the service's address")
+    parser.add_argument("--model", help="the base model of the workers; without it, the built-in environments' host")
+    given = parser.parse_args()
+    die_with_parent(partial(os._exit, LOST))
+    try:
+        settings, token = Settings.load(), token_of(None)
+        connect(settings.cluster.ray_address)
+        if given.model:
+            actors = workers(settings, given.connect, given.model, token)
+        else:
+            host = environment_host(settings, given.connect, token)
+            host.environment = child_environment(settings, token, {})
+            actors = RayActors(settings, [], [], [host])
+        refused = asyncio.run(supervise(actors))
+    except UserError as error:
+        refused = str(error)
+    if refused:
+        print(refused, file=sys.stderr)
+    return EXIT_REFUSED if refused else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

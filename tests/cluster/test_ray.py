@@ -1,0 +1,165 @@
+"""Workers on the nodes of a real Ray cluster, which has several nodes on this machine (``make test-ray``)."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.small_model import save_small_model
+
+from rookery import Client
+from rookery.server.embedded import EmbeddedService
+from rookery.settings import Settings
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'rookery[ray]'")
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
+
+PATIENCE_SECONDS = 120
+SPOT = {"labels": {"pool": "spot"}, "num_cpus": 1}
+HEALTH = {"health_check_period_ms": 500, "health_check_failure_threshold": 4, "health_check_initial_delay_ms": 0}
+"""Ray's own default takes 14 s to notice a lost node; Rookery's heartbeats do not wait for it."""
+
+
+def until(happened: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not (found := happened()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Any]:
+    """A head with room for one reserved worker. Tests add nodes."""
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "_system_config": HEALTH})
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(save_small_model(tmp_path_factory.mktemp("model") / "small"))
+
+
+@pytest.fixture
+def service(tmp_path: Path, nodes: Any, model: str) -> Iterator[EmbeddedService]:
+    settings = Settings.load(
+        {"ROOKERY_DATA": str(tmp_path / "data"), "ROOKERY_CACHE": str(tmp_path / "cache")},
+        port=0, models=model, cluster="ray", ray_address=nodes.address, ray_spot_workers=1,
+    )  # fmt: skip
+    with EmbeddedService(settings) as running:
+        yield running
+
+
+@pytest.fixture
+def client(service: EmbeddedService) -> Iterator[Client]:
+    with Client(service.url, service.key) as client:
+        yield client
+
+
+def serving(client: Client, kind: str) -> list[Any]:
+    return [worker for worker in client.workers() if worker.state == "serving" and worker.kind == kind]
+
+
+def state_of(client: Client, name: str) -> str:
+    return next((worker.state for worker in client.workers() if worker.name == name), "gone")
+
+
+def job(model: str, seed: int = 0) -> dict[str, Any]:
+    return {
+        "name": "texts", "base_model": model, "seed": seed,
+        "environment": {
+            "id": "jsonl", "rows": [{"prompt": f"Write of {i}.", "answer": ""} for i in range(7)],
+            "verifier": {"name": "regex", "pattern": "[a-m].*[n-z]"},
+        },
+        "policies": {"main": {"rank": 4, "optimizer": {"lr": 0.01}}},
+        "algorithm": {"group_size": 8, "groups_per_step": 4},
+        "sampling": {"max_tokens": 200},
+        "stop": {"steps": 3},
+    }  # fmt: skip
+
+
+def test_nodes_join_and_vanish_while_a_job_runs(client: Client, nodes: Any, model: str) -> None:
+    """A node's worker serves in the middle of a step; a killed one costs nothing that was received."""
+    until(lambda: serving(client, "reserved"), "no reserved worker")
+    assert not serving(client, "preemptible")  # it waits for a node
+    quiet = client.submit(job(model))
+    quiet.wait(PATIENCE_SECONDS)
+
+    node = nodes.add_node(**SPOT)
+    spot = until(lambda: serving(client, "preemptible"), "the node's worker does not serve")[0]
+    assert "@" in spot.name  # the node's address and the actor
+    disturbed = client.submit(job(model))
+    until(lambda: any(worker.beat.active for worker in serving(client, "preemptible")), "the node gets no request")
+    nodes.remove_node(node, allow_graceful=False)
+    ended = disturbed.wait(PATIENCE_SECONDS)
+    assert (quiet.show().state, ended.state, ended.reason) == ("completed", "completed", "3 steps")
+    texts = [
+        sorted((episode.ordinal, str(episode.messages)) for episode in one.trajectories(limit=200))
+        for one in (quiet, disturbed)
+    ]
+    assert len(texts[0]) == 96 and texts[0] == texts[1]
+
+    nodes.add_node(**SPOT)
+    until(lambda: serving(client, "preemptible"), "no worker returned with the next node")
+
+
+def test_draining_node_has_its_workers_drained(client: Client, nodes: Any) -> None:
+    node = nodes.add_node(**SPOT)
+    worker = until(lambda: serving(client, "preemptible"), "no worker on the node")[0]
+    command = [
+        "drain-node", "--address", nodes.address, "--node-id", node.node_id, "--reason",
+        "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "spot", "--deadline-remaining-seconds", "60",
+    ]  # fmt: skip
+    subprocess.run([sys.executable, "-m", "ray.scripts.scripts", *command], check=True, capture_output=True)
+    leaving = ("draining", "gone")  # a lost one would be suspect
+    until(lambda: state_of(client, worker.name) in leaving, "it is not drained")
+    nodes.remove_node(node, allow_graceful=False)
+
+
+def test_workers_return_with_the_head(tmp_path: Path, model: str) -> None:
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = {"num_cpus": 1, "gcs_server_port": port, "_system_config": HEALTH}
+    first = Cluster(initialize_head=True, head_node_args=arguments)
+    settings = Settings.load(
+        {"ROOKERY_DATA": str(tmp_path / "data"), "ROOKERY_CACHE": str(tmp_path / "cache")},
+        port=0, models=model, cluster="ray", ray_address=first.address,
+    )  # fmt: skip
+    with EmbeddedService(settings) as service, Client(service.url, service.key) as client:
+        before = until(lambda: serving(client, "reserved"), "no worker")[0]
+        started = client.submit(job(model))
+        first.remove_node(first.head_node, allow_graceful=False)
+        first.shutdown()
+        until(lambda: not serving(client, "reserved"), "the worker outlives the head")
+        second = Cluster(initialize_head=True, head_node_args=arguments)
+        try:
+            after = until(lambda: serving(client, "reserved"), "no worker returned")[0]
+            assert after.name != before.name
+            assert started.wait(PATIENCE_SECONDS).reason == "3 steps"
+        finally:
+            second.shutdown()
+
+
+def test_address_without_a_cluster_is_refused_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rookery.cli", "serve", "--cluster", "ray", "--address", "127.0.0.1:1"]
+    environment = {**os.environ, "ROOKERY_DATA": str(tmp_path), "ROOKERY_PORT": "0"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "ray_address 127.0.0.1:1: no Ray cluster answers" in done.stderr and "ray start --head" in done.stderr
+    assert "Traceback" not in done.stderr
