@@ -47,10 +47,6 @@ class Client:
         """The checkpoint, its training run and policy."""
         return await find_checkpoint(self.service.controller.context, self.tenant, path)
 
-    async def poll(self, sampler: str, clone: int, cursor: int, seconds: float | None) -> Any:
-        """The sampler's completed requests after ``cursor``, and the next cursor."""
-        return await self.sessions.futures.completions.poll(self.tenant, sampler, clone, cursor, seconds)
-
     async def begin(self, rank: int = 4) -> Client:
         """A session and a model in it."""
         row = await self.sessions.create(self.tenant, None, sdk_version="0.38.0", name="", about={})

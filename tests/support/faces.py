@@ -155,16 +155,18 @@ class ScriptedWorker:
                 return protocol.OperationDone(epoch=epoch, op=message.op, manifest=manifest)
             case protocol.ForwardBackward():
                 offered = (await http.get(f"/wire/offers/{message.batch_ticket}")).raise_for_status().content
-                units = protocol.decode(protocol.batches, offered).groups
-                count = sum(len(member.tokens) for unit in units for member in unit.members)
+                found = protocol.decode(protocol.batches, offered)
+                count = sum(len(member.tokens) for unit in found.groups for member in unit.members)
+                targets = sum(len(datum.targets) for datum in found.data)
                 return protocol.OperationDone(
-                    epoch=epoch, op=message.op, metrics={"loss:sum": 1.0, "tokens": float(count)}
-                )
+                    epoch=epoch, op=message.op, metrics={"loss:sum": 1.0, "tokens": float(count)},
+                    logprobs=np.zeros(targets, np.float32).tobytes(),
+                )  # fmt: skip
             case protocol.OptimStep():
                 self._steps += 1
                 files = {**adapter_files(self._steps), "trainer_state.safetensors": b"secret moments"}
                 manifest = await self._push(http, message.commit, files) if message.commit else None
-                metrics = {"grad_norm": 1.0, "lr": message.adam.lr, "skipped": 0.0}
+                metrics = {"grad_norm": 1.0, "lr": message.adam.lr if message.adam else 0.0, "skipped": 0.0}
                 return protocol.OperationDone(epoch=epoch, op=message.op, metrics=metrics, manifest=manifest)
         return None
 

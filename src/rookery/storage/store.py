@@ -252,7 +252,6 @@ class Transactions:
     get_sampler = _read(sessions.get_sampler)
     list_samplers = _read(sessions.list_samplers)
     used_sampler = _write(sessions.used_sampler)
-    join_sampler = _write(sessions.join_sampler)
     idle_samplers = _read(sessions.idle_samplers)
     keep_sampler = _write(sessions.keep_sampler)
     release_sampler = _write(sessions.release_sampler)
@@ -267,7 +266,6 @@ class Transactions:
     get_future = _read(sessions.get_future)
     open_futures = _read(sessions.open_futures)
     futures_behind = _read(sessions.futures_behind)
-    ended_samples = _read(sessions.ended_samples)
     drop_futures = _write(sessions.drop_futures)
 
 

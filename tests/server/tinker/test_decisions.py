@@ -152,7 +152,6 @@ def test_checkpoint_name_is_taken_until_overwritten(database: Database) -> None:
     assert database.get_future("alice", "one").outcome == b"saved"
     database.expire_checkpoint("alice", "one", "weights", "main", 7.0)
     assert [row.path for row in database.expired_checkpoints(8.0)] == ["tinker://one/weights/main"]
-    assert [database.join_sampler("alice", "one") for _ in range(2)] == [1, 2]
 
 
 def test_rows_are_created_once(database: Database) -> None:

@@ -56,17 +56,6 @@ def evicted_policies(worker: ScriptedWorker) -> list[str]:
     ]
 
 
-async def test_a_result_that_two_requests_read_from_the_database_is_in_memory_once(service: Service) -> None:
-    visitor = await Client(service).begin()
-    futures, request = visitor.sessions.futures, await visitor.send(forward([1, 2, 3]))
-    await visitor.outcome(request)
-    expected = futures.kept_bytes
-    futures.release("alice", [request])
-    assert futures.kept_bytes < expected
-    first, second = await asyncio.gather(*(futures.wait("alice", request) for _ in range(2)))
-    assert first is second and futures.kept_bytes == expected
-
-
 # --- places -----------------------------------------------------------------------------------------------------------
 
 

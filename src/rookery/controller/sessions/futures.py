@@ -5,7 +5,6 @@
 * A result is durable before any client gets it, and waiting clients get it at once. A database that refuses it is asked
   again until it accepts: an operation is never executed twice.
 * Results outlive this process until they expire.
-* A sampler's completed requests can be followed as a stream (:class:`CompletionStream`).
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
+from cachetools import LRUCache
 
 from rookery.aio import wait_event
 from rookery.controller.context import ControllerContext
@@ -38,13 +37,6 @@ log = logging.getLogger("rookery.controller.sessions.futures")
 
 KEPT_BYTES = 64 << 20
 """Results kept in memory besides the database: a client fetches its result within moments."""
-
-CLONE_REQUESTS = 1_000_000_000
-"""A client numbers its sampler's requests from 0; its n-th copy starts at n times this."""
-
-_CURSORS_PER_MS = 20
-"""A stream's cursors start at its creation time in ms, shifted left by this: no earlier stream of the same sampler, of
-this process or another, can have reached them."""
 
 
 class FutureExpired(RookeryError):
@@ -79,23 +71,12 @@ class Future:
     status: Callable[[], QueueStatus] = QueueStatus
 
 
-@dataclass(frozen=True)
-class CompletedRequest:
-    """A request that has its result. ``size``: the result's bytes, about."""
-
-    request: str
-    failed: bool
-    size: int
-
-
 class Futures:
     def __init__(self, context: ControllerContext) -> None:
         self._context = context
         self._open: dict[str, Future] = {}
         """Futures without a result that this process executes, or is about to."""
-        self._kept: OrderedDict[str, Future] = OrderedDict()
-        self.kept_bytes = 0
-        self.completions = CompletionStream(context)
+        self._kept: LRUCache[str, Future] = LRUCache(KEPT_BYTES, getsizeof=lambda future: future.size)
 
     def __len__(self) -> int:
         """Futures without a result."""
@@ -169,7 +150,6 @@ class Futures:
             self._open.pop(future.id, None)
             self._keep(future)
             future.done.set()
-            self.completions.add(future)
 
     async def wait(self, tenant: str, id: str) -> AnyResult | QueueStatus:
         """The result as soon as it is there, or after ``session_poll_seconds`` the reason why it is not. Raises
@@ -195,14 +175,6 @@ class Futures:
         future = self._open.get(id)
         return future if future is not None and future.tenant == tenant else None
 
-    def release(self, tenant: str, ids: Sequence[str]) -> None:
-        """Drop results that the client has fetched from memory."""
-        for id in ids:
-            future = self._kept.get(id)
-            if future is not None and future.tenant == tenant:
-                del self._kept[id]
-                self.kept_bytes -= future.size
-
     def _from_row(self, row: FutureRow) -> Future:
         """A stored future; without a result it is not open here, since nothing executes it."""
         future = Future(row.id, row.tenant, row.digest, row.seq)
@@ -213,93 +185,8 @@ class Futures:
         return future
 
     def _keep(self, future: Future) -> None:
-        self._kept[future.id] = future
-        self.kept_bytes += future.size
-        while self.kept_bytes > KEPT_BYTES:
-            _, dropped = self._kept.popitem(last=False)
-            self.kept_bytes -= dropped.size
-
-
-@dataclass(eq=False)
-class _SamplerStream:
-    """``cursor``: the position before the first of ``events``."""
-
-    first: int
-    cursor: int
-    polled: float
-    events: deque[CompletedRequest] = field(default_factory=deque)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def add(self, completion: CompletedRequest) -> None:
-        self.events.append(completion)
-        self.changed.set()
-
-    def acknowledge(self, cursor: int) -> None:
-        if self.first <= cursor <= self.cursor + len(self.events):
-            while self.cursor < cursor:
-                self.events.popleft()
-                self.cursor += 1
-
-
-class CompletionStream:
-    """A sampler's completed requests, as a stream that its client reads with one poll at a time.
-
-    * Every completed request is reported at least once, in the order of completion, whenever the client began to poll.
-    * A poll's cursor acknowledges the events up to it. A cursor that this process did not hand out (0, or one from
-      before a restart) starts from the beginning, as far as results can still be fetched.
-    * Streams that no client polls are dropped; a later poll reads them again from the database.
-    """
-
-    def __init__(self, context: ControllerContext) -> None:
-        self._context = context
-        self._streams: dict[tuple[str, int], _SamplerStream] = {}
-
-    def __len__(self) -> int:
-        """Streams in memory."""
-        return len(self._streams)
-
-    async def poll(
-        self, tenant: str, sampler: str, clone: int, cursor: int, seconds: float | None
-    ) -> tuple[Sequence[CompletedRequest], int]:
-        """The requests of the client's ``clone``-th copy that completed after ``cursor``, at once or within ``seconds``
-        (at most ``session_poll_seconds``), and the next cursor. Raises :class:`NotFound` for another tenant's
-        sampler."""
-        context = self._context
-        await context.store.get_sampler(tenant, sampler)
-        stream = self._streams.get((sampler, clone)) or await self._load(tenant, sampler, clone)
-        stream.polled = context.clock.monotonic()
-        stream.acknowledge(cursor)
-        longest = context.settings.sessions.session_poll_seconds
-        seconds = longest if seconds is None else min(seconds, longest)
-        if not stream.events and seconds > 0:
-            stream.changed.clear()
-            await wait_event(stream.changed, seconds)
-        return list(stream.events), stream.cursor + len(stream.events)
-
-    def sweep(self) -> None:
-        """Drop the streams that no client has polled for ``session_idle_seconds``."""
-        oldest = self._context.clock.monotonic() - self._context.settings.sessions.session_idle_seconds
-        self._streams = {key: stream for key, stream in self._streams.items() if stream.polled >= oldest}
-
-    def add(self, future: Future) -> None:
-        """``future`` has its result."""
-        stream = self._streams.get((future.id.rpartition("/")[0], future.seq // CLONE_REQUESTS))
-        if stream is not None:
-            stream.add(CompletedRequest(future.id, isinstance(future.result, OperationFailed), future.size))
-
-    async def _load(self, tenant: str, sampler: str, clone: int) -> _SamplerStream:
-        context = self._context
-        cursor = int(context.clock.time() * 1000) << _CURSORS_PER_MS
-        stream = self._streams[sampler, clone] = _SamplerStream(cursor, cursor, context.clock.monotonic())
-        first = clone * CLONE_REQUESTS
-        rows = await context.store.ended_samples(tenant, sampler, first, first + CLONE_REQUESTS)
-        added = {completion.request for completion in stream.events}  # they completed while the rows were read
-        for row in rows:
-            assert row.outcome is not None
-            if row.id not in added:
-                failed = isinstance(decode_result(row.outcome), OperationFailed)
-                stream.add(CompletedRequest(row.id, failed, len(row.outcome)))
-        return stream
+        if future.size <= KEPT_BYTES:
+            self._kept[future.id] = future
 
 
 def failure(future: Future, error: BaseException) -> OperationFailed:

@@ -1,7 +1,7 @@
 """Operations of clients that drive training and sampling call by call, and their results: one type per operation.
 
-``server/tinker/decode.py`` makes an operation of a request, the database stores it, :mod:`training_run` or
-:mod:`samplers` executes it, and ``server/tinker/encode.py`` writes its result. Nothing here knows HTTP or protobuf.
+``server/tinker`` makes an operation of a request, the database stores it, :mod:`training_run` or :mod:`samplers`
+executes it, and ``server/tinker`` writes its result. Nothing here knows HTTP or protobuf.
 
 A tag identifies the type of a stored operation: it stays when a class is renamed.
 """

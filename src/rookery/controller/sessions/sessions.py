@@ -138,7 +138,6 @@ class Sessions:
     async def sweep(self) -> None:
         """Delete what has expired: results, checkpoints, weights of idle samplers, lost and finished sessions."""
         context, store, settings, now = self._context, self._context.store, self._context.settings, self._time()
-        self.futures.completions.sweep()
         await store.drop_futures(now - settings.sessions.session_result_seconds)
         for row in await store.expired_checkpoints(now):
             await self.delete_checkpoint(row.tenant, row.model, row.kind, row.name)

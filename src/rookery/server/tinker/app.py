@@ -13,8 +13,8 @@ from rookery.errors import Conflict, UserError
 from rookery.server.auth import ServiceContext
 from rookery.server.responses import add_exception_handlers, error_response
 from rookery.server.routes import openai
-from rookery.server.tinker import runs, samplers, sessions, training
-from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, load
+from rookery.server.tinker import operations, sessions
+from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, schema
 
 UNSUPPORTED = {
     "publish": "publishing checkpoints is not supported: there is no public catalogue here",
@@ -32,11 +32,11 @@ UNSUPPORTED = {
 
 
 def build(context: ServiceContext) -> FastAPI:
-    """Raises :class:`~rookery.server.tinker.protobuf.Missing` where the ``tinker`` package is not installed."""
-    load()
+    """Raises :class:`ImportError` where the ``tinker`` package is not installed."""
+    schema()
     app = FastAPI(title="Rookery: Tinker-compatible API", version=SUPPORTED, docs_url=None, redoc_url=None)
     app.state.context = context
-    for routes in (sessions.routes, training.routes, samplers.routes, runs.routes):
+    for routes in (sessions.routes, operations.routes):
         app.include_router(routes, prefix="/api/v1")
     app.include_router(openai.routes, prefix="/oai/api")
     app.add_api_route("/{path:path}", unknown, methods=["GET", "POST", "PUT", "DELETE", "PATCH"])

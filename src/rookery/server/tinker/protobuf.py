@@ -1,18 +1,31 @@
-"""The protocol's protobuf schema, as the ``tinker`` package publishes it.
+"""The protocol's protobuf messages: training data in, log-probabilities and samples out.
 
-The module is loaded from its file: importing the package itself would load PyTorch into the service.
+* A datum's rows are its input tokens; row i predicts ``target_tokens[i]``, whatever token that is.
+* Only the targets that a sparse tensor lists take memory while a request is read, and each datum is encoded for the
+  trainer before the next one is read.
+
+The schema is the module that the ``tinker`` package publishes. It is loaded from its file: importing the package itself
+would load PyTorch into the service.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
-from importlib.machinery import ModuleSpec
+from itertools import groupby
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from rookery.errors import installs
+import msgspec
+import numpy as np
+
+from rookery import protocol
+from rookery.controller.sessions.operations import ForwardBackwardOperation, ForwardBackwardResult, SampleResult
+from rookery.errors import UserError, installs, short
+from rookery.spec.job import LOSS_PARAMETERS
 
 PROTOBUF = "application/x-protobuf"
 
@@ -21,6 +34,28 @@ SUPPORTED = "0.38"
 
 OLDEST = "0.22.3"
 """The oldest version of the SDK that is tested: older ones send data in another form."""
+
+TARGETS = 1 << 22
+"""Most targets of one request, counting those that sparse tensors leave out: its result has four bytes for each. A
+body that lists them all has fewer than half as many."""
+
+RATIO = ("target_tokens", "logprobs", "advantages")
+
+INPUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "cross_entropy": (("target_tokens",), ("weights",)),
+    "importance_sampling": (RATIO, ()),
+    "ppo": (RATIO, ()),
+    "cispo": (RATIO, ()),
+    "dro": (RATIO, ()),
+    "gspo": ((*RATIO, "sequence_ratio_mask"), ()),
+}
+"""By loss: the tensors that a datum must have, and those that it may have."""
+
+NO_TOKEN = (0, -99999.0)
+"""Fills an empty top-k slot."""
+
+REDUCED = {"tokens": "tokens:sum", "seconds": "seconds:sum", "nonfinite": "nonfinite:sum"}
+"""Our metrics whose names do not say how they are reduced over chunks; the client needs that in the name."""
 
 
 def supported(version: str) -> bool:
@@ -33,20 +68,217 @@ def supported(version: str) -> bool:
     return tuple(map(int, OLDEST.split("."))) <= given and given[: len(newest)] <= newest
 
 
-class Missing(ImportError):
-    """The package is not installed."""
-
-
 @cache
-def load() -> Any:
-    """The generated module. Raises :class:`Missing`."""
+def schema() -> Any:
+    """The generated module. Raises :class:`ImportError` if the package is not installed."""
     package = importlib.util.find_spec("tinker")
     if package is None or package.origin is None:
-        raise Missing(f"the tinker package is not installed: {installs('tinker')}")
+        raise ImportError(f"the tinker package is not installed: {installs('tinker')}")
     path = Path(package.origin).parent / "proto" / "tinker_public_pb2.py"
-    spec: ModuleSpec | None = importlib.util.spec_from_file_location("rookery_tinker_public_pb2", path)
+    spec = importlib.util.spec_from_file_location("rookery_tinker_public_pb2", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise Missing(f"the installed tinker package has no {path.name}: install {SUPPORTED}")
-    module: ModuleType = importlib.util.module_from_spec(spec)
+        raise ImportError(f"the installed tinker package has no {path.name}: install {SUPPORTED}")
+    module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+# --- training data ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Values in C order. ``cells``: where the tensor is sparse, their indices in the flattened shape."""
+
+    values: np.ndarray
+    shape: tuple[int, ...]
+    cells: np.ndarray | None = None
+
+    def at(self, cells: np.ndarray | None) -> np.ndarray:
+        """The values at ``cells``, which ascend (None: all), with 0 for those that a sparse tensor leaves out."""
+        if self.cells is None:
+            return self.values if cells is None else self.values[cells]
+        found = np.zeros(math.prod(self.shape) if cells is None else len(cells), self.values.dtype)
+        places = self.cells if cells is None else np.searchsorted(cells, self.cells)
+        found[places] = self.values
+        return found
+
+
+def forward_backward(message: Any) -> ForwardBackwardOperation:
+    """The operation that a ``ForwardBackwardRequest`` describes. Raises :class:`UserError`."""
+    name = message.loss_fn
+    if name not in INPUTS:
+        hint = "; stable_reinforce is not published, use ppo, cispo or gspo" if name == "stable_reinforce" else ""
+        raise UserError(f"loss_fn {short(repr(name))} is not supported; there are {', '.join(INPUTS)}{hint}")
+    if not message.data:
+        raise UserError("forward_backward needs at least one datum")
+    data: list[msgspec.Raw] = []
+    shapes: list[list[int]] = []
+    cells: dict[int, list[int]] = {}
+    left = TARGETS
+    for number, datum in enumerate(message.data):
+        try:
+            found, shape, listed = _datum(datum, name, left)
+        except (UserError, ValueError) as error:
+            raise UserError(f"data[{number}]: {error}") from None
+        left -= math.prod(shape)
+        data.append(msgspec.Raw(msgspec.msgpack.encode(found)))
+        shapes.append(list(shape))
+        if listed is not None:
+            cells[number] = listed.tolist()
+    return ForwardBackwardOperation(
+        batch=msgspec.msgpack.encode({"data": data}),
+        shapes=shapes,
+        loss=protocol.Loss(name=name, params=_parameters(message)),
+        forward_only=message.forward_only,
+        cells=cells,
+    )
+
+
+def _parameters(message: Any) -> dict[str, float]:
+    """The loss's parameters, with defaults for those that the client did not set."""
+    given: dict[str, float] = dict(message.loss_fn_config)
+    for key, value in message.loss_fn_config_v2.items():
+        if value.WhichOneof("value") != "number":
+            raise UserError(f"loss_fn_config.{key}: text is not supported")
+        given[key] = value.number
+    known = LOSS_PARAMETERS[message.loss_fn]
+    for key, number in given.items():
+        if key not in known:
+            raise UserError(
+                f"loss_fn_config.{key}: {message.loss_fn} has no such parameter; it has {', '.join(known) or 'none'}"
+            )
+        if not math.isfinite(number):
+            raise UserError(f"loss_fn_config.{key}: {number} is not finite")
+    return {**known, **given}
+
+
+def _datum(datum: Any, loss: str, limit: int) -> tuple[protocol.Datum, tuple[int, ...], np.ndarray | None]:
+    """The datum, the shape of its targets, and where these are sparse the cells that are targets."""
+    tokens = _tokens(datum.model_input)
+    needed, optional = INPUTS[loss]
+    inputs = {name: _tensor(tensor) for name, tensor in datum.loss_fn_inputs.items()}
+    if missing := [name for name in needed if name not in inputs]:
+        raise UserError(f"{loss} needs loss_fn_inputs {', '.join(missing)}")
+    if unknown := sorted(inputs.keys() - {*needed, *optional}):
+        raise UserError(f"{loss} takes no loss_fn_inputs {', '.join(unknown)}; it takes {', '.join(needed + optional)}")
+    targets = inputs["target_tokens"]
+    shape = targets.shape
+    if targets.values.dtype.kind != "i":
+        raise UserError("target_tokens are integers")
+    if len(shape) not in ((1, 2) if loss == "cross_entropy" else (1,)) or shape[0] != len(tokens):
+        raise UserError(f"target_tokens have shape {list(shape)}, model_input has {len(tokens)} tokens")
+    for name, tensor in inputs.items():
+        if tensor.shape != shape:
+            raise UserError(f"{name} have shape {list(tensor.shape)}, target_tokens {list(shape)}")
+    if math.prod(shape) > limit:
+        raise UserError(f"target_tokens have shape {list(shape)}: a request may have {TARGETS} targets")
+    cells = _cells(targets, inputs.get("weights"))
+    rows = np.arange(math.prod(shape)) if cells is None else cells
+    lists: dict[str, Any] = {
+        name: inputs[name].at(cells).tolist() if name in inputs else [missing] * len(rows)
+        for name, missing in (("logprobs", 0.0), ("advantages", 0.0), ("weights", 1.0))
+    }
+    if loss == "gspo":
+        counts = inputs["sequence_ratio_mask"].values != 0
+        if np.any(~counts & (inputs["advantages"].values != 0)):
+            raise UserError("advantages outside of the sequence_ratio_mask are not supported: make them 0")
+        lists["weights"] = counts.astype(float).tolist()
+    lists["rows"] = (rows // math.prod(shape[1:])).tolist() if len(rows) else []
+    return protocol.Datum(tokens=tokens, targets=targets.at(cells).tolist(), **lists), shape, cells
+
+
+def _cells(targets: Tensor, weights: Tensor | None) -> np.ndarray | None:
+    """The cells that are targets where they are sparse, ascending: those listed in the targets or in the weights (a
+    target with id 0 looks like an unlisted one). None: all."""
+    if targets.cells is None or weights is None:
+        return None if targets.cells is None else np.unique(targets.cells)
+    return None if weights.cells is None else np.union1d(targets.cells, weights.cells)
+
+
+def _tokens(chunks: Any) -> list[int]:
+    tokens: list[int] = []
+    for chunk in chunks:
+        if chunk.WhichOneof("chunk") != "encoded_text":
+            raise UserError("model_input may hold text only; images and audio are not supported")
+        tokens += np.frombuffer(chunk.encoded_text.tokens, "<i4").tolist()
+    if not tokens:
+        raise UserError("model_input needs at least one token")
+    return tokens
+
+
+def _tensor(message: Any) -> Tensor:
+    kinds = {schema().DTYPE_FLOAT32: "<f4", schema().DTYPE_INT64: "<i8", schema().DTYPE_INT32: "<i4"}
+    if message.dtype not in kinds:
+        raise UserError(f"a tensor has dtype {message.dtype}, which is not supported")
+    dtype, shape = kinds[message.dtype], tuple(message.shape)
+    if message.WhichOneof("encoding") != "sparse_csr":
+        values = np.frombuffer(message.dense, dtype)
+        shape = shape or (len(values),)
+        if math.prod(shape) != len(values):
+            raise UserError(f"a tensor of shape {list(shape)} has {len(values)} values")
+        return Tensor(values, shape)
+    csr = message.sparse_csr
+    values = np.frombuffer(csr.values, dtype)
+    crow, columns = np.frombuffer(csr.crow_indices, "<i8"), np.frombuffer(csr.col_indices, "<i8")
+    whole = len(shape) == 2 and len(crow) == shape[0] + 1 and len(values) == len(columns) == crow[-1] and crow[0] == 0
+    if not whole or np.any(np.diff(crow) < 0) or (len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]):
+        raise UserError("a sparse tensor's indices do not fit its shape")
+    if math.prod(shape) > TARGETS:
+        raise UserError(f"a sparse tensor has shape {list(shape)}: a request may have {TARGETS} targets")
+    return Tensor(values, shape, np.repeat(np.arange(shape[0]), np.diff(crow)) * shape[1] + columns)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def encode(result: ForwardBackwardResult | SampleResult) -> bytes:
+    """The body of a result that the client reads as protobuf."""
+    message = _outputs(result) if isinstance(result, ForwardBackwardResult) else _samples(result)
+    content: bytes = message.SerializeToString()
+    return content
+
+
+def _outputs(result: ForwardBackwardResult) -> Any:
+    message = schema().ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    message.metrics.update(_metrics(result.metrics))
+    values, at = np.frombuffer(result.logprobs, "<f4"), 0
+    for trailing, group in groupby(enumerate(result.shapes), key=lambda item: item[1][1:]):
+        arrays = []
+        for number, shape in group:
+            full = np.zeros(math.prod(shape), "<f4")
+            cells = result.cells.get(number, slice(None))
+            full[cells] = found = values[at : at + full[cells].size]
+            at += len(found)
+            arrays.append(full)
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(arrays))
+        batched = record.fields["logprobs"]
+        batched.data = np.concatenate(arrays).tobytes()
+        batched.offsets = np.cumsum([0, *(array.nbytes for array in arrays)]).astype("<i8").tobytes()
+        batched.dtype = schema().DTYPE_FLOAT32
+        batched.trailing_shape.extend(trailing)
+    return message
+
+
+def _metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    named = {REDUCED.get(name, name): value for name, value in metrics.items()}
+    return {"loss:sum": 0.0, **{name: value for name, value in named.items() if ":" in name}}
+
+
+def _samples(result: SampleResult) -> Any:
+    message = schema().SampleResponse()
+    for text in result.texts:
+        message.sequences.add(
+            stop_reason=schema().STOP_REASON_STOP if text.finish == "stop" else schema().STOP_REASON_LENGTH,
+            tokens=np.array(text.tokens, "<i4").tobytes(),
+            logprobs=np.array(text.logprobs, "<f4").tobytes(),
+        )
+    if result.prompt_logprobs is not None:
+        message.prompt_logprobs = np.array(result.prompt_logprobs, "<f4").tobytes()
+    if result.topk is not None:
+        width = max(map(len, result.topk), default=0)
+        padded = [[*row, *[NO_TOKEN] * (width - len(row))] for row in result.topk]
+        message.topk_prompt_logprobs.token_ids = np.array([[t for t, _ in row] for row in padded], "<i4").tobytes()
+        message.topk_prompt_logprobs.logprobs = np.array([[p for _, p in row] for row in padded], "<f4").tobytes()
+        message.topk_prompt_logprobs.length, message.topk_prompt_logprobs.k = len(padded), width
+    return message

@@ -1,53 +1,82 @@
-"""Bodies of the Tinker API's JSON requests. An unknown field is accepted only if it is empty."""
+"""Bodies of the Tinker API's JSON requests, and the operations that they describe.
+
+* An unknown field is accepted only if it is empty: ignoring a value could change the request's meaning.
+* A request that cannot be executed as it was sent is refused with an error that names the field. Nothing is guessed,
+  ignored or replaced by something similar.
+"""
 
 from __future__ import annotations
 
+import re
 from json import JSONDecodeError
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rookery.errors import UserError
+from rookery import protocol
+from rookery.controller.sessions.operations import (
+    AnyOperation,
+    LoadState,
+    OptimStepOperation,
+    Sample,
+    SaveSampler,
+    SaveState,
+)
+from rookery.errors import UserError, short
 from rookery.server.bodies import off_loop, read_json
 from rookery.spec.job import Temperature
 from rookery.spec.parsing import MAX_PROBLEMS
+from rookery.storage.models import CheckpointKind
 
-T = TypeVar("T", bound="TinkerRequest")
+TTL_SECONDS = (3600, 10 * 365 * 86400)
+"""The shortest and the longest lifetime of a checkpoint that the protocol allows."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,199}")
+
+Number = Annotated[int, Field(ge=0, lt=2**31)]
+"""The number of a session's model or sampler."""
+
+Seq = Annotated[int, Field(ge=0, lt=2**63)]
+"""The number of a request; copies of a sampler count from a multiple of 10^9."""
+
+Metadata = dict[str, Any] | None
 
 
 class TinkerRequest(BaseModel):
-    """Base: an unknown field with a value is refused, since ignoring it could change the request's meaning."""
+    """Base."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    type: str = ""
 
     @model_validator(mode="before")
     @classmethod
     def _ignore_empty(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {key: value for key, value in data.items() if key in cls.model_fields or key == "type" or value}
+        return {key: value for key, value in data.items() if key in cls.model_fields or value}
 
-    type: str = ""
+    @classmethod
+    async def read(cls, request: Request) -> Self:
+        """The request's body. Raises :class:`UserError` with one line, or :class:`BodyRefused`."""
+        try:
+            data, size = await read_json(request), len(await request.body())
+            return await off_loop(request.app.state.context.parsing, size, lambda: cls.model_validate(data))
+        except JSONDecodeError as error:
+            raise UserError(f"body: {error.msg}") from None
+        except ValidationError as error:
+            if error.error_count() > MAX_PROBLEMS:
+                raise UserError(f"body: {error.error_count()} fields are wrong") from None
+            first = error.errors()[0]
+            field = ".".join(map(str, first["loc"])) or "body"
+            problem = "is not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
+            if field.endswith("record_stability_info"):
+                problem += "; only stable_reinforce, which is not published, uses it: train with ppo, cispo or gspo"
+            raise UserError(f"{field}: {problem}") from None
 
 
-async def read(kind: type[T], request: Request) -> T:
-    """The request's body. Raises :class:`UserError` with one line, or :class:`BodyRefused`."""
-    try:
-        data = await read_json(request)
-        size = len(await request.body())
-        return await off_loop(request.app.state.context.parsing, size, lambda: kind.model_validate(data))
-    except JSONDecodeError as error:
-        raise UserError(f"body: {error.msg}") from None
-    except ValidationError as error:
-        if error.error_count() > MAX_PROBLEMS:
-            raise UserError(f"body: {error.error_count()} fields are wrong") from None
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "body"
-        problem = "is not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
-        if field.endswith("record_stability_info"):
-            problem += "; only stable_reinforce, which is not published, uses it: train with ppo, cispo or gspo"
-        raise UserError(f"{field}: {problem}") from None
+# --- sessions ---------------------------------------------------------------------------------------------------------
 
 
 class ClientConfig(TinkerRequest):
@@ -56,7 +85,7 @@ class ClientConfig(TinkerRequest):
 
 class CreateSession(TinkerRequest):
     tags: list[str] = []
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata = None
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None
@@ -69,6 +98,17 @@ class SessionHeartbeat(TinkerRequest):
 class FinishSession(TinkerRequest):
     reason: dict[str, Any] = {}
     detail: str | None = None
+
+
+class WeightsInfo(TinkerRequest):
+    tinker_path: str
+
+
+class CheckpointTtl(TinkerRequest):
+    ttl_seconds: float | None = None
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
 
 
 class LoraConfig(TinkerRequest):
@@ -87,9 +127,9 @@ class OptimizerConfig(BaseModel):
 
 class CreateModelRequest(TinkerRequest):
     session_id: str
-    model_seq_id: int = Field(ge=0)
+    model_seq_id: Number
     base_model: str
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata = None
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
@@ -102,7 +142,11 @@ class ModelRequest(TinkerRequest):
     """Base of the operations on a model."""
 
     model_id: str
-    seq_id: int | None = Field(None, ge=1)
+    seq_id: int | None = Field(None, ge=1, lt=2**31)
+
+    def operation(self) -> AnyOperation:
+        """Raises :class:`UserError` or ``ValueError``."""
+        raise NotImplementedError
 
 
 class AdamParams(TinkerRequest):
@@ -118,6 +162,16 @@ class OptimStepRequest(ModelRequest):
     adam_params: dict[str, Any] | None = None
     optimizer_params: OptimizerConfig | None = None
 
+    def operation(self) -> OptimStepOperation:
+        check_optimizer(self.optimizer_params)
+        adam = AdamParams.model_validate(self.adam_params or {})
+        return OptimStepOperation(
+            adam=protocol.Adam(
+                lr=adam.learning_rate, beta1=adam.beta1, beta2=adam.beta2, eps=adam.eps,
+                weight_decay=adam.weight_decay, clip=adam.grad_clip_norm,
+            )
+        )  # fmt: skip
+
 
 class SaveWeights(ModelRequest):
     path: str | None = None
@@ -125,57 +179,114 @@ class SaveWeights(ModelRequest):
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 
+    def operation(self) -> SaveState:
+        return save_state("weights", self.path, self.ttl_seconds, self.user_metadata, self.overwrite)
+
 
 class SaveWeightsExternal(ModelRequest):
     path: str
     ttl_seconds: float | None = None
     age_encryption_recipients: list[str] | None = None
 
+    def operation(self) -> SaveState:
+        if self.age_encryption_recipients:
+            raise UserError("age_encryption_recipients: encrypted exports are not supported")
+        return save_state("external_weights", self.path, self.ttl_seconds)
+
 
 class SaveWeightsForSampler(ModelRequest):
     path: str | None = None
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
     ttl_seconds: float | None = None
     user_metadata: dict[str, str] | None = None
 
+    def operation(self) -> SaveState | SaveSampler:
+        if self.path is not None:
+            return save_state("sampler_weights", self.path, self.ttl_seconds, self.user_metadata)
+        if self.sampling_session_seq_id is None:
+            raise UserError("save_weights_for_sampler needs a path or a sampling_session_seq_id")
+        session = self.model_id.rpartition(":train:")[0]
+        sampler = f"{session}:sample:{self.sampling_session_seq_id}"
+        return SaveSampler(sampler=sampler, inflight=self.kind == "inflight")
+
 
 class LoadWeights(TinkerRequest):
+    """Into a model (``model_id``), or into a new one of a session."""
+
     model_id: str | None = None
-    seq_id: int | None = Field(None, ge=1)
+    seq_id: int | None = Field(None, ge=1, lt=2**31)
     session_id: str | None = None
-    model_seq_id: int | None = Field(None, ge=0)
+    model_seq_id: Number | None = None
     base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata = None
     path: str
     optimizer: bool = False
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: str | None = None
 
+    def operation(self) -> LoadState:
+        check_optimizer(self.optimizer_config)
+        if self.weights_access_token is not None:
+            raise UserError("weights_access_token: weights of other accounts cannot be read")
+        return LoadState(path=self.path, optimizer=self.optimizer)
+
+
+def check_optimizer(optimizer: OptimizerConfig | None) -> None:
+    """Raises :class:`UserError` for an optimizer other than Adam."""
+    if optimizer is not None and optimizer.type != "adamw":
+        raise UserError(f"optimizer {optimizer.type!r} is not supported; use Adam (AdamParams)")
+
+
+def check_ttl(seconds: float | None) -> float | None:
+    low, high = TTL_SECONDS
+    if seconds is not None and not low <= seconds <= high:
+        raise UserError(f"ttl_seconds: {seconds:g} is not between {low} and {high}")
+    return seconds
+
+
+def save_state(
+    kind: CheckpointKind,
+    name: str | None,
+    ttl: float | None,
+    about: dict[str, str] | None = None,
+    overwrite: bool = False,
+) -> SaveState:
+    if name is None or not _NAME.fullmatch(name):
+        raise UserError(
+            f"path: {short(repr(name))} is no name; letters, digits, dot, dash, underscore and space, at most 200"
+        )
+    return SaveState(kind=kind, name=name, ttl=check_ttl(ttl), overwrite=overwrite, about=about or {})
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
 
 class CreateSamplingSession(TinkerRequest):
     session_id: str
-    sampling_session_seq_id: int = Field(ge=0)
+    sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
 
 
-class JoinSamplingSession(TinkerRequest):
-    sampling_session_id: str
-
-
 class ModelInputChunk(TinkerRequest):
-    tokens: list[int] | None = None
+    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
 
 
 class ModelInput(TinkerRequest):
     chunks: list[ModelInputChunk]
 
 
+StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+
+StopToken = Annotated[int, Field(ge=0, lt=2**31)]
+
+
 class SamplingParams(TinkerRequest):
-    max_tokens: int | None = Field(None, ge=1)
-    seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: StopText | Annotated[list[StopText] | list[StopToken], Field(max_length=100)] | None = None
+    """Texts, or tokens in place of those that end the model's replies; an empty list disables all."""
     temperature: Temperature = Field(1.0, allow_inf_nan=False)
     top_k: int = -1
     top_p: float = 1.0
@@ -186,7 +297,7 @@ class AsampleRequest(TinkerRequest):
     prompt: ModelInput
     sampling_params: SamplingParams
     sampling_session_id: str | None = None
-    seq_id: int | None = Field(None, ge=0)
+    seq_id: Seq | None = None
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int = Field(0, ge=0, le=100)
     topk_sample_logprobs: int = 0
@@ -194,28 +305,39 @@ class AsampleRequest(TinkerRequest):
     base_model: str | None = None
     model_path: str | None = None
 
+    def operation(self) -> Sample:
+        params, last = self.sampling_params, self.prompt_logprobs_last_n
+        if params.top_k > 0 or params.top_p != 1.0:
+            raise UserError(
+                "top_k and top_p are not supported: a trainer cannot reproduce the log-probabilities of what they cut"
+                " off"
+            )
+        if self.topk_sample_logprobs:
+            raise UserError("topk_sample_logprobs is not supported")
+        if self.base_model is not None or self.model_path is not None:
+            raise UserError("give the model when you create the sampling session")
+        if self.sampling_session_id is None or self.seq_id is None:
+            raise UserError("asample needs sampling_session_id and seq_id; create a sampling session first")
+        prompt: list[int] = []
+        for chunk in self.prompt.chunks:
+            if chunk.tokens is None:
+                raise UserError("prompt: chunks hold tokens; images and audio are not supported")
+            prompt += chunk.tokens
+        if not prompt:
+            raise UserError("prompt: it needs at least one token")
+        if last is not None and last >= len(prompt):
+            raise UserError(f"prompt_logprobs_last_n: the prompt has {len(prompt)} tokens")
+        given = [params.stop] if isinstance(params.stop, str) else params.stop or []
+        texts = [stop for stop in given if isinstance(stop, str)]
+        tokens = [stop for stop in given if isinstance(stop, int)]
+        return Sample(
+            sampler=self.sampling_session_id, prompt=prompt, count=self.num_samples, max_tokens=params.max_tokens,
+            temperature=params.temperature, seed=params.seed, stop=texts,
+            stop_tokens=None if params.stop is None or texts else tokens,
+            prompt_logprobs=self.prompt_logprobs or False, last=last, topk=self.topk_prompt_logprobs,
+        )  # fmt: skip
+
 
 class RetrieveFuture(TinkerRequest):
     request_id: str
     allow_metadata_only: bool = False
-
-
-class SamplerTarget(TinkerRequest):
-    type: Literal["sampling_session"] = "sampling_session"
-    sampling_session_id: str
-    cloned_sampler_id: int = Field(0, ge=0, lt=2**30)
-
-
-class RetrieveFutures(TinkerRequest):
-    target: SamplerTarget
-    prev_cursor: int = 0
-    timeout: float | None = Field(None, ge=0)
-    retrieved_request_ids: list[str] = []
-
-
-class WeightsInfo(TinkerRequest):
-    tinker_path: str
-
-
-class CheckpointTtl(TinkerRequest):
-    ttl_seconds: float | None = None

@@ -1,16 +1,23 @@
-"""Routes that a client calls before it trains: configuration, session, heartbeat; and the server's capabilities."""
+"""Routes beside operations: configuration, session and heartbeat, capabilities; listings of the tenant's sessions,
+training runs and checkpoints, and what can be done with a checkpoint."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from datetime import UTC, datetime
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi.responses import FileResponse, StreamingResponse
 
+from rookery.controller.sessions.samplers import find_checkpoint
+from rookery.errors import NotFound, UserError
 from rookery.server.auth import Owner, Service
+from rookery.server.peft_archive import ADAPTER_FILES, pack
 from rookery.server.responses import json_response
 from rookery.server.tinker import schemas
 from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, supported
+from rookery.storage.models import CheckpointRow, ModelRow, TenantRow
 from rookery.tokenization.registry import inspect, status
 
 routes = APIRouter()
@@ -20,23 +27,29 @@ FLAGS = {"proto_write_fwdbwd": True, "fwd_via_fwdbwd": True}
 default, which leaves its feature off."""
 
 Key = Annotated[str | None, Header(alias="X-Idempotency-Key")]
+Limit = Annotated[int, Query(ge=1, le=1000)]
+Offset = Annotated[int, Query(ge=0)]
+
+ARCHIVE = "adapter.tar"
+
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
 @routes.post("/client/config")
 async def client_config(owner: Owner, request: Request) -> Response:
-    await schemas.read(schemas.ClientConfig, request)
+    await schemas.ClientConfig.read(request)
     return json_response(FLAGS)
 
 
 @routes.post("/client/dynamic_config")
 async def dynamic_config(owner: Owner, request: Request) -> Response:
-    await schemas.read(schemas.ClientConfig, request)
+    await schemas.ClientConfig.read(request)
     return json_response({"sample_cancel_enabled": True})
 
 
 @routes.post("/create_session")
 async def create_session(service: Service, owner: Owner, request: Request, key: Key = None) -> Response:
-    body = await schemas.read(schemas.CreateSession, request)
+    body = await schemas.CreateSession.read(request)
     about = {"tags": body.tags, "user_metadata": body.user_metadata or {}, "project_id": body.project_id}
     row = await service.controller.sessions.create(
         owner.id, key, sdk_version=body.sdk_version, name=body.display_name or "", about=about
@@ -49,14 +62,14 @@ async def create_session(service: Service, owner: Owner, request: Request, key: 
 
 @routes.post("/session_heartbeat")
 async def heartbeat(service: Service, owner: Owner, request: Request) -> Response:
-    body = await schemas.read(schemas.SessionHeartbeat, request)
+    body = await schemas.SessionHeartbeat.read(request)
     await service.controller.sessions.heartbeat(owner.id, body.session_id)
     return json_response({"type": "session_heartbeat"})
 
 
 @routes.post("/sessions/{session}/finish", status_code=204)
 async def finish(service: Service, owner: Owner, session: str, request: Request) -> Response:
-    body = await schemas.read(schemas.FinishSession, request)
+    body = await schemas.FinishSession.read(request)
     await service.controller.sessions.finish(owner.id, session, str(body.reason.get("type", "success")))
     return Response(status_code=204)
 
@@ -86,3 +99,145 @@ def _capabilities(service: Service, model: str) -> dict[str, object] | None:
 async def telemetry(owner: Owner) -> Response:
     """Accepted and dropped."""
     return json_response({"status": "accepted"})
+
+
+# --- listings ---------------------------------------------------------------------------------------------------------
+
+
+@routes.get("/sessions")
+async def sessions(service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> Response:
+    rows = await service.controller.context.store.list_sessions(owner.id)
+    return json_response({"sessions": [row.id for row in rows[offset : offset + limit]]})
+
+
+@routes.get("/sessions/{session}")
+async def session(service: Service, owner: Owner, session: str) -> Response:
+    row, store = await service.controller.sessions.get(owner.id, session), service.controller.context.store
+    return json_response({
+        "training_run_ids": [run.id for run in await store.list_models(owner.id, session)],
+        "sampler_ids": [sampler.id for sampler in await store.list_samplers(owner.id, session)],
+        "user_metadata": row.about.get("user_metadata"),
+        "display_name": row.name or None,
+    })  # fmt: skip
+
+
+@routes.get("/training_runs")
+async def training_runs(service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> Response:
+    rows = await service.controller.context.store.list_models(owner.id)
+    shown = [await _run(service, owner, row) for row in rows[offset : offset + limit]]
+    return json_response({"training_runs": shown, "cursor": _cursor(offset, limit, len(rows))})
+
+
+@routes.get("/training_runs/{run}")
+async def training_run(service: Service, owner: Owner, run: str) -> Response:
+    row, _ = await service.controller.context.store.get_model(owner.id, run)
+    return json_response(await _run(service, owner, row))
+
+
+@routes.get("/training_runs/{run}/checkpoints")
+async def checkpoints_of(service: Service, owner: Owner, run: str) -> Response:
+    store = service.controller.context.store
+    await store.get_model(owner.id, run)  # an unknown run is not an empty one
+    rows = await store.list_checkpoints(owner.id, run)
+    return json_response({"checkpoints": [_checkpoint(row) for row in rows]})
+
+
+@routes.get("/checkpoints")
+async def checkpoints(service: Service, owner: Owner, limit: Limit = 100, offset: Offset = 0) -> Response:
+    rows = await service.controller.context.store.list_checkpoints(owner.id)
+    shown = [_checkpoint(row) for row in rows[offset : offset + limit]]
+    return json_response({"checkpoints": shown, "cursor": _cursor(offset, limit, len(rows))})
+
+
+@routes.delete("/training_runs/{run}/checkpoints/{kind}/{name}", status_code=204)
+async def delete_checkpoint(service: Service, owner: Owner, run: str, kind: str, name: str) -> Response:
+    await service.controller.sessions.delete_checkpoint(owner.id, run, kind, name)
+    return Response(status_code=204)
+
+
+@routes.put("/training_runs/{run}/checkpoints/{kind}/{name}/ttl", status_code=204)
+async def set_ttl(service: Service, owner: Owner, run: str, kind: str, name: str, request: Request) -> Response:
+    ttl = schemas.check_ttl((await schemas.CheckpointTtl.read(request)).ttl_seconds)
+    expires = None if ttl is None else service.clock.time() + ttl
+    await service.controller.context.store.expire_checkpoint(owner.id, run, kind, name, expires)
+    return Response(status_code=204)
+
+
+@routes.post("/weights_info")
+async def weights_info(service: Service, owner: Owner, request: Request) -> Response:
+    body = await schemas.WeightsInfo.read(request)
+    _, run, policy = await find_checkpoint(service.controller.context, owner.id, body.tinker_path)
+    trained = {name: run.lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
+    return json_response({"base_model": run.asked_model, "is_lora": True, "lora_rank": policy.rank, **trained})
+
+
+@routes.get("/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls")
+async def external_urls(service: Service, owner: Owner, run: str, kind: str, name: str, request: Request) -> Response:
+    """Addresses of a PEFT folder's files, valid for ``ticket_seconds`` without a key."""
+    if kind != "external_weights":
+        raise UserError(f"{kind}/{name} was not saved for downloading; save_weights_external does")
+    base, expires = await _grant(service, owner, f"tinker://{run}/{kind}/{name}", request)
+    return json_response({"urls": {file: f"{base}/{file}" for file in ADAPTER_FILES}, "expires": expires})
+
+
+@routes.get("/training_runs/{run}/checkpoints/{kind}/{name}/archive")
+async def archive_url(service: Service, owner: Owner, run: str, kind: str, name: str, request: Request) -> Response:
+    """Address of any checkpoint's PEFT folder as one tar, for SDKs older than ``external_weights_urls``."""
+    base, expires = await _grant(service, owner, f"tinker://{run}/{kind}/{name}", request)
+    return json_response({"url": f"{base}/{ARCHIVE}", "expires": expires})
+
+
+async def _grant(service: Service, owner: TenantRow, path: str, request: Request) -> tuple[str, str]:
+    """The base address of a checkpoint's files, and when it expires."""
+    row, _, _ = await find_checkpoint(service.controller.context, owner.id, path)
+    ticket = service.controller.tickets.grant(row.hash)
+    base = f"{str(request.url).partition('/training_runs/')[0]}/external/{ticket}/{row.hash}"
+    return base, _time(service.clock.time() + service.settings.server.ticket_seconds)
+
+
+@routes.get("/external/{ticket}/{digest}/{file}")
+async def external(service: Service, ticket: str, digest: str, file: str) -> Response:
+    if file not in (*ADAPTER_FILES, ARCHIVE) or not service.controller.tickets.reads(ticket, digest):
+        raise NotFound("no such file, or its address has expired")
+    if file != ARCHIVE:
+        return FileResponse(service.artifacts.path(digest, file), media_type="application/octet-stream")
+    size, pieces = pack(service.artifacts, service.artifacts.open(digest), service.clock.time())
+    return StreamingResponse(pieces, media_type="application/x-tar", headers={"Content-Length": str(size)})
+
+
+def _checkpoint(row: CheckpointRow) -> dict[str, Any]:
+    return {
+        "checkpoint_id": f"{row.kind}/{row.name}",
+        "checkpoint_type": KINDS[row.kind],
+        "time": _time(row.created),
+        "tinker_path": row.path,
+        "size_bytes": row.size,
+        "public": False,
+        "user_metadata": row.about or None,
+        "expires_at": None if row.expires is None else _time(row.expires),
+    }
+
+
+async def _run(service: Service, owner: TenantRow, row: ModelRow) -> dict[str, Any]:
+    found = await service.controller.context.store.list_checkpoints(owner.id, row.id)
+    newest = {kind: next((_checkpoint(c) for c in found if c.kind == kind), None) for kind in KINDS}
+    return {
+        "training_run_id": row.id,
+        "base_model": row.asked_model,
+        "model_owner": owner.name,
+        "is_lora": True,
+        "corrupted": False,
+        "lora_rank": row.lora.get("rank"),
+        "last_request_time": _time(row.used),
+        "last_checkpoint": newest["weights"],
+        "last_sampler_checkpoint": newest["sampler_weights"],
+        "user_metadata": row.about or None,
+    }
+
+
+def _cursor(offset: int, limit: int, total: int) -> dict[str, int]:
+    return {"offset": offset, "limit": limit, "total_count": total}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

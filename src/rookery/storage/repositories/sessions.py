@@ -166,13 +166,6 @@ def used_sampler(connection: Connection, id: str, time: float) -> None:
     connection.execute(update(SamplerRow).where(SamplerRow.id == id).values(used=time))
 
 
-def join_sampler(connection: Connection, tenant: str, id: str) -> int:
-    """A number that no other client of this sampler has: 1, 2, …  Raises :class:`NotFound`."""
-    mine = (SamplerRow.id == id) & (SamplerRow.tenant == tenant)
-    connection.execute(update(SamplerRow).where(mine).values(clones=SamplerRow.clones + 1))
-    return get_sampler(connection, tenant, id).clones
-
-
 def idle_samplers(connection: Connection, before: float) -> list[SamplerRow]:
     """Kept samplers with an artifact that nobody used since ``before``."""
     return rows(connection, SamplerRow, SamplerRow.kept.is_(True), SamplerRow.hash != "", SamplerRow.used < before)
@@ -277,13 +270,6 @@ def open_futures(connection: Connection) -> list[FutureRow]:
 def futures_behind(connection: Connection, model: str, seq: int) -> list[FutureRow]:
     """A model's calls later than ``seq``, in order."""
     return rows(connection, FutureRow, FutureRow.model == model, FutureRow.seq > seq, order_by=(FutureRow.seq,))
-
-
-def ended_samples(connection: Connection, tenant: str, sampler: str, first: int, end: int) -> list[FutureRow]:
-    """A sampler's requests numbered from ``first`` to before ``end`` that have an outcome, in the order of those."""
-    of_sampler = FutureRow.id.startswith(f"{sampler}/", autoescape=True) & FutureRow.outcome.is_not(None)
-    numbered, order = (FutureRow.seq >= first) & (FutureRow.seq < end), (FutureRow.finished, FutureRow.seq)
-    return rows(connection, FutureRow, of_sampler, numbered, tenant=tenant, order_by=order)
 
 
 def drop_futures(connection: Connection, before: float) -> int:
