@@ -247,6 +247,17 @@ def test_connection_without_a_request_is_closed(tmp_path: Path) -> None:
                         pass
 
 
+def test_worker_stays_connected_longer_than_a_head_may_take(tmp_path: Path) -> None:
+    with served(tmp_path, head_seconds=0.2, stuck_seconds=1000.0) as service, admin_of(service) as client:
+        token = (tmp_path / "data" / "worker.token").read_text().strip()
+        with ScriptedWorker(service.url, token, tokenizer(tmp_path)):
+            while tenant_models(client) != "loaded":
+                time.sleep(0.05)
+            time.sleep(1.0)
+            assert tenant_models(client) == "loaded"
+            assert client.get("/api/v1/health").json()["totals"]["worker_losses"] == 0
+
+
 @pytest.mark.parametrize("path", ["/wire/worker", "/wire/host"])
 def test_messages_before_the_hello_are_small(service: EmbeddedService, path: str) -> None:
     with connect(service.url.replace("http", "ws", 1) + path) as peer:

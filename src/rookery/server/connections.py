@@ -128,6 +128,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
+        if self.transport.get_protocol() is not self:  # a WebSocket now, whose hello has a time limit elsewhere
+            return
         if self._timer is None and self.timeout_keep_alive_task is None and self.slot is not None and self.slot.idle:
             self._await_head()
 
