@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from cachetools import LRUCache
@@ -23,7 +24,7 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import SITES, output_slices
 
 RANK_BUCKET = 16
-"""Ranks are padded to 16, 32, 64 …: a narrower product costs as much as one of 16."""
+"""Ranks are padded to multiples of 16: a narrower product costs as much as one of 16."""
 
 _VIEWS_KEPT = 64
 """Ranges of slots whose views are cached: some hundred small objects each."""
@@ -41,11 +42,8 @@ about as much as adjacency saves in two decode steps."""
 
 
 def padded_rank(rank: int) -> int:
-    """The smallest rank bucket that holds ``rank``."""
-    size = RANK_BUCKET
-    while size < rank:
-        size *= 2
-    return size
+    """The smallest multiple of ``RANK_BUCKET`` that holds ``rank``."""
+    return -(-rank // RANK_BUCKET) * RANK_BUCKET
 
 
 @dataclass
@@ -61,6 +59,8 @@ class ResidentAdapter:
     pins: int = 0
     """Requests that use it."""
     evict_pending: bool = False
+    packed: Any = None
+    """In another layout (``LoraManager.packed``)."""
 
     @classmethod
     def load(

@@ -150,7 +150,7 @@ class Decoder:
         y = w.qkv(h)
         if lora is not None:
             y = lora(i, "qkv", h, y)
-        q, k, v = self._heads(i, w, y, *rotation)
+        q, k, v = self.heads(i, y, rotation)
         h = attend(i, q, k, v).reshape(len(x), cfg.heads * cfg.head_dim)
         y = w.o(h)
         x = x + (lora(i, "o", h, y) if lora is not None else y)
@@ -170,9 +170,9 @@ class Decoder:
         """hidden [n, hidden] → logits [n, vocab] in the base dtype; ``whole`` as in ``PackedLinear``."""
         return self._project.single_product(hidden) if whole else self._project(hidden)
 
-    def _heads(self, layer: int, w: Layer, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """y [tokens, (heads + 2 kv_heads) · head_dim] → q, k, v by head."""
-        cfg = self.config
+    def heads(self, layer: int, y: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """y [tokens, (heads + 2 kv_heads) · head_dim] → q, k, v by head, normalised and rotated."""
+        cfg, w = self.config, self.layers[layer]
         heads = y.view(len(y), cfg.heads + 2 * cfg.kv_heads, cfg.head_dim)
         qk, v = heads.split((cfg.heads + cfg.kv_heads, cfg.kv_heads), 1)
         if w.q_norm is not None and w.k_norm is not None:
@@ -181,7 +181,7 @@ class Decoder:
             k = rms_norm(k, w.k_norm, cfg.eps)
             qk = torch.cat((q, k), 1)
         if cfg.rope[layer]:
-            qk = rotate(qk, cos, sin)
+            qk = rotate(qk, *rotation)
         q, k = qk.split((cfg.heads, cfg.kv_heads), 1)
         return q, k, v
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,8 @@ from rookery.worker.model.adapter_slots import AdapterSlots, ResidentAdapter
 from rookery.worker.model.batch_invariance import chunked_matmul, exact_rows, pad_rows, zero_padding_is_exact
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import SITES
+
+T = TypeVar("T")
 
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 """x [rows, in], w [slots, in, out], ends [slots] int32 → [rows, out]: the rows from ``ends[i - 1]`` to before
@@ -95,6 +98,16 @@ class LoraManager:
         if resident.evict_pending and resident.pins == 0:
             del self._residents[key]
             self._slots.remove(key)
+
+    def packed(self, key: str, layout: Callable[[ResidentAdapter], T]) -> T:
+        """An adapter in the layout of other products than those below; made once, it replaces the tensors that these
+        read."""
+        resident = self._residents[key]
+        if resident.packed is None:
+            resident.packed = layout(resident)
+            resident.a, resident.b = {}, {}
+        packed: T = resident.packed
+        return packed
 
     def _wanted(self, keys: Iterable[str]) -> dict[str, ResidentAdapter]:
         return {key: self._residents[key] for key in keys if key}

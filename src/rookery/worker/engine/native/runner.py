@@ -16,6 +16,7 @@ from torch import Tensor
 from rookery.worker import device
 from rookery.worker.engine.native.attention import SegmentAttention, SequenceChunk
 from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
+from rookery.worker.engine.native.kernels import fits as runs_kernels
 from rookery.worker.engine.native.kernels import load as load_kernels
 from rookery.worker.engine.native.kv_cache import KVCache, KVStore
 from rookery.worker.engine.native.sampler import SampledTokens, SamplingKey, sample
@@ -51,16 +52,10 @@ class Runner(Protocol):
 class DenseRunner:
     """See the module."""
 
-    def __init__(self, decoder: Decoder, bank: LoraManager, kv_budget_bytes: int, *, kernels: bool = False) -> None:
-        """With ``kernels``, samples by one (``kernels.load`` comes first)."""
+    def __init__(self, decoder: Decoder, bank: LoraManager, kv_budget_bytes: int) -> None:
         self.store = KVCache(decoder.config, decoder.dtype, decoder.device, kv_budget_bytes)
         self._decoder = decoder
         self._bank = bank
-        self._sample = sample
-        if kernels:
-            from rookery.worker.engine.native.kernels import sampler
-
-            self._sample = sampler.sample
 
     def prepare_adapters(self, keys: Iterable[str]) -> None:
         """Nothing to do: ``BatchLora`` takes rows in any order."""
@@ -68,9 +63,7 @@ class DenseRunner:
     def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
         """See ``Runner``."""
         attend = SegmentAttention(self._decoder.config, streams, self._decoder.dtype, self._decoder.device)
-        groups = [(key, sum(len(s.tokens) for s in group)) for key, group in groupby(streams, key=lambda s: s.key)]
-        if len(attend.tokens) > sum(count for _, count in groups):
-            groups = [(key, 2 * count) for key, count in groups]  # a lone token, doubled
+        groups = _adapter_groups(streams)
         lora = self._bank.batch_product([key for key, _ in groups], [count for _, count in groups])
         return self._decoder.forward(attend.tokens, attend.positions, attend, lora), attend.last
 
@@ -81,7 +74,49 @@ class DenseRunner:
 
     def sample(self, logits: Tensor, keys: Sequence[SamplingKey]) -> SampledTokens:
         """See ``Runner``."""
-        return self._sample(logits, keys)
+        return sample(logits, keys)
+
+
+class KernelRunner:
+    """A CPU's with compiled kernels (``kernels.load`` comes first)."""
+
+    def __init__(self, decoder: Decoder, bank: LoraManager, kv_budget_bytes: int) -> None:
+        from rookery.worker.engine.native.kernels import lora, sampler
+
+        self.store = KVCache(decoder.config, decoder.dtype, decoder.device, kv_budget_bytes)
+        self._decoder = decoder
+        self._bank = bank
+        self._lora, self._sampler = lora, sampler
+
+    def prepare_adapters(self, keys: Iterable[str]) -> None:
+        """Nothing to do: blocks take rows in any order."""
+
+    def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
+        """See ``Runner``."""
+        attend = SegmentAttention(self._decoder.config, streams, self._decoder.dtype, self._decoder.device)
+        rotation = self._decoder.rotation(attend.positions)
+
+        def attention(layer: int, qkv: Tensor) -> Tensor:
+            return attend(layer, *self._decoder.heads(layer, qkv, rotation)).reshape(len(qkv), -1)
+
+        pack = self._lora.KernelAdapter.pack
+        groups = [(self._bank.packed(key, pack) if key else None, count) for key, count in _adapter_groups(streams)]
+        return self._lora.forward(self._decoder, attend.tokens, groups, attention), attend.last
+
+    def decode(self, streams: Sequence[SequenceChunk]) -> Tensor:
+        """See ``Runner``."""
+        hidden, last = self.prefill(streams)
+        return logits_at(self._decoder, hidden, last)
+
+    def sample(self, logits: Tensor, keys: Sequence[SamplingKey]) -> SampledTokens:
+        """See ``Runner``."""
+        return self._sampler.sample(logits, keys)
+
+
+def _adapter_groups(streams: Sequence[SequenceChunk]) -> list[tuple[str, int]]:
+    """Adapters and their consecutive tokens; a lone token is doubled (``batch_invariance``)."""
+    groups = [(key, sum(len(s.tokens) for s in group)) for key, group in groupby(streams, key=lambda s: s.key)]
+    return groups if sum(count for _, count in groups) > 1 else [(groups[0][0], 2)]
 
 
 def best_runner(
@@ -92,8 +127,8 @@ def best_runner(
     ``cache``."""
     if device.fuses(decoder.device, decoder.dtype):
         return CudaGraphRunner(decoder, bank, kv_budget_bytes)
-    kernels = kernels and decoder.device.type == "cpu" and load_kernels(cache)
-    return DenseRunner(decoder, bank, kv_budget_bytes, kernels=kernels)
+    usable = kernels and decoder.device.type == "cpu" and runs_kernels(decoder.config) and load_kernels(cache)
+    return (KernelRunner if usable else DenseRunner)(decoder, bank, kv_budget_bytes)
 
 
 def logits_at(decoder: Decoder, hidden: Tensor, index: Tensor) -> Tensor:

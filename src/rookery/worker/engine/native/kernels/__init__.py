@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rookery.worker.engine.native.kernels import runtime
+from rookery.worker.model.config import DecoderConfig
 
 
 def load(folder: Path | None) -> bool:
@@ -12,7 +13,13 @@ def load(folder: Path | None) -> bool:
     where they cannot run."""
     if runtime.why_unavailable():
         return False
-    from rookery.worker.engine.native.kernels import sampler
+    from rookery.worker.engine.native.kernels import lora, sampler
 
-    runtime.load([sampler.KERNEL], folder)
+    runtime.load([sampler.KERNEL, lora.KERNEL], folder)
     return True
+
+
+def fits(config: DecoderConfig) -> bool:
+    """Whether the kernels compute this model: its widths are multiples of a vector's 16 numbers."""
+    widths = (config.hidden, config.head_dim, config.site_shape("down")[0])
+    return all(width % 16 == 0 for width in widths)

@@ -90,6 +90,16 @@ class Arguments:
         self._tensors.append(tensor)
         return self
 
+    def replace(self, index: int, *words: int) -> None:
+        """Sets the arguments from ``index`` on, which are the last ones: numbers, and what ``checked_address`` returned
+        for tensors that the caller keeps. They need not have been added."""
+        if self._array is None or len(self._array) != index + len(words):
+            del self._words[index:]
+            self._words += words
+            self._array = None
+        else:
+            self._array[index:] = words
+
     def reset(self) -> int:
         """Sets the counters to 0 and returns the address of the words. None can be added afterwards."""
         if self._array is None:
@@ -99,12 +109,12 @@ class Arguments:
         return self._address
 
 
-def checked_address(tensor: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> int:
+def checked_address(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     """The address of a tensor's first element; raises ``ValueError`` if a kernel that expects this dtype and shape, and
     contiguous memory of the CPU, must not read it."""
-    if tensor.device.type != "cpu" or tensor.dtype != dtype or tuple(tensor.shape) != tuple(shape):
+    if not tensor.is_cpu or tensor.dtype != dtype or tensor.shape != shape:
         found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
-        raise ValueError(f"a kernel needs {dtype} {tuple(shape)} on cpu, given {found}")
+        raise ValueError(f"a kernel needs {dtype} {shape} on cpu, given {found}")
     if not tensor.is_contiguous():
         raise ValueError(f"a kernel needs contiguous memory, given strides {tensor.stride()} of {tuple(tensor.shape)}")
     return tensor.data_ptr()
@@ -149,8 +159,11 @@ def load(kernels: Sequence[Kernel], folder: Path | None) -> None:
     kernels = [kernel for kernel in kernels if not kernel.compiled]
     if not kernels:
         return
+    from rookery.worker.engine.native.kernels import vec
+
     start = time.perf_counter()
     with _numba_cache(folder) as cached:
+        vec.compile_product(cached=cached)
         for kernel in kernels:
             kernel.compile(cached=cached)
     log.info("kernels loaded in %.1f s", time.perf_counter() - start)

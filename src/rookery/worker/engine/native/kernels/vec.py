@@ -214,6 +214,14 @@ def write_float(builder: Any, base: Any, index: Any, number: Any) -> None:
     builder.store(number, _address(builder, base, index, 4, _FLOAT), align=4)
 
 
+@_operation(types.none, (_int, _int, _float))
+def write_half(builder: Any, base: Any, index: Any, number: Any) -> None:
+    """Stores the upper half: of a number that ``round_half`` returned."""
+    half = ir.IntType(16)
+    upper = builder.lshr(builder.bitcast(number, ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
+    builder.store(builder.trunc(upper, half), _address(builder, base, index, 2, half), align=2)
+
+
 @_operation(_int, (_int, _int))
 def read_int(builder: Any, base: Any, index: Any) -> Any:
     """One int64."""
@@ -291,11 +299,11 @@ def exp(x: Any) -> Any:
 
 
 def _emit_panel(rows: int, columns: int, half: bool) -> Any:
-    """``panel(x, x_stride, w, w_stride, depth, out, out_stride)`` of this many rows and columns of vectors, whose sums
-    are in registers along the contraction."""
+    """``panel(x, x_stride, w, w_stride, w_column, depth, out, out_stride)`` of this many rows and columns of vectors,
+    whose sums are in registers along the contraction."""
 
     def panel(
-        builder: Any, x: Any, x_stride: Any, w: Any, w_stride: Any, depth: Any, out: Any, out_stride: Any
+        builder: Any, x: Any, x_stride: Any, w: Any, w_stride: Any, w_column: Any, depth: Any, out: Any, out_stride: Any
     ) -> None:
         def out_index(row: int, column: int) -> Any:
             start = builder.mul(out_stride, ir.Constant(_INT64, row))
@@ -307,7 +315,9 @@ def _emit_panel(rows: int, columns: int, half: bool) -> Any:
         }
         with cgutils.for_range(builder, depth) as loop:
             start = builder.mul(loop.index, w_stride)
-            starts = [builder.add(start, ir.Constant(_INT64, LANES * column)) for column in range(columns)]
+            starts = [
+                builder.add(start, builder.mul(w_column, ir.Constant(_INT64, column))) for column in range(columns)
+            ]
             weights = [_load(builder, w, at, half) for at in starts]
             for row in range(rows):
                 at = builder.add(builder.mul(x_stride, ir.Constant(_INT64, row)), loop.index)
@@ -319,7 +329,7 @@ def _emit_panel(rows: int, columns: int, half: bool) -> Any:
             builder.store(builder.load(sums[cell]), _address(builder, out, out_index(*cell), 4, _VECTOR), align=4)
 
     panel.__name__ = f"panel_{rows}_{columns}_{'half' if half else 'float'}"
-    return _operation(types.none, (types.int64,) * 7)(panel)
+    return _operation(types.none, (types.int64,) * 8)(panel)
 
 
 def _row_tile(rows: int, columns: int) -> Any:
@@ -329,22 +339,31 @@ def _row_tile(rows: int, columns: int) -> Any:
 
     @device_function
     def tile(
-        x: int, x_stride: int, w: int, w_stride: int, depth: int, out: int, out_stride: int, vectors: int, half: int
+        x: int,
+        x_stride: int,
+        w: int,
+        w_stride: int,
+        w_column: int,
+        depth: int,
+        out: int,
+        out_stride: int,
+        vectors: int,
+        half: int,
     ) -> None:
         at = 0
         while at + columns <= vectors:
             here = out + 4 * LANES * at
             if half:
-                several_half(x, x_stride, w + 2 * LANES * at, w_stride, depth, here, out_stride)
+                several_half(x, x_stride, w + 2 * w_column * at, w_stride, w_column, depth, here, out_stride)
             else:
-                several_float(x, x_stride, w + 4 * LANES * at, w_stride, depth, here, out_stride)
+                several_float(x, x_stride, w + 4 * w_column * at, w_stride, w_column, depth, here, out_stride)
             at += columns
         while at < vectors:
             here = out + 4 * LANES * at
             if half:
-                one_half(x, x_stride, w + 2 * LANES * at, w_stride, depth, here, out_stride)
+                one_half(x, x_stride, w + 2 * w_column * at, w_stride, w_column, depth, here, out_stride)
             else:
-                one_float(x, x_stride, w + 4 * LANES * at, w_stride, depth, here, out_stride)
+                one_float(x, x_stride, w + 4 * w_column * at, w_stride, w_column, depth, here, out_stride)
             at += 1
 
     return tile
@@ -354,7 +373,55 @@ _WIDE_REGISTERS = bool(llvm.get_host_cpu_features().get("avx512f"))
 """Whether a vector is one register, of 32; else it is two, of 16, and sums of more than four vectors do not fit."""
 
 _eight, _four = (_row_tile(8, 2), _row_tile(4, 4)) if _WIDE_REGISTERS else (_row_tile(8, 1), _row_tile(4, 1))
+_three = _row_tile(3, 4) if _WIDE_REGISTERS else _row_tile(3, 1)
 _two, _one = (_row_tile(2, 4), _row_tile(1, 4)) if _WIDE_REGISTERS else (_row_tile(2, 2), _row_tile(1, 4))
+
+
+
+def _product(
+    x: int,
+    x_stride: int,
+    rows: int,
+    w: int,
+    w_stride: int,
+    w_column: int,
+    depth: int,
+    out: int,
+    out_stride: int,
+    vectors: int,
+    half: int,
+) -> None:
+    """See ``multiply``."""
+    row = 0
+    while row < rows:
+        here, there = x + 4 * row * x_stride, out + 4 * row * out_stride
+        if rows - row >= 8:
+            _eight(here, x_stride, w, w_stride, w_column, depth, there, out_stride, vectors, half)
+            row += 8
+        elif rows - row >= 4:
+            _four(here, x_stride, w, w_stride, w_column, depth, there, out_stride, vectors, half)
+            row += 4
+        elif rows - row == 3:
+            _three(here, x_stride, w, w_stride, w_column, depth, there, out_stride, vectors, half)
+            row += 3
+        elif rows - row >= 2:
+            _two(here, x_stride, w, w_stride, w_column, depth, there, out_stride, vectors, half)
+            row += 2
+        else:
+            _one(here, x_stride, w, w_stride, w_column, depth, there, out_stride, vectors, half)
+            row += 1
+
+
+_PRODUCT = types.none(*[types.int64] * 11)
+_linked_product = types.ExternalFunction("rookery_product", _PRODUCT)
+_compiled: list[Any] = []
+
+
+def compile_product(*, cached: bool) -> None:
+    """Compiles ``multiply``'s code, once; kernels find it by its symbol, or each one would hold a copy of it."""
+    if not _compiled:
+        _compiled.append(numba.cfunc(_PRODUCT, cache=cached, error_model="numpy")(_product))
+        llvm.add_symbol("rookery_product", _compiled[0].address)
 
 
 @device_function
@@ -369,23 +436,11 @@ def multiply(
     out_stride: int,
     vectors: int,
     half: int,
+    w_column: int = LANES,
 ) -> None:
     """``out`` += x · w: x [rows, depth] float32, w [depth, 16 · vectors] (``half``), out [rows, 16 · vectors] float32.
 
-    Strides are in elements, between rows. Each number of ``out`` is one chain of fused multiply-adds that begins with
-    its value and follows the contraction from its first to its last index, for any number of rows and vectors."""
-    row = 0
-    while row < rows:
-        here, there = x + 4 * row * x_stride, out + 4 * row * out_stride
-        if rows - row >= 8:
-            _eight(here, x_stride, w, w_stride, depth, there, out_stride, vectors, half)
-            row += 8
-        elif rows - row >= 4:
-            _four(here, x_stride, w, w_stride, depth, there, out_stride, vectors, half)
-            row += 4
-        elif rows - row >= 2:
-            _two(here, x_stride, w, w_stride, depth, there, out_stride, vectors, half)
-            row += 2
-        else:
-            _one(here, x_stride, w, w_stride, depth, there, out_stride, vectors, half)
-            row += 1
+    Strides are in elements, between rows; ``w_column`` is that between the vectors of one row of w. Each number of
+    ``out`` is one chain of fused multiply-adds that begins with its value and follows the contraction from its first to
+    its last index, for any number of rows and vectors."""
+    _linked_product(x, x_stride, rows, w, w_stride, w_column, depth, out, out_stride, vectors, half)

@@ -1,0 +1,360 @@
+"""A layer's work between its linear products and its attention, as one kernel: LoRA, residual, RMSNorm and SwiGLU.
+
+Promises:
+
+* A row's result is the same bits in any batch: blocks hold rows of one adapter, and each number of LoRA's two factors
+  is one chain of fused multiply-adds along its contraction (``vec.multiply``), whatever the block's size. A NaN stays
+  in its adapter's rows.
+* Numbers are rounded to the base's dtype where the decoder's plain operations round them; all else is float32. The sum
+  of squares of a norm is taken lane by lane along the row, then over the lanes.
+* Ranks are padded with zeros to a multiple of 16; an adapter without a site costs nothing there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rookery.worker.engine.native.kernels.runtime import FIRST, Arguments, Kernel, check_rows, checked_address
+from rookery.worker.engine.native.kernels.vec import (
+    LANES,
+    device_function,
+    exp,
+    fetch_increment,
+    load,
+    load_float,
+    multiply,
+    read_float,
+    read_int,
+    rounded,
+    splat,
+    store,
+    store_float,
+    sum_lanes,
+)
+from rookery.worker.model.adapter_slots import ResidentAdapter
+from rookery.worker.model.decoder import SITES, Decoder, output_slices
+
+BLOCK_ROWS = 8
+"""Rows of a block: as many as a product holds in registers."""
+
+_COLUMNS = 4 * LANES
+"""Columns that a block computes at a time, so that they stay in the first cache."""
+
+_EXPAND, _SHRINK, _NORM, _SWIGLU = range(4)
+"""The stages: expand of y in place; shrink of x; y added to the residual stream, norm and shrink; SwiGLU and shrink."""
+
+(_BLOCKS, _NUM_BLOCKS, _HALF, _RESIDUAL, _STRIDE, _SCRATCH, _ROOM, _EPS, _STAGE, _UP, _DOWN, _PARTS, _END_0, _END_1,
+ _END_2, _WEIGHT, _INNER, _NEXT_INNER, _OUT, _Y) = range(FIRST, FIRST + 20)  # fmt: skip
+"""``_BLOCKS`` [blocks, 4]: first row, rows, padded rank, address of the adapter's table (0: the base model). From
+``_STAGE`` on, a stage's: places of B and A in that table (0: none), parts of the shrink, ends of y's parts, weight of
+the norm, LoRA's middle [rows, ``_STRIDE``] float32 to expand and to write, output, y (0: none)."""
+
+
+@dataclass(frozen=True)
+class KernelAdapter:
+    """One adapter as the kernel reads it: per site A [layers, parts · rank / 16, in, 16] and B [layers, out / 16, rank,
+    16], and ``table`` [layers, sites, 2] of their addresses in each layer, A first; 0 where the adapter has no such
+    site."""
+
+    rank: int
+    table: Tensor
+    tensors: list[Tensor]
+
+    @classmethod
+    def pack(cls, adapter: ResidentAdapter) -> KernelAdapter:
+        """Copies the factors into the kernel's layout."""
+        layers = len(next(iter(adapter.a.values())))
+        table, tensors = torch.zeros(layers, len(SITES), 2, dtype=torch.int64), []
+        for i, site in enumerate(SITES):
+            if site in adapter.a:
+                a = adapter.a[site].reshape(layers, -1, LANES, adapter.a[site].shape[-1]).transpose(2, 3).contiguous()
+                b = adapter.b[site].reshape(layers, -1, LANES, adapter.rank).transpose(2, 3).contiguous()
+                for j, tensor in enumerate((a, b)):
+                    table[:, i, j] = tensor.data_ptr() + torch.arange(layers) * tensor[0].nbytes
+                    tensors.append(tensor)
+        return cls(adapter.rank, table, tensors)
+
+
+@device_function
+def _expand(args: int, block: int, part: int, at: int, columns: int, out: int, stride: int) -> None:
+    """Adds B · middle to the ``columns`` of ``out`` [rows, stride] float32, which are y's from ``at`` on and belong to
+    the ``part``-th part."""
+    rank, table, half = read_int(block, 2), read_int(block, 3), read_int(args, _HALF)
+    b = read_int(table, read_int(args, _UP)) if table and read_int(args, _UP) else 0
+    if b:
+        inner = read_int(args, _INNER) + 4 * (read_int(block, 0) * read_int(args, _STRIDE) + part * rank)
+        b += (2 if half else 4) * at * rank
+        rows, vectors = read_int(block, 1), columns // LANES
+        multiply(inner, read_int(args, _STRIDE), rows, b, LANES, rank, out, stride, vectors, half, LANES * rank)
+
+
+@device_function
+def _next_inner(args: int, block: int) -> int:
+    """The middle that the block's rows write."""
+    return read_int(args, _NEXT_INNER) + 4 * read_int(block, 0) * read_int(args, _STRIDE)
+
+
+@device_function
+def _set_inner(args: int, block: int, final: int) -> None:
+    """Sets the block's middle to zero; if ``final``, rounds it instead."""
+    inner, stride, half = _next_inner(args, block), read_int(args, _STRIDE), read_int(args, _HALF)
+    for row in range(read_int(block, 1)):
+        for i in range(0, read_int(args, _PARTS) * read_int(block, 2), LANES):
+            value = rounded(load_float(inner, row * stride + i), half) if final else splat(0.0)
+            store_float(inner, row * stride + i, value)
+
+
+@device_function
+def _shrink(args: int, block: int, x: int, stride: int, at: int, columns: int, width: int) -> None:
+    """Adds A · x of ``columns`` columns from ``at`` on, of ``width`` in all, to the middle; ``x`` [rows, stride]
+    float32 begins with the first of them."""
+    rank, table, half = read_int(block, 2), read_int(block, 3), read_int(args, _HALF)
+    a = read_int(table, read_int(args, _DOWN) - 1) if table and read_int(args, _DOWN) else 0
+    if a:
+        a += (2 if half else 4) * at * LANES
+        rows, vectors = read_int(block, 1), read_int(args, _PARTS) * rank // LANES
+        out, out_stride = _next_inner(args, block), read_int(args, _STRIDE)
+        multiply(x, stride, rows, a, LANES, columns, out, out_stride, vectors, half, LANES * width)
+
+
+@device_function
+def _load_rows(args: int, block: int, source: int, at: int, width: int, columns: int, out: int, stride: int) -> None:
+    """The block's rows of ``source`` [tokens, width], columns from ``at`` on, to ``out`` [rows, stride] float32."""
+    first, half = read_int(block, 0), read_int(args, _HALF)
+    for row in range(read_int(block, 1)):
+        for i in range(0, columns, LANES):
+            store_float(out, row * stride + i, load(source, (first + row) * width + at + i, half))
+
+
+@device_function
+def _store_rows(args: int, block: int, x: int, stride: int, columns: int, out: int, width: int, at: int) -> None:
+    """The reverse of ``_load_rows``."""
+    first, half = read_int(block, 0), read_int(args, _HALF)
+    for row in range(read_int(block, 1)):
+        for i in range(0, columns, LANES):
+            store(out, (first + row) * width + at + i, load_float(x, row * stride + i), half)
+
+
+@device_function
+def _expand_block(args: int, block: int, scratch: int) -> None:
+    """y += B · middle, part by part."""
+    y, width, begin = read_int(args, _Y), read_int(args, _END_2), 0
+    for part in range(3):
+        end = read_int(args, _END_0 + part)
+        for at in range(begin, end, _COLUMNS):
+            columns = min(_COLUMNS, end - at)
+            _load_rows(args, block, y, at, width, columns, scratch, _COLUMNS)
+            _expand(args, block, part, at, columns, scratch, _COLUMNS)
+            _store_rows(args, block, scratch, _COLUMNS, columns, y, width, at)
+        begin = end
+
+
+@device_function
+def _shrink_block(args: int, block: int, scratch: int) -> None:
+    """middle = A · y."""
+    width = read_int(args, _END_0)
+    for at in range(0, width, _COLUMNS):
+        columns = min(_COLUMNS, width - at)
+        _load_rows(args, block, read_int(args, _Y), at, width, columns, scratch, _COLUMNS)
+        _shrink(args, block, scratch, _COLUMNS, at, columns, width)
+
+
+@device_function
+def _norm_block(args: int, block: int, scratch: int) -> None:
+    """residual += y + B · middle; out = norm(residual) · weight; middle = A · out."""
+    width, half, y = read_int(args, _END_0), read_int(args, _HALF), read_int(args, _Y)
+    residual, weight = read_int(args, _RESIDUAL), read_int(args, _WEIGHT)
+    if y:
+        _load_rows(args, block, y, 0, width, width, scratch, width)
+        _expand(args, block, 0, 0, width, scratch, width)
+    for row in range(read_int(block, 1)):
+        at, to = (read_int(block, 0) + row) * width, row * width
+        squares = splat(0.0)
+        for i in range(0, width, LANES):
+            x = load(residual, at + i, half)
+            if y:
+                x = rounded(x + rounded(load_float(scratch, to + i), half), half)
+                store(residual, at + i, x, half)
+            store_float(scratch, to + i, x)
+            squares = squares + x * x
+        mean = sum_lanes(squares) / np.float32(width)
+        factor = splat(np.float32(1.0) / math.sqrt(mean + read_float(read_int(args, _EPS), 0)))
+        for i in range(0, width, LANES):
+            x = load_float(scratch, to + i) * factor * load(weight, i, half)
+            store_float(scratch, to + i, rounded(x, half))
+    _store_rows(args, block, scratch, width, width, read_int(args, _OUT), width, 0)
+    _shrink(args, block, scratch, width, 0, width, width)
+
+
+@device_function
+def _swiglu_block(args: int, block: int, scratch: int) -> None:
+    """[gate, up] = y + B · middle; out = silu(gate) · up; middle = A · out."""
+    width, half, y = read_int(args, _END_0), read_int(args, _HALF), read_int(args, _Y)
+    one = splat(1.0)
+    for at in range(0, width, _COLUMNS):
+        columns = min(_COLUMNS, width - at)
+        for part in range(2):
+            here = scratch + 4 * part * _COLUMNS
+            _load_rows(args, block, y, part * width + at, 2 * width, columns, here, 2 * _COLUMNS)
+            _expand(args, block, part, part * width + at, columns, here, 2 * _COLUMNS)
+        for row in range(read_int(block, 1)):
+            for i in range(0, columns, LANES):
+                to = 2 * row * _COLUMNS + i
+                gate, up = load_float(scratch, to), load_float(scratch, to + _COLUMNS)
+                gate = rounded(gate, half)
+                gate = rounded(gate / (one + exp(splat(0.0) - gate)), half)
+                store_float(scratch, to, rounded(gate * rounded(up, half), half))
+        _store_rows(args, block, scratch, 2 * _COLUMNS, columns, read_int(args, _OUT), width, at)
+        _shrink(args, block, scratch, 2 * _COLUMNS, at, columns, width)
+
+
+def _stage(args: int) -> None:
+    stage = read_int(args, _STAGE)
+    scratch = read_int(args, _SCRATCH) + 4 * read_int(args, _ROOM) * fetch_increment(args, 1)
+    while True:
+        index = fetch_increment(args, 0)
+        if index >= read_int(args, _NUM_BLOCKS):
+            break
+        block = read_int(args, _BLOCKS) + 32 * index
+        shrinks = read_int(block, 3) != 0 and read_int(args, _DOWN) != 0
+        if shrinks:
+            _set_inner(args, block, 0)
+        if stage == _EXPAND:
+            _expand_block(args, block, scratch)
+        elif stage == _SHRINK:
+            _shrink_block(args, block, scratch)
+        elif stage == _NORM:
+            _norm_block(args, block, scratch)
+        else:
+            _swiglu_block(args, block, scratch)
+        if shrinks:
+            _set_inner(args, block, 1)
+
+
+KERNEL = Kernel(_stage)
+
+Site = tuple[int, str]
+"""A layer and a key of ``SITES``."""
+
+
+class LayerStages:
+    """The stages of one slice of tokens, in the order in which ``forward`` calls them. Each one writes the next site's
+    LoRA middle, which the stage behind that site's product reads. Widths must be multiples of 16."""
+
+    def __init__(self, decoder: Decoder, residual: Tensor, groups: Sequence[tuple[KernelAdapter | None, int]]) -> None:
+        """``residual`` [tokens, hidden] is changed in place; ``groups`` are adapters (None: the base model) with their
+        numbers of consecutive tokens. Raises ``ValueError`` if they are not as many as ``residual`` has."""
+        config, self._dtype = decoder.config, residual.dtype
+        self._decoder, self._tokens, self._config = decoder, len(residual), config
+        self._adapted = any(adapter is not None for adapter, _ in groups)
+        blocks = np.array(list(_blocks(groups, self._tokens, config.layers)), dtype=np.int64)
+        stride = max((3 * adapter.rank for adapter, _ in groups if adapter is not None), default=0)
+        self._inner, self._next_inner = (torch.empty(self._tokens, stride) for _ in range(2))
+        self._normed = torch.empty_like(residual)
+        self._activated = torch.empty(self._tokens, config.site_shape("down")[0], dtype=self._dtype)
+        self._keep = groups
+        room = BLOCK_ROWS * max(config.hidden, 2 * _COLUMNS)
+        arguments = self._arguments = Arguments()
+        arguments.tensor(torch.from_numpy(blocks), torch.int64, len(blocks), 4).number(len(blocks))
+        arguments.number(self._dtype == torch.bfloat16).tensor(residual, self._dtype, self._tokens, config.hidden)
+        arguments.number(stride).tensor(torch.empty(arguments.threads, room), torch.float32, arguments.threads, room)
+        arguments.number(room).tensor(torch.tensor([config.eps]), torch.float32, 1)
+
+    def norm(self, weight: Tensor, y: Tensor | None, up: Site | None, down: Site | None) -> Tensor:
+        """Adds y and the delta of its site ``up`` to the residual stream → its norm, for the site ``down``."""
+        self._run(_NORM, up, down, (self._config.hidden,), y, weight, self._normed)
+        return self._normed
+
+    def expand(self, site: Site, y: Tensor) -> Tensor:
+        """y plus the delta of its site, in place."""
+        if self._adapted:
+            ends = [part.stop for part in output_slices(self._config, site[1]).values()]
+            self._run(_EXPAND, site, None, ends, y)
+        return y
+
+    def shrink(self, site: Site, x: Tensor) -> Tensor:
+        """x itself, the input of ``site``."""
+        if self._adapted:
+            self._run(_SHRINK, None, site, (x.shape[1],), x)
+        return x
+
+    def swiglu(self, y: Tensor, up: Site, down: Site) -> Tensor:
+        """SwiGLU of y = [gate, up] and the delta of its site ``up``, for the site ``down``."""
+        self._run(_SWIGLU, up, down, (y.shape[1] // 2,), y, None, self._activated)
+        return self._activated
+
+    def _run(
+        self,
+        stage: int,
+        up: Site | None,
+        down: Site | None,
+        ends: Sequence[int],
+        y: Tensor | None,
+        weight: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> None:
+        width = ends[-1] * (2 if stage == _SWIGLU else 1)
+        self._arguments.replace(
+            _STAGE,
+            stage,
+            _place(up) + 1 if up is not None and self._adapted else 0,
+            _place(down) + 1 if down is not None and self._adapted else 0,
+            len(SITES[down[1]]) if down is not None else 0,
+            *(ends if len(ends) == 3 else (ends[0], ends[0], ends[0])),
+            checked_address(weight, self._dtype, (self._config.hidden,)) if weight is not None else 0,
+            self._inner.data_ptr(),
+            self._next_inner.data_ptr(),
+            out.data_ptr() if out is not None else 0,
+            checked_address(y, self._dtype, (self._tokens, width)) if y is not None else 0,
+        )
+        KERNEL(self._arguments)
+        if down is not None:
+            self._inner, self._next_inner = self._next_inner, self._inner
+
+
+def _place(site: Site) -> int:
+    """Of A in an adapter's table; B's is the next."""
+    return 2 * (site[0] * len(SITES) + list(SITES).index(site[1]))
+
+
+def _blocks(
+    groups: Sequence[tuple[KernelAdapter | None, int]], tokens: int, layers: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """``_BLOCKS`` of the groups."""
+    first = 0
+    for adapter, count in groups:
+        check_rows(first, count, tokens)
+        rank = adapter.rank if adapter is not None else 0
+        table = checked_address(adapter.table, torch.int64, (layers, len(SITES), 2)) if adapter is not None else 0
+        for begin in range(first, first + count, BLOCK_ROWS):
+            yield begin, min(BLOCK_ROWS, first + count - begin), rank, table
+        first += count
+    if first != tokens:
+        raise ValueError(f"adapters are given for {first} of {tokens} tokens")
+
+
+def forward(
+    decoder: Decoder,
+    tokens: Tensor,
+    groups: Sequence[tuple[KernelAdapter | None, int]],
+    attend: Callable[[int, Tensor], Tensor],
+) -> Tensor:
+    """``Decoder.forward`` of tokens [tokens] by kernels, without gradients: hidden states after the final norm [tokens,
+    hidden]. ``attend(layer, qkv)`` takes the layer's projections, neither normalised nor rotated, and returns [tokens,
+    heads · head_dim]; ``groups`` as in ``LayerStages``."""
+    stages = LayerStages(decoder, F.embedding(tokens, decoder.embedding), groups)
+    y, above = None, None
+    for i, w in enumerate(decoder.layers):
+        x = stages.norm(w.attention_norm, y, above, (i, "qkv"))
+        x = attend(i, stages.expand((i, "qkv"), w.qkv(x)))
+        x = stages.norm(w.mlp_norm, w.o(stages.shrink((i, "o"), x)), (i, "o"), (i, "gate_up"))
+        x = stages.swiglu(w.gate_up(x), (i, "gate_up"), (i, "down"))
+        y, above = w.down(x), (i, "down")
+    return stages.norm(decoder.norm, y, above, None)
