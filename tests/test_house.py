@@ -20,7 +20,7 @@ MAX_CODE, MAX_FILES, MAX_FILE, MIN_FILE, MAX_PACKAGE = 22_800, 240, 400, 40, 2_5
 """Lines of code and files of ``src/rookery``, raw lines of a file and of a package. Lower the first two whenever the
 code shrinks: 16,000 lines in 150 files is enough for what it does."""
 
-MAX_TEST_CODE, MAX_BENCHMARK_CODE, MAX_DOCS = 20_800, 4_000, 1_700
+MAX_TEST_CODE, MAX_BENCHMARK_CODE, MAX_DOCS = 21_800, 4_000, 1_700
 
 SAME_ROLE = {
     "admin", "app", "attention", "balancing", "base", "batch", "chat", "cli", "client", "codec", "common", "compute",

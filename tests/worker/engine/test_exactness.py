@@ -13,13 +13,18 @@ from hypothesis import strategies as st
 from tests.support.tiny import COMPUTED, FAMILIES, divide, small, smollm2
 
 from rookery import protocol
+from rookery.worker.engine.native import kernels
 from rookery.worker.engine.native.engine import NativeEngine
+from rookery.worker.engine.native.runner import DenseRunner, KernelRunner
 from rookery.worker.model.adapter import Adapter, init_adapter
 from rookery.worker.model.batch_invariance import LANES
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
 
 TARGETS = ["q", "k", "v", "o", "gate", "up", "down"]
+BEST: type[KernelRunner | DenseRunner] = KernelRunner if kernels.load(None) else DenseRunner
+"""What workers run here."""
+RUNNERS = list(dict.fromkeys((BEST, DenseRunner)))
 RANKS = {"a": 16, "b": 4, "c": 32, "d": 16}
 
 
@@ -45,7 +50,9 @@ class Recorder(Decoder):
         return logits
 
 
-def world(decoder: Decoder, **options: int) -> tuple[NativeEngine, Recorder]:
+def world(
+    decoder: Decoder, runner: type[KernelRunner | DenseRunner] = BEST, **options: int
+) -> tuple[NativeEngine, Recorder]:
     recorder = Recorder.__new__(Recorder)
     recorder.__dict__.update(decoder.__dict__)
     recorder.rows = set()
@@ -53,7 +60,9 @@ def world(decoder: Decoder, **options: int) -> tuple[NativeEngine, Recorder]:
     for seed, (key, rank) in enumerate(RANKS.items()):
         bank.add(key, adapter(decoder, rank, seed))
     kept = {"max_rows": 32, "kv_budget_bytes": 1 << 28, **options}
-    return NativeEngine(recorder, bank, lambda tokens: "".join(chr(65 + t % 26) for t in tokens), **kept), recorder
+    made = runner(recorder, bank, kept["kv_budget_bytes"])
+    engine = NativeEngine(recorder, bank, lambda tokens: "".join(chr(65 + t % 26) for t in tokens), runner=made, **kept)
+    return engine, recorder
 
 
 def order(
@@ -110,11 +119,19 @@ def prompt(decoder: Decoder, seed: int, length: int) -> list[int]:
 
 
 def check_everything(
-    decoder: Decoder, key: str, length: int, shared: int, max_tokens: int, cut: int, temperature: float, company: int
+    decoder: Decoder,
+    key: str,
+    length: int,
+    shared: int,
+    max_tokens: int,
+    cut: int,
+    temperature: float,
+    company: int,
+    runner: type[KernelRunner | DenseRunner] = BEST,
 ) -> None:
     text = prompt(decoder, length, length)
     about = {"max_tokens": max_tokens, "temperature": temperature, "seed": 5}
-    engine, recorder = world(decoder)
+    engine, recorder = world(decoder, runner)
     alone = run(engine, [order("x", key, text, shared, **about)])["x"]
     rows = recorder.rows
 
@@ -123,37 +140,38 @@ def check_everything(
     for i in range(company):
         theirs = prompt(decoder, 100 + i, 1 + 17 * i % 61)
         others.append(order(f"o{i}", ["a", "b", "c", "d", ""][i % 5], theirs, len(theirs) * (i % 3) // 2, seed=i))
-    engine, recorder = world(decoder)
+    engine, recorder = world(decoder, runner)
     batched = run(engine, [*others[::2], order("x", key, text, shared, **about), *others[1::2]])["x"]
     assert batched == alone
     assert rows <= recorder.rows
 
     # in slices of prefill that cut the prompt elsewhere, with hardly any room
-    engine, recorder = world(decoder, prefill_tokens=7, max_rows=2)
+    engine, recorder = world(decoder, runner, prefill_tokens=7, max_rows=2)
     assert run(engine, [*others[:2], order("x", key, text, shared, **about)])["x"] == alone
     assert rows <= recorder.rows
 
     # resumed from the middle by another worker
-    engine, recorder = world(decoder)
+    engine, recorder = world(decoder, runner)
     resumed = run(engine, [order("x", key, text, shared, prefix_tokens=alone[0][:cut], **about), *others[:2]])["x"]
     assert resumed == (alone[0][cut:], alone[1][cut:])
     assert recorder.rows & rows
 
     # the next turn, with the cache kept and with it lost
-    engine, recorder = world(decoder)
+    engine, recorder = world(decoder, runner)
     run(engine, [order("x", key, text, shared, episode="e", **about)])
     before = engine.stats["reused_tokens"]
     longer = text + alone[0] + prompt(decoder, 7, 1 + cut)
     kept = run(engine, [order("y", key, longer, shared, episode="e", **about), *others])["y"]
     assert engine.stats["reused_tokens"] - before >= len(text) - shared + max_tokens - 1
-    engine, lost = world(decoder)
+    engine, lost = world(decoder, runner)
     assert run(engine, [order("y", key, longer, shared, **about)])["y"] == kept
     assert lost.rows <= recorder.rows
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family(family: str) -> None:
-    check_everything(small(family), "a", 41, 20, 9, 4, 1.0, 7)
+def test_every_family(family: str, runner: type[KernelRunner | DenseRunner]) -> None:
+    check_everything(small(family), "a", 41, 20, 9, 4, 1.0, 7, runner)
 
 
 @settings(max_examples=25)
@@ -177,17 +195,25 @@ def test_any_lengths(
 @pytest.mark.parametrize(("length", "shared"), [(180, 0), (180, 180), (200, 7), (330, 190), (390, 385)])
 def test_where_a_contraction_over_the_keys_is_cut(length: int, shared: int) -> None:
     """Texts and prefixes that grow past 192 and 384 keys (``worker/exact.py``)."""
-    check_everything(small("llama"), "b", length, shared, 24, 11, 1.0, 2)
+    check_everything(small("llama"), "b", length, shared, 24, 11, 1.0, 2, DenseRunner)
 
 
 @pytest.mark.parametrize(
-    ("threads", "length", "shared", "max_tokens"), [(1, 1, 0, 5), (2, 48, 48, 12), (1, 60, 30, 12), (3, 230, 5, 6)]
+    ("threads", "length", "shared", "max_tokens", "runner"),
+    [
+        (1, 1, 0, 5, BEST),
+        (2, 48, 48, 12, BEST),
+        (1, 60, 30, 12, DenseRunner),
+        (3, 230, 5, 6, BEST),
+    ],
 )
-def test_smollm2(threads: int, length: int, shared: int, max_tokens: int) -> None:
+def test_smollm2(
+    threads: int, length: int, shared: int, max_tokens: int, runner: type[KernelRunner | DenseRunner]
+) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        check_everything(smollm2(), "c", length, shared, max_tokens, max_tokens // 2, 1.0, 7)
+        check_everything(smollm2(), "c", length, shared, max_tokens, max_tokens // 2, 1.0, 7, runner)
     finally:
         torch.set_num_threads(before)
 
@@ -196,7 +222,7 @@ def test_smollm2(threads: int, length: int, shared: int, max_tokens: int) -> Non
 def test_divided_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where tile instructions multiply, on any processor."""
     divide(monkeypatch, depth=LANES, rows=8)
-    check_everything(small.__wrapped__("llama"), "b", 90, 40, 24, 11, 1.0, 7)
+    check_everything(small.__wrapped__("llama"), "b", 90, 40, 24, 11, 1.0, 7, DenseRunner)
 
 
 def test_a_budget_too_small_for_all_only_delays() -> None:

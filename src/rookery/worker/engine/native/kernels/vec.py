@@ -377,7 +377,6 @@ _three = _row_tile(3, 4) if _WIDE_REGISTERS else _row_tile(3, 1)
 _two, _one = (_row_tile(2, 4), _row_tile(1, 4)) if _WIDE_REGISTERS else (_row_tile(2, 2), _row_tile(1, 4))
 
 
-
 def _product(
     x: int,
     x_stride: int,
@@ -413,7 +412,7 @@ def _product(
 
 
 _PRODUCT = types.none(*[types.int64] * 11)
-_linked_product = types.ExternalFunction("rookery_product", _PRODUCT)
+_linked_product: Any = types.ExternalFunction("rookery_product", _PRODUCT)
 _compiled: list[Any] = []
 
 
