@@ -17,7 +17,7 @@ PROCESSES ?= 2
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo docs test test-examples test-ray test-sdks install lint types chaos chaos-at-scale controller-scaling bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo docs test test-examples test-ray test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/rookery demo
@@ -58,6 +58,15 @@ chaos: $(VENV)/.tests
 # The same in virtual time, at scale: about twenty minutes on one quiet core.
 chaos-at-scale: $(VENV)/.tests
 	$(BIN)/python -m benchmarks.scale.chaos_at_scale
+
+# Twenty minutes of small jobs, chats, Tinker clients, kills, and a tenant that attacks: what grows, what others notice.
+soak: $(VENV)/.tests
+	$(BIN)/python -m benchmarks.scale.soak
+	$(BIN)/python -m benchmarks.lib.report
+
+# The same for a minute and a half, with the targets that so short a run can meet.
+soak-short: $(VENV)/.tests
+	@$(BIN)/python -m benchmarks.scale.soak --seconds 90
 
 # Peers, each in an environment of its own, for the measures that stand beside them.
 bench-peers: .bench/vllm/.installed .bench/trl/.installed

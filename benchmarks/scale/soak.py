@@ -1,0 +1,352 @@
+"""A long run of real processes with a hostile tenant: what grows, and what the other tenants notice.
+
+``python -m benchmarks.scale.soak [--seconds N]``. Two tenants train small jobs one after another on a random model of a
+few hundred kilobytes, chat, and drive a model through the Tinker SDK. A sixth of the time they are alone; then a third
+tenant does all that a caller may try, at once and without a pause; in the last third, worker and environment host are
+killed as well. Memory, descriptors, threads and the database's size are looked at all the time; their slopes are per
+finished job, by least squares, after a warm-up. A run of at least ``LONG`` seconds writes ``results/soak.json``; the
+exit code tells whether every target that could be measured was met.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TINKER_TELEMETRY"] = "0"  # before the package is there: it would look for its own service
+
+import argparse
+import json
+import logging
+import math
+import random
+import secrets
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import tinker
+from benchmarks.lib.harness import Result, command
+from tests.chaos.driver import Deployment, wait_until
+from tests.support.tinkered import MODEL, RANK, datum, place_model
+from websockets.sync.client import connect
+
+import rookery
+from rookery.errors import Unavailable
+
+LONG = 1000
+"""Seconds of a run whose slopes count: some hundred jobs after the warm-up."""
+TENANTS, STEPS = 2, 4
+LOOK_SECONDS, KILL_SECONDS = 1.0, 20.0
+WORKER_SLOPE = 10e3
+"""Bytes that a worker may grow by a job."""
+SERVICE_BYTES = 1 << 30
+"""What the service may hold at most while it is attacked."""
+API_SECONDS = 0.1
+"""Within which 99% of API calls are answered while it is attacked."""
+END_SECONDS = 10.0
+"""What callers get to notice the end."""
+FEWEST_JOBS = 10
+"""Finished jobs below which no slope is computed."""
+FIGURES = (("memory", "MB", 1e-6), ("descriptors", "", 1), ("threads", "", 1))
+BEYOND_SHARE = 1.15
+"""A step beside a third tenant may take so many times its fair share of 3/2."""
+
+PHASES = ("alone", "attacked", "attacked, with kills")
+
+
+@dataclass
+class Look:
+    """One look at the processes. ``jobs``: finished so far."""
+
+    phase: str
+    jobs: int
+    database: int
+    seen: dict[str, tuple[int, int, int, int]]
+    """(process id, resident bytes, descriptors, threads) by role."""
+
+
+@dataclass
+class Soak:
+    town: Deployment
+    stop: threading.Event = field(default_factory=threading.Event)
+    phase: str = PHASES[0]
+    jobs: int = 0
+    steps: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    """Seconds from one step of a job to the next, of the two tenants."""
+    calls: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    """Seconds of an API call of theirs."""
+    looks: list[Look] = field(default_factory=list)
+    answers: Counter[str] = field(default_factory=Counter)
+    """What the hostile tenant got, by attack and status."""
+    wrong: list[str] = field(default_factory=list)
+    """What should not have happened to the other tenants."""
+
+    def tenant(self, name: str) -> str:
+        """A key of a new tenant."""
+        made = self.town.client.add_tenant(name)
+        return str(self.town.client.add_key(made.id).key)
+
+    def repeat(self, pause: float, action: Callable[..., object], *arguments: Any) -> None:
+        """Until the end; what ``action`` raises is another tenant's trouble."""
+        while not self.stop.is_set():
+            try:
+                action(*arguments)
+            except Exception as error:
+                known = self.phase == PHASES[2] and isinstance(error, Unavailable)  # no worker serves just now
+                if not known and not self.stop.is_set():
+                    self.wrong.append(f"{self.phase}: {action.__name__}: {type(error).__name__}: {error}")
+            self.stop.wait(pause)
+
+    # --- the two tenants ----------------------------------------------------------------------------------------------
+
+    def train(self, client: rookery.Client) -> None:
+        job, last = client.submit(small_job(random.randrange(2**31))), None
+        for kind, data in job.follow():
+            if kind == "metrics":
+                if last is not None:
+                    self.steps[self.phase].append(data.time - last)
+                last = data.time
+            elif kind == "end" and data.state != "completed":
+                raise RuntimeError(f"a job {data.state}: {data.reason}")
+            if self.stop.is_set():
+                return
+        self.jobs += 1
+
+    def chat(self, client: rookery.Client) -> None:
+        client.sample(MODEL, "Hello", max_tokens=8)
+        began = time.monotonic()
+        client.models()
+        self.calls[self.phase].append(time.monotonic() - began)
+
+    def tune(self, service: tinker.ServiceClient) -> None:
+        """Some steps of a new model, through the Tinker SDK."""
+        model = service.create_lora_training_client(MODEL, rank=RANK).result(600)
+        for _ in range(3):
+            model.forward_backward([datum(range(5, 40))], "cross_entropy").result(600)
+            model.optim_step(tinker.AdamParams(learning_rate=1e-3)).result(600)
+        model.save_weights_for_sampler("soak", ttl_seconds=3600).result(600)
+
+    # --- the observer -------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        while not self.stop.wait(LOOK_SECONDS):
+            seen = {}
+            with suppress(psutil.Error, AssertionError):
+                assert self.town.service is not None
+                processes = {"service": psutil.Process(self.town.service.pid)}
+                processes |= {kind: self.town.child(kind) for kind in ("worker", "environments")}
+                for role, process in processes.items():
+                    with process.oneshot():
+                        threads, memory = process.num_threads(), process.memory_info().rss
+                        seen[role] = (process.pid, memory, process.num_fds(), threads)
+            size = (self.town.data / "rookery.db").stat().st_size
+            self.looks.append(Look(self.phase, self.jobs, size, seen))
+
+    def kill(self) -> None:
+        chance = random.Random(1)
+        while not self.stop.wait(KILL_SECONDS):
+            if self.phase == PHASES[2]:
+                self.town.child(chance.choice(("worker", "environments"))).kill()
+
+
+def small_job(seed: int) -> dict[str, Any]:
+    rows = [{"prompt": f"Write of {number}.", "answer": ""} for number in range(7)]
+    verifier = {"name": "regex", "pattern": "[a-m].*[n-z]"}
+    return {
+        "name": "small",
+        "base_model": MODEL,
+        "environment": {"id": "jsonl", "rows": rows, "verifier": verifier},
+        "policies": {"main": {"rank": RANK, "optimizer": {"lr": 0.01}}},
+        "algorithm": {"group_size": 4, "groups_per_step": 2},
+        "sampling": {"max_tokens": 16},
+        "stop": {"steps": STEPS},
+        "seed": seed,
+    }
+
+
+# --- the hostile tenant -----------------------------------------------------------------------------------------------
+
+
+def attacks(soak: Soak, key: str) -> list[Callable[[], None]]:
+    """Each is repeated without a pause in a thread of its own."""
+    logging.getLogger("websockets").setLevel(logging.CRITICAL)  # it prints each connection that the service cuts
+    url, address = soak.town.url, ("127.0.0.1", soak.town.port)
+    http = httpx.Client(base_url=url, headers={"X-API-Key": key}, timeout=120)
+    held: list[socket.socket] = []
+
+    def send(what: str, path: str, content: bytes | dict[str, Any], **headers: str) -> None:
+        body = json.dumps(content).encode() if isinstance(content, dict) else content
+        answer = http.post(path, headers={"Content-Type": "application/json", **headers}, content=body)
+        soak.answers[f"{what}: {answer.status_code}"] += 1
+
+    def half_requests() -> None:
+        while len(held) >= 1200:
+            held.pop(0).close()
+        held.append(socket.create_connection(address, timeout=10))
+        held[-1].sendall(b"GET /healthz HTTP/1.1\r\nX-Slow: ")
+        soak.answers["half requests"] += 1
+        soak.stop.wait(0.02)
+
+    keys = b"{" + b",".join(b'"k%d":1' % n for n in range(10**6)) + b"}"
+    rows = b'{"prompt":"a","answer":""}\n' * (8 << 20 >> 5)
+
+    def million_keys() -> None:
+        send("million keys", "/api/v1/jobs/dry-run", keys)
+
+    def huge_prompt() -> None:
+        messages = [{"role": "user", "content": "word " * (14 << 20 >> 3)}]
+        send("huge prompt", "/v1/chat/completions", {"model": MODEL, "messages": messages})
+
+    def huge_jobs() -> None:
+        job = small_job(1)
+        job["environment"]["rows"] = [{"prompt": "x" * 1000, "answer": ""}] * 10_000
+        job["algorithm"] = {"group_size": 1024, "groups_per_step": 64, "max_staleness": 8}
+        send("huge job", "/api/v1/jobs", job)
+
+    def many_jobs() -> None:
+        send("one more job", "/api/v1/jobs", small_job(random.randrange(2**31)) | {"stop": {"steps": 100}})
+
+    def hub_names() -> None:
+        send("hub name", "/api/v1/jobs/dry-run", small_job(1) | {"base_model": f"someone/{secrets.token_hex(4)}"})
+
+    def wrong_keys() -> None:
+        answer = http.get("/api/v1/jobs", headers={"X-API-Key": f"tml-{secrets.token_hex(16)}"})
+        soak.answers[f"wrong key: {answer.status_code}"] += 1
+
+    def big_frames() -> None:
+        with connect(url.replace("http", "ws", 1) + "/wire/worker", open_timeout=30) as peer:
+            peer.send(bytes(8 << 20))
+            soak.answers["big frame"] += 1
+            peer.recv(timeout=30)
+
+    def datasets() -> None:
+        send("dataset", "/api/v1/datasets", rows, **{"Content-Type": "application/jsonl"})
+        soak.stop.wait(20)
+
+    return [half_requests, million_keys, huge_prompt, huge_jobs, many_jobs, hub_names, wrong_keys, big_frames, datasets]
+
+
+def insist(soak: Soak, attack: Callable[[], None]) -> None:
+    """Repeat an attack, whatever it gets."""
+    while not soak.stop.is_set():
+        try:
+            attack()
+        except Exception as error:
+            soak.answers[f"{attack.__name__}: {type(error).__name__}"] += 1
+            soak.stop.wait(0.1)
+
+
+# --- what came of it --------------------------------------------------------------------------------------------------
+
+
+def slope(looks: Sequence[Look], figure: Callable[[Look], float]) -> float:
+    """Growth per finished job after a third of the looks; NaN with too few jobs."""
+    points = [(look.jobs, figure(look)) for look in looks[len(looks) // 3 :]]
+    if len({jobs for jobs, _ in points}) < FEWEST_JOBS:
+        return math.nan
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
+
+
+def longest_life(looks: Sequence[Look], role: str) -> list[Look]:
+    """The looks at the process of that role that was seen most often."""
+    lives = Counter(look.seen[role][0] for look in looks if role in look.seen)
+    pid = lives.most_common(1)[0][0] if lives else None
+    return [look for look in looks if role in look.seen and look.seen[role][0] == pid]
+
+
+def report(soak: Soak, seconds: float) -> Result:
+    result = Result("soak", "A hostile tenant and the others, for a long time", command())
+
+    def judge(target: str, measured: str, met: bool, why: str = "") -> None:
+        """A target that only a long run can meet."""
+        result.judge(target, measured, met if seconds >= LONG else None, why)
+
+    for role in ("worker", "service", "environments"):
+        lived = longest_life(soak.looks, role)
+        for number, (what, unit, scale) in enumerate(FIGURES, start=1):
+            grown = slope(lived, lambda look, at=(role, number): look.seen[at[0]][at[1]])  # type: ignore[misc]
+            values = [look.seen[role][number] * scale for look in lived] or [0.0]
+            result.add(f"{role}: {what}", values, unit, f"at most {max(values):.0f}; {grown:+.3g} a job")
+            if (role, what) == ("worker", "memory"):
+                judge("a worker grows by < 10 kB a job", f"{grown / 1e3:+.2f} kB", grown < WORKER_SLOPE)
+    peak = max(look.seen["service"][1] for look in soak.looks if look.seen)
+    result.judge("the service stays below 1 GiB", f"{peak / 2**20:.0f} MiB", peak < SERVICE_BYTES)
+    growth = slope(soak.looks, lambda look: look.database)
+    result.add("database", [look.database / 1e6 for look in soak.looks], "MB", f"{growth / 1e3:+.1f} kB a job")
+    for phase in PHASES:
+        result.add(f"step, {phase}", soak.steps[phase] or [0.0], "s", f"{len(soak.steps[phase])} steps")
+        row = result.add(f"API call, {phase}", soak.calls[phase] or [0.0], "s", f"{len(soak.calls[phase])} calls")
+        slowest = sorted(row.values)[int(0.99 * (len(row.values) - 1))]
+        if phase == PHASES[1]:
+            judge("99% of API calls beside it < 100 ms", f"{slowest * 1e3:.0f} ms", slowest < API_SECONDS)
+    alone, beside = (statistics.median(soak.steps[phase] or [math.nan]) for phase in PHASES[:2])
+    share = beside / alone * TENANTS / (TENANTS + 1)
+    judge("a step beside it < 1.15 x its fair share", f"{share:.2f} x", share < BEYOND_SHARE,
+          "the attacking program runs on the same cores")  # fmt: skip
+    failed = sum(": train:" in text for text in soak.wrong)
+    result.judge("no job of another tenant fails", f"{failed} beside {soak.jobs}", failed == 0)
+    judge("no call of another tenant fails", f"{len(soak.wrong) - failed}", len(soak.wrong) == failed)
+    answers = ", ".join(f"{count:,} x {what}" for what, count in sorted(soak.answers.items()))
+    result.notes = [f"{soak.jobs} jobs of {STEPS} steps of the two tenants. What the hostile one got: {answers}."]
+    result.notes += [f"Wrong: {text}." for text in sorted(set(soak.wrong))[:20]]
+    return result
+
+
+def run(seconds: float, folder: Path) -> Soak:
+    place_model(folder)
+    with Deployment(folder, folder / "cache", Path(MODEL), workers=1) as town, ExitStack() as stack:
+        soak, threads = Soak(town), []
+
+        def begin(work: Callable[..., object], *arguments: Any) -> None:
+            threads.append(threading.Thread(target=work, args=arguments, daemon=True))
+            threads[-1].start()
+
+        wait_until(lambda: any(row.state == "serving" for row in town.client.workers()), "a worker serves")
+        for number in range(TENANTS):
+            key = soak.tenant(f"tenant{number}")
+            client = stack.enter_context(rookery.Client(town.url, key))
+            begin(soak.repeat, 0.0, soak.train, client)
+            begin(soak.repeat, 0.5, soak.chat, client)
+            begin(soak.repeat, 1.0, soak.tune, tinker.ServiceClient(base_url=f"{town.url}/tinker", api_key=key))
+        begin(soak.watch)
+        begin(soak.kill)
+        time.sleep(seconds / 6)
+        soak.phase = PHASES[1]
+        for attack in attacks(soak, soak.tenant("hostile")):
+            begin(insist, soak, attack)
+        time.sleep(seconds / 2)
+        soak.phase = PHASES[2]
+        time.sleep(seconds / 3)
+        soak.stop.set()
+        ended = time.monotonic() + END_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, ended - time.monotonic()))
+        assert town.service is not None and town.service.poll() is None, town.log_tail("service")
+        return soak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seconds", type=float, default=1200)
+    seconds = parser.parse_args().seconds
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        result = report(run(seconds, Path(folder)), seconds)
+    print("\n".join(result.notes))
+    if seconds >= LONG:
+        result.save()
+    sys.exit(any(verdict.met is False for verdict in result.verdicts))
+
+
+if __name__ == "__main__":
+    main()
