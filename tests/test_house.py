@@ -47,7 +47,9 @@ ARROWS: dict[str, set[str]] = {
         "errors", "aio", "settings", "protocol", "spec", "algorithms", "scheduling", "telemetry", "tokenization",
         "storage", "environments",
     },
-    "worker": {"errors", "aio", "settings", "protocol", "spec", "algorithms", "tokenization", "telemetry"},
+    "worker": {
+        "errors", "aio", "settings", "protocol", "spec", "algorithms", "scheduling", "tokenization", "telemetry",
+    },
     "client": {"errors", "aio", "settings", "spec", "environments", "storage.data_dir"},
     "cluster": {"errors", "aio", "settings", "tokenization"},
     "simulation": {

@@ -208,6 +208,8 @@ class EngineSettings(Section):
     tenant_turn_share: float = Field(0.5, ge=0, le=1)
     """Share of a worker's rows that one tenant's requests take before the next tenant's turn. Rows that share an
     adapter decode faster; a lower share lets a single request wait less."""
+    starvation_seconds: float = Field(30.0, gt=0)
+    """A tenant from whose waiting requests no worker took one for this long is next, whatever it was served before."""
     interactive_priority: bool = True
     """Interactive requests (chat, the OpenAI API) are admitted before rollouts."""
     interactive_share: float = Field(0.5, gt=0, le=1)
@@ -294,8 +296,25 @@ class LimitSettings(Section):
     """Local workers of a base model that is not in `models` end when no job, client or request used it for this
     long. They start again when it is needed."""
     tenant_jobs: int = Field(16, ge=1)
-    """Jobs of one tenant that run at once; further ones are queued. `rookery tenants limit` changes it for one
-    tenant."""
+    """Jobs of one tenant that run at once; further ones are queued. `rookery tenants limit` overrides this and the
+    limits below for one tenant."""
+    tenant_requests: int = Field(4096, ge=1)
+    """Generations of one tenant's clients (chat, OpenAI, Tinker) that wait or run at once; further ones get status 429.
+    A Tinker recipe samples up to 2,048 at once."""
+    tenant_adapters: int = Field(2000, ge=1)
+    """Adapters that one tenant stores: kept versions, checkpoints, uploads. At the limit new jobs, training runs,
+    checkpoints and uploads get status 429."""
+    tenant_bytes: int = Field(100 << 30, ge=1 << 20)
+    """Bytes of the adapters and datasets that one tenant stores; at the limit as above."""
+    tenant_tokens_per_day: int = Field(0, ge=0)
+    """Tokens sampled and trained on for one tenant in a day of UTC; 0 is no limit. At the limit its jobs pause until
+    the next day, and its clients' requests get status 429."""
+    tenant_models: int = Field(4, ge=1)
+    """Base models that one tenant uses at once, each of which a worker holds in memory. Jobs with a further one wait,
+    requests get status 429."""
+    tenant_requests_per_second: float = Field(200.0, gt=0)
+    """HTTP requests of one tenant in a second, with the requests of five seconds at once after a pause; further ones
+    get status 429."""
     outage_retry_seconds: float = Field(30.0, gt=0)
     """A job that was paused by an outage (database, disk, workers, environment host) resumes by itself after this time,
     then after twice as long each time, up to ten minutes."""

@@ -308,12 +308,19 @@ def test_tenants_keys_and_costs(
     with monkeypatch.context() as others:
         others.setenv("ROOKERY_KEY", key)
         assert call("jobs", "list") == 0
-        limit = ("tenants", "limit", "ada", "--jobs", "9")
+        limit = ("tenants", "limit", "ada", "jobs=9")
         for refused in (("tenants", "list"), ("costs",), ("tenants", "revoke", "ada", row["id"]), limit):
             assert call(*refused) == 2
         assert "administrator" in capsys.readouterr().err
-    assert call("tenants", "limit", "ada", "--jobs", "3") == 0
-    assert "ada: at most 3 jobs run at once" in capsys.readouterr().out
+    assert call("tenants", "limit", "ada", "jobs=3", "weight=2") == 0
+    assert "ada: jobs 3*, requests 4096, " in capsys.readouterr().out
+    assert call("tenants", "list") == 0
+    assert "jobs 3, weight 2" in " ".join(capsys.readouterr().out.split())
+    assert call("tenants", "limit", "ada", "weight=default") == 0
+    assert "jobs 3*" in (shown := capsys.readouterr().out) and "weight 1 " in shown
+    for wrong, said in (("jobs", "give NAME=NUMBER"), ("jobs=0", "jobs"), ("size=3", "size"), ("weight=100", "weight")):
+        assert call("tenants", "limit", "ada", wrong) == 2
+        assert said in (told := capsys.readouterr().err) and told.count("\n") == 1
     assert call("tenants", "revoke", "ada", row["id"]) == 0
     assert f"key {row['id']} (laptop) is revoked" in capsys.readouterr().out
     with monkeypatch.context() as others:

@@ -187,7 +187,7 @@ async def test_jobs_beyond_the_tenants_limit_wait_with_their_place(service: Serv
     await service.controller.pause("alice", jobs[4])
     await service.controller.resume("alice", jobs[4])
     assert (await shown())[4] == place(1)
-    await service.controller.limit_tenant("alice", 1)
+    await service.controller.limit_tenant("alice", {"jobs": 1})
     await service.controller.cancel("alice", jobs[1])
     assert (await shown())[4] == place(1, limit=1)
     await service.crash()
@@ -195,7 +195,7 @@ async def test_jobs_beyond_the_tenants_limit_wait_with_their_place(service: Serv
     await starting(service)
     await service.ends(jobs[3], "running")
     assert await shown() == [ended, ended, ended, runs, place(1, limit=1)]
-    await service.controller.limit_tenant("alice", None)
+    await service.controller.limit_tenant("alice", {"jobs": None})
     await service.ends(jobs[4], "running")
 
 

@@ -1,8 +1,8 @@
-"""The pure decisions: turns, routes, staleness, failures, retention."""
+"""The pure decisions: routes, staleness, failures, retention."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from random import Random
 
 from hypothesis import given, settings
@@ -10,85 +10,7 @@ from hypothesis import strategies as st
 
 from rookery.scheduling import placement, retention
 from rookery.scheduling.failures import FailureRateMonitor
-from rookery.scheduling.fairness import DeficitRoundRobin
 from rookery.scheduling.staleness import ReadyGroup, admission_budget, select_batch
-
-# --- turns ------------------------------------------------------------------------------------------------------------
-
-owners = st.tuples(st.sampled_from(["a", "b", "c"]), st.sampled_from(["1", "2", "3"]))
-
-
-@given(st.lists(st.one_of(st.tuples(st.just("put"), owners, st.booleans()), st.tuples(st.sampled_from(["take", "drop"]),
-                                                                                  owners, st.booleans()))))  # fmt: skip
-def test_every_item_comes_out_exactly_once(actions: list[tuple[str, tuple[str, str], bool]]) -> None:
-    queue: DeficitRoundRobin[int] = DeficitRoundRobin()
-    inside: dict[int, tuple[str, str]] = {}
-    out: list[int] = []
-    for number, (action, owner, first) in enumerate(actions):
-        if action == "put":
-            queue.put(*owner, number, first=first)
-            inside[number] = owner
-        elif action == "take":
-            item = queue.take(lambda item: True)
-            assert (item is None) == (not inside)
-            if item is not None:
-                del inside[item]
-                out.append(item)
-        else:
-            victim = next((item for item, its in inside.items() if its == owner), -1)
-            assert queue.remove(*owner, victim) == (victim >= 0)
-            assert not queue.remove(*owner, victim)
-            inside.pop(victim, None)
-        assert len(queue) == len(inside) == len(list(queue))
-        assert set(queue) == set(inside)
-    while (item := queue.take(lambda item: True)) is not None:
-        out.append(item)
-        del inside[item]
-    assert not inside
-    assert len(out) == len(set(out))
-
-
-@given(st.lists(owners, min_size=1, max_size=60), st.integers(1, 5), st.integers(0, 20))
-def test_tenants_and_jobs_take_turns_and_keep_their_order(
-    puts: list[tuple[str, str]], turn: int, asked_after: int
-) -> None:
-    queue: DeficitRoundRobin[tuple[str, str, int]] = DeficitRoundRobin(turn)
-    for number, owner in enumerate(puts):
-        queue.put(*owner, (*owner, number))
-    left: dict[str, int] = defaultdict(int)
-    for tenant, _ in puts:
-        left[tenant] += 1
-    places = {owner: queue.position(*owner) for owner in set(puts) if not asked_after}
-    taken: list[tuple[str, str, int]] = []
-    turns: dict[str, int] = defaultdict(int)
-    while (item := queue.take(lambda item: True)) is not None:
-        place = places.pop((item[0], item[1]), None)
-        assert place in (None, len(taken) - asked_after), "before() says how many come first"
-        taken.append(item)
-        if len(taken) == asked_after:
-            places = {owner: queue.position(*owner) for owner in set(puts)}
-        left[item[0]] -= 1
-        turns[item[0]] += 1
-        waiting = [tenant for tenant, count in left.items() if count]
-        assert all(turns[item[0]] - turns[tenant] <= turn for tenant in waiting), "nobody is ahead by more than a turn"
-    for owner in set(puts):
-        numbers = [number for *its, number in taken if tuple(its) == owner]
-        assert numbers == sorted(numbers)
-
-
-def test_items_that_are_not_ready_keep_their_turn() -> None:
-    queue: DeficitRoundRobin[str] = DeficitRoundRobin()
-    queue.put("a", "1", "a1")
-    queue.put("b", "1", "b1")
-    queue.put("b", "1", "b2")
-    assert queue.take(lambda item: item.startswith("b")) == "b1"
-    assert queue.take(lambda item: item == "nothing") is None
-    assert queue.take(lambda item: True) == "a1"
-    queue.put("b", "1", "b0", first=True)
-    assert queue.take(lambda item: True) == "b0"
-    assert queue.position("b", "1") == 0
-    assert queue.position("a", "1") is None
-
 
 # --- routes -----------------------------------------------------------------------------------------------------------
 

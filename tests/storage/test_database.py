@@ -509,7 +509,7 @@ def test_rows_of_another_tenant_are_not_visible(database: Database) -> None:
     database.add_evaluation(policy="job-main", version=0, prompts=1, mean=0.0, stderr=0.0, results={}, created=0.0)
     database.add_upload("alice", "dataset", "d" * 64, 1, 0.0)
     database.add_event("alice", "job", 0.0, "kind", "text")
-    database.save_usage({("alice", "job"): {"reserved": {}}}, {})
+    database.save_usage({("alice", "job"): {"reserved": {}}}, {}, (0, {}))
     visit(database)
     database.open_future(future_row("one/0", "alice", None))
     database.finish_future("one/0", b"text", 1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -73,11 +74,11 @@ def test_equal_work_gets_equal_shares_at_all_times(rows: int) -> None:
 
 
 def test_tenants_that_never_wait_get_equal_shares() -> None:
-    """With groups always in flight the queue is never empty; from the warm-up on nobody gets ahead."""
+    """With groups always in flight the queue is never empty; once all have begun nobody gets ahead."""
     jobs = [(f"tenant-{number}", job(f"job-{number}", max_staleness=2)) for number in range(4)]
-    played = play(jobs, seconds=35, environments=ENVIRONMENTS, rows=8)
+    played = play(jobs, seconds=40, environments=ENVIRONMENTS, rows=8)
     assert min(map(len, played.commits.values())) >= 12
-    assert played.widest_gap(WARM_UP) <= 1
+    assert played.widest_gap(2 * WARM_UP) <= 1
 
 
 def test_ten_jobs_of_one_tenant_get_one_share() -> None:
@@ -116,4 +117,4 @@ def test_metrics_break_down_the_time_of_a_step() -> None:
         assert row["seconds/generation"] > 0 and row["seconds/waiting"] == pytest.approx(episode, rel=0.05)
     crowd = [(f"tenant-{number}", job(f"job-{number}")) for number in range(6)]
     crowded = play(crowd, seconds=20, environments=ENVIRONMENTS, rows=4).metrics
-    assert all(row["seconds/queue"] > 0 for rows in crowded.values() for row in rows[1:])
+    assert all(mean(row["seconds/queue"] for row in rows) > 0.1 for rows in crowded.values())

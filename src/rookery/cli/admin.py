@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from rookery.cli.options import Cli, DataOption, console, plain_table, time_of, with_options
+from rookery.errors import UserError, short
 from rookery.settings import Settings
 from rookery.telemetry.table import worker_table
 
@@ -19,15 +20,18 @@ Tenant = Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id, or
 @app.command("list")
 @with_options
 def list_tenants(cli: Cli) -> None:
-    """Every tenant with its costs."""
+    """Every tenant with its costs, today's tokens, and the limits that are not the service's settings."""
     with cli.client() as client:
         costs = {row.tenant: row.cost for row in client.costs().tenants}
         tenants = [{**row, "cost": costs.get(row.id)} for row in client.tenants()]
-    table = plain_table(("tenant", "since", "id"), ("cost", "reserved", "preemptible", "compute hours"))
+    numbers = ("cost", "reserved", "preemptible", "compute hours", "tokens today")
+    table = plain_table(("tenant", "since", "id", "limits"), numbers)
     for row in tenants:
         cost = costs[row["id"]]
-        numbers = (cost.cost, cost.reserved, cost.preemptible, cost.seconds / 3600)
-        table.add_row(row["name"], time_of(row["created"]), row["id"], *(f"{number:.4g}" for number in numbers))
+        shown = (cost.cost, cost.reserved, cost.preemptible, cost.seconds / 3600, row["tokens_today"])
+        limits = ", ".join(f"{name} {value:g}" for name, value in row["overrides"].items())
+        columns = (row["name"], time_of(row["created"]), row["id"], limits)
+        table.add_row(*columns, *(f"{number:.4g}" for number in shown))
     cli.show_rows(tenants, lambda: table)
 
 
@@ -45,13 +49,27 @@ def add(cli: Cli, name: Annotated[str, typer.Argument(help="The tenant's name.")
 def limit(
     cli: Cli,
     tenant: Tenant,
-    jobs: Annotated[int, typer.Option(min=0, help="Jobs that run at once; 0 is the service's setting.")],
+    limits: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME=VALUE]...",
+            help="jobs, requests, adapters, bytes, tokens_per_day, models, requests_per_second or weight; the value"
+            " default is the service's setting.",
+        ),
+    ] = None,
 ) -> None:
-    """Limit a tenant. Jobs beyond the limit wait; running ones continue."""
+    """Change a tenant's limits, such as jobs=4 weight=2, and show them. Jobs beyond one wait; running ones continue."""
+    given: dict[str, float | None] = {}
+    for text in limits or []:
+        name, _, value = text.partition("=")
+        try:
+            given[name] = None if value == "default" else float(value)
+        except ValueError:
+            raise UserError(f"{short(text)}: give NAME=NUMBER or NAME=default, such as jobs=4") from None
     with cli.client() as client:
-        made = client.limit_tenant(tenant, jobs or None)
-    shown = f"at most {made.jobs}" if made.jobs else "as many as the service's setting ROOKERY_TENANT_JOBS allows"
-    cli.show(made, f"{made.name}: {shown} jobs run at once")
+        made = client.limit_tenant(tenant, **given)
+    shown = [f"{name} {value:.15g}{'*' * (name in made.overrides)}" for name, value in made.limits.items()]
+    cli.show(made, f"{made.name}: {', '.join(shown)} (*: not the service's setting)")
 
 
 @app.command("keys")

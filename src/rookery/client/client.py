@@ -132,10 +132,11 @@ class Client:
     def add_tenant(self, name: str) -> Record:
         return self._connection.call("POST", "/api/v1/tenants", json={"name": name})
 
-    def limit_tenant(self, tenant: str, jobs: int | None) -> Record:
-        """Set how many of a tenant's jobs run at once; None is the service's setting."""
+    def limit_tenant(self, tenant: str, **limits: float | None) -> Record:
+        """Change limits of a tenant: jobs, requests, adapters, bytes, tokens_per_day, models, requests_per_second,
+        weight. None is the service's setting."""
         path = f"/api/v1/tenants/{self._tenant(tenant)}/limits"
-        return self._connection.call("PUT", path, json={"jobs": jobs})
+        return self._connection.call("PUT", path, json=limits)
 
     def keys(self, tenant: str) -> list[Record]:
         """A tenant's keys: ids and labels, never their texts. ``tenant``: its id, or its name where only one has it."""

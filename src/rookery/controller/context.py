@@ -11,6 +11,7 @@ from rookery.aio import Clock, IdGenerator
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.offload.seeding import Seeding
+from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.usage import UsageMeter
@@ -36,6 +37,7 @@ class ControllerContext:
     seeding: Seeding
     hosts: EnvironmentHosts
     usage: UsageMeter
+    quotas: Quotas
     collector: ArtifactCollector
     chat: Callable[[str], Awaitable[Chat]]
     """The chat template and tokenizer of a base model, prepared if they were not."""

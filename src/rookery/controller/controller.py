@@ -30,6 +30,7 @@ from rookery.controller.jobs.runner import JobAdmission, JobRegistry, JobRunner
 from rookery.controller.model_use import ModelUse
 from rookery.controller.offload.seeding import Seeding
 from rookery.controller.queries import JobQueries
+from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.completions import Completions
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.sessions.sessions import Sessions
@@ -44,7 +45,7 @@ from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable
 from rookery.protocol.connection import Connection
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
-from rookery.storage.models import FINAL_JOB_STATES, JobRow
+from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
 from rookery.storage.store import Store
 from rookery.tokenization.chat import Chat
 
@@ -91,8 +92,13 @@ class Controller:
         residency = AdapterResidency(fleet, peers, artifacts, store.run, clock)
         residency.in_use = self.versions_in_use
         collector = ArtifactCollector(store, artifacts, residency)
-        rollouts = scheduler(fleet, residency, settings, clock)
-        training = TrainingDispatcher(fleet, residency, collector, self.tickets, settings, clock, ids, store.run)
+        refused: Counter[str] = Counter()
+        quotas = Quotas(settings.limits, clock, store, refused)
+        quotas.models_in_use = self._models_of
+        rollouts = scheduler(fleet, residency, settings, clock, quotas.weights)
+        training = TrainingDispatcher(
+            fleet, residency, collector, self.tickets, settings, clock, ids, store.run, quotas.weights
+        )
         self.context = ControllerContext(
             settings=settings,
             clock=clock,
@@ -105,15 +111,16 @@ class Controller:
             training=training,
             seeding=seeding(fleet, rollouts, training, settings, clock),
             hosts=EnvironmentHosts(settings, clock, ids, authenticate, store.unfinished_job_ids),
-            usage=UsageMeter(fleet, settings, clock, store),
+            usage=UsageMeter(fleet, settings, clock, store, quotas),
+            quotas=quotas,
             collector=collector,
             chat=chat,
             check_environment=check_environment,
-            refused=Counter(),
+            refused=refused,
             on_metrics=self._on_metrics,
         )
         self.jobs = JobRegistry()
-        self.admission = JobAdmission(settings.limits, clock, self.jobs)
+        self.admission = JobAdmission(settings.limits, clock, self.jobs, quotas)
         self.queries = JobQueries(self.context, self.jobs, self.admission)
         self._validator = JobValidator(self.context)
         self.completions = Completions(self.context, self._validator, self._pinned, self._models.provide)
@@ -130,13 +137,13 @@ class Controller:
         await store.fence()
         await context.collector.collect_all()
         await context.usage.start()
+        await context.quotas.start()
         for watch in (context.fleet.watch, context.rollouts.watch, context.seeding.watch, context.hosts.watch,
                       self.sessions.watch, context.usage.watch):  # fmt: skip
             self._tasks.append(asyncio.create_task(watch()))
-        self._tasks.append(asyncio.create_task(self._retry_outages()))
+        self._tasks.append(asyncio.create_task(self._watch_jobs()))
         self._tasks.append(asyncio.create_task(self._models.watch(self._models_in_use)))
         await self.sessions.start()
-        self.admission.jobs_limits = {row.id: row.jobs_limit for row in await store.list_tenants()}
         for row in sorted(await store.all_unfinished_jobs(), key=lambda row: row.state != "running"):
             self.jobs.states[row.state] += 1
             if row.state == "paused":
@@ -175,6 +182,7 @@ class Controller:
     async def submit(self, tenant: str, data: Any, key: str | None = None) -> tuple[JobView, bool]:
         """Validate a job, make it durable, start it; returns it and True. A repeated ``key`` returns the first job and
         False."""
+        await self.context.quotas.check_stored(tenant)
         spec, policies = await self._validator.check(tenant, data)
         dumped = spec.model_dump(mode="json")
         id, now = self.context.ids.new("job"), self.context.clock.time()
@@ -210,17 +218,24 @@ class Controller:
         """Continue a paused job."""
         await self._resume(tenant, job)
 
-    async def limit_tenant(self, tenant: str, jobs: int | None) -> None:
-        """Set how many jobs of a tenant run at once; None is the service's setting. Running jobs continue. Raises
+    async def limit_tenant(self, tenant: str, changes: Mapping[str, float | None]) -> TenantRow:
+        """Change limits of a tenant, or its weight; None is the service's setting. Running jobs continue. Raises
         :class:`NotFound`."""
-        await self.context.store.limit_tenant(tenant, jobs)
-        self.admission.jobs_limits[tenant] = jobs
+        row = await self.context.store.limit_tenant(tenant, changes)
+        self.context.quotas.override(tenant, row.limits)
         self._launch_admitted(tenant)
+        return row
 
-    async def _retry_outages(self) -> None:
-        """Resume jobs that an outage paused, until cancelled."""
+    async def _watch_jobs(self) -> None:
+        """Pause the jobs of tenants without tokens for today, launch those that may start now, resume those that an
+        outage or a limit paused; until cancelled."""
         while True:
             await self.context.clock.sleep(self.context.settings.worker.heartbeat_seconds)
+            for runner in list(self.jobs.runners.values()):
+                if reason := self.context.quotas.used_up(runner.row.tenant):
+                    runner.halt(reason)
+            for tenant in {row.tenant for row in self.jobs.waiting.values()}:
+                self._launch_admitted(tenant)
             for tenant, job in self.admission.due():
                 try:
                     await self._resume(tenant, job, by_itself=True)
@@ -374,6 +389,11 @@ class Controller:
         requests = {inflight.request.model for inflight in self.context.rollouts.inflight.values()}
         return jobs | requests | self.sessions.models_in_use()
 
+    def _models_of(self, tenant: str) -> set[str]:
+        """The base models of the tenant's jobs, and of its clients that are not idle."""
+        rows = [runner.row for runner in self.jobs.runners.values()]
+        return {str(row.spec["base_model"]) for row in rows if row.tenant == tenant} | self.sessions.models_of(tenant)
+
     def versions_in_use(self, model: str) -> list[protocol.AdapterRef]:
         """The versions that running jobs of a base model sample from."""
         return [ref for job in self.jobs.running() if job.spec.base_model == model for ref in job.policy.in_use()]
@@ -393,8 +413,10 @@ class Controller:
     ) -> tuple[str, int]:
         """Store the rows of a ``jsonl`` environment; returns the hash that job specs name, and their number, which
         ``count(path)`` checks."""
+        await self.context.quotas.check_stored(tenant)
         return await self._validator.add_dataset(tenant, chunks, count)
 
     async def add_adapter(self, tenant: str, files: Mapping[str, bytes]) -> str:
         """Store a PEFT folder; returns the hash that job specs name under ``warm_start.upload``."""
+        await self.context.quotas.check_stored(tenant)
         return await self._validator.upload(tenant, "adapter", files)

@@ -21,6 +21,7 @@ from rookery.controller.fleet.env_hosts import BUILTIN, SERVICE
 from rookery.controller.jobs.job_context import SHOWN_REWARDS
 from rookery.controller.jobs.runner import COUNTED, JobAdmission, JobRegistry
 from rookery.controller.jobs.trajectory import episode_result_decoder
+from rookery.controller.quotas import REFUSED
 from rookery.controller.validation import find_version
 from rookery.controller.views import JobView, PolicyView
 from rookery.scheduling.usage import Usage
@@ -162,8 +163,7 @@ class JobQueries:
         if running is not None and running.unstored:
             state, reason = "paused", running.unstored
         elif row.id in self._jobs.waiting:
-            place = [one.id for one in self._jobs.waiting_of(row.tenant)].index(row.id) + 1
-            waits = f"one of the tenant's {self._admission.limit(row.tenant)} running jobs to end (place {place})"
+            waits = self._admission.waits_for(row)
         elif row.state in ("queued", "running"):
             waits = job.progress.waits_for() if job is not None else f"base model {row.spec['base_model']} to be ready"
         return JobView(
@@ -252,7 +252,7 @@ class JobQueries:
                 "failed_pulls": context.residency.failed_pulls,
                 "frames_ignored": fleet.ignored_frames,
                 "frames_bad": fleet.bad_frames,
-                **{f"refused_{limit}": context.refused[limit] for limit in budgets.COUNTED},
+                **{f"refused_{limit}": context.refused[limit] for limit in (*budgets.COUNTED, *REFUSED)},
                 **context.usage.totals(),
                 **{name: counted[name] for name in COUNTED},
             },

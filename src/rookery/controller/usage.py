@@ -18,6 +18,7 @@ from rookery import protocol
 from rookery.aio import Clock
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import Worker
+from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.scheduler import SamplingRequest
 from rookery.controller.training.dispatcher import Operation
 from rookery.controller.views import CostView, FleetCost
@@ -55,7 +56,10 @@ class UsageMeter(FleetListener):
         settings: Settings,
         clock: Clock,
         store: Store,
+        quotas: Quotas,
     ) -> None:
+        """``quotas`` learns of the tokens of each tenant."""
+        self._quotas = quotas
         self._flush_seconds = settings.server.usage_flush_seconds
         self._clock = clock
         self._store = store
@@ -96,7 +100,7 @@ class UsageMeter(FleetListener):
         changed, self._changed = self._changed, set()
         usage = {account: msgspec.to_builtins(self._usage[account]) for account in changed}
         try:
-            await self._store.save_usage(usage, msgspec.to_builtins(self._fleet))
+            await self._store.save_usage(usage, msgspec.to_builtins(self._fleet), self._quotas.day())
         except BaseException:
             self._changed |= changed
             raise
@@ -148,6 +152,7 @@ class UsageMeter(FleetListener):
             self._add(worker, meter.close(self._clock.monotonic()))
 
     def on_tokens(self, worker: Worker, request: SamplingRequest, tokens: int) -> None:
+        self._quotas.add_tokens(request.tenant, tokens)
         if worker in self._meters:
             job = request.job if (request.tenant, request.job) in self._usage else TENANT_TOTAL
             self._meters[worker].sampled((request.tenant, job), tokens)
@@ -155,6 +160,7 @@ class UsageMeter(FleetListener):
     def on_operation(self, worker: Worker, operation: Operation, done: protocol.OperationDone | None) -> None:
         if done is None or isinstance(operation, protocol.InitAdapter) or worker not in self._meters:
             return
+        self._quotas.add_tokens(operation.tenant, done.metrics.get("tokens", 0.0))
         payer = (operation.tenant, self._jobs.get(operation.policy, TENANT_TOTAL))
         self._meters[worker].trained(payer, done.metrics.get("tokens", 0.0), done.metrics.get("seconds", 0.0))
 

@@ -274,6 +274,8 @@ class ForwardBackward(Message, kw_only=True):
     logprobs: bool = False
     """Return ``OperationDone.logprobs`` also where a gradient is computed."""
     tenant: str = ""
+    weight: float = 1.0
+    """The tenant's share of the trainer, relative to those of the others."""
 
 
 class Adam(Struct, kw_only=True):
@@ -307,6 +309,7 @@ class OptimStep(Message, kw_only=True):
     commit: str = ""
     """An upload ticket, or empty for no commit after this step."""
     tenant: str = ""
+    weight: float = 1.0
 
 
 class VersionCommitted(Message, kw_only=True):

@@ -1,30 +1,105 @@
-"""Equal shares by deficit round-robin (Shreedhar & Varghese, SIGCOMM 1995): tenants take turns of several items, within
-a tenant its jobs take turns, within a job items are first come, first served.
+"""Fair shares of an engine or a trainer by virtual token counters (VTC; Sheng and others, OSDI 2024, arXiv 2401.00588).
 
-Of two tenants with waiting items, neither gets ahead by more than a turn. Interactive items precede the others, within
-a bound. Every item that is put in is taken exactly once or removed exactly once. Putting, removing and taking the first
-ready item cost the same however many wait.
+Each tenant has a counter of the tokens that it was served, divided by its weight; of the tenants that wait, the one
+with the least counter is next (:class:`TokenCounters`). One that returns from a time without waiting work is lifted to
+the least counter at the last choice: idle time is not saved up. While two tenants wait all the time, their counters
+differ by less than
+
+    (turn + in_flight) · L / weight
+
+where L is the most tokens of one item, ``in_flight`` is the number of items that are served at once, and ``weight`` the
+least weight. So the tokens that they get in any such period differ by at most twice that. An item may be charged in
+advance by its expected tokens and corrected at its end: then counters differ by little more than a turn.
+
+The starvation guard of :class:`FairQueue`: a tenant with a ready item from which nothing was taken for ``patience``
+seconds is next, the longest waiting first. That is at most one item per tenant and ``patience`` seconds. It bounds the
+wait where counters are far apart: with very different weights, or after a tenant's items could not be served for long.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterator
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
+PROMPT_WEIGHT = 0.25
+"""A prompt token in sampled ones: a prompt is computed in parallel, and a group's once for all its members."""
 
-class DeficitRoundRobin(Generic[T]):
-    """Queues nested as tenant → job → distinct items. ``take`` stays with a tenant and its job for a turn, then rotates
-    both levels; a job that runs out of items earlier leaves the rest of the turn to the tenant's next job."""
 
-    def __init__(self, turn: int = 1) -> None:
+RECENT = 0.1
+"""Weight of the newest length in a mean: it follows a change of a tenant's work within a few groups."""
+
+
+class MeanLengths:
+    """The mean length of recent results of each tenant, and of all for one without any, in tokens."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, float] = {}
+        self._all = math.inf
+
+    def of(self, tenant: str) -> float:
+        """Infinite while nothing is known."""
+        return self._means.get(tenant, self._all)
+
+    def add(self, tenant: str, tokens: int) -> None:
+        mean = self._means.get(tenant, tokens)
+        self._means[tenant] = mean + RECENT * (tokens - mean)
+        self._all = tokens if math.isinf(self._all) else self._all + RECENT * (tokens - self._all)
+
+
+class TokenCounters:
+    """The counter of every tenant. ``weights`` may change at any time; a tenant without one has weight 1."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self._weights = weights
+        self._counters: dict[str, float] = {}
+        self._floor = 0.0
+        """The least counter of a waiting tenant at the last choice."""
+
+    def __getitem__(self, tenant: str) -> float:
+        return self._counters.get(tenant, self._floor)
+
+    def lift(self, tenant: str) -> None:
+        """The tenant had nothing waiting, and has now."""
+        self._counters[tenant] = max(self[tenant], self._floor)
+
+    def charge(self, tenant: str, tokens: float) -> None:
+        """The tenant was served these tokens; negative ones were charged before and not served."""
+        self._counters[tenant] = self[tenant] + tokens / self._weights.get(tenant, 1.0)
+
+    def order(self, waiting: Iterable[str]) -> list[str]:
+        """All tenants that wait, the next one first; equal ones keep their order."""
+        ordered = sorted(waiting, key=self.__getitem__)
+        if ordered:
+            self._floor = max(self._floor, self[ordered[0]])
+        return ordered
+
+
+class FairQueue(Generic[T]):
+    """Distinct items by tenant and job. Tenants are served by their counters, in turns of ``turn`` items of one job;
+    within a tenant its jobs take turns, within a job items are first come, first served. A job that runs out of items
+    leaves the rest of its turn to the tenant's next job.
+
+    Every item that is put in is taken exactly once or removed exactly once. No cost grows with the number of items.
+    Times are seconds of one monotonic clock."""
+
+    def __init__(
+        self, weights: Mapping[str, float] | None = None, *, turn: int = 1, patience: float = math.inf
+    ) -> None:
         self.turn = turn
-        """Items per turn. A change applies from each tenant's next turn on."""
+        """Items per turn. A change applies from the next turn on."""
+        self.counters = TokenCounters(weights if weights is not None else {})
+        self._patience = patience
         self._tenants: OrderedDict[str, OrderedDict[str, OrderedDict[T, None]]] = OrderedDict()
-        self._deficits: dict[str, int] = {}
-        """By tenant: items that remain of a turn that has begun."""
+        self._served: dict[str, float] = {}
+        """By waiting tenant: when an item of it was last taken, or its first one began to wait."""
+        self._current = ""
+        """The tenant whose turn it is …"""
+        self._left = 0
+        """… and the number of items that remain of it."""
         self._size = 0
 
     def __len__(self) -> int:
@@ -35,59 +110,63 @@ class DeficitRoundRobin(Generic[T]):
             for items in jobs.values():
                 yield from items
 
-    def put(self, tenant: str, job: str, item: T, *, first: bool = False) -> None:
+    def put(self, tenant: str, job: str, item: T, *, first: bool = False, now: float = 0.0) -> None:
         """Append ``item``; ``first`` puts it before its job's other items."""
+        if tenant not in self._tenants:
+            self.counters.lift(tenant)
+            self._served[tenant] = now
         items = self._tenants.setdefault(tenant, OrderedDict()).setdefault(job, OrderedDict())
         items[item] = None
         if first:
             items.move_to_end(item, last=False)
         self._size += 1
 
-    def take(self, ready: Callable[[T], bool]) -> T | None:
-        """The next item for which ``ready`` holds. Of each job only the first item is considered: its order holds."""
-        for tenant, jobs in self._tenants.items():
-            for job, items in jobs.items():
+    def take(self, ready: Callable[[T], bool], now: float = 0.0) -> T | None:
+        """The next item for which ``ready`` holds, for the caller to charge. Of each job only the first item is
+        considered: its order holds."""
+        for tenant in self._order(now):
+            for job, items in self._tenants[tenant].items():
                 item = next(iter(items))
-                if not ready(item):
-                    continue
-                del items[item]
-                self._size -= 1
-                self._deficits[tenant] = self._deficits.get(tenant, self.turn) - 1
-                if not self._deficits[tenant]:
-                    del self._deficits[tenant]
-                    jobs.move_to_end(job)
-                    self._tenants.move_to_end(tenant)
-                self._prune(tenant, job)
-                return item
+                if ready(item):
+                    del items[item]
+                    self._on_taken(tenant, job, now)
+                    return item
         return None
 
+    def _order(self, now: float) -> list[str]:
+        """The tenants, the next one first."""
+        ordered = self.counters.order(self._tenants)
+        if self._left and self._current in self._tenants:
+            ordered.sort(key=lambda tenant: tenant != self._current)
+        late = [tenant for tenant in ordered if now - self._served[tenant] > self._patience]
+        return [*sorted(late, key=self._served.__getitem__), *ordered] if late else ordered
+
+    def _on_taken(self, tenant: str, job: str, now: float) -> None:
+        """An item of the job was taken."""
+        self._size -= 1
+        late, self._served[tenant] = now - self._served[tenant] > self._patience, now
+        if not late and (tenant != self._current or not self._left):
+            self._current, self._left = tenant, self.turn
+        if tenant == self._current:
+            self._left = max(0, self._left - 1)
+        if tenant != self._current or not self._left:
+            self._tenants[tenant].move_to_end(job)
+            self._tenants.move_to_end(tenant)
+        self._prune(tenant, job)
+
     def position(self, tenant: str, job: str) -> int | None:
-        """How many items will be taken before the job's first one, if all are ready; None when it has no items."""
+        """How many items will be taken before the job's first one, if all are ready and cost the same; None when it has
+        no items."""
         if job not in self._tenants.get(tenant, ()):
             return None
-        count, turns = self._items_before(tenant, job)
-        place = list(self._tenants).index(tenant)
-        for number, (name, jobs) in enumerate(self._tenants.items()):
-            if name != tenant and (theirs := turns + (number < place)):
-                most = self._deficits.get(name, self.turn) + (theirs - 1) * self.turn
-                count += min(sum(map(len, jobs.values())), most)
+        ordered, jobs = self._order(0.0), self._tenants[tenant]
+        turns = list(jobs).index(job)
+        count = sum(min(self.turn, len(items)) for items in list(jobs.values())[:turns])
+        for place, other in enumerate(ordered):
+            if other != tenant:
+                theirs = sum(map(len, self._tenants[other].values()))
+                count += min(theirs, (turns + (place < ordered.index(tenant))) * self.turn)
         return count
-
-    def _items_before(self, tenant: str, job: str) -> tuple[int, int]:
-        """``(items, turns)``: how many of the tenant's items precede the first one of its ``job``, and how many of its
-        turns end before."""
-        waiting = deque((name, len(items)) for name, items in self._tenants[tenant].items())
-        remaining = self._deficits.get(tenant, self.turn)
-        count = turns = 0
-        while waiting[0][0] != job:
-            name, length = waiting.popleft()
-            taken = min(length, remaining)
-            count, remaining = count + taken, remaining - taken
-            if not remaining:
-                turns, remaining = turns + 1, self.turn
-                if length > taken:
-                    waiting.append((name, length - taken))
-        return count, turns
 
     def remove(self, tenant: str, job: str, item: T) -> bool:
         """Remove ``item`` from any position; False when it is not queued."""
@@ -104,17 +183,18 @@ class DeficitRoundRobin(Generic[T]):
         if not jobs[job]:
             del jobs[job]
         if not jobs:
-            del self._tenants[tenant]
-            self._deficits.pop(tenant, None)
+            del self._tenants[tenant], self._served[tenant]
+            if tenant == self._current:
+                self._left = 0
 
 
 class PriorityQueues(Generic[T]):
-    """Two round-robins. The express queue goes first where it has reserved room; then the common queue; the express
-    queue gets the room that is left, too. So neither queue can starve the other."""
+    """Two queues. The express queue goes first where it has reserved room; then the common queue; the express queue
+    gets the room that is left, too. So neither can starve the other; each has counters of its own."""
 
-    def __init__(self) -> None:
-        self.express: DeficitRoundRobin[T] = DeficitRoundRobin()
-        self.common: DeficitRoundRobin[T] = DeficitRoundRobin()
+    def __init__(self, weights: Mapping[str, float] | None = None, *, patience: float = math.inf) -> None:
+        self.express: FairQueue[T] = FairQueue(weights, patience=patience)
+        self.common: FairQueue[T] = FairQueue(weights, patience=patience)
 
     def __len__(self) -> int:
         return len(self.express) + len(self.common)
@@ -123,11 +203,13 @@ class PriorityQueues(Generic[T]):
         yield from self.express
         yield from self.common
 
-    def take(self, reserved: Callable[[T], bool] | None, ready: Callable[[T], bool] | None) -> tuple[T, bool] | None:
+    def take(
+        self, reserved: Callable[[T], bool] | None, ready: Callable[[T], bool] | None, now: float = 0.0
+    ) -> tuple[T, bool] | None:
         """The next item, and whether it gets reserved room. ``reserved`` says whether an express item fits the reserved
         room, ``ready`` whether an item fits the common room; None means that there is no such room."""
         for queue, fits in ((self.express, reserved), (self.common, ready), (self.express, ready)):
-            item = queue.take(fits) if fits is not None else None
+            item = queue.take(fits, now) if fits is not None else None
             if item is not None:
                 return item, fits is reserved
         return None

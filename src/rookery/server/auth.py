@@ -114,6 +114,8 @@ async def tenant(
         owner = connection.state.owner = await asyncio.to_thread(context.database.tenant_of_key, key)
         context.failed_keys.record(address, key, valid=owner is not None)
         context.refusals["keys_failed"] += owner is None
+        if owner is not None:
+            context.controller.context.quotas.count_request(owner.id)
     if owner is None:
         raise Unauthorized("no valid API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'")
     return owner

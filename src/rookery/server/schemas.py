@@ -243,11 +243,27 @@ class TenantView(BaseModel):
     id: str
     name: str
     created: float
-    jobs: int | None = Field(description="Jobs that run at once; null is the service's setting")
+    limits: dict[str, float] = Field(description="Every limit that holds for the tenant, and its weight")
+    overrides: dict[str, float] = Field(description="Those of them that are not the service's settings")
+    tokens_today: int = Field(description="Sampled and trained on since 00:00 UTC")
+    requests: int = Field(description="Generations of its clients that wait or run")
+
+
+Limit = Annotated[int | None, Field(ge=1, le=1 << 53)]
 
 
 class TenantLimits(RequestModel):
-    jobs: int | None = Field(None, ge=1, le=100_000, description="Jobs that run at once; null is the service's setting")
+    """Limits to change; null is the service's setting, an absent one stays as it is. Settings ``tenant_…`` explain
+    them."""
+
+    jobs: Limit = None
+    requests: Limit = None
+    adapters: Limit = None
+    bytes: Limit = None
+    tokens_per_day: Limit = None
+    models: Limit = None
+    requests_per_second: float | None = Field(None, gt=0, le=1e6)
+    weight: float | None = Field(None, ge=0.1, le=10, description="Share of engines and trainers relative to others'")
 
 
 class NewKey(RequestModel):

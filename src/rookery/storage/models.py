@@ -59,8 +59,8 @@ class TenantRow(Base):
     name: Mapped[str]
     created: Mapped[float]
     admin: Mapped[bool]
-    jobs_limit: Mapped[int | None] = mapped_column(default=None)
-    """Jobs that run at once; None is the service's setting."""
+    limits: Mapped[dict[str, Any]] = mapped_column(default_factory=dict)
+    """Limits that are not the service's settings, and the weight (:mod:`rookery.controller.quotas`)."""
 
 
 class KeyRow(Base):

@@ -180,6 +180,7 @@ class Transactions:
     create_tenant = _write(tenants.create_tenant)
     get_tenant = _read(tenants.get_tenant)
     limit_tenant = _write(tenants.limit_tenant)
+    stored = _read(tenants.stored)
     list_tenants = _read(tenants.list_tenants)
     add_key = _write(tenants.add_key)
     keys = _read(tenants.keys)
@@ -194,6 +195,7 @@ class Transactions:
     job_usage = _read(tenants.job_usage)
     usage_totals = _read(tenants.usage_totals)
     fleet_usage = _read(tenants.fleet_usage)
+    tokens_of_day = _read(tenants.tokens_of_day)
 
     submit_job = _write(jobs.submit_job)
     get_job = _read(jobs.get_job)

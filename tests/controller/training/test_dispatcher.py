@@ -48,7 +48,7 @@ class Room:
         store = Store(database, self.writer)
         self.collector = ArtifactCollector(store, self.artifacts, residency)
         self.training = TrainingDispatcher(
-            self.fleet, residency, self.collector, self.tickets, self.settings, self.clock, RandomIds(), self.writer
+            self.fleet, residency, self.collector, self.tickets, self.settings, self.clock, RandomIds(), self.writer, {}
         )
         self.fleet.route(protocol.Output, lambda worker, message: None)
         self.workers: list[ScriptedWorker] = []
@@ -449,7 +449,7 @@ async def test_policy_returns_to_the_reserved_worker(room: Room) -> None:
 async def test_slots_are_those_of_workers_that_get_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer than there were, once a worker that stays is there: who has begun no gradient queues for its next one."""
     room = Room(tmp_path, trainer_slots=1)
-    slots, offloaded = TrainerSlots(room.fleet, room.settings, room.clock), list[str]()
+    slots, offloaded = TrainerSlots(room.fleet, room.settings, room.clock, {}), list[str]()
 
     def holder(name: str) -> SlotHolder:
         trainer = room.trainer(name)

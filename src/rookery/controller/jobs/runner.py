@@ -18,6 +18,7 @@ from rookery.controller.fleet.env_hosts import EnvironmentFailed
 from rookery.controller.jobs.groups import JobPaused
 from rookery.controller.jobs.job import TrainingJob
 from rookery.controller.jobs.job_context import JobContext, Progress
+from rookery.controller.quotas import Quotas
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.validation import JobValidator
 from rookery.controller.views import JobState
@@ -66,6 +67,8 @@ class JobRunner:
         self._validator = validator
         self._provide = provide
         self._folder = folder
+        self._halted = ""
+        """The reason for its pause by :meth:`halt`."""
         self._initial = Counter(row.counters)
         """Counters at the start of this run: totals count this process only."""
         self._sinks: Sinks | None = None
@@ -81,7 +84,11 @@ class JobRunner:
             await begun()
             return "completed", await self.job.run()
         except asyncio.CancelledError:
-            raise
+            current = asyncio.current_task()
+            if not self._halted or self.wanted is not None or current is None or current.uncancel():
+                raise
+            self.outage = True
+            return "paused", self._halted
         except BaseException as error:
             cause = _first(error)
             self.outage = isinstance(cause, Unavailable | StorageFull)
@@ -95,6 +102,12 @@ class JobRunner:
             if started is not None:
                 started.cancel()
             await self._store_counters()
+
+    def halt(self, reason: str) -> None:
+        """Pause the job; it resumes by itself."""
+        if not self._halted:
+            self._halted = reason
+            self.task.cancel()
 
     async def _end_start(self) -> None:
         """The job has started once it has run for a while."""
@@ -207,9 +220,8 @@ class _Retry:
 class JobAdmission:
     """The places of each tenant's jobs, and the outages that paused jobs."""
 
-    def __init__(self, limits: LimitSettings, clock: Clock, jobs: JobRegistry) -> None:
-        self.jobs_limits: dict[str, int | None] = {}
-        """Limits of tenants that have one of their own."""
+    def __init__(self, limits: LimitSettings, clock: Clock, jobs: JobRegistry, quotas: Quotas) -> None:
+        self._quotas = quotas
         self._limits = limits
         self._clock = clock
         self._jobs = jobs
@@ -217,17 +229,33 @@ class JobAdmission:
 
     # --- places -------------------------------------------------------------------------------------------------------
 
-    def limit(self, tenant: str) -> int:
-        """Jobs of the tenant that run at once."""
-        return self.jobs_limits.get(tenant) or self._limits.tenant_jobs
-
     def admitted(self, tenant: str) -> list[JobRow]:
         """The waiting jobs of the tenant that may start now, the first to come first; they wait no longer."""
-        running = sum(runner.row.tenant == tenant for runner in self._jobs.runners.values())
-        rows = self._jobs.waiting_of(tenant)[: max(0, self.limit(tenant) - running)]
-        for row in rows:
-            del self._jobs.waiting[row.id]
-        return rows
+        admitted: list[JobRow] = []
+        models = self._quotas.models(tenant)
+        for row in self._jobs.waiting_of(tenant):
+            if not self._obstacle(row, models, len(admitted)):
+                del self._jobs.waiting[row.id]
+                admitted.append(row)
+                models.add(row.spec["base_model"])
+        return admitted
+
+    def waits_for(self, row: JobRow) -> str:
+        """Why a waiting job may not start, and its place."""
+        obstacle = self._obstacle(row, self._quotas.models(row.tenant), 0)
+        place = [one.id for one in self._jobs.waiting_of(row.tenant)].index(row.id) + 1
+        return f"{obstacle or 'its turn'} (place {place})"
+
+    def _obstacle(self, row: JobRow, models: set[str], starting: int) -> str:
+        tenant, quotas = row.tenant, self._quotas
+        running = sum(runner.row.tenant == tenant for runner in self._jobs.runners.values()) + starting
+        if reason := quotas.used_up(tenant):
+            return f"the next day: {reason}"
+        if running >= quotas.limit(tenant, "jobs"):
+            return f"one of the tenant's {quotas.limit(tenant, 'jobs'):g} running jobs to end"
+        if row.spec["base_model"] not in models and len(models) >= quotas.limit(tenant, "models"):
+            return f"one of the tenant's {quotas.limit(tenant, 'models'):g} base models in use to be free"
+        return ""
 
     # --- outages ------------------------------------------------------------------------------------------------------
 
@@ -245,7 +273,7 @@ class JobAdmission:
         """(tenant, job) of the jobs to try again now; each is returned once."""
         now, found = self._clock.monotonic(), []
         for job, retry in self._retries.items():
-            if retry.due is not None and retry.due <= now:
+            if retry.due is not None and retry.due <= now and not self._quotas.used_up(retry.tenant):
                 retry.due = None
                 found.append((retry.tenant, job))
         return found

@@ -119,9 +119,10 @@ class Completions:
             stop=list(stop),
             interactive=context.settings.engine.interactive_priority,
         )
+        context.quotas.check_generation(tenant, target.model)
         self._provide(target.model)
         async with context.collector.pin(target.adapter):
-            with self._pinned(target.adapter):
+            with self._pinned(target.adapter), context.quotas.generating(tenant, target.model):
                 return await context.rollouts.sample(SamplingRequest(tenant, name, target.model, generate), on_tokens)
 
     async def sample(

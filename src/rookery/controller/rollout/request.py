@@ -99,6 +99,10 @@ class InflightRequest:
     """Epochs of the workers from which it was withdrawn: chunks that they sent before they knew may arrive late."""
     reassignments: int = 0
     """How often it was assigned again to a worker in ``revoked_epochs``."""
+    expected: float = 0.0
+    """Tokens that its result will have, as far as can be known before."""
+    charged: float = 0.0
+    """Tokens that its tenant was charged for it; 0 until it is assigned to a worker."""
     express: bool = False
     """Whether it occupies its worker's room for interactive requests."""
     decoding: bool = False

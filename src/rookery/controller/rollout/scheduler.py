@@ -5,7 +5,8 @@
   sooner, the request moves there with the tokens received so far, ahead of requests that never ran. A cancelled request
   of an episode keeps its tokens and resumes from them when it is submitted again; submitted with another prompt, as
   after a new reset of its environment, it starts over.
-* Tenants take turns of several requests. A worker holds at most its rows and a few more; everything else waits here,
+* Tenants share each base model's workers by the tokens that they are served
+  (:mod:`rookery.scheduling.fairness`). A worker holds at most its rows and a few more; everything else waits here,
   where it is visible. Interactive requests go first, on a bounded share of each worker's rows.
 * A chunk counts only if it comes from the request's current worker under that worker's current epoch. A request that
   returns to a worker from which it was withdrawn has another name there, so that late chunks cannot be mistaken for it.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -32,7 +33,7 @@ from rookery.controller.rollout.request import SamplingRequest as SamplingReques
 from rookery.controller.rollout.request import SamplingResult as SamplingResult
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.errors import Unavailable
-from rookery.scheduling.fairness import DeficitRoundRobin, PriorityQueues
+from rookery.scheduling.fairness import PROMPT_WEIGHT, FairQueue, MeanLengths, PriorityQueues
 from rookery.settings import Settings
 
 REASONS = ("lost", "rejected", "offloaded", "balanced")
@@ -54,13 +55,24 @@ class Resumption:
 
 
 class RolloutScheduler(FleetListener):
-    def __init__(self, fleet: Fleet, residency: AdapterResidency, settings: Settings, clock: Clock) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        residency: AdapterResidency,
+        settings: Settings,
+        clock: Clock,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        """``weights``: shares of tenants that have another one than 1."""
         self._fleet = fleet
         self._residency = residency
         self._settings = settings
         self._clock = clock
         self.pool = WorkerPool(settings, clock)
-        self._queues: defaultdict[str, PriorityQueues[InflightRequest]] = defaultdict(PriorityQueues)
+        patience = settings.engine.starvation_seconds
+        self._queues: defaultdict[str, PriorityQueues[InflightRequest]] = defaultdict(
+            lambda: PriorityQueues(weights, patience=patience)
+        )
         """By base model."""
         self.inflight: dict[str, InflightRequest] = {}
         """By the request's id."""
@@ -76,6 +88,7 @@ class RolloutScheduler(FleetListener):
         self.gate: Callable[[Worker], bool] = lambda worker: True
         """Whether a worker accepts rollouts now; interactive requests pass all the same. Call :meth:`dispatch` whenever
         its answers change."""
+        self._lengths = MeanLengths()
         self.sampled_tokens = 0
         """Tokens received."""
         self.requeues: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
@@ -101,8 +114,9 @@ class RolloutScheduler(FleetListener):
         inflight = InflightRequest(request, SamplingResult(), done, on_tokens, waiting_since=now, queued_at=now)
         if earlier is not None:  # its chunks may still arrive
             inflight.revoked_epochs, inflight.reassignments = earlier.revoked_epochs, earlier.reassignments
+        inflight.expected = min(request.generate.max_tokens, self._lengths.of(request.tenant))
         if kept is not None:
-            inflight.result = kept.result
+            inflight.result, inflight.charged = kept.result, kept.charged
             if request.superseded_by(kept.request.adapter):
                 inflight.request = request = request.with_adapter(kept.request.adapter)
         self.inflight[request.id] = inflight
@@ -111,7 +125,7 @@ class RolloutScheduler(FleetListener):
         if resumption is not None and self._still_held(resumption):
             self._assign(inflight, resumption.worker, request.generate.interactive)
         else:
-            self._queue_of(request).put(request.tenant, request.job, inflight, first=request.continues)
+            self._enqueue(inflight, first=request.continues)
             self._dispatch(request.model)
         try:
             return await done
@@ -232,8 +246,9 @@ class RolloutScheduler(FleetListener):
                 return None
             return lambda inflight: pool.choose(inflight, express) is not None
 
-        resumed = self._clock.monotonic() >= self._resume_until
-        while queue and (taken := queue.take(fits(True), fits(False) if resumed else None)):
+        now = self._clock.monotonic()
+        resumed = now >= self._resume_until
+        while queue and (taken := queue.take(fits(True), fits(False) if resumed else None, now)):
             inflight, express = taken
             worker = pool.choose(inflight, express)
             assert worker is not None
@@ -244,9 +259,20 @@ class RolloutScheduler(FleetListener):
                 self._count_requeue(inflight, "balanced")
                 self._assign(inflight, migration.target, False)
 
-    def _queue_of(self, request: SamplingRequest) -> DeficitRoundRobin[InflightRequest]:
+    def _queue_of(self, request: SamplingRequest) -> FairQueue[InflightRequest]:
         queue = self._queues[request.model]
         return queue.express if request.generate.interactive else queue.common
+
+    def _enqueue(self, inflight: InflightRequest, *, first: bool) -> None:
+        request = inflight.request
+        self._queue_of(request).put(request.tenant, request.job, inflight, first=first, now=self._clock.monotonic())
+
+    def _charge(self, inflight: InflightRequest, tokens: float, *, settle: bool = False) -> None:
+        """Charge the tenant for the request with so many tokens in all; less than before only to ``settle``."""
+        due = PROMPT_WEIGHT * len(inflight.request.generate.prompt) + tokens
+        if settle or due > inflight.charged:
+            self._queue_of(inflight.request).counters.charge(inflight.request.tenant, due - inflight.charged)
+            inflight.charged = due
 
     def _assign(self, inflight: InflightRequest, worker: Worker, express: bool) -> None:
         request = inflight.request
@@ -260,6 +286,7 @@ class RolloutScheduler(FleetListener):
         if not inflight.resumed and worker.epoch in inflight.revoked_epochs:
             inflight.reassignments += 1
             inflight.wire_name = f"{request.id}{REASSIGNED}{inflight.reassignments}"
+        self._charge(inflight, max(inflight.expected, len(inflight.result.tokens)))
         self._assigned[inflight.wire_name] = inflight
         self.pool.assign(inflight, worker, express)
         generate = msgspec.structs.replace(
@@ -332,12 +359,14 @@ class RolloutScheduler(FleetListener):
         self.sampled_tokens += len(tokens)
         if tokens:
             self.pool.mark_decoding(inflight)
+            self._charge(inflight, len(result.tokens))
             for listener in self._fleet.listeners:
                 listener.on_tokens(worker, inflight.request, len(tokens))
         if chunk.finish == "abort":  # the worker's decision: a request that this side aborts is not in flight any more
             self._requeue(inflight, "rejected")
         elif chunk.finish:
             result.finish, result.prompt_logprobs = chunk.finish, chunk.prompt_logprobs
+            self._lengths.add(inflight.request.tenant, len(result.tokens))
             inflight.done.set_result(result)
             self._release(inflight)
         if tokens and inflight.on_tokens is not None:
@@ -359,8 +388,7 @@ class RolloutScheduler(FleetListener):
         self._release(inflight)
         if not inflight.done.done():
             self._count_requeue(inflight, reason)
-            request = inflight.request
-            self._queue_of(request).put(request.tenant, request.job, inflight, first=True)
+            self._enqueue(inflight, first=True)
 
     def _count_requeue(self, inflight: InflightRequest, reason: str) -> None:
         self.requeues[reason] += 1
@@ -382,6 +410,8 @@ class RolloutScheduler(FleetListener):
     def _finish(self, inflight: InflightRequest) -> None:
         """The caller has the result, or gave up."""
         request = inflight.request
+        if inflight.charged:
+            self._charge(inflight, len(inflight.result.tokens), settle=True)
         self.inflight.pop(request.id, None)
         del self.by_job[request.job][inflight]
         if not self.by_job[request.job]:

@@ -197,9 +197,10 @@ class Samplers:
         await self._futures.finish(future, result)
 
     async def _sample(self, future: Future, operation: Sample, row: SamplerRow) -> SampleResult:
-        adapter = await self._adapter(row)
-        async with self._context.collector.pin(adapter):
-            return await self._generate_all(future, operation, row, adapter)
+        with self._context.quotas.generating(row.tenant, row.base_model, operation.count):
+            adapter = await self._adapter(row)
+            async with self._context.collector.pin(adapter):
+                return await self._generate_all(future, operation, row, adapter)
 
     async def _generate_all(
         self, future: Future, operation: Sample, row: SamplerRow, adapter: protocol.AdapterRef | None

@@ -27,6 +27,8 @@ from rookery.controller.sessions.operations import (
     LoadState,
     OperationFailed,
     Sample,
+    SaveSampler,
+    SaveState,
 )
 from rookery.controller.sessions.samplers import Samplers, find_checkpoint
 from rookery.controller.sessions.training_run import TrainingRun
@@ -58,7 +60,7 @@ class Sessions:
         self._provide = provide
         self.futures = Futures(context)
         self.samplers = Samplers(context, self.futures)
-        self._slots = TrainerSlots(context.fleet, context.settings, context.clock)
+        self._slots = TrainerSlots(context.fleet, context.settings, context.clock, context.quotas.weights)
         self.runs: dict[str, TrainingRun] = {}
         self.loading: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """A lock lives as long as a task holds it or waits for it."""
@@ -262,6 +264,8 @@ class Sessions:
         rank, limit = lora["rank"], settings.engine.max_rank
         if not 1 <= rank <= limit:
             raise UserError(f"rank {rank} is not served; allowed: 1 to {limit}")
+        context.quotas.check_model(tenant, name)
+        await context.quotas.check_stored(tenant)
         id, policy, alpha = f"{session}:train:{number}", context.ids.new("policy"), settings.sessions.session_lora_alpha
         targets = [target for target in TARGETS if lora["train_attn" if target in ATTENTION else "train_mlp"]]
         row = ModelRow(
@@ -278,7 +282,14 @@ class Sessions:
 
     def models_in_use(self) -> set[str]:
         """The base models of the runs whose clients are not idle."""
-        return {run.row.base_model for run in self.runs.values() if run.row.session not in self._suspended}
+        return {run.row.base_model for run in self._active()}
+
+    def models_of(self, tenant: str) -> set[str]:
+        """Those of the tenant's runs."""
+        return {run.row.base_model for run in self._active() if run.row.tenant == tenant}
+
+    def _active(self) -> list[TrainingRun]:
+        return [run for run in self.runs.values() if run.row.session not in self._suspended]
 
     async def run(self, tenant: str, id: str) -> TrainingRun:
         """The training run, loaded if it was not in memory. Raises :class:`NotFound`."""
@@ -305,6 +316,10 @@ class Sessions:
             if longest > chat.context:
                 raise UserError(f"a datum has {longest} tokens; the model's context is {chat.context}")
         await self._require_open(tenant, run.row.session)
+        if isinstance(operation, ForwardBackwardOperation):
+            self._context.quotas.check_tokens(tenant)
+        elif isinstance(operation, SaveState | SaveSampler):
+            await self._context.quotas.check_stored(tenant)
         self._provide(run.row.base_model)
         number = run.last_seq + 1 if seq is None else seq
         future, created = await self.futures.open(tenant, f"{id}/{number}", operation, id, number)
@@ -332,6 +347,7 @@ class Sessions:
         """Sample ``operation.count`` texts; returns the request's id."""
         row = await self._context.store.get_sampler(tenant, operation.sampler)
         await self._require_open(tenant, row.session)
+        self._context.quotas.check_generation(tenant, row.base_model, operation.count)
         self._provide(row.base_model)
         future, created = await self.futures.open(tenant, f"{row.id}/{number}", operation, seq=number)
         if created:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -122,7 +122,10 @@ class TrainingDispatcher(FleetListener):
         clock: Clock,
         ids: IdGenerator,
         writer: Writer,
+        weights: Mapping[str, float],
     ) -> None:
+        """``weights``: shares of tenants that have another one than 1."""
+        self.weights = weights
         self.retries = 0
         """Operations that moved to another worker."""
         self._fleet = fleet

@@ -257,6 +257,7 @@ class PolicyTrainer:
         return {
             "op": self._training.new_op(),
             "tenant": self._row.tenant,
+            "weight": self._training.weights.get(self._row.tenant, 1.0),
             "policy": self._policy,
             "lease": self.lease,
             "parent": self._training.pin(worker, parent),

@@ -8,13 +8,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rookery.aio import Clock
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.training.policy_trainer import PolicyTrainer
-from rookery.scheduling.fairness import DeficitRoundRobin
+from rookery.scheduling.fairness import FairQueue
 from rookery.scheduling.placement import SlotUse, slots_to_free
 from rookery.settings import Settings
 
@@ -38,12 +39,14 @@ class SlotHolder:
 class TrainerSlots(FleetListener):
     """The slots of all training workers, by base model."""
 
-    def __init__(self, fleet: Fleet, settings: Settings, clock: Clock) -> None:
+    def __init__(self, fleet: Fleet, settings: Settings, clock: Clock, weights: Mapping[str, float]) -> None:
+        """``weights``: shares of tenants that have another one than 1."""
+        self._weights = weights
         self._fleet = fleet
         self._settings = settings
         self._clock = clock
         self._holders: dict[str, dict[str, SlotHolder]] = {}
-        self._queues: dict[str, DeficitRoundRobin[SlotHolder]] = {}
+        self._queues: dict[str, FairQueue[SlotHolder]] = {}
         fleet.listeners.append(self)
 
     async def acquire(self, holder: SlotHolder) -> None:
@@ -52,7 +55,7 @@ class TrainerSlots(FleetListener):
         if len(holders) > self._capacity(holder.base_model) and not holder.trainer.begun:
             self.release(holder)
         if holder.name not in holders:
-            queue = self._queues.setdefault(holder.base_model, DeficitRoundRobin())
+            queue = self._queues.setdefault(holder.base_model, FairQueue(self._weights))
             holder.waiting = asyncio.get_running_loop().create_future()
             queue.put(holder.tenant, holder.session, holder)
             self._admit(holder.base_model)
@@ -121,6 +124,7 @@ class TrainerSlots(FleetListener):
         ):
             holders.pop(name).trainer.offload()
         while len(holders) < capacity and (holder := queue.take(lambda holder: True)) is not None:
+            queue.counters.charge(holder.tenant, 1.0)
             holders[holder.name] = holder
             holder.busy = True
             if holder.waiting is not None and not holder.waiting.done():

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from rookery.errors import Conflict, NotFound
-from rookery.server.auth import Administrator, AuthenticatedRoute, KeyHash, Service
+from rookery.server.auth import Administrator, AuthenticatedRoute, KeyHash, Service, ServiceContext
 from rookery.server.responses import ERRORS
 from rookery.server.schemas import Costs, CreatedKey, KeyView, NewKey, NewTenant, TenantLimits, TenantView, WorkerView
 from rookery.storage.data_dir import hash_key, new_key
@@ -24,8 +24,9 @@ KEY_ID = 16
 routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=ERRORS, tags=["administration"])
 
 
-def _tenant_view(row: TenantRow) -> TenantView:
-    return TenantView(id=row.id, name=row.name, created=row.created, jobs=row.jobs_limit)
+def _tenant_view(service: ServiceContext, row: TenantRow) -> TenantView:
+    quotas = service.controller.context.quotas
+    return TenantView(id=row.id, name=row.name, created=row.created, **quotas.view(row.id))
 
 
 def _key_view(row: KeyRow, revoked: float | None) -> KeyView:
@@ -39,20 +40,19 @@ async def workers(service: Service, owner: Administrator) -> Any:
 
 @routes.get("/tenants")
 async def tenants(service: Service, owner: Administrator) -> list[TenantView]:
-    return [_tenant_view(row) for row in await asyncio.to_thread(service.database.list_tenants)]
+    return [_tenant_view(service, row) for row in await asyncio.to_thread(service.database.list_tenants)]
 
 
 @routes.post("/tenants", status_code=201)
 async def new_tenant(service: Service, owner: Administrator, request: NewTenant) -> TenantView:
     id, now = service.ids.new("tenant"), service.clock.time()
-    return _tenant_view(await asyncio.to_thread(service.database.create_tenant, id, request.name, now))
+    return _tenant_view(service, await asyncio.to_thread(service.database.create_tenant, id, request.name, now))
 
 
 @routes.put("/tenants/{tenant}/limits")
 async def limit_tenant(service: Service, owner: Administrator, tenant: str, request: TenantLimits) -> TenantView:
-    """Set a tenant's limits. Jobs beyond them wait; running ones continue."""
-    await service.controller.limit_tenant(tenant, request.jobs)
-    return _tenant_view(await asyncio.to_thread(service.database.get_tenant, tenant))
+    """Change limits of a tenant. Jobs beyond them wait; running ones continue."""
+    return _tenant_view(service, await service.controller.limit_tenant(tenant, request.model_dump(exclude_unset=True)))
 
 
 @routes.post("/tenants/{tenant}/keys", status_code=201)

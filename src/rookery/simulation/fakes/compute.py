@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from rookery import protocol
+from rookery.scheduling.fairness import TokenCounters
 from rookery.simulation.fakes.engine import FakeEngine
 from rookery.simulation.fakes.text import Length
 from rookery.simulation.fakes.trainer import FakeOperationResult, FakeTrainer, Operation, batch_size
@@ -59,8 +60,10 @@ class FakeCompute:
         self._loop = asyncio.get_running_loop()
         self._woken: asyncio.Future[None] = self._loop.create_future()
         self._switches: list[protocol.SwitchAdapter] = []
-        self._queues: OrderedDict[str, deque[QueuedOperation]] = OrderedDict()
-        """Operations by tenant; the tenants alternate."""
+        self._queues: dict[str, deque[QueuedOperation]] = {}
+        """Operations by tenant, whose shares are those of the native trainer, in seconds instead of tokens."""
+        self._weights: dict[str, float] = {}
+        self._counters = TokenCounters(self._weights)
         self._spent = {"decode": 0.0, "train": 0.0}
         self._was_idle = {"decode": True, "train": True}
         self._stopping = False
@@ -100,7 +103,11 @@ class FakeCompute:
     ) -> None:
         """Queue an operation whose state is here: ``run`` is called when its time has passed."""
         seconds = self._machine.optimizer if batch is None else self._machine.train_token * batch_size(batch)[0]
-        self._queues.setdefault(getattr(op, "tenant", ""), deque()).append(QueuedOperation(op, run, seconds))
+        tenant = getattr(op, "tenant", "")
+        self._weights[tenant] = getattr(op, "weight", 1.0)
+        if tenant not in self._queues:
+            self._counters.lift(tenant)
+        self._queues.setdefault(tenant, deque()).append(QueuedOperation(op, run, seconds))
         self.wake()
 
     def cancel(self, op: str) -> bool:
@@ -192,7 +199,8 @@ class FakeCompute:
 
     async def _train(self) -> None:
         """A slice of the next tenant's oldest operation."""
-        tenant, queue = next(iter(self._queues.items()))
+        tenant = self._counters.order(self._queues)[0]
+        queue = self._queues[tenant]
         queued = queue[0]
         slice_ = max(self._machine.train_slice * self._machine.train_token, self._machine.optimizer)
         seconds = min(queued.seconds, slice_)
@@ -200,8 +208,9 @@ class FakeCompute:
         self.trained += seconds
         self.by_policy[queued.op.policy] += seconds
         queued.seconds -= seconds
+        self._counters.charge(tenant, seconds)
         if tenant in self._queues:
-            self._queues.move_to_end(tenant)
+            self._queues[tenant] = self._queues.pop(tenant)  # among equals the one that waited longest is next
             if queued in self._queues[tenant] and queued.seconds <= 1e-12:
                 self._remove(tenant, queued)
                 self._answer(queued.run())

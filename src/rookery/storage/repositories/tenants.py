@@ -12,17 +12,27 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import Connection, delete, func, insert, select, update
 
 from rookery.errors import Conflict, NotFound
 from rookery.storage.columns import add, add_new, fetch_all, fetch_one, find, get, rows
-from rookery.storage.models import EventRow, Fact, KeyRow, TenantRow, UploadKind, UploadRow, UsageRow
+from rookery.storage.models import (
+    CheckpointRow,
+    EventRow,
+    Fact,
+    KeyRow,
+    TenantRow,
+    UploadKind,
+    UploadRow,
+    UsageRow,
+    VersionRow,
+)
 
 TENANT_TOTAL = ""
 """The job of the row that counts all that a tenant used."""
 
-_FLEET = "fleet"
-"""The name of the fleet's usage among the facts of the database."""
+_FLEET, _TOKENS = "fleet", "tokens"
+"""The names of the fleet's usage, and of a day's tokens by tenant, among the facts of the database."""
 
 
 def create_tenant(connection: Connection, id: str, name: str, created: float, admin: bool = False) -> TenantRow:
@@ -38,10 +48,26 @@ def get_tenant(connection: Connection, id: str) -> TenantRow:
     return get(connection, TenantRow, f"tenant {id}", id=id)
 
 
-def limit_tenant(connection: Connection, id: str, jobs: int | None) -> TenantRow:
-    """Set the jobs that run at once; None is the service's setting. Raises :class:`NotFound`."""
-    connection.execute(update(TenantRow).where(TenantRow.id == id).values(jobs_limit=jobs))
+def limit_tenant(connection: Connection, id: str, changes: Mapping[str, float | None]) -> TenantRow:
+    """Change limits of the tenant; None is the service's setting. Raises :class:`NotFound`."""
+    merged = {**get_tenant(connection, id).limits, **changes}
+    limits = {name: value for name, value in merged.items() if value is not None}
+    connection.execute(update(TenantRow).where(TenantRow.id == id).values(limits=limits))
     return get_tenant(connection, id)
+
+
+def stored(connection: Connection, tenant: str) -> tuple[int, int]:
+    """The number of adapters that the tenant stores (kept versions, checkpoints, uploads), and the bytes of those and
+    of its datasets; equal ones count once."""
+    versions = select(VersionRow.hash, VersionRow.manifest).filter_by(tenant=tenant, kept=True)
+    adapters = {hash: sum(shard.size for shard in manifest.shards) for hash, manifest in connection.execute(versions)}
+    for query in (
+        select(CheckpointRow.hash, CheckpointRow.size).filter_by(tenant=tenant),
+        select(UploadRow.hash, UploadRow.size).filter_by(tenant=tenant, kind="adapter"),
+    ):
+        adapters.update((row.hash, row.size) for row in connection.execute(query))
+    datasets = select(func.coalesce(func.sum(UploadRow.size), 0)).filter_by(tenant=tenant, kind="dataset")
+    return len(adapters), sum(adapters.values()) + int(connection.execute(datasets).scalar_one())
 
 
 def list_tenants(connection: Connection) -> list[TenantRow]:
@@ -98,13 +124,15 @@ def events(connection: Connection, tenant: str, job: str | None, limit: int) -> 
     return fetch_all(connection, EventRow, query)[::-1]
 
 
-def save_usage(connection: Connection, usage: Mapping[tuple[str, str], Any], fleet: Any) -> None:
-    """Replace the counters of each (tenant, job), and the fleet's."""
+def save_usage(
+    connection: Connection, usage: Mapping[tuple[str, str], Any], fleet: Any, tokens: tuple[int, Mapping[str, int]]
+) -> None:
+    """Replace the counters of each (tenant, job), the fleet's, and the day's tokens by tenant."""
     for (tenant, job), used in usage.items():
         connection.execute(delete(UsageRow).filter_by(tenant=tenant, job=job))
         add(connection, UsageRow(tenant=tenant, job=job, used=used))
-    connection.execute(delete(Fact).filter_by(name=_FLEET))
-    add(connection, Fact(name=_FLEET, value=json.dumps(fleet)))
+    connection.execute(delete(Fact).where(Fact.name.in_([_FLEET, _TOKENS])))
+    add(connection, Fact(name=_FLEET, value=json.dumps(fleet)), Fact(name=_TOKENS, value=json.dumps(tokens)))
 
 
 def tenant_usage(connection: Connection, tenant: str) -> dict[str, Any]:
@@ -127,3 +155,10 @@ def fleet_usage(connection: Connection) -> Any:
     """Empty where nothing was counted yet."""
     row = find(connection, Fact, name=_FLEET)
     return {} if row is None else json.loads(row.value)
+
+
+def tokens_of_day(connection: Connection) -> tuple[int, dict[str, int]]:
+    """The last day of which tokens were stored, in days since the epoch, and its tokens by tenant."""
+    row = find(connection, Fact, name=_TOKENS)
+    day, tokens = (0, {}) if row is None else json.loads(row.value)
+    return day, tokens

@@ -5,7 +5,8 @@ Promises, in addition to those of :class:`rookery.worker.trainer.base.Trainer`:
 * ``step`` is one bounded slice: one packed pass of at most ``slice_tokens`` tokens, or one optimizer step. A larger
   group is split between its members. A trajectory stays whole: a longer one runs alone; if memory does not hold it, or
   a GPU runs out of memory in the pass, the result is ``lost``, because another worker may have more.
-* Slices rotate over the tenants, within a tenant over its policies, within a policy in order of arrival.
+* Tenants share the slices by the tokens that were trained for them (:mod:`rookery.scheduling.fairness`), within a
+  tenant the policies take turns, within a policy operations run in order of arrival.
 * Metrics are finite numbers: a value that is not is omitted, and ``nonfinite`` counts it.
 """
 
@@ -24,6 +25,7 @@ import torch
 from rookery import protocol
 from rookery.algorithms.losses import LOSSES
 from rookery.errors import UserError
+from rookery.scheduling.fairness import TokenCounters
 from rookery.worker.device import finish
 from rookery.worker.model.adapter import init_adapter, read_adapter
 from rookery.worker.model.decoder import Decoder
@@ -41,6 +43,9 @@ PROMPT_SHARE = 0.5
 """Share of its prompt in a piece of a split group. Every piece computes the prompt again, so pieces with a long prompt
 may be longer than a slice, up to about twice the shortest possible, and are not nearly all prompt. The memory limit
 bounds them all the same."""
+
+OPTIMIZER_TOKENS = 64
+"""An optimizer step in trained tokens, by its time."""
 
 OTHER_STATE = "this worker holds another state of the policy"
 
@@ -93,6 +98,8 @@ class NativeTrainer:
         self.cache = TrainerStateCache(trainer_state_cache_bytes)
         self._queues: dict[str, dict[str, deque[Queued]]] = {}
         """Tenant → policy → operations."""
+        self._weights: dict[str, float] = {}
+        self._counters = TokenCounters(self._weights)
         self._results: list[TrainerResult] = []
         self.trained = 0
 
@@ -205,14 +212,16 @@ class NativeTrainer:
             return False
         self._rotate(heads[0])
         if isinstance(heads[0], protocol.OptimStep):
+            self._counters.charge(heads[0].tenant, OPTIMIZER_TOKENS)
             self._optimise(heads[0])
         else:
             self._pass([queued for queued in heads if isinstance(queued, QueuedBatch)])
         return True
 
     def _heads(self) -> Iterator[Queued]:
-        """The first operation of every policy, alternating between tenants."""
-        rows = [[queue[0] for queue in policies.values()] for policies in self._queues.values()]
+        """The first operation of every policy, alternating between tenants, that of the next tenant first."""
+        tenants = self._counters.order(self._queues)
+        rows = [[queue[0] for queue in self._queues[tenant].values()] for tenant in tenants]
         for column in range(max(map(len, rows), default=0)):
             yield from (row[column] for row in rows if column < len(row))
 
@@ -227,6 +236,8 @@ class NativeTrainer:
         """One packed pass with the first of ``queued`` and others of its kind."""
         ready = [b for b in queued if b.op.forward_only == queued[0].op.forward_only and self._begin(b)]
         items = self._select(ready)
+        for item in items:
+            self._counters.charge(item.queued.op.tenant, sum(group.tokens for group in item.groups))
         try:
             if items:
                 self.trained += run_pass(self._decoder, items, self._attention, self._limits)
@@ -341,6 +352,9 @@ class NativeTrainer:
 
     def _enqueue(self, queued: Queued) -> None:
         op = _op(queued)
+        self._weights[op.tenant] = op.weight
+        if op.tenant not in self._queues:
+            self._counters.lift(op.tenant)
         self._queues.setdefault(op.tenant, {}).setdefault(op.policy, deque()).append(queued)
 
     def _remove(self, queued: Queued) -> None:

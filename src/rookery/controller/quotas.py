@@ -1,0 +1,174 @@
+"""Quotas of tenants: how much of the service one of them may use at once, in a second, in a day, and in all.
+
+* Each limit is a setting, ``tenant_…``, that the administrator may override for one tenant; only :class:`Quotas` reads
+  either. ``weight`` is a tenant's share of engines and trainers, relative to the others' (1 without an override).
+* A request beyond a limit is refused with the numbers and the time after which to try again, and is counted under the
+  setting's name. Jobs are not refused for work in progress: they wait (:mod:`rookery.controller.jobs.places`).
+* A day is one of UTC. Its tokens, sampled and trained ones, are stored with the usage: a crash forgets those since the
+  last flush.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rookery.aio import Clock
+from rookery.errors import TooManyRequests
+from rookery.settings import LimitSettings
+from rookery.storage.store import Store
+
+LIMITS = ("jobs", "requests", "adapters", "bytes", "tokens_per_day", "models", "requests_per_second")
+"""Limits of a tenant, by the name of the setting after ``tenant_``."""
+
+REFUSED = tuple(f"tenant_{name}" for name in LIMITS if name != "jobs")
+"""The limits whose refusals are counted. Jobs wait."""
+
+DAY = 86400.0
+
+BURST_SECONDS = 5.0
+"""A client that was quiet may send the requests of so many seconds at once, as one that opens its page does."""
+
+RETRY_SECONDS = {"requests": 2.0, "models": 30.0, "adapters": 60.0, "bytes": 60.0}
+"""When to try again: requests end within seconds, a base model is free when all work on it ends, and stored things
+stay until somebody deletes them."""
+
+
+class Quotas:
+    def __init__(self, settings: LimitSettings, clock: Clock, store: Store, refused: Counter[str]) -> None:
+        """``refused`` counts the refusals by setting."""
+        self.weights: dict[str, float] = {}
+        """By tenant; absent is 1."""
+        self.models_in_use: Callable[[str], set[str]] = lambda tenant: set()
+        """The base models that a tenant's jobs and training runs use now."""
+        self.overrides: dict[str, dict[str, float]] = {}
+        """By tenant: the limits that are not the service's settings, and its weight."""
+        self._settings = settings
+        self._clock = clock
+        self._store = store
+        self._refused = refused
+        self._requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        """By tenant and base model: generations of clients that wait or run."""
+        self._day = 0
+        self._tokens: Counter[str] = Counter()
+        """Tokens of the day ``_day`` by tenant."""
+        self._allowance: defaultdict[str, tuple[float, float]] = defaultdict(lambda: (float("-inf"), 0.0))
+        """By tenant: when its last request came, and how many it could still send then."""
+
+    async def start(self) -> None:
+        """Read the overrides, and today's tokens of an earlier process."""
+        for row in await self._store.list_tenants():
+            self.override(row.id, row.limits)
+        self._day, tokens = await self._store.tokens_of_day()
+        self._tokens = Counter(tokens)
+
+    # --- limits -------------------------------------------------------------------------------------------------------
+
+    def override(self, tenant: str, limits: Mapping[str, float]) -> None:
+        """These limits of the tenant are not the service's settings."""
+        self.overrides[tenant] = dict(limits)
+        self.weights[tenant] = limits.get("weight", 1.0)
+
+    def limit(self, tenant: str, name: str) -> float:
+        """A limit of the tenant by its name in :data:`LIMITS`."""
+        value: float = self.overrides.get(tenant, {}).get(name, getattr(self._settings, f"tenant_{name}"))
+        return value
+
+    def view(self, tenant: str) -> dict[str, Any]:
+        """The tenant's limits, its weight, and what counts against the limits now."""
+        limits = {name: self.limit(tenant, name) for name in LIMITS}
+        return {
+            "limits": {**limits, "weight": self.weights.get(tenant, 1.0)},
+            "overrides": self.overrides.get(tenant, {}),
+            "tokens_today": self.day()[1].get(tenant, 0),
+            "requests": self._requests[tenant].total(),
+        }
+
+    def _refuse(self, name: str, reason: str, retry_after: float | None = None) -> TooManyRequests:
+        self._refused[f"tenant_{name}"] += 1
+        return TooManyRequests(reason, RETRY_SECONDS[name] if retry_after is None else retry_after)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def count_request(self, tenant: str) -> None:
+        """A request to the API has come. Raises :class:`TooManyRequests` beyond ``requests_per_second``."""
+        rate, now = self.limit(tenant, "requests_per_second"), self._clock.monotonic()
+        since, left = self._allowance[tenant]
+        left = min(rate * BURST_SECONDS, left + (now - since) * rate)
+        if left < 1:
+            raise self._refuse("requests_per_second", f"more than {rate:g} requests in a second", (1 - left) / rate)
+        self._allowance[tenant] = (now, left - 1)
+
+    def check_generation(self, tenant: str, model: str, count: int = 1) -> None:
+        """``count`` generations that a client asks for. Raises :class:`TooManyRequests`."""
+        self.check_tokens(tenant)
+        self.check_model(tenant, model)
+        most, now = self.limit(tenant, "requests"), self._requests[tenant].total()
+        if now and now + count > most:
+            raise self._refuse("requests", f"{now} generations of yours wait or run, allowed: at most {most:g}")
+
+    @contextmanager
+    def generating(self, tenant: str, model: str, count: int = 1) -> Iterator[None]:
+        """``count`` generations of a client wait or run within."""
+        self._requests[tenant][model] += count
+        try:
+            yield
+        finally:
+            self._requests[tenant][model] -= count
+
+    def models(self, tenant: str) -> set[str]:
+        """The base models that the tenant uses now."""
+        return self.models_in_use(tenant) | {model for model, count in self._requests[tenant].items() if count}
+
+    def check_model(self, tenant: str, model: str) -> None:
+        """The tenant asks for work on a base model. Raises :class:`TooManyRequests`."""
+        used, most = self.models(tenant), self.limit(tenant, "models")
+        if model not in used and len(used) >= most:
+            raise self._refuse(
+                "models", f"{model}: you use {len(used)} base models ({', '.join(sorted(used))}), allowed: {most:g}"
+            )
+
+    async def check_stored(self, tenant: str) -> None:
+        """The tenant is about to store something. Raises :class:`TooManyRequests` at a limit; so the last thing stored
+        may exceed it."""
+        adapters, size = await self._store.stored(tenant)
+        for name, stored in (("adapters", adapters), ("bytes", size)):
+            most = self.limit(tenant, name)
+            if stored >= most:
+                what = "adapters" if name == "adapters" else "bytes of adapters and datasets"
+                raise self._refuse(
+                    name, f"you store {stored} {what}, allowed: {most:.0f}; delete some, or ask the administrator"
+                )
+
+    # --- tokens of a day ----------------------------------------------------------------------------------------------
+
+    def add_tokens(self, tenant: str, tokens: float) -> None:
+        """Tokens were sampled or trained on for the tenant."""
+        if math.isfinite(tokens):
+            self.day()[1][tenant] += int(tokens)
+
+    def day(self) -> tuple[int, Counter[str]]:
+        """Today, in days since the epoch, and its tokens by tenant."""
+        today = int(self._clock.time() // DAY)
+        if today != self._day:
+            self._day, self._tokens = today, Counter()
+        return self._day, self._tokens
+
+    def used_up(self, tenant: str) -> str:
+        """Why the tenant's work waits for the next day; empty where it does not."""
+        most = self.limit(tenant, "tokens_per_day")
+        day, tokens = self.day()
+        if not most or tokens[tenant] < most:
+            return ""
+        next_day = time.strftime("%Y-%m-%d", time.gmtime((day + 1) * DAY))
+        return f"the tenant's {most:.0f} tokens of today are used up; it continues by itself on {next_day}, 00:00 UTC"
+
+    def check_tokens(self, tenant: str) -> None:
+        """Raises :class:`TooManyRequests` where today's tokens are used up."""
+        if reason := self.used_up(tenant):
+            seconds = DAY - self._clock.time() % DAY
+            raise self._refuse("tokens_per_day", reason.partition(";")[0], seconds)
