@@ -56,7 +56,7 @@ def test_an_environment_needs_no_more_than_its_own_room() -> None:
         "rookery.cluster.local",
         "rookery.controller.controller",
         "rookery.environments.process",
-        "rookery.scheduling.placement",
+        "rookery.scheduling.balancing",
         "rookery.server.launcher",
         "rookery.simulation.replay",
         "rookery.spec.job",

@@ -16,8 +16,20 @@ from tests.controller.rollout.test_scheduler import Room, check
 from tests.support.peers import ScriptedWorker, eventually, settle, text_of
 
 from rookery import protocol
-from rookery.scheduling.balancing import BEATS, Instance, Move, WorkerIndex, balance, load, select
-from rookery.scheduling.saturation import ENOUGH, FLAT, KEPT, SaturationEstimator, isotonic
+from rookery.scheduling.balancing import (
+    BEATS,
+    ENOUGH,
+    FLAT,
+    KEPT,
+    Instance,
+    Move,
+    SaturationEstimator,
+    WorkerIndex,
+    balance,
+    isotonic,
+    load,
+    select,
+)
 
 # --- what a worker's load is ------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The pure decisions: routes, staleness, failures, retention."""
+"""The pure decisions: routes, staleness, failures, job_rules."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookery.scheduling import placement, retention
-from rookery.scheduling.failures import FailureRateMonitor
-from rookery.scheduling.staleness import ReadyGroup, admission_budget, select_batch
+from rookery.scheduling import balancing, job_rules
+from rookery.scheduling.job_rules import FailureRateMonitor, ReadyGroup, admission_budget, select_batch
 
 # --- routes -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_policy_goes_to_the_trainer_with_the_fewest() -> None:
-    assert placement.assign_trainer({}) is None
-    assert placement.assign_trainer({"b": 1, "a": 1, "c": 2}) == "a"
-    assert placement.assign_trainer({"b": 0, "a": 1}) == "b"
-    assert placement.assign_trainer({"b": 1, "a": 1}, offloaded_at="b") == "b"
-    assert placement.assign_trainer({"b": 2, "a": 1}, offloaded_at="b") == "a"
+    assert balancing.assign_trainer({}) is None
+    assert balancing.assign_trainer({"b": 1, "a": 1, "c": 2}) == "a"
+    assert balancing.assign_trainer({"b": 0, "a": 1}) == "b"
+    assert balancing.assign_trainer({"b": 1, "a": 1}, offloaded_at="b") == "b"
+    assert balancing.assign_trainer({"b": 2, "a": 1}, offloaded_at="b") == "a"
 
 
 def test_a_training_worker_is_crowded_where_a_move_makes_it_even() -> None:
-    assert placement.is_overloaded({"a": 2, "b": 0}, "a")
-    assert placement.is_overloaded({"a": 5, "b": 4, "c": 3}, "a")
-    assert not placement.is_overloaded({"a": 5, "b": 4, "c": 3}, "b")
-    assert not placement.is_overloaded({"a": 1, "b": 0}, "a")
-    assert not placement.is_overloaded({"b": 0}, "a"), "it takes no policies at all now"
+    assert balancing.is_overloaded({"a": 2, "b": 0}, "a")
+    assert balancing.is_overloaded({"a": 5, "b": 4, "c": 3}, "a")
+    assert not balancing.is_overloaded({"a": 5, "b": 4, "c": 3}, "b")
+    assert not balancing.is_overloaded({"a": 1, "b": 0}, "a")
+    assert not balancing.is_overloaded({"b": 0}, "a"), "it takes no policies at all now"
 
 
 # --- staleness --------------------------------------------------------------------------------------------------------
@@ -130,9 +129,9 @@ def test_the_version_that_earned_the_best_reward_stays_until_a_better_one(means:
     kept: list[int] = []
     for newest in range(len(means)):
         kept.append(newest)
-        rewards = retention.training_rewards([(None, None), *((v - 1, means[v - 1]) for v in range(1, newest + 1))])
-        candidates = [retention.RetentionCandidate(version, rewards.get(version)) for version in kept]
-        going = retention.versions_to_delete(candidates, keep_last=keep_last, keep_best=True)
+        rewards = job_rules.training_rewards([(None, None), *((v - 1, means[v - 1]) for v in range(1, newest + 1))])
+        candidates = [job_rules.RetentionCandidate(version, rewards.get(version)) for version in kept]
+        going = job_rules.versions_to_delete(candidates, keep_last=keep_last, keep_best=True)
         kept = [version for version in kept if version not in going]
         if newest:
             assert max(means[version] for version in kept if version < newest) == max(means[:newest])
@@ -140,7 +139,7 @@ def test_the_version_that_earned_the_best_reward_stays_until_a_better_one(means:
 
 def test_a_version_is_judged_by_what_it_sampled_also_after_a_lost_one() -> None:
     """Version 2 was made of version 1's episodes and lost; version 3 was trained from version 1 again."""
-    assert retention.training_rewards([(None, None), (0, 0.1), (1, 0.9), (1, 0.8), (3, 0.2)]) == {
+    assert job_rules.training_rewards([(None, None), (0, 0.1), (1, 0.9), (1, 0.8), (3, 0.2)]) == {
         0: 0.1,
         1: 0.8,
         3: 0.2,
@@ -156,8 +155,8 @@ def test_a_version_is_judged_by_what_it_sampled_also_after_a_lost_one() -> None:
 def test_the_head_the_last_the_best_and_the_used_stay(
     versions: dict[int, float | None], keep_last: int, keep_best: bool, in_use: set[int]
 ) -> None:
-    candidates = [retention.RetentionCandidate(version, score) for version, score in versions.items()]
-    going = retention.versions_to_delete(candidates, keep_last=keep_last, keep_best=keep_best, in_use=in_use)
+    candidates = [job_rules.RetentionCandidate(version, score) for version, score in versions.items()]
+    going = job_rules.versions_to_delete(candidates, keep_last=keep_last, keep_best=keep_best, in_use=in_use)
     assert going == sorted(going)
     stay = set(versions) - set(going)
     newest = sorted(versions)[-keep_last:]

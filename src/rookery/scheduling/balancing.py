@@ -1,4 +1,7 @@
-"""Which worker gets the next request, and which requests move: RLBoost's Algorithm 2 (arXiv 2510.19225).
+"""Placement: which worker gets the next request, which requests move, which worker trains a policy, which peers serve
+an adapter. Every function is pure and deterministic: ties are decided by name.
+
+Requests follow RLBoost's Algorithm 2 (arXiv 2510.19225).
 
 A worker's *pending* requests are those beyond the rows that it decodes, *executing* the rest, *free* the rows that a
 new request would get at once. The controller knows how many requests a worker holds, for how many of them tokens have
@@ -12,13 +15,18 @@ As published, with three additions:
 * Among instances with equally many pending requests, one with a free row is chosen, then the one that holds least, then
   the first by name: the same state gives the same choice.
 * Θ = 0 means that nothing is ever pending by choice: a request goes to a free row or waits in the controller.
+
+B, the saturation batch size, is learned from heartbeats (:class:`SaturationEstimator`).
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 from sortedcontainers import SortedList
 
@@ -157,3 +165,133 @@ class WorkerIndex:
     def fullest(self) -> list[Instance]:
         """The most-pending and the most-executing instance; empty without instances."""
         return [self._instances[ranking[0][-1]] for ranking in (self._pending, self._executing) if ranking]
+
+
+# --- saturation ------------------------------------------------------------------------------------------------------
+
+
+FLAT = 0.9
+"""The share of the best throughput that counts as all of it: the rest is within a machine's noise."""
+
+STEADY = 0.25
+"""Rows at the two heartbeats differ by at most this share: else the sample belongs to no batch size."""
+
+LEAST_SECONDS = 0.2
+"""Least decoding time of a sample: about ten steps."""
+
+ENOUGH = 5
+"""Samples of a half-octave before its median counts."""
+
+KEPT = 25
+"""Samples kept of each half-octave: under a minute of heartbeats."""
+
+
+class SaturationEstimator:
+    """The saturation of one class of workers (equal model, device and kind), learned from heartbeats.
+
+    Two heartbeats between which about equally many rows decoded give a sample (rows, tokens per second of decoding).
+    Samples are kept by half-octaves of rows, the newest of each. The medians of the half-octaves that have enough
+    samples are points b₁ < b₂ < … < bₙ with rates; r₁ ≤ r₂ ≤ … ≤ rₙ is the growing curve nearest to the rates in
+    squares. Then
+
+        B = min { bᵢ : rᵢ ≥ FLAT · rₙ },  known once bₙ ≥ 2 · B
+
+    Until twice as many rows have been seen to give hardly more, throughput may still be growing, and B is None. Medians
+    remove single outliers (a prompt among the decoding rows, another load of the machine), the growing curve removes
+    single outlying points. Old samples are dropped, so a class of workers that changes is learned again.
+    """
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[tuple[float, float]]] = {}
+        self._curve: dict[int, tuple[float, float]] = {}
+        self._saturated_rows: int | None = None
+
+    @property
+    def saturated_rows(self) -> int | None:
+        """B in rows, None while unknown."""
+        return self._saturated_rows
+
+    def add(self, before: int, after: int, tokens: int, seconds: float) -> None:
+        """Add a sample: between two heartbeats of one worker, with ``before`` and ``after`` active rows, ``tokens``
+        were sampled in ``seconds`` of decoding."""
+        rows = (before + after) / 2
+        if min(before, after) < 1 or abs(before - after) > STEADY * rows or seconds < LEAST_SECONDS or tokens < 1:
+            return
+        octave = math.floor(2 * math.log2(rows))
+        samples = self._samples.setdefault(octave, deque(maxlen=KEPT))
+        samples.append((rows, tokens / seconds))
+        if len(samples) >= ENOUGH:
+            self._curve[octave] = median(rows for rows, _ in samples), median(rate for _, rate in samples)
+            self._saturated_rows = self._measure()
+
+    def _measure(self) -> int | None:
+        points = [point for _, point in sorted(self._curve.items())]
+        rates = isotonic([rate for _, rate in points])
+        flat = next(rows for (rows, _), rate in zip(points, rates, strict=True) if rate >= FLAT * rates[-1])
+        return max(1, round(flat)) if points[-1][0] >= 2 * flat else None
+
+
+def isotonic(values: list[float]) -> list[float]:
+    """The sequence that never falls and is nearest to ``values`` in squares: neighbours that fall are replaced by their
+    mean (pool adjacent violators; Ayer and others, 1955)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] > mean:
+            before, many = pools.pop()
+            mean, count = (before * many + mean * count) / (many + count), many + count
+        pools.append((mean, count))
+    return [mean for mean, count in pools for _ in range(count)]
+
+
+# --- trainers and peers ----------------------------------------------------------------------------------------------
+
+
+def assign_trainer(policies: dict[str, int], offloaded_at: str | None = None) -> str | None:
+    """The training worker for a policy that has none: the one with the fewest policies; among equals the worker
+    ``offloaded_at``, which still has the policy's state in main memory. ``policies`` maps serving training workers to
+    the number of policies that they hold."""
+    return min(policies, key=lambda name: (policies[name], name != offloaded_at, name), default=None)
+
+
+def is_overloaded(policies: dict[str, int], holder: str) -> bool:
+    """Whether one of ``holder``'s policies should train elsewhere: another worker has at least two fewer, so that after
+    the move it has no more than the holder. ``policies`` as in :func:`assign_trainer`."""
+    return holder in policies and policies[holder] - min(policies.values()) >= 2
+
+
+@dataclass(frozen=True)
+class SlotUse:
+    """A policy that occupies a slot of a trainer's memory. ``since``: when it was busy last, in seconds."""
+
+    name: str
+    busy: bool
+    gradient: bool
+    """A gradient is accumulated: evicting the policy means to compute it again."""
+    since: float
+
+
+def slots_to_free(holders: Sequence[SlotUse], *, places: int, wanted: int, now: float, patience: float) -> list[str]:
+    """Holders to evict for ``wanted`` newcomers, as far as possible. A busy holder is never evicted; among the others
+    those without a gradient go first, longest idle first; one with a gradient only after ``patience`` seconds."""
+    needed = len(holders) + wanted - places
+    able = [holder for holder in holders if not holder.busy and (not holder.gradient or now - holder.since >= patience)]
+    able.sort(key=lambda holder: (holder.gradient, holder.since, holder.name))
+    return [holder.name for holder in able[: max(0, needed)]]
+
+
+class PeerCandidate(NamedTuple):
+    """A worker that has the adapter."""
+
+    name: str
+    near: bool
+    """On the receiver's machine."""
+    last_served: float
+    """When it was last chosen to serve any artifact, in seconds."""
+
+
+def select_peers(candidates: Iterable[PeerCandidate], limit: int) -> list[str]:
+    """At most ``limit`` of them, in the order in which to ask: workers on the same machine first, then those chosen
+    longest ago."""
+    ranked = sorted(candidates, key=lambda peer: (not peer.near, peer.last_served, peer.name))
+    return [peer.name for peer in ranked[:limit]]

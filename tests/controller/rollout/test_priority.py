@@ -12,7 +12,7 @@ from tests.controller.rollout.test_scheduler import Room, check
 from tests.support.peers import eventually
 from tests.worker.engine.test_engine import finish, make, order
 
-from rookery.scheduling.fairness import PriorityQueues
+from rookery.scheduling.queues import PriorityQueues
 
 
 @given(

@@ -22,7 +22,7 @@ from tests.worker.trainer.test_trainer import forward_backward as operation
 from rookery import protocol
 from rookery.controller.jobs.step import CompleteGroup, StepAccumulator, adam, forward_backward, make_batch
 from rookery.controller.jobs.trajectory import EpisodeResult, Trajectory
-from rookery.scheduling.staleness import ReadyGroup, select_batch
+from rookery.scheduling.job_rules import ReadyGroup, select_batch
 from rookery.spec.job import JobSpec
 
 # --- the gradient -----------------------------------------------------------------------------------------------------

@@ -29,8 +29,7 @@ from rookery.controller.jobs.step import CompleteGroup
 from rookery.controller.jobs.trajectory import EpisodeResult, decode_turns, derive_seed, episode_result_decoder
 from rookery.controller.rollout.scheduler import GenerationFailed
 from rookery.errors import RookeryError
-from rookery.scheduling.failures import FailureRateMonitor
-from rookery.scheduling.staleness import ReadyGroup, select_batch
+from rookery.scheduling.job_rules import FailureRateMonitor, ReadyGroup, select_batch
 from rookery.storage.models import EpisodeRow, GroupRow
 
 log = logging.getLogger("rookery.controller.jobs.groups")

@@ -24,7 +24,7 @@ from rookery.controller.jobs.groups import Groups
 from rookery.controller.jobs.job_context import JobContext, per_token
 from rookery.controller.jobs.step import CompleteGroup, StepAccumulator, adam, forward_backward
 from rookery.controller.training.policy_trainer import PolicyTrainer
-from rookery.scheduling.staleness import admission_budget
+from rookery.scheduling.job_rules import admission_budget
 
 log = logging.getLogger("rookery.controller.jobs.job")
 

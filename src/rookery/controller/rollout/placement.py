@@ -20,8 +20,7 @@ from rookery import protocol
 from rookery.aio import Clock
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.request import InflightRequest
-from rookery.scheduling.balancing import BEATS, Instance, WorkerIndex, balance, load, select
-from rookery.scheduling.saturation import SaturationEstimator
+from rookery.scheduling.balancing import BEATS, Instance, SaturationEstimator, WorkerIndex, balance, load, select
 from rookery.settings import Settings
 
 ANY, BASE = "any", "base"

@@ -6,7 +6,7 @@
   of an episode keeps its tokens and resumes from them when it is submitted again; submitted with another prompt, as
   after a new reset of its environment, it starts over.
 * Tenants share each base model's workers by the tokens that they are served
-  (:mod:`rookery.scheduling.fairness`). A worker holds at most its rows and a few more; everything else waits here,
+  (:mod:`rookery.scheduling.queues`). A worker holds at most its rows and a few more; everything else waits here,
   where it is visible. Interactive requests go first, on a bounded share of each worker's rows.
 * A chunk counts only if it comes from the request's current worker under that worker's current epoch. A request that
   returns to a worker from which it was withdrawn has another name there, so that late chunks cannot be mistaken for it.
@@ -33,7 +33,7 @@ from rookery.controller.rollout.request import SamplingRequest as SamplingReques
 from rookery.controller.rollout.request import SamplingResult as SamplingResult
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.errors import Unavailable
-from rookery.scheduling.fairness import PROMPT_WEIGHT, FairQueue, MeanLengths, PriorityQueues
+from rookery.scheduling.queues import PROMPT_WEIGHT, FairQueue, MeanLengths, PriorityQueues
 from rookery.settings import Settings
 
 REASONS = ("lost", "rejected", "offloaded", "balanced")

@@ -29,7 +29,7 @@ from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.training.slots import SlotHolder, TrainerSlots
 from rookery.controller.weights.distribution import adapter_ref
 from rookery.errors import CorruptArtifact, UserError
-from rookery.scheduling.reorder import ReorderBuffer
+from rookery.scheduling.queues import ReorderBuffer
 from rookery.storage.models import CheckpointRow, ModelRow, PolicyRow, VersionRow
 
 log = logging.getLogger("rookery.controller.sessions.training_run")

@@ -19,7 +19,7 @@ from rookery import protocol
 from rookery.controller.context import ControllerContext
 from rookery.controller.weights.distribution import adapter_ref
 from rookery.errors import Conflict, CorruptArtifact, NotFound, UserError
-from rookery.scheduling.retention import RetentionCandidate, training_rewards, versions_to_delete
+from rookery.scheduling.job_rules import RetentionCandidate, training_rewards, versions_to_delete
 from rookery.spec.job import CheckpointSpec
 from rookery.storage.models import PolicyRow, VersionRow
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from rookery import protocol
-from rookery.scheduling.fairness import TokenCounters
+from rookery.scheduling.queues import TokenCounters
 from rookery.simulation.fakes.engine import FakeEngine
 from rookery.simulation.fakes.text import Length
 from rookery.simulation.fakes.trainer import FakeOperationResult, FakeTrainer, Operation, batch_size

@@ -5,7 +5,7 @@ Promises, in addition to those of :class:`rookery.worker.trainer.base.Trainer`:
 * ``step`` is one bounded slice: one packed pass of at most ``slice_tokens`` tokens, or one optimizer step. A larger
   group is split between its members. A trajectory stays whole: a longer one runs alone; if memory does not hold it, or
   a GPU runs out of memory in the pass, the result is ``lost``, because another worker may have more.
-* Tenants share the slices by the tokens that were trained for them (:mod:`rookery.scheduling.fairness`), within a
+* Tenants share the slices by the tokens that were trained for them (:mod:`rookery.scheduling.queues`), within a
   tenant the policies take turns, within a policy operations run in order of arrival.
 * Metrics are finite numbers: a value that is not is omitted, and ``nonfinite`` counts it.
 """
@@ -25,7 +25,7 @@ import torch
 from rookery import protocol
 from rookery.algorithms.losses import LOSSES
 from rookery.errors import UserError
-from rookery.scheduling.fairness import TokenCounters
+from rookery.scheduling.queues import TokenCounters
 from rookery.worker.device import finish
 from rookery.worker.model.adapter import init_adapter, read_adapter
 from rookery.worker.model.decoder import Decoder

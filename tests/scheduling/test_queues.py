@@ -1,4 +1,4 @@
-"""Fair shares: the bounds that :mod:`rookery.scheduling.fairness` states, under a virtual clock."""
+"""Fair shares: the bounds that :mod:`rookery.scheduling.queues` states, under a virtual clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookery.scheduling.fairness import FairQueue
+from rookery.scheduling.queues import FairQueue
 
 owners = st.tuples(st.sampled_from(["a", "b", "c"]), st.sampled_from(["1", "2", "3"]))
 weights = st.dictionaries(st.sampled_from("abc"), st.floats(0.1, 10))

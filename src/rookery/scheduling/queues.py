@@ -24,6 +24,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 T = TypeVar("T", bound=Hashable)
+Item = TypeVar("Item")
 
 PROMPT_WEIGHT = 0.25
 """A prompt token in sampled ones: a prompt is computed in parallel, and a group's once for all its members."""
@@ -213,3 +214,44 @@ class PriorityQueues(Generic[T]):
             if item is not None:
                 return item, fits is reserved
         return None
+
+
+class ReorderBuffer(Generic[Item]):
+    """Returns items in the order of their numbers, without gaps, from ``next`` on. Every item is returned once."""
+
+    def __init__(self, next: int) -> None:
+        self.next = next
+        self._held: dict[int, Item] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def put(self, number: int, item: Item) -> None:
+        """Raises ``ValueError`` for a number that is held or was returned already."""
+        if number < self.next or number in self._held:
+            raise ValueError(f"number {number} came before; {self.next} is next")
+        self._held[number] = item
+
+    def pop(self) -> Item | None:
+        """The next item, None while it has not arrived."""
+        item = self._held.pop(self.next, None)
+        if item is not None:
+            self.next += 1
+        return item
+
+    @property
+    def missing(self) -> int | None:
+        """The number that all held items wait for; None when no item waits."""
+        return self.next if self._held and self.next not in self._held else None
+
+    @property
+    def last(self) -> int:
+        """The highest number that arrived."""
+        return max(self._held, default=self.next - 1)
+
+    def flush(self) -> list[Item]:
+        """Give up on missing numbers: return all held items in order, and continue after them."""
+        held = [self._held[number] for number in sorted(self._held)]
+        self.next = self.last + 1
+        self._held.clear()
+        return held
