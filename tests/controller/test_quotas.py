@@ -1,0 +1,178 @@
+"""Quotas of a tenant: beyond them jobs wait with the reason, requests are refused with the numbers and the time to
+wait, and another tenant notices nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.support.driven import Client, forward, join
+from tests.support.peers import HANG, Service, eventually, job_of, settle
+
+from rookery.controller.sessions import operations
+from rookery.errors import NotFound, TooManyRequests
+
+DAY = 86400.0
+
+
+@pytest.fixture
+def settings() -> dict[str, Any]:
+    """Settings of the service; a test gives its own."""
+    return {}
+
+
+@pytest.fixture
+async def service(tmp_path: Path, settings: dict[str, Any]) -> AsyncIterator[Service]:
+    service = Service(tmp_path, **settings)
+    await service.start()
+    yield service
+    await service.close()
+    service.database.close()
+
+
+def refused(service: Service) -> dict[str, int]:
+    totals = service.controller.queries.health()["totals"]
+    return {name.removeprefix("refused_tenant_"): n for name, n in totals.items() if n and "refused_tenant_" in name}
+
+
+async def passing(service: Service, holds: Callable[..., bool]) -> None:
+    """Time passes until it holds."""
+
+    async def later() -> bool:
+        await service.clock.advance(service.settings.worker.heartbeat_seconds, steps=1)
+        return holds()
+
+    await eventually(later)
+
+
+@pytest.mark.parametrize("settings", [{"tenant_requests": 3}])
+async def test_generations_beyond_the_limit_are_refused_until_others_end(service: Service) -> None:
+    worker = await join(service)
+    worker.generating.clear()
+    alice, bob = await Client(service).begin(), await Client(service, "bob").begin()
+    sampler, other = await alice.sampler(None), await bob.sampler(None)
+    first = await alice.sample(sampler, 0, count=2)
+    await eventually(lambda: len(worker.active) == 2)
+    with pytest.raises(TooManyRequests, match="2 generations of yours wait or run, allowed: at most 3") as refusal:
+        await alice.sample(sampler, 1, count=2)
+    assert refusal.value.retry_after > 0
+    await bob.sample(other, 0, count=8)  # alone: a sample that exceeds the limit by itself runs
+    assert refused(service) == {"requests": 1}
+    worker.generating.set()
+    assert isinstance(await alice.outcome(first), operations.SampleResult)
+    await eventually(lambda: service.controller.context.quotas.view("alice")["requests"] == 0)
+    assert isinstance(await alice.outcome(await alice.sample(sampler, 1, count=2)), operations.SampleResult)
+
+
+async def test_day_without_tokens_pauses_jobs_and_refuses_requests_until_the_next(service: Service) -> None:
+    await join(service)
+    await service.host().join()
+    alice, bob = await Client(service).begin(), await Client(service, "bob").begin()
+    await service.controller.limit_tenant("alice", {"tokens_per_day": 40})
+    job, _ = await service.controller.submit("alice", job_of(stop__steps=1000))
+    await eventually(lambda: service.controller.context.quotas.view("alice")["tokens_today"] >= 40)
+    await service.clock.advance(2 * service.settings.worker.heartbeat_seconds)
+    await eventually(lambda: service.database.get_job("alice", job.id).state == "paused")
+    row = service.database.get_job("alice", job.id)
+    assert row.reason.startswith("the tenant's 40 tokens of today are used up; it continues by itself on 1970-01-13")
+    assert row.resumes
+    with pytest.raises(TooManyRequests, match="40 tokens of today are used up") as refusal:
+        await alice.send(forward([5, 6, 7]))
+    assert refusal.value.retry_after == pytest.approx(DAY - service.clock.now % DAY)
+    with pytest.raises(TooManyRequests):
+        await alice.sample(await alice.sampler(None), 0)
+    assert refused(service) == {"tokens_per_day": 2}
+    assert isinstance(await bob.gradient(), operations.ForwardBackwardResult)
+
+    await service.clock.advance(2 * service.settings.server.usage_flush_seconds)
+    await service.crash()
+    await service.start()  # the count was stored: it holds after a restart
+    await join(service)
+    await service.host().join()
+    waiting, _ = await service.controller.submit("alice", job_of(stop__steps=1000))
+    shown = await service.controller.queries.show("alice", waiting.id)
+    assert shown.state == "queued" and shown.waits_for.startswith("the next day: the tenant's 40 tokens of today")
+    await service.clock.advance(3600.0)
+    assert service.database.get_job("alice", job.id).state == "paused"
+    await service.controller.limit_tenant("alice", {"tokens_per_day": 10**9})
+    await service.clock.advance(DAY)
+    for one in (job, waiting):
+        await passing(service, lambda one=one: service.database.get_job("alice", one.id).state == "running")
+
+
+@pytest.mark.parametrize("settings", [{"tenant_models": 1, "allowed_models": "*"}])
+async def test_further_base_model_waits_for_one_in_use_or_is_refused(service: Service) -> None:
+    await join(service)
+    await service.host(script=lambda message: HANG).join()
+    first, _ = await service.controller.submit("alice", job_of())
+    await service.ends(first.id, "running")
+    second, _ = await service.controller.submit("alice", job_of(base_model="some/model"))
+    again, _ = await service.controller.submit("alice", job_of())
+    await service.ends(again.id, "running")  # it passes the one that waits for something else
+    shown = await service.controller.queries.show("alice", second.id)
+    assert shown.waits_for == "one of the tenant's 1 base models in use to be free (place 1)"
+    alice = await Client(service).begin()
+    with pytest.raises(TooManyRequests, match="some/model: you use 1 base models"):
+        await service.controller.sessions.create_run(
+            "alice", alice.session, 7, operations.CreateModel(seed=1), base_model="some/model", about={},
+            lora={"rank": 4, "train_attn": True, "train_mlp": False},
+        )  # fmt: skip
+    await service.controller.sessions.finish("alice", alice.session, "done")
+    for job in (first, again):
+        await service.controller.cancel("alice", job.id)
+    await passing(service, lambda: second.id in service.controller.jobs.runners)
+
+
+async def test_full_store_refuses_what_would_be_stored(service: Service) -> None:
+    await join(service)
+    await service.host().join()
+    alice = await Client(service).begin()
+    await alice.save("kept")
+    done, _ = await service.controller.submit("alice", job_of())
+    await service.ends(done.id)
+    adapters, size = service.database.stored("alice")
+    assert adapters >= 2 and size > 100
+    assert service.database.stored("bob") == (0, 0)
+    for name, most in (("adapters", adapters), ("bytes", size)):
+        await service.controller.limit_tenant("alice", {"adapters": None, "bytes": None, name: most})
+        with pytest.raises(TooManyRequests, match=rf"you store \d+ .*allowed: {most}"):
+            await service.controller.submit("alice", job_of())
+        with pytest.raises(TooManyRequests):
+            await service.controller.add_adapter("alice", {"adapter_config.json": b"{}"})
+        with pytest.raises(TooManyRequests):
+            await alice.send(operations.SaveState(kind="weights", name="more"))
+    assert refused(service) == {"adapters": 3, "bytes": 3}
+    await service.controller.limit_tenant("alice", {"bytes": None})
+    await service.controller.submit("alice", job_of())
+
+
+@pytest.mark.parametrize("settings", [{"tenant_requests_per_second": 2}])
+async def test_requests_of_a_tenant_are_limited_in_their_rate(service: Service) -> None:
+    quotas = service.controller.context.quotas
+    for _ in range(10):  # five seconds' worth at once
+        quotas.count_request("alice")
+    with pytest.raises(TooManyRequests) as refusal:
+        quotas.count_request("alice")
+    assert refusal.value.retry_after == pytest.approx(0.5)
+    quotas.count_request("bob")
+    await service.clock.advance(1.0)
+    for _ in range(2):
+        quotas.count_request("alice")
+    with pytest.raises(TooManyRequests):
+        quotas.count_request("alice")
+
+
+async def test_overrides_hold_after_a_restart_and_null_is_the_setting(service: Service) -> None:
+    await service.controller.limit_tenant("alice", {"weight": 2.0, "jobs": 3})
+    await service.controller.limit_tenant("alice", {"jobs": None, "models": 9})
+    for _ in range(2):
+        quotas = service.controller.context.quotas
+        assert quotas.view("alice")["overrides"] == {"weight": 2.0, "models": 9}
+        assert (quotas.limit("alice", "jobs"), quotas.weights["alice"]) == (16, 2.0)
+        await service.crash()
+        await service.start()
+    with pytest.raises(NotFound):
+        await service.controller.limit_tenant("nobody", {"jobs": 1})
+    await settle()
