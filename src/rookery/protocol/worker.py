@@ -204,6 +204,9 @@ class Generate(Message, kw_only=True):
     interactive: bool = False
     """Admitted before requests that are not interactive, which may lose their rows to it and resume later from the same
     token. Does not affect the text."""
+    order: float = 0.0
+    """Of the waiting requests of a kind, interactive or not, the least is admitted first, among equals the first to
+    come: the tenant's token counter (:mod:`rookery.scheduling.queues`) when the request was assigned."""
 
 
 class Abort(Message, kw_only=True):

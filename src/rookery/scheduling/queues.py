@@ -71,11 +71,15 @@ class TokenCounters:
         """The tenant was served these tokens; negative ones were charged before and not served."""
         self._counters[tenant] = self[tenant] + tokens / self._weights.get(tenant, 1.0)
 
+    def reach(self, counter: float) -> None:
+        """An item was begun that was put in at this counter: nobody is lifted to less from now on."""
+        self._floor = max(self._floor, counter)
+
     def order(self, waiting: Iterable[str]) -> list[str]:
         """All tenants that wait, the next one first; equal ones keep their order."""
         ordered = sorted(waiting, key=self.__getitem__)
         if ordered:
-            self._floor = max(self._floor, self[ordered[0]])
+            self.reach(self[ordered[0]])
         return ordered
 
 

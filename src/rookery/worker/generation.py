@@ -108,7 +108,7 @@ class HeldRequest:
 
 def _text_parameters(generate: protocol.Generate) -> protocol.Generate:
     """The parameters that determine the text, besides the adapter."""
-    return msgspec.structs.replace(generate, prefix_tokens=[], adapter=None, interactive=False)
+    return msgspec.structs.replace(generate, prefix_tokens=[], adapter=None, interactive=False, order=0.0)
 
 
 def _version_of(generate: protocol.Generate) -> tuple[str, int, str] | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rookery import protocol
@@ -21,6 +21,7 @@ from rookery.aio import Clock
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.request import InflightRequest
 from rookery.scheduling.balancing import BEATS, Instance, SaturationEstimator, WorkerIndex, balance, load, select
+from rookery.scheduling.queues import TokenCounters
 from rookery.settings import Settings
 
 ANY, BASE = "any", "base"
@@ -34,6 +35,9 @@ class WorkerSlots:
     """The requests of one connected worker."""
 
     worker: Worker
+    counters: TokenCounters
+    """Order of the requests that wait in the worker: one that comes is put in at its tenant's counter, and tenants are
+    lifted to that of the request that decoded last (start-time fair queueing; Goyal and others, 1996)."""
     requests: dict[InflightRequest, None] = field(default_factory=dict)
     """In the order of their assignment."""
     decoding: int = 0
@@ -64,7 +68,8 @@ class Migration:
 
 
 class WorkerPool:
-    def __init__(self, settings: Settings, clock: Clock) -> None:
+    def __init__(self, settings: Settings, clock: Clock, weights: Mapping[str, float]) -> None:
+        self._weights = weights
         self._clock = clock
         self._dispatch_ahead = settings.engine.dispatch_ahead
         self._express_share = settings.engine.interactive_share
@@ -89,7 +94,7 @@ class WorkerPool:
             if not works:
                 return
             assert worker.name not in self._slots, "the earlier worker of this name was removed"
-            slots = self._slots[worker.name] = WorkerSlots(worker)
+            slots = self._slots[worker.name] = WorkerSlots(worker, TokenCounters(self._weights))
         if not works:
             slots.tags = frozenset()
         elif worker.state == "serving":
@@ -126,7 +131,7 @@ class WorkerPool:
 
     def slots(self, worker: Worker) -> WorkerSlots:
         """The worker's slots; empty ones for a worker that was never given requests or was lost."""
-        return self._find(worker) or WorkerSlots(worker)
+        return self._find(worker) or WorkerSlots(worker, TokenCounters(self._weights))
 
     def outstanding(self, worker: Worker) -> int:
         """Requests that it was given and has not ended."""
@@ -147,6 +152,10 @@ class WorkerPool:
             slots.busy_since = self._clock.monotonic()
         inflight.worker, inflight.express, inflight.decoding = worker, express, False
         slots.requests[inflight] = None
+        tenant = inflight.request.tenant
+        slots.counters.lift(tenant)
+        inflight.order = slots.counters[tenant]
+        slots.counters.charge(tenant, min(inflight.expected, inflight.request.generate.max_tokens))
         slots.express += express
         self._reindex(slots, express)
 
@@ -155,6 +164,7 @@ class WorkerPool:
         if not inflight.decoding and inflight.worker is not None:
             slots = self._slots[inflight.worker.name]
             inflight.decoding = True
+            slots.counters.reach(inflight.order)
             slots.decoding += 1
             self._reindex(slots)
 

@@ -103,6 +103,8 @@ class InflightRequest:
     """Tokens that its result will have, as far as can be known before."""
     charged: float = 0.0
     """Tokens that its tenant was charged for it; 0 until it is assigned to a worker."""
+    order: float = 0.0
+    """Among its worker's waiting requests."""
     express: bool = False
     """Whether it occupies its worker's room for interactive requests."""
     decoding: bool = False

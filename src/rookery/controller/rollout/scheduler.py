@@ -68,7 +68,7 @@ class RolloutScheduler(FleetListener):
         self._residency = residency
         self._settings = settings
         self._clock = clock
-        self.pool = WorkerPool(settings, clock)
+        self.pool = WorkerPool(settings, clock, weights or {})
         patience = settings.engine.starvation_seconds
         self._queues: defaultdict[str, PriorityQueues[InflightRequest]] = defaultdict(
             lambda: PriorityQueues(weights, patience=patience)
@@ -295,6 +295,7 @@ class RolloutScheduler(FleetListener):
             adapter=adapter,
             prefix_tokens=inflight.result.tokens,
             interactive=express,
+            order=inflight.order,
         )
         worker.post(generate)
 

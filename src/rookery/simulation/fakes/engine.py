@@ -1,7 +1,7 @@
 """A fake engine: continuous batching as the native engine does it, where a slice takes its stated time and yields the
 texts of :mod:`rookery.simulation.fakes.text`.
 
-* At most ``rows`` requests run; others wait in the order in which they came, ``interactive`` ones first.
+* At most ``rows`` requests run; others wait in their ``order``, ``interactive`` ones first.
 * One slice is prompt tokens of new requests (a group's prompt once, an episode's cached turns not again), or one token
   for every running request. The two kinds alternate.
 * Consecutive decode steps between which no request begins or ends can be taken together: they cost one event.
@@ -12,6 +12,7 @@ Not modelled: the KV cache never runs out, and a step's time does not grow with 
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ class FakeEngine:
         """Running requests per policy."""
         self._length = length
         self._requests: dict[str, Row] = {}
-        self._waiting: deque[Row] = deque()
+        self._waiting: list[Row] = []
         self._prefilling: deque[Row] = deque()
         self._decoding: dict[str, Row] = {}
         self._ends: defaultdict[int, list[Row]] = defaultdict(list)
@@ -217,7 +218,7 @@ class FakeEngine:
         self._slice = ""
 
     def _queue(self, row: Row) -> None:
-        (self._waiting.appendleft if row.request.interactive else self._waiting.append)(row)
+        insort(self._waiting, row, key=lambda row: (not row.request.interactive, row.request.order))
 
     def _stop(self, row: Row) -> None:
         """Take the row out of the queue or the batch."""
@@ -232,7 +233,7 @@ class FakeEngine:
 
     def _admit(self) -> None:
         while self._waiting and self.active < self.rows:
-            row = self._waiting.popleft()
+            row = self._waiting.pop(0)
             self.policies[row.policy] += 1
             row.prefill = 0 if row.cached else self._uncached(row)
             row.cached = True

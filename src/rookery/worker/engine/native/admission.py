@@ -1,7 +1,8 @@
 """Admission: which requests run and which wait, and where the caches of the running ones are.
 
-* First come, first served, up to ``max_rows`` and the cache's budget; beyond, requests wait. When growing texts fill
-  the budget, the youngest request is preempted: it returns to the head of the queue.
+* In the requests' ``order``, among equals first come, first served, up to ``max_rows`` and the cache's budget; beyond,
+  requests wait. When growing texts fill the budget, the youngest request is preempted: it returns to the head of the
+  queue.
 * ``interactive`` requests wait ahead of the others and preempt them, the youngest first.
 * A group's prompt is cached once for all its members, and retained after them while there is room; so is the tail of an
   episode, for its next turn. A prompt that is computed while its group waits is retained the same way: a waiting
@@ -50,10 +51,11 @@ class Admission:
     # --- the queue --------------------------------------------------------------------------------------------------
 
     def enqueue(self, request: EngineRequest) -> None:
-        if request.params.interactive:
-            self.waiting.insert(self._num_interactive(), request)
-        else:
-            self.waiting.append(request)
+        interactive = self._num_interactive()
+        first, place = (0, interactive) if request.params.interactive else (interactive, len(self.waiting))
+        while place > first and self.waiting[place - 1].params.order > request.params.order:
+            place -= 1
+        self.waiting.insert(place, request)
 
     def admit(self) -> None:
         """Admits waiting requests as far as there are rows and memory."""
