@@ -495,6 +495,7 @@ _ANSWERS: dict[str, Any] = {
     "steps": [],
     "recent_rewards": {},
     "tenant_usage": {},
+    "stored": (0, 0),
     "job_usage": {},
 }
 """The reply of each method that takes a tenant when bob names alice's rows; None: it names no existing row."""
