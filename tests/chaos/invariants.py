@@ -26,7 +26,8 @@ from rookery import protocol
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.fleet import FleetListener
 from rookery.controller.fleet.worker import Worker
-from rookery.controller.rollout.scheduler import REASSIGNED, GenerationFailed, SamplingRequest, SamplingResult
+from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
+from rookery.controller.rollout.scheduler import REASSIGNED
 from rookery.settings import Settings
 
 

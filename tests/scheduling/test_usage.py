@@ -17,7 +17,7 @@ from tests.support.peers import MODEL, Service, eventually, job_of
 
 from rookery import protocol
 from rookery.cli.jobs import cost_lines
-from rookery.controller.rollout.scheduler import SamplingRequest
+from rookery.controller.rollout.request import SamplingRequest
 from rookery.controller.training.policy_trainer import ForwardRequest, PolicyTrainer
 from rookery.controller.views import JobView
 from rookery.errors import Unavailable

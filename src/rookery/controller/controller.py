@@ -14,14 +14,13 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
-from rookery import protocol
 from rookery.aio import Clock, IdGenerator
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
@@ -42,7 +41,6 @@ from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.tickets import PeerDirectory, Tickets
 from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable
-from rookery.protocol.connection import Connection
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
@@ -84,17 +82,18 @@ class Controller:
         ``authenticate(token)`` returns a host's tenant, or :data:`~rookery.controller.fleet.env_hosts.SERVICE`, or
         None; an experiment may replace the ``scheduler`` and ``seeding`` classes;
         ``random_bytes(n)`` is the source of tickets and must be unpredictable."""
+        self.jobs = JobRegistry()
         self._models = ModelUse(settings, clock, provide, release)
         self._jobs_folder = jobs_folder
         self.tickets = Tickets(artifacts, clock, settings.server.ticket_seconds, random_bytes)
         fleet = Fleet(settings, clock, worker_token)
         peers = PeerDirectory(self.tickets, clock, settings.server.ticket_seconds)
         residency = AdapterResidency(fleet, peers, artifacts, store.run, clock)
-        residency.in_use = self.versions_in_use
+        residency.in_use = self.jobs.versions_in_use
         collector = ArtifactCollector(store, artifacts, residency)
         refused: Counter[str] = Counter()
         quotas = Quotas(settings.limits, clock, store, refused)
-        quotas.models_in_use = self._models_of
+        quotas.models_in_use = lambda tenant: self.jobs.models(tenant) | self.sessions.models_in_use(tenant)
         rollouts = scheduler(fleet, residency, settings, clock, quotas.weights)
         training = TrainingDispatcher(
             fleet, residency, collector, self.tickets, settings, clock, ids, store.run, quotas.weights
@@ -119,11 +118,11 @@ class Controller:
             refused=refused,
             on_metrics=self._on_metrics,
         )
-        self.jobs = JobRegistry()
+        self.serve_worker, self.serve_host = fleet.serve, self.context.hosts.serve
         self.admission = JobAdmission(settings.limits, clock, self.jobs, quotas)
         self.queries = JobQueries(self.context, self.jobs, self.admission)
         self._validator = JobValidator(self.context)
-        self.completions = Completions(self.context, self._validator, self._pinned, self._models.provide)
+        self.completions = Completions(self.context, self._validator, self.jobs.pinned, self._models.provide)
         self.sessions = Sessions(self.context, self._validator, self._models.provide)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: list[asyncio.Task[None]] = []
@@ -170,12 +169,6 @@ class Controller:
         await self.sessions.stop()
         await self.context.residency.close()
         await self.context.usage.stop()
-
-    async def serve_worker(self, link: Connection) -> None:
-        await self.context.fleet.serve(link)
-
-    async def serve_host(self, link: Connection) -> None:
-        await self.context.hosts.serve(link)
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -385,26 +378,8 @@ class Controller:
 
     def _models_in_use(self) -> set[str]:
         """The base models of jobs, of clients that are not idle, and of requests."""
-        jobs = {str(runner.row.spec["base_model"]) for runner in self.jobs.runners.values()}
         requests = {inflight.request.model for inflight in self.context.rollouts.inflight.values()}
-        return jobs | requests | self.sessions.models_in_use()
-
-    def _models_of(self, tenant: str) -> set[str]:
-        """The base models of the tenant's jobs, and of its clients that are not idle."""
-        rows = [runner.row for runner in self.jobs.runners.values()]
-        return {str(row.spec["base_model"]) for row in rows if row.tenant == tenant} | self.sessions.models_of(tenant)
-
-    def versions_in_use(self, model: str) -> list[protocol.AdapterRef]:
-        """The versions that running jobs of a base model sample from."""
-        return [ref for job in self.jobs.running() if job.spec.base_model == model for ref in job.policy.in_use()]
-
-    def _pinned(self, ref: protocol.AdapterRef | None) -> AbstractContextManager[object]:
-        """The retention of a running job keeps the version within."""
-        policies = (job.policy for job in self.jobs.running() if ref is not None and job.policy.row.id == ref.policy)
-        policy = next(policies, None)
-        if ref is None or policy is None or policy.version(ref.version) is None:
-            return nullcontext()
-        return policy.pinned(ref.version)
+        return self.jobs.models() | requests | self.sessions.models_in_use()
 
     # --- uploads ------------------------------------------------------------------------------------------------------
 
@@ -413,7 +388,6 @@ class Controller:
     ) -> tuple[str, int]:
         """Store the rows of a ``jsonl`` environment; returns the hash that job specs name, and their number, which
         ``count(path)`` checks."""
-        await self.context.quotas.check_stored(tenant)
         return await self._validator.add_dataset(tenant, chunks, count)
 
     async def add_adapter(self, tenant: str, files: Mapping[str, bytes]) -> str:

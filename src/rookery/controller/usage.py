@@ -19,7 +19,7 @@ from rookery.aio import Clock
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.quotas import Quotas
-from rookery.controller.rollout.scheduler import SamplingRequest
+from rookery.controller.rollout.request import SamplingRequest
 from rookery.controller.training.dispatcher import Operation
 from rookery.controller.views import CostView, FleetCost
 from rookery.errors import RookeryError

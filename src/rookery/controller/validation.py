@@ -220,6 +220,7 @@ class JobValidator:
         """Store a dataset that arrives in pieces, never held whole; returns its hash and the number of its rows, which
         ``count(path)`` checks. Raises what ``count`` raises; then nothing of it stays."""
         context = self._context
+        await context.quotas.check_stored(tenant)
         with await context.store.run(context.artifacts.begin) as staging:
             with staging.begin(DATASET) as writer:
                 async for chunk in chunks:

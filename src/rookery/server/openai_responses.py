@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from rookery.controller.rollout.completions import PreparedPrompt
-from rookery.controller.rollout.scheduler import SamplingResult
+from rookery.controller.rollout.request import SamplingResult
 from rookery.server.auth import ServiceContext
 from rookery.server.openai_schemas import CompletionOptions
 from rookery.tokenization.detokenizer import StreamingText

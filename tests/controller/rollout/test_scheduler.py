@@ -16,7 +16,8 @@ from tests.support.peers import ManualClock, ScriptedWorker, eventually, settle,
 
 from rookery import protocol
 from rookery.controller.fleet.fleet import Fleet
-from rookery.controller.rollout.scheduler import GenerationFailed, RolloutScheduler, SamplingRequest, SamplingResult
+from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
+from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.tickets import PeerDirectory, Tickets
 from rookery.errors import Unavailable

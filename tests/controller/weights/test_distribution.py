@@ -477,11 +477,11 @@ async def test_versions_in_use_are_those_that_jobs_sample_from(tmp_path: Path) -
     await eventually(committed)
     worker.generating.clear()
     await settle()
-    versions = [ref.version for ref in service.controller.versions_in_use(MODEL)]
+    versions = [ref.version for ref in service.controller.jobs.versions_in_use(MODEL)]
     sampled = {generate.adapter.version for generate, _ in worker.active.values() if generate.adapter is not None}
     assert sampled <= set(versions)
     assert versions == sorted(versions)
-    assert service.controller.versions_in_use("another model") == []
+    assert service.controller.jobs.versions_in_use("another model") == []
     worker.generating.set()
     await service.close()
 

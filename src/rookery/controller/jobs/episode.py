@@ -23,7 +23,7 @@ from rookery import protocol
 from rookery.controller.fleet.env_hosts import EnvironmentFailed, EnvironmentHost, HostLost
 from rookery.controller.jobs.job_context import JobContext
 from rookery.controller.jobs.trajectory import AssistantTurn, EpisodeResult, Trajectory, decode_turns, derive_seed
-from rookery.controller.rollout.scheduler import SamplingRequest
+from rookery.controller.rollout.request import SamplingRequest
 from rookery.errors import RookeryError
 from rookery.spec.job import InFlight
 from rookery.storage.models import EpisodeRow

@@ -18,7 +18,7 @@ from rookery.aio import TaskGroup
 from rookery.controller.jobs.episode import Episode, EpisodeFailed
 from rookery.controller.jobs.job_context import JobContext
 from rookery.controller.jobs.trajectory import derive_seed
-from rookery.controller.rollout.scheduler import GenerationFailed
+from rookery.controller.rollout.request import GenerationFailed
 
 
 class EvalResult(msgspec.Struct):

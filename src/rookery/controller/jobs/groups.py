@@ -27,7 +27,7 @@ from rookery.controller.jobs.episode import Episode, EpisodeFailed
 from rookery.controller.jobs.job_context import JobContext
 from rookery.controller.jobs.step import CompleteGroup
 from rookery.controller.jobs.trajectory import EpisodeResult, decode_turns, derive_seed, episode_result_decoder
-from rookery.controller.rollout.scheduler import GenerationFailed
+from rookery.controller.rollout.request import GenerationFailed
 from rookery.errors import RookeryError
 from rookery.scheduling.job_rules import FailureRateMonitor, ReadyGroup, select_batch
 from rookery.storage.models import EpisodeRow, GroupRow

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+from rookery import protocol
 from rookery.aio import Clock, Signal
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentFailed
@@ -188,6 +189,23 @@ class JobRegistry:
     def running(self) -> list[TrainingJob]:
         """The jobs that are assembled and run."""
         return [runner.job for runner in self.runners.values() if runner.job is not None]
+
+    def models(self, tenant: str | None = None) -> set[str]:
+        """The base models of the jobs that have a task, of one tenant or of all."""
+        rows = [runner.row for runner in self.runners.values()]
+        return {str(row.spec["base_model"]) for row in rows if tenant in (None, row.tenant)}
+
+    def versions_in_use(self, model: str) -> list[protocol.AdapterRef]:
+        """The versions that running jobs of a base model sample from."""
+        return [ref for job in self.running() if job.spec.base_model == model for ref in job.policy.in_use()]
+
+    def pinned(self, ref: protocol.AdapterRef | None) -> contextlib.AbstractContextManager[object]:
+        """The retention of a running job keeps the version within."""
+        policies = (job.policy for job in self.running() if ref is not None and job.policy.row.id == ref.policy)
+        policy = next(policies, None)
+        if ref is None or policy is None or policy.version(ref.version) is None:
+            return contextlib.nullcontext()
+        return policy.pinned(ref.version)
 
     def waiting_of(self, tenant: str) -> list[JobRow]:
         """The tenant's jobs that wait for a place, in order."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from rookery import protocol
 from rookery.controller.context import ControllerContext
-from rookery.controller.rollout.scheduler import SamplingRequest, SamplingResult
+from rookery.controller.rollout.request import SamplingRequest, SamplingResult
 from rookery.controller.validation import JobValidator, Target
 from rookery.controller.views import Completion
 from rookery.errors import UserError

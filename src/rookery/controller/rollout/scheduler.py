@@ -27,13 +27,10 @@ from rookery.aio import Clock
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.placement import WorkerPool
-from rookery.controller.rollout.request import GenerationFailed as GenerationFailed
-from rookery.controller.rollout.request import InflightRequest
-from rookery.controller.rollout.request import SamplingRequest as SamplingRequest
-from rookery.controller.rollout.request import SamplingResult as SamplingResult
+from rookery.controller.rollout.request import GenerationFailed, InflightRequest, SamplingRequest, SamplingResult
+from rookery.controller.rollout.request_queues import RequestQueues
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.errors import Unavailable
-from rookery.scheduling.queues import PROMPT_WEIGHT, FairQueue, MeanLengths, PriorityQueues
 from rookery.settings import Settings
 
 REASONS = ("lost", "rejected", "offloaded", "balanced")
@@ -69,11 +66,7 @@ class RolloutScheduler(FleetListener):
         self._settings = settings
         self._clock = clock
         self.pool = WorkerPool(settings, clock, weights or {})
-        patience = settings.engine.starvation_seconds
-        self._queues: defaultdict[str, PriorityQueues[InflightRequest]] = defaultdict(
-            lambda: PriorityQueues(weights, patience=patience)
-        )
-        """By base model."""
+        self._queues = RequestQueues(clock, settings.engine.starvation_seconds, weights or {})
         self.inflight: dict[str, InflightRequest] = {}
         """By the request's id."""
         self._assigned: dict[str, InflightRequest] = {}
@@ -88,7 +81,6 @@ class RolloutScheduler(FleetListener):
         self.gate: Callable[[Worker], bool] = lambda worker: True
         """Whether a worker accepts rollouts now; interactive requests pass all the same. Call :meth:`dispatch` whenever
         its answers change."""
-        self._lengths = MeanLengths()
         self.sampled_tokens = 0
         """Tokens received."""
         self.requeues: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
@@ -114,7 +106,6 @@ class RolloutScheduler(FleetListener):
         inflight = InflightRequest(request, SamplingResult(), done, on_tokens, waiting_since=now, queued_at=now)
         if earlier is not None:  # its chunks may still arrive
             inflight.revoked_epochs, inflight.reassignments = earlier.revoked_epochs, earlier.reassignments
-        inflight.expected = min(request.generate.max_tokens, self._lengths.of(request.tenant))
         if kept is not None:
             inflight.result, inflight.charged = kept.result, kept.charged
             if request.superseded_by(kept.request.adapter):
@@ -125,7 +116,7 @@ class RolloutScheduler(FleetListener):
         if resumption is not None and self._still_held(resumption):
             self._assign(inflight, resumption.worker, request.generate.interactive)
         else:
-            self._enqueue(inflight, first=request.continues)
+            self._queues.put(inflight, first=request.continues)
             self._dispatch(request.model)
         try:
             return await done
@@ -146,12 +137,11 @@ class RolloutScheduler(FleetListener):
 
     def waiting(self) -> int:
         """Requests that wait for a worker."""
-        return sum(map(len, self._queues.values()))
+        return len(self._queues)
 
     def position(self, tenant: str, job: str) -> int | None:
         """How many rollouts precede the first one of ``job`` that waits for a worker; None when none waits."""
-        positions = (queue.common.position(tenant, job) for queue in self._queues.values())
-        return min((position for position in positions if position is not None), default=None)
+        return self._queues.position(tenant, job)
 
     def unstarted(self, request: str) -> bool:
         """Whether the request waits for a worker and has no tokens yet."""
@@ -217,10 +207,10 @@ class RolloutScheduler(FleetListener):
             now = self._clock.monotonic()
             if self._resume_until and now >= self._resume_until:
                 self._resume_until = 0.0
-                for model in list(self._queues):
+                for model in list(self._queues.models):
                     self._dispatch(model)
             wait = self._settings.server.worker_wait_seconds
-            for model, queue in self._queues.items():
+            for model, queue in self._queues.models.items():
                 served = bool(self._fleet.serving("rollout", model))
                 for inflight in queue:
                     if served:
@@ -239,7 +229,7 @@ class RolloutScheduler(FleetListener):
 
     def _dispatch(self, model: str) -> None:
         """Assign waiting requests to workers with room; then move requests that could begin sooner elsewhere."""
-        queue, pool = self._queues[model], self.pool
+        queue, pool = self._queues.models[model], self.pool
 
         def fits(express: bool) -> Callable[[InflightRequest], bool] | None:
             if not pool.has_capacity(model, express):
@@ -259,21 +249,6 @@ class RolloutScheduler(FleetListener):
                 self._count_requeue(inflight, "balanced")
                 self._assign(inflight, migration.target, False)
 
-    def _queue_of(self, request: SamplingRequest) -> FairQueue[InflightRequest]:
-        queue = self._queues[request.model]
-        return queue.express if request.generate.interactive else queue.common
-
-    def _enqueue(self, inflight: InflightRequest, *, first: bool) -> None:
-        request = inflight.request
-        self._queue_of(request).put(request.tenant, request.job, inflight, first=first, now=self._clock.monotonic())
-
-    def _charge(self, inflight: InflightRequest, tokens: float, *, settle: bool = False) -> None:
-        """Charge the tenant for the request with so many tokens in all; less than before only to ``settle``."""
-        due = PROMPT_WEIGHT * len(inflight.request.generate.prompt) + tokens
-        if settle or due > inflight.charged:
-            self._queue_of(inflight.request).counters.charge(inflight.request.tenant, due - inflight.charged)
-            inflight.charged = due
-
     def _assign(self, inflight: InflightRequest, worker: Worker, express: bool) -> None:
         request = inflight.request
         adapter = self._residency.adapter_ref(worker, request.adapter) if request.adapter is not None else None
@@ -286,7 +261,7 @@ class RolloutScheduler(FleetListener):
         if not inflight.resumed and worker.epoch in inflight.revoked_epochs:
             inflight.reassignments += 1
             inflight.wire_name = f"{request.id}{REASSIGNED}{inflight.reassignments}"
-        self._charge(inflight, max(inflight.expected, len(inflight.result.tokens)))
+        self._queues.on_assigned(inflight)
         self._assigned[inflight.wire_name] = inflight
         self.pool.assign(inflight, worker, express)
         generate = msgspec.structs.replace(
@@ -316,11 +291,13 @@ class RolloutScheduler(FleetListener):
                     self.resumptions[request] = resumption
             elif inflight.worker is None and not inflight.done.done():
                 self.resumptions[request] = resumption
-                self._queue_of(inflight.request).remove(inflight.request.tenant, inflight.request.job, inflight)
+                self._queues.remove(inflight)
                 self._assign(inflight, worker, inflight.request.generate.interactive)
         worker.active_requests.clear()
         rows = min(one.hello.max_rows for one in self._fleet.serving("rollout", worker.hello.model))
-        self._queues[worker.hello.model].common.turn = max(1, int(rows * self._settings.engine.tenant_turn_share))
+        self._queues.models[worker.hello.model].common.turn = max(
+            1, int(rows * self._settings.engine.tenant_turn_share)
+        )
         self._dispatch(worker.hello.model)
 
     def _still_held(self, resumption: Resumption) -> bool:
@@ -360,14 +337,13 @@ class RolloutScheduler(FleetListener):
         self.sampled_tokens += len(tokens)
         if tokens:
             self.pool.mark_decoding(inflight)
-            self._charge(inflight, len(result.tokens))
+            self._queues.on_tokens(inflight)
             for listener in self._fleet.listeners:
                 listener.on_tokens(worker, inflight.request, len(tokens))
         if chunk.finish == "abort":  # the worker's decision: a request that this side aborts is not in flight any more
             self._requeue(inflight, "rejected")
         elif chunk.finish:
             result.finish, result.prompt_logprobs = chunk.finish, chunk.prompt_logprobs
-            self._lengths.add(inflight.request.tenant, len(result.tokens))
             inflight.done.set_result(result)
             self._release(inflight)
         if tokens and inflight.on_tokens is not None:
@@ -389,7 +365,7 @@ class RolloutScheduler(FleetListener):
         self._release(inflight)
         if not inflight.done.done():
             self._count_requeue(inflight, reason)
-            self._enqueue(inflight, first=True)
+            self._queues.put(inflight, first=True)
 
     def _count_requeue(self, inflight: InflightRequest, reason: str) -> None:
         self.requeues[reason] += 1
@@ -411,14 +387,13 @@ class RolloutScheduler(FleetListener):
     def _finish(self, inflight: InflightRequest) -> None:
         """The caller has the result, or gave up."""
         request = inflight.request
-        if inflight.charged:
-            self._charge(inflight, len(inflight.result.tokens), settle=True)
+        self._queues.on_finished(inflight)
         self.inflight.pop(request.id, None)
         del self.by_job[request.job][inflight]
         if not self.by_job[request.job]:
             del self.by_job[request.job]
         if inflight.worker is None:
-            self._queue_of(request).remove(request.tenant, request.job, inflight)
+            self._queues.remove(inflight)
         else:
             self._withdraw(inflight)
             self._dispatch(request.model)

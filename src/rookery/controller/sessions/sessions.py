@@ -280,16 +280,10 @@ class Sessions:
         self._provide(name)
         return await self.submit(tenant, id, 0, operation)
 
-    def models_in_use(self) -> set[str]:
-        """The base models of the runs whose clients are not idle."""
-        return {run.row.base_model for run in self._active()}
-
-    def models_of(self, tenant: str) -> set[str]:
-        """Those of the tenant's runs."""
-        return {run.row.base_model for run in self._active() if run.row.tenant == tenant}
-
-    def _active(self) -> list[TrainingRun]:
-        return [run for run in self.runs.values() if run.row.session not in self._suspended]
+    def models_in_use(self, tenant: str | None = None) -> set[str]:
+        """The base models of the runs whose clients are not idle, of one tenant or of all."""
+        rows = [run.row for run in self.runs.values() if run.row.session not in self._suspended]
+        return {row.base_model for row in rows if tenant in (None, row.tenant)}
 
     async def run(self, tenant: str, id: str) -> TrainingRun:
         """The training run, loaded if it was not in memory. Raises :class:`NotFound`."""

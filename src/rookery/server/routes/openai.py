@@ -25,7 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from rookery.controller.rollout.completions import PreparedPrompt, PromptTooLong
-from rookery.controller.rollout.scheduler import SamplingResult
+from rookery.controller.rollout.request import SamplingResult
 from rookery.errors import NotFound, RookeryError, Unauthorized, Unavailable
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
 from rookery.server.openai_responses import ChatFormat, Choice, ResponseFormat, TextFormat

@@ -1,0 +1,66 @@
+"""The requests that wait for a worker, by base model, and the tokens that tenants are charged for theirs.
+
+A request is charged when it is assigned to a worker, by its prompt and the mean length of its tenant's recent results,
+and corrected by what it really samples.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from rookery.aio import Clock
+from rookery.controller.rollout.request import InflightRequest, SamplingRequest
+from rookery.scheduling.queues import PROMPT_WEIGHT, FairQueue, MeanLengths, PriorityQueues
+
+
+class RequestQueues:
+    def __init__(self, clock: Clock, patience: float, weights: Mapping[str, float]) -> None:
+        """``weights``: shares of tenants that have another one than 1; ``patience``: see :class:`FairQueue`."""
+        self._clock = clock
+        self.models: defaultdict[str, PriorityQueues[InflightRequest]] = defaultdict(
+            lambda: PriorityQueues(weights, patience=patience)
+        )
+        """By base model."""
+        self._lengths = MeanLengths()
+
+    def __len__(self) -> int:
+        return sum(map(len, self.models.values()))
+
+    def _of(self, request: SamplingRequest) -> FairQueue[InflightRequest]:
+        queues = self.models[request.model]
+        return queues.express if request.generate.interactive else queues.common
+
+    def position(self, tenant: str, job: str) -> int | None:
+        """How many rollouts precede the first one of ``job`` that waits for a worker; None when none waits."""
+        positions = (queue.common.position(tenant, job) for queue in self.models.values())
+        return min((position for position in positions if position is not None), default=None)
+
+    def put(self, inflight: InflightRequest, *, first: bool) -> None:
+        request = inflight.request
+        inflight.expected = min(request.generate.max_tokens, self._lengths.of(request.tenant))
+        self._of(request).put(request.tenant, request.job, inflight, first=first, now=self._clock.monotonic())
+
+    def remove(self, inflight: InflightRequest) -> None:
+        request = inflight.request
+        self._of(request).remove(request.tenant, request.job, inflight)
+
+    def on_assigned(self, inflight: InflightRequest) -> None:
+        self._charge(inflight, max(inflight.expected, len(inflight.result.tokens)))
+
+    def on_tokens(self, inflight: InflightRequest) -> None:
+        self._charge(inflight, len(inflight.result.tokens))
+
+    def on_finished(self, inflight: InflightRequest) -> None:
+        """The request has ended, in whatever way."""
+        if inflight.charged:
+            self._charge(inflight, len(inflight.result.tokens), settle=True)
+        if inflight.result.finish:
+            self._lengths.add(inflight.request.tenant, len(inflight.result.tokens))
+
+    def _charge(self, inflight: InflightRequest, tokens: float, *, settle: bool = False) -> None:
+        """Charge the tenant for the request with so many tokens in all; less than before only to ``settle``."""
+        due = PROMPT_WEIGHT * len(inflight.request.generate.prompt) + tokens
+        if settle or due > inflight.charged:
+            self._of(inflight.request).counters.charge(inflight.request.tenant, due - inflight.charged)
+            inflight.charged = due
