@@ -71,6 +71,7 @@ class WorkerPool:
     def __init__(self, settings: Settings, clock: Clock, weights: Mapping[str, float]) -> None:
         self._weights = weights
         self._clock = clock
+        self._turn_share = settings.engine.tenant_turn_share
         self._dispatch_ahead = settings.engine.dispatch_ahead
         self._express_share = settings.engine.interactive_share
         self._slots: dict[str, WorkerSlots] = {}
@@ -154,8 +155,10 @@ class WorkerPool:
         slots.requests[inflight] = None
         tenant = inflight.request.tenant
         slots.counters.lift(tenant)
-        inflight.order = slots.counters[tenant]
-        slots.counters.charge(tenant, min(inflight.expected, inflight.request.generate.max_tokens))
+        tokens = max(1.0, inflight.expected)
+        turn = tokens * max(1, int(worker.hello.max_rows * self._turn_share))
+        inflight.order = slots.counters[tenant] // turn * turn  # requests of a turn stay together
+        slots.counters.charge(tenant, tokens)
         slots.express += express
         self._reindex(slots, express)
 
