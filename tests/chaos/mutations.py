@@ -85,8 +85,7 @@ MUTATIONS = [
     ),
     _one(
         "take tokens from whoever sends them", RolloutScheduler, "on_output", " or inflight.worker is not worker", "",
-        "tokens",
-        "epochs", half_opens=0.05, slow_latency=4.0,
+        "tokens", "epochs", "given", seeding=True, latency=0.5,
     ),
     _one(
         "forget to requeue what a lost worker had", RolloutScheduler, "on_worker_lost",

@@ -1,5 +1,4 @@
-"""The simulator: what it models, what it promises (the same seed gives the same run; modes differ in what they say, and
-in nothing else), and what it refuses."""
+"""The simulator: its models, its promises (same seed, same run; a mode differs in one part only), its refusals."""
 
 from __future__ import annotations
 
@@ -25,9 +24,11 @@ from rookery.controller.offload.seeding import Seeding
 from rookery.errors import UserError
 from rookery.scheduling.offload import Cycle
 from rookery.simulation.clock import Deadlock, run
+from rookery.simulation.fakes.compute import FakeCompute
 from rookery.simulation.fakes.engine import FakeEngine, Row
 from rookery.simulation.fakes.service import MEMORY, MODEL, SimulatedService
 from rookery.simulation.fakes.text import LongTailed, chat, logprobs_of, tokens_of
+from rookery.simulation.fakes.trainer import FakeTrainer
 from rookery.simulation.profiles import Machine, Profile, load_profile, packaged
 from rookery.simulation.replay import MODES, ReplayResult, Scenario, balanced, parse_modes, replay
 from rookery.simulation.report import as_json
@@ -50,7 +51,7 @@ def test_time_jumps_from_timer_to_timer() -> None:
     assert run(nap()) == [0.25, 3600.0, 86400.0]
 
 
-def test_who_waits_for_nobody_is_told() -> None:
+def test_deadlock_is_raised() -> None:
     async def stuck() -> None:
         await asyncio.Event().wait()
 
@@ -93,7 +94,7 @@ def test_a_trace_is_read_cut_and_sped_up(gaps: list[int], counts: list[int], sha
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "problem"),
     [
         ("", "needs two lines"),
         ("when,many\n0,1\n", "line 1: given 'when,many', allowed: the header time,instances"),
@@ -106,23 +107,23 @@ def test_a_trace_is_read_cut_and_sped_up(gaps: list[int], counts: list[int], sha
         ("time,instances\n0,1,2\n9,1\n", "line 2: given '0,1,2', allowed: seconds and a whole number"),
     ],
 )
-def test_a_wrong_trace_is_refused_with_its_line(text: str, said: str) -> None:
+def test_invalid_trace_is_refused_with_its_line(text: str, problem: str) -> None:
     with pytest.raises(UserError) as refused:
         parse(text, "mine")
-    assert said in str(refused.value) and "\n" not in str(refused.value)
+    assert problem in str(refused.value) and "\n" not in str(refused.value)
 
 
 # --- machines ---------------------------------------------------------------------------------------------------------
 
 
-def test_packaged_profiles_say_where_every_figure_comes_from() -> None:
+def test_packaged_profiles_have_a_source_for_every_figure() -> None:
     for name in packaged("json"):
         profile = load_profile(name)
         figures = {*Machine.model_fields, "workload"}
         assert figures <= set(profile.sources), figures - set(profile.sources)
 
 
-def test_a_decode_step_lies_on_the_line_between_what_was_measured() -> None:
+def test_decode_steps_are_interpolated() -> None:
     machine = load_profile("two-core-cpu-135m").reserved
     points = dict(machine.decode)
     assert [machine.decode_step(rows) for rows in (8, 64)] == [points[8], points[64]]
@@ -130,13 +131,13 @@ def test_a_decode_step_lies_on_the_line_between_what_was_measured() -> None:
     assert machine.decode_step(96) == pytest.approx(2 * points[64] - points[32]), "prolonged"
 
 
-def test_a_wrong_profile_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_invalid_profile_is_refused_in_one_line(tmp_path: Path) -> None:
     content = load_profile("two-core-cpu-135m").model_dump(mode="json")
     content["reserved"]["rows"] = 0
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(content))
-    for name, said in ((str(path), "reserved.rows"), ("nowhere", "allowed: one of")):
-        with pytest.raises(UserError, match=said) as refused:
+    for name, problem in ((str(path), "reserved.rows"), ("nowhere", "allowed: one of")):
+        with pytest.raises(UserError, match=problem) as refused:
             load_profile(name)
         assert "\n" not in str(refused.value)
 
@@ -178,10 +179,10 @@ def small(**changes: Any) -> Machine:
 
 @settings(max_examples=60)
 @given(st.randoms(use_true_random=False), st.booleans())
-def test_whatever_comes_and_goes_each_text_is_whole_and_said_once(dice: random.Random, together: bool) -> None:
+def test_every_token_is_sent_once_whatever_comes_and_goes(dice: random.Random, together: bool) -> None:
     """Requests come, are aborted, change their adapter; decode steps are taken one by one or together."""
     engine = FakeEngine(small(), LongTailed(8, 0.7), 4)
-    said: defaultdict[str, list[int]] = defaultdict(list)
+    sent: defaultdict[str, list[int]] = defaultdict(list)
     versions: defaultdict[str, list[int]] = defaultdict(list)
     given_, finished, aborted, number = {}, {}, set(), 0
     for _ in range(400):
@@ -201,8 +202,8 @@ def test_whatever_comes_and_goes_each_text_is_whole_and_said_once(dice: random.R
             assert slices >= 1
             engine.end(slices if together else 1)
         for chunk in engine.drain() if dice.random() < 0.5 else []:
-            assert chunk.offset == given_[chunk.request] + len(said[chunk.request])
-            said[chunk.request] += chunk.tokens
+            assert chunk.offset == given_[chunk.request] + len(sent[chunk.request])
+            sent[chunk.request] += chunk.tokens
             versions[chunk.request] += [chunk.version] * len(chunk.tokens)
             if chunk.finish:
                 assert chunk.request not in finished, "it ends once"
@@ -210,17 +211,17 @@ def test_whatever_comes_and_goes_each_text_is_whole_and_said_once(dice: random.R
         if number == 12 and not engine.busy:
             break
     for chunk in engine.drain():
-        said[chunk.request] += chunk.tokens
+        sent[chunk.request] += chunk.tokens
         finished[chunk.request] = chunk.finish
     assert set(finished) | aborted == set(given_)
     for name in finished:
         seed = int(name[1:])
         length = LongTailed(8, 0.7)(seed, 20)
-        assert said[name] == tokens_of(seed, given_[name], length, length, 20)
+        assert sent[name] == tokens_of(seed, given_[name], length, length, 20)
         assert versions[name] == sorted(versions[name]), "a newer version never goes back"
 
 
-def test_a_groups_prompt_is_computed_once_and_given_text_is_prefilled() -> None:
+def test_shared_prompt_is_prefilled_once_and_so_is_a_prefix() -> None:
     engine = FakeEngine(small(), LongTailed(8, 0.7), 4)
     for number in range(3):
         engine.submit(order(number))
@@ -231,6 +232,30 @@ def test_a_groups_prompt_is_computed_once_and_given_text_is_prefilled() -> None:
         seconds += took
         engine.end()
     assert engine.prefilled == 10 + 3
+
+
+def test_idle_engine_replies_to_the_claim_of_a_finished_request() -> None:
+    async def play() -> list[tuple[list[int], str]]:
+        chunks: list[protocol.TokenChunk] = []
+        replies = []
+
+        async def flush() -> None:
+            chunks.extend(compute.engine.drain())
+
+        compute = FakeCompute(small(), LongTailed(8, 0.7), FakeTrainer(), flush=flush, answer=lambda result: None)
+        running = asyncio.create_task(compute.run())
+        for _ in range(2):
+            compute.engine.submit(order(1))
+            compute.wake()
+            await asyncio.sleep(60)
+            replies.append(([token for chunk in chunks for token in chunk.tokens], "".join(c.finish for c in chunks)))
+            chunks.clear()
+            compute.engine.suspend(60.0)
+        running.cancel()
+        return replies
+
+    first, again = run(play())
+    assert first == again and first[1]
 
 
 # --- the whole --------------------------------------------------------------------------------------------------------
@@ -257,7 +282,7 @@ def outcomes() -> dict[str, ReplayResult]:
     return {name: replay(SCENARIO, MODES[name]) for name in names}
 
 
-def test_machines_that_come_and_go_cost_no_token(outcomes: dict[str, ReplayResult]) -> None:
+def test_preemption_discards_no_token(outcomes: dict[str, ReplayResult]) -> None:
     rookery = outcomes["rookery"]
     assert rookery.preemptions >= 3 and rookery.requeued["lost"] > 0
     assert rookery.discarded_tokens == 0, "what was received is never sampled again"
@@ -266,7 +291,7 @@ def test_machines_that_come_and_go_cost_no_token(outcomes: dict[str, ReplayResul
 
 
 @pytest.mark.parametrize(("name", "goes_on"), [("rookery", True), ("no-migration", False)])
-def test_what_a_lost_instance_had_sent_goes_on_elsewhere_or_starts_over(
+def test_requests_of_a_lost_instance_resume_or_restart_by_mode(
     name: str, goes_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one instance at a time nothing but its loss moves a request."""
@@ -286,7 +311,7 @@ def test_what_a_lost_instance_had_sent_goes_on_elsewhere_or_starts_over(
     assert (outcome.discarded_tokens == 0) is goes_on
 
 
-def test_preemptible_machines_help_and_without_any_a_reserved_one_goes_on(outcomes: dict[str, ReplayResult]) -> None:
+def test_preemptible_machines_help_and_reserved_ones_suffice(outcomes: dict[str, ReplayResult]) -> None:
     alone, rookery = outcomes["co-located"], outcomes["rookery"]
     assert alone.preemptible_hours == 0 and alone.preemptions == 0
     assert rookery.tokens > 1.1 * alone.tokens
@@ -313,7 +338,7 @@ def test_costs_and_the_break_even_discount_add_up(outcomes: dict[str, ReplayResu
 
 
 @pytest.mark.parametrize(("name", "seconds", "remembers"), [("no-seeding", 0.0, True), ("no-memory", None, False)])
-def test_an_ablation_leaves_out_one_thing(name: str, seconds: float | None, remembers: bool) -> None:
+def test_ablation_removes_one_part(name: str, seconds: float | None, remembers: bool) -> None:
     part = MODES[name].seeding
     assert isinstance(part, type) and issubclass(part, Seeding)
     learner = part.planner(initial=10.0, eta=3.0, reserved=1)
@@ -328,7 +353,7 @@ def test_an_ablation_leaves_out_one_thing(name: str, seconds: float | None, reme
     assert replay(replace(SCENARIO, trace=COMING_AND_GOING.cut(30)), MODES[name]).steps
 
 
-def test_balanced_is_as_many_as_keep_up_with_training() -> None:
+def test_balanced_instances_generate_as_fast_as_training() -> None:
     profile = load_profile("two-core-cpu-135m")
     trains, generates = 1 / profile.reserved.train_token, 64 / profile.spot.decode_step(64)
     assert generates > trains and balanced(profile, 128, 1) == 1
@@ -336,10 +361,10 @@ def test_balanced_is_as_many_as_keep_up_with_training() -> None:
     assert balanced(quick(), 16, 1) == pytest.approx(2000 / (8 / profile.spot.decode_step(8)), abs=1)
 
 
-def test_a_notice_hands_requests_back_before_the_end() -> None:
-    told = replay(Scenario(quick(), COMING_AND_GOING, seed=3, micro_batch=4, notice=30.0), MODES["rookery"])
-    assert told.preemptions >= 3
-    assert told.unsent_tokens == 0, "a draining worker sends what it has"
+def test_preemption_notice_leaves_no_token_unsent() -> None:
+    outcome = replay(replace(SCENARIO, trace=COMING_AND_GOING.cut(100), notice=30.0), MODES["rookery"])
+    assert outcome.preemptions >= 3
+    assert outcome.unsent_tokens == 0, "a draining worker sends what it has"
 
 
 def test_jobs_end_after_their_steps_and_share_the_machines() -> None:
@@ -348,14 +373,14 @@ def test_jobs_end_after_their_steps_and_share_the_machines() -> None:
     assert len({step.job for step in outcome.steps}) == 2 and len(outcome.steps) == 6
 
 
-def test_a_mode_names_itself_and_wrong_names_are_refused() -> None:
+def test_modes_are_parsed_and_unknown_ones_refused() -> None:
     assert parse_modes("all") == list(MODES.values())
     assert parse_modes("rookery, co-located,rookery") == [MODES["rookery"], MODES["co-located"]]
     with pytest.raises(UserError, match="allowed: all, or some of co-located"):
         parse_modes("rookery,fast")
 
 
-def test_a_worker_that_waits_with_an_old_ticket_asks_for_another() -> None:
+def test_expired_ticket_is_requested_again() -> None:
     """The controller, the modelled worker and the host end to end, under tickets that are over at once."""
 
     async def play(folder: str) -> str:
@@ -422,38 +447,35 @@ def interrupted() -> str:
         return run(play(folder))
 
 
-AGAIN = """
+def played(seed: int) -> str:
+    outcome = replay(replace(SCENARIO, trace=COMING_AND_GOING.cut(60), seed=seed, jobs=2), MODES["rookery"])
+    return f"{outcome.digest} {outcome.events} {outcome.tokens}"
+
+
+ELSEWHERE = """
 import logging, sys
 sys.path.insert(0, {tests!r})
 logging.disable(logging.WARNING)
-from dataclasses import replace
-from tests.simulation.test_simulation import *
-junk = [object() for _ in range({junk})]  # other addresses: nothing may depend on them
-outcome = replay(replace(SCENARIO, trace=COMING_AND_GOING.cut(80), seed={seed}, jobs=2), MODES["rookery"])
-print(outcome.digest, outcome.events, outcome.tokens)
-print({more})
+from tests.simulation.test_simulation import interrupted, played
+junk = [object() for _ in range(1000)]  # other addresses: nothing may depend on them
+print(played(3))
+print(interrupted())
 """
 
 
-def again(hash_seed: int, seed: int = 3, more: str = "interrupted()") -> list[str]:
-    code = AGAIN.format(tests=str(Path(__file__).parents[2]), junk=1000 * hash_seed, seed=seed, more=more)
-    environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
+def test_same_seed_gives_the_same_frames_in_any_process() -> None:
     shown = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
-    )
-    return shown.stdout.splitlines()
-
-
-def test_the_same_seed_is_the_same_run_frame_by_frame_in_any_process() -> None:
-    first = again(1)
-    assert first == again(2)
-    assert first[0] != again(1, seed=4, more="''")[0], "and the hash can tell runs apart"
+        [sys.executable, "-c", ELSEWHERE.format(tests=str(Path(__file__).parents[2]))],
+        env={**os.environ, "PYTHONHASHSEED": "1"}, capture_output=True, text=True, check=True, timeout=120,
+    ).stdout.splitlines()  # fmt: skip
+    assert shown == [played(3), interrupted()]
+    assert shown[0] != played(4)
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_prints_and_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_tables_and_writes_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = tmp_path / "quick.json"
     machine.write_text(quick().model_dump_json())
     trace = tmp_path / "mine.csv"
@@ -462,7 +484,7 @@ def test_the_command_prints_and_writes_what_it_found(tmp_path: Path, capsys: pyt
     out = tmp_path / "out"
     main_ = ["simulate", "--trace", str(trace), "--profile", str(machine), "--modes", "co-located,rookery"]
     with pytest.raises(SystemExit) as ended:
-        main([*main_, "--hours", "0.03", "--out", str(out)])
+        main([*main_, "--hours", "0.01", "--out", str(out)])
     assert not ended.value.code
     shown = capsys.readouterr().out
     assert "SIMULATED" in shown and "event log" in shown and "co-located" in shown
@@ -477,7 +499,7 @@ def test_results_are_json(outcomes: dict[str, ReplayResult]) -> None:
 
 
 @pytest.mark.parametrize("wrong", [["--trace", "nowhere.csv"], ["--modes", "fast"], ["--profile", "quick"]])
-def test_mistakes_are_one_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_one_line(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["simulate", *wrong])
     assert ended.value.code == 2

@@ -137,14 +137,15 @@ class FakeCompute:
         """Compute until stopped."""
         while not self._stopping:
             kind = self._next()
-            if kind is None:
+            if kind is not None:
+                began = self._loop.time()
+                await (self._decode() if kind == "decode" else self._train())
+                self._spent[kind] += self._loop.time() - began
+                self.slices += 1
+            elif not self.engine.finished:  # else a finished request was claimed again: its reply is to be sent
                 self._woken = self._loop.create_future()
                 await self._woken
                 continue
-            began = self._loop.time()
-            await (self._decode() if kind == "decode" else self._train())
-            self._spent[kind] += self._loop.time() - began
-            self.slices += 1
             for switch in self._switches:
                 self.engine.switch(switch.request, switch.adapter, recompute=switch.recompute)
             self._switches.clear()
