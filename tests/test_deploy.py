@@ -31,7 +31,7 @@ DRAIN = 2 * Settings().worker.drain_seconds
 def worker_options(arguments: list[str]) -> dict[str, Any]:
     """What ``rookery worker`` understands of these arguments. Raises for what it does not take."""
     command = typer.main.get_command(app).commands["worker"]  # type: ignore[attr-defined]
-    environment = ["--connect", "http://service", "--token", "token"]  # as its variables give them
+    environment = ["--connect", "http://service"]  # as its variables give it
     return dict(command.make_context("rookery worker", [*environment, *arguments]).params)
 
 

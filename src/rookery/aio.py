@@ -8,19 +8,25 @@
   between them.
 * :class:`Signal` wakes any number of waiters. :class:`TaskGroup` cancels its tasks in the order in which they started;
   :class:`BackgroundTasks` holds tasks that nobody awaits.
+* :func:`client_tls` says how a client of a service checks its certificate.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import random
+import ssl
 import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+from rookery.errors import UserError
 
 T = TypeVar("T")
 
@@ -152,6 +158,29 @@ class BackgroundTasks:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether the URL names this machine: no proxy is used for it."""
+    host = urlsplit(address).hostname or ""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def client_tls(address: str, ca_file: str) -> ssl.SSLContext | None:
+    """How a client checks the certificate of the service at ``address``. The certificates in ``ca_file`` are trusted
+    in place of the system's, also a service's own; on this machine it may be made out to any name. None is the
+    client library's default, and no TLS at all for an address without it. Raises :class:`UserError`."""
+    if not ca_file or urlsplit(address).scheme not in ("https", "wss"):
+        return None
+    try:
+        context = ssl.create_default_context(cafile=ca_file)
+    except OSError as error:
+        raise UserError(f"setting ROOKERY_CA_FILE: {ca_file} cannot be used ({error.strerror or error})") from None
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.check_hostname = not is_loopback(address)
+    return context
 
 
 def die_with_parent(end: Callable[[], None]) -> None:

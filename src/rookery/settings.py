@@ -17,13 +17,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from rookery.errors import UserError
 
 TOKEN_VARIABLE = "ROOKERY_TOKEN"
-"""Variable that holds the token of a worker or host: an argument would show in the process list."""
+"""Variable that holds the key of a worker or host: an argument would show in the process list."""
 
 
-def token_of(given: str | None, environment: Mapping[str, str] = os.environ) -> str:
-    """The given token, else the one in the environment, without surrounding white space (``worker.token`` ends with a
-    newline)."""
-    return (given or environment.get(TOKEN_VARIABLE, "")).strip()
+def token_of(environment: Mapping[str, str] = os.environ) -> str:
+    """The key in the environment without surrounding white space: ``worker.token`` ends with a newline. Raises
+    :class:`UserError` if there is none, or a text that can be no key."""
+    token = environment.get(TOKEN_VARIABLE, "").strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise UserError(f"set {TOKEN_VARIABLE} to a key of the role worker: worker.token in the service's data folder")
+    return token
 
 
 class Section(BaseModel):
@@ -43,6 +46,13 @@ class ServerSettings(Section):
     """Service used by clients and the command line. Empty is host and port above, if something answers there."""
     key: str = ""
     """API key used by clients. Empty is the administrator's key in the data folder."""
+    tls_cert: str = ""
+    """PEM file with the certificate chain with which the service serves https and wss. Empty is plain HTTP."""
+    tls_key: str = ""
+    """PEM file with the private key of `tls_cert`. Empty: it is in that file too."""
+    ca_file: str = ""
+    """PEM file of certificates that clients, workers and hosts trust in place of the system's. Empty is `tls_cert`
+    where that is set."""
     models: str = "smollm2-135m-instruct"
     """Base models, comma-separated, for which the service starts local workers at once."""
     workers: int = Field(1, ge=0, le=64)
@@ -361,7 +371,13 @@ class Settings(Section):
     @property
     def base_url(self) -> str:
         """Address of the service for clients."""
-        return self.server.url or f"http://{self.server.host}:{self.server.port}"
+        scheme = "https" if self.server.tls_cert else "http"
+        return self.server.url or f"{scheme}://{self.server.host}:{self.server.port}"
+
+    @property
+    def trusted(self) -> str:
+        """File of the certificates that this process trusts as a client; empty is the system's."""
+        return self.server.ca_file or self.server.tls_cert
 
     def flat(self) -> dict[str, Any]:
         """Every field by its own name, without sections."""

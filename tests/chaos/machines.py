@@ -28,8 +28,6 @@ from rookery.storage.artifacts import Artifacts, Staging
 
 MODEL = "smollm2-135m-instruct"
 """The base model of every worker: any name of the catalogue."""
-WORKER_TOKEN = "worker-token"
-HOST_TOKEN = "service-key"
 ENVIRONMENT = "chaos"
 CONTEXT = 2048
 
@@ -170,7 +168,7 @@ class SpotMachine:
             return
         self._births += 1
         hello = worker_hello(
-            self._machine, self.name, WORKER_TOKEN, MODEL, instance=f"{self.name}-{self._births}",
+            self._machine, self.name, MODEL, instance=f"{self.name}-{self._births}",
             roles=["rollout"] * (world.plan.seeding or not trains) + ["train"] * trains,
             kind="reserved" if trains else "preemptible",
         )  # fmt: skip
@@ -221,7 +219,7 @@ class HostPlace:
         random = world.random
         self._host = FakeHost(
             lambda: world.dial("host"),
-            token=HOST_TOKEN, environments={BUILTIN + ENVIRONMENT: True}, observe=observe, instance=f"{self._name}-0",
+            environments={BUILTIN + ENVIRONMENT: True}, observe=observe, instance=f"{self._name}-0",
             seconds=lambda environment: random.around(world.plan.answer), keeps_episodes=False,
         )  # fmt: skip
         self._running = asyncio.ensure_future(self._host.run(lambda: random.around(1.0)))

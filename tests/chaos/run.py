@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -20,10 +21,8 @@ from tests.chaos.invariants import Requests
 from tests.chaos.machines import (
     CONTEXT,
     ENVIRONMENT,
-    HOST_TOKEN,
     MODEL,
     SLOW_SHARE,
-    WORKER_TOKEN,
     HostPlace,
     SpotMachine,
 )
@@ -191,7 +190,7 @@ class Run:
             raise ConnectionClosed("the controller is down")
         latency = self.plan.slow_latency if self.random.chance(SLOW_SHARE) else self.plan.latency
         connection = NetworkConnection(self.requests, self.random.random, latency)
-        serve = controller.serve_worker if kind == "worker" else controller.serve_host
+        serve = controller.serve_worker if kind == "worker" else partial(controller.serve_host, owner=SERVICE)
         task = self._loop.create_task(serve(connection))
         self._connections[connection] = task
         task.add_done_callback(lambda done: self._hung_up(connection, done))
@@ -219,14 +218,10 @@ class Run:
         async def chat_of(model: str) -> Any:
             return self._chat
 
-        async def authenticate(token: str) -> str | None:
-            return SERVICE if token == HOST_TOKEN else None
-
         controller = Controller(
             Store(self._database, self._writer), self.artifacts, self._settings, clock=VirtualClock(),
             ids=RandomIds(Random(f"{self.plan.seed} {self._lives}")), chat=chat_of,
-            check_environment=lambda id, options: None, provide=lambda model: None, authenticate=authenticate,
-            worker_token=WORKER_TOKEN, jobs_folder=self._folder / "jobs",
+            check_environment=lambda id, options: None, provide=lambda model: None, jobs_folder=self._folder / "jobs",
         )  # fmt: skip
         self.requests = Requests(controller, self.events, self._settings, self.history.lasting)
         self.events.note("controller", "starts")

@@ -11,6 +11,7 @@ import pytest
 from tests.support.peers import HANG, MODEL, Service, eventually, job_of, settle
 
 from rookery import protocol
+from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.environments.jsonl import read_jsonl
 from rookery.spec.parsing import SpecError
 
@@ -38,7 +39,7 @@ def inline(**changes: Any) -> dict[str, Any]:
 
 async def hosted(service: Service, script: Any = None) -> Any:
     """A host of the service for ``jsonl``."""
-    host = service.host(key="service-key", environments={"builtin:jsonl": True}, script=script)
+    host = service.host(owner=SERVICE, environments={"builtin:jsonl": True}, script=script)
     await host.join()
     return host
 

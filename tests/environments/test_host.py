@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -42,6 +43,7 @@ class Controller:
 
     async def handle(self, link: ServerConnection) -> None:
         assert link.request is not None and link.request.path == "/wire/host"
+        self.authorization = link.request.headers["authorization"]
         hello = protocol.decode(protocol.from_host, await link.recv(decode=False))
         assert isinstance(hello, protocol.HostHello)
         if self.refusal:
@@ -138,7 +140,8 @@ async def hosting(**environments: Hosted) -> AsyncIterator[Controller]:
 async def test_an_episode_from_hello_to_reward() -> None:
     async with hosting(env=faulty.Good(), slow=faulty.SlowAsync) as controller:
         hello = controller.hellos[0]
-        assert (hello.token, hello.instance, hello.protocol) == ("tml-key", "me", protocol.PROTOCOL)
+        assert controller.authorization == "Bearer tml-key"
+        assert (hello.instance, hello.protocol) == ("me", protocol.PROTOCOL)
         assert {(offer.name, offer.deterministic) for offer in hello.environments} == {("env", True), ("slow", True)}
         listed = await controller.ask(prompts(start=6))
         assert ([json.loads(prompt)["number"] for prompt in listed.prompts], listed.size) == ([6, 7, 0], 8)
@@ -364,11 +367,14 @@ async def test_the_process_of_the_built_ins_dies_with_its_parent() -> None:
         port = controller.server.sockets[0].getsockname()[1]
         command = [sys.executable, "-m", "rookery.environments.process", "--die-with-parent"]
         process = await asyncio.create_subprocess_exec(
-            *command, "--connect", f"http://127.0.0.1:{port}", "--token", "t\n", stdin=subprocess.PIPE
+            *command,
+            *("--connect", f"http://127.0.0.1:{port}"),
+            stdin=subprocess.PIPE,
+            env={**os.environ, "ROOKERY_TOKEN": "t\n"},
         )
         try:
             hello = await asyncio.wait_for(controller.joined(), 30)
-            assert hello.token == "t"  # as a file has it, with its newline
+            assert controller.authorization == "Bearer t"  # a file has a newline after it
             assert {offer.name for offer in hello.environments} == {f"builtin:{id}" for id in BUILTINS}
             options = {"rows": [{"prompt": "Say 3.", "answer": 3}], "verifier": "exact"}
             listed = await controller.ask(prompts("builtin:jsonl", count=1, **options))

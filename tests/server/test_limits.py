@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served, tokenizer
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
 from rookery.server.bodies import BodyRefused, parse
@@ -50,6 +50,10 @@ def tenant(service: EmbeddedService) -> Iterator[httpx.Client]:
             while tenant_models(client) != "loaded":
                 time.sleep(0.05)
             yield client
+
+
+def token_of(service: EmbeddedService) -> str:
+    return (service.settings.data / "worker.token").read_text().strip()
 
 
 def admin_of(service: EmbeddedService) -> httpx.Client:
@@ -247,20 +251,23 @@ def test_connection_without_a_request_is_closed(tmp_path: Path) -> None:
                         pass
 
 
-def test_worker_stays_connected_longer_than_a_head_may_take(tmp_path: Path) -> None:
-    with served(tmp_path, head_seconds=0.2, stuck_seconds=1000.0) as service, admin_of(service) as client:
-        token = (tmp_path / "data" / "worker.token").read_text().strip()
-        with ScriptedWorker(service.url, token, tokenizer(tmp_path)):
-            while tenant_models(client) != "loaded":
-                time.sleep(0.05)
-            time.sleep(1.0)
-            assert tenant_models(client) == "loaded"
-            assert client.get("/api/v1/health").json()["totals"]["worker_losses"] == 0
+def test_connections_of_workers_and_hosts_outlast_the_time_for_a_head(tmp_path: Path) -> None:
+    with (
+        served(tmp_path, head_seconds=0.2) as service,
+        admin_of(service) as client,
+        ScriptedWorker(service.url, token_of(service), tokenizer(tmp_path)),
+    ):
+        while tenant_models(client) != "loaded" or metric(service, "environment_hosts") == 0:
+            time.sleep(0.05)
+        time.sleep(0.6)
+        log = (service.settings.data / "logs" / "service.jsonl").read_text()
+        assert client.get("/api/v1/health").json()["totals"]["worker_losses"] == 0 and " left" not in log
 
 
 @pytest.mark.parametrize("path", ["/wire/worker", "/wire/host"])
 def test_messages_before_the_hello_are_small(service: EmbeddedService, path: str) -> None:
-    with connect(service.url.replace("http", "ws", 1) + path) as peer:
+    headers = {"Authorization": f"Bearer {token_of(service)}"}
+    with connect(service.url.replace("http", "ws", 1) + path, additional_headers=headers) as peer:
         peer.send(bytes((1 << 20) + 1))
         with pytest.raises(ConnectionClosed) as closed:
             peer.recv(timeout=10)
@@ -271,7 +278,7 @@ def test_sockets_without_a_hello_are_bounded(tmp_path: Path) -> None:
     with served(tmp_path, hello_sockets=4) as service, ExitStack() as opened:
         url = service.url.replace("http", "ws", 1) + "/wire/worker"
         for _ in range(20):
-            opened.enter_context(connect(url))
+            opened.enter_context(connect(url, additional_headers={"Authorization": f"Bearer {token_of(service)}"}))
         # One more when the service's environment host says hello among them.
         assert metric(service, "connections") <= 8 and metric(service, "connections_evicted_total") in (16, 17)
         token = (tmp_path / "data" / "worker.token").read_text().strip()
@@ -293,5 +300,9 @@ def test_wrong_keys_are_limited_and_valid_ones_are_not(tmp_path: Path) -> None:
         for path in ("/api/v1/health", "/v1/models", "/tinker/api/v1/sessions"):
             response = httpx.get(service.url + path, headers={"X-API-Key": "tml-wrong"})
             assert response.status_code == 429 and int(response.headers["Retry-After"]) > 0, response.text
+        for path in ("/wire/worker", "/wire/host"):
+            with pytest.raises(InvalidStatus) as refused:
+                connect(service.url.replace("http", "ws", 1) + path, additional_headers={"X-API-Key": "tml-wrong"})
+            assert refused.value.response.status_code == 429
         assert admin.get("/api/v1/health").status_code == 200
-        assert metric(service, "keys_failed_total") == 3 and metric(service, "keys_limited_total") == 3
+        assert metric(service, "keys_failed_total") == 3 and metric(service, "keys_limited_total") == 5

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import re
 import tarfile
 import threading
+import time
+import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -21,6 +24,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served, tokenizer
+from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 import rookery
@@ -37,6 +41,8 @@ PATIENCE = 120.0
 
 SECRET = "the-owl-flies-at-noon"
 """Part of Ada's prompts, names and uploads; no other tenant may ever read it."""
+
+NO_KEY = "no valid API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'"
 
 WITHOUT_IDS = {
     "GET /api/v1/jobs": "test_lists_contain_only_the_tenants_objects",
@@ -56,8 +62,8 @@ WITHOUT_IDS = {
     "POST /v1/completions": "test_another_tenants_policies_cannot_be_sampled",
     "POST /api/v1/datasets": "test_hash_is_not_a_permission",
     "POST /api/v1/adapters": "test_hash_is_not_a_permission",
-    "WEBSOCKET /wire/worker": "test_api_key_is_not_a_worker_token",
-    "WEBSOCKET /wire/host": "test_api_key_is_not_a_worker_token",
+    "WEBSOCKET /wire/worker": "test_each_role_of_a_key_opens_its_own_doors",
+    "WEBSOCKET /wire/host": "test_each_role_of_a_key_opens_its_own_doors",
 }
 """Routes without an id in their path, and the test here that tries them."""
 
@@ -289,13 +295,13 @@ def test_start_with_a_revoked_admin_key_is_refused(tmp_path: Path) -> None:
     with served(tmp_path) as service, Client(service.url, service.key) as client:
         other = Client(service.url, client.add_key("admin").key)
         other.revoke_key("admin", hash_key(service.key)[:KEY_ID])
-        assert [bool(row.revoked) for row in other.keys("admin")] == [True, False]
+        assert [bool(row.revoked) for row in other.keys("admin")] == [True, False, False]
         other.close()
     with pytest.raises(UserError, match=r"the key in admin\.key was revoked"), served(tmp_path):
         pass
     (tmp_path / "data" / "admin.key").unlink()
     with served(tmp_path) as service, Client(service.url, service.key) as client:
-        assert len(client.keys("admin")) == 3
+        assert [row.role for row in client.keys("admin")] == ["admin", "worker", "admin", "admin"]
 
 
 # --- ids inside bodies ------------------------------------------------------------------------------------------------
@@ -449,55 +455,86 @@ def test_hosts_with_one_name_get_episodes_of_their_tenant_only(town: Town) -> No
 # --- sockets and tickets ----------------------------------------------------------------------------------------------
 
 
-def greeted(town: Town, path: str, frame: bytes) -> Any:
+def greeted(town: Town, path: str, token: str, frame: bytes) -> Any:
     """What the service answers to a first frame; None where it only hangs up."""
-    with connect(town.service.url.replace("http", "ws", 1) + path) as socket:
+    headers = {"Authorization": f"Bearer {token}"}
+    with connect(town.service.url.replace("http", "ws", 1) + path, additional_headers=headers) as socket:
         socket.send(frame)
         for answer in socket:
             return protocol.decode(protocol.to_worker if path.endswith("worker") else protocol.to_host, bytes(answer))
     return None
 
 
-def hello(token: str) -> bytes:
-    return protocol.encode(
-        protocol.Hello(
-            protocol=protocol.PROTOCOL, token=token, name="thief", instance="thief", model=MODEL, model_hash="0" * 64,
-            roles=["rollout", "train"], max_rows=64, max_context=512, max_rank=64, device="cpu", dtype="none",
-        )
-    )  # fmt: skip
-
-
-def host_hello(token: str, environment: str = "adas") -> bytes:
+def host_hello(environment: str = "adas", episodes: list[str] | None = None) -> bytes:
     offers = [protocol.HostedEnvironment(name=environment)]
     return protocol.encode(
-        protocol.HostHello(protocol=protocol.PROTOCOL, token=token, instance=f"thief-{token[:9]}", environments=offers)
+        protocol.HostHello(
+            protocol=protocol.PROTOCOL, instance=f"thief-{uuid.uuid4()}", environments=offers, episodes=episodes or []
+        )
     )
 
 
-def test_api_key_is_not_a_worker_token(town: Town) -> None:
-    for token in (town.keys["bob"], town.service.key, "", "wröng", town.token[:-1], "\ud7ff" * 40):
-        answer = greeted(town, "/wire/worker", hello(token))
-        assert isinstance(answer, protocol.HelloRejected) and "wrong worker token" in answer.reason, (token, answer)
-        assert town.token not in answer.reason
+def refusal(town: Town, path: str, token: str) -> tuple[int, str]:
+    """Status and reason of a connection that is refused before any frame."""
+    with pytest.raises(InvalidStatus) as refused:
+        greeted(town, path, token, b"")
+    assert refused.value.response.body is not None
+    return refused.value.response.status_code, json.loads(refused.value.response.body)["error"]
+
+
+def test_each_role_of_a_key_opens_its_own_doors(town: Town) -> None:
+    def new(tenant: str, **wanted: Any) -> httpx.Response:
+        return town.admin.post(f"/api/v1/tenants/{tenant}/keys", json=wanted)
+
+    tenants = {row["name"][:5]: row["id"] for row in town.admin.get("/api/v1/tenants").json()}
+    host = new(tenants["bob"], role="host").json()["key"]
+    guest = new(tenants["admin"], role="tenant").json()["key"]
+    for role in ("worker", "admin"):
+        refused = new(tenants["bob"], role=role)
+        assert refused.status_code == 400 and "administrator" in refused.json()["error"]
+    for key, paths in {
+        town.token: ("/wire/host",), host: ("/wire/host",), guest: ("/wire/host", "/api/v1/jobs", "/v1/models"),
+        town.keys["bob"]: ("/wire/host", "/api/v1/jobs", "/v1/models"),
+        town.service.key: ("/wire/host", "/api/v1/jobs", "/v1/models", "/api/v1/tenants"),
+    }.items():  # fmt: skip
+        for path in ("/wire/worker", "/wire/host"):
+            if path in paths:
+                assert isinstance(greeted(town, path, key, host_hello()), protocol.HostWelcome)
+            elif key != town.token:
+                assert refusal(town, path, key)[0] == 403
+        for path in ("/api/v1/jobs", "/v1/models", "/api/v1/tenants"):
+            for headers in ({"Authorization": f"Bearer {key}"}, {"X-API-Key": key}):
+                answer = httpx.get(town.service.url + path, headers=headers)
+                assert answer.status_code == (200 if path in paths else 403), (path, answer.text)
+    for wrong in ("", "wrong", town.token[:-1], town.keys["bob"][:-1]):
+        for path in ("/wire/worker", "/wire/host"):
+            assert refusal(town, path, wrong) == (401, NO_KEY)
     assert [worker["name"] for worker in town.admin.get("/api/v1/workers").json()] == ["scripted"]
-    for token in ("", "wröng", town.keys["bob"][:-1]):
-        answer = greeted(town, "/wire/host", host_hello(token))
-        assert answer == protocol.HelloRejected(reason="the service does not know this key")
-    answer = greeted(town, "/wire/host", host_hello(town.keys["bob"], "builtin:jsonl"))
+    answer = greeted(town, "/wire/host", host, host_hello("builtin:jsonl"))
     assert isinstance(answer, protocol.HelloRejected) and "belong to the service" in answer.reason
-    assert isinstance(greeted(town, "/wire/host", host_hello(town.keys["bob"])), protocol.HostWelcome)
 
 
-def test_worker_token_is_not_an_api_key(town: Town) -> None:
-    for headers in ({"Authorization": f"Bearer {town.token}"}, {"X-API-Key": town.token}):
-        for path in ("/api/v1/jobs", f"/api/v1/jobs/{town.done['id']}", "/api/v1/tenants"):
-            assert httpx.get(town.service.url + path, headers=headers).status_code == 401
+def test_key_expires(town: Town) -> None:
+    made = town.admin.post(f"/api/v1/tenants/{town.tenant}/keys", json={"lifetime_seconds": 0.5}).json()
+    while (answer := httpx.get(f"{town.service.url}/api/v1/jobs", headers={"X-API-Key": made["key"]})).is_success:
+        time.sleep(0.05)
+    assert (answer.status_code, answer.json()["error"]) == (401, NO_KEY) and time.time() >= made["expires"]
+
+
+def test_hello_of_a_host_does_not_tell_which_episodes_exist(town: Town) -> None:
+    """It is sent a close for every episode that is not of its tenant's unfinished jobs, whether or not there is one."""
+    asked = [f"{town.paused}-0-0", f"{town.done['id']}-0-0", f"job-{'0' * 24}-0-0"]
+    url, headers = town.service.url.replace("http", "ws", 1), {"Authorization": f"Bearer {town.keys['bob']}"}
+    with connect(f"{url}/wire/host", additional_headers=headers) as socket:
+        socket.send(host_hello(episodes=asked))
+        answers = [protocol.decode(protocol.to_host, bytes(socket.recv(timeout=30))) for _ in range(4)]
+    assert [getattr(answer, "episode", "") for answer in answers] == ["", *asked]
 
 
 @pytest.mark.parametrize("path", ["/wire/worker", "/wire/host"])
 @pytest.mark.parametrize("frame", [b"", b"\xff\xff", protocol.encode(protocol.Draining(epoch=1)), b'{"token": ""}'])
 def test_peer_without_hello_gets_no_information(town: Town, path: str, frame: bytes) -> None:
-    answer = greeted(town, path, frame)
+    answer = greeted(town, path, town.token, frame)
     assert answer is None or isinstance(answer, protocol.HelloRejected)
     assert town.bob.get("/api/v1/health").status_code == 200
 

@@ -73,19 +73,22 @@ def database(url: str) -> Iterator[Database]:
 # --- tenants and keys -------------------------------------------------------------------------------------------------
 
 
-def test_a_key_names_its_tenant_until_it_is_revoked(database: Database) -> None:
-    key = hash_key(new_key())
+def test_a_key_names_its_tenant_until_it_is_revoked_or_expires(database: Database) -> None:
+    key, brief = hash_key(new_key()), hash_key(new_key())
     database.add_key(key, "alice", "laptop", 1.0)
-    tenant = database.tenant_of_key(key)
-    assert tenant is not None and tenant.id == "alice" and not tenant.admin
-    assert database.tenant_of_key(hash_key(new_key())) is None
+    database.add_key(brief, "bob", "guest", 1.5, "host", 5.0)
+    found, guest = database.valid_key(key, 2.0), database.valid_key(brief, 4.9)
+    assert found is not None and (found.tenant, found.role) == ("alice", "tenant")
+    assert guest is not None and (guest.tenant, guest.role) == ("bob", "host")
+    assert database.valid_key(brief, 5.0) is None
+    assert database.valid_key(hash_key(new_key()), 2.0) is None
     for owner in ("alice", "bob", "nobody"):
         with pytest.raises(Conflict):
             database.add_key(key, owner, "again", 1.0)
     with pytest.raises(NotFound):
         database.revoke_key("bob", key, 2.0)
     database.revoke_key("alice", key, 2.0)
-    assert database.tenant_of_key(key) is None
+    assert database.valid_key(key, 2.0) is None
     assert [(row.label, row.revoked) for row in database.keys("alice")] == [("laptop", 2.0)]
     with pytest.raises(Conflict):
         database.create_tenant("alice", "another", 3.0)
@@ -121,11 +124,11 @@ def test_a_finished_job_stays_finished(database: Database) -> None:
     database.set_job_state("job", "paused", "asked to", 6.0)
     assert database.set_job_state("job", "running", "", 7.0).started == 5.0
     assert [job.id for job in database.all_unfinished_jobs()] == ["job"]
-    assert database.unfinished_job_ids() == {"job"}
+    assert database.unfinished_job_ids("") == {"job"}
     done = database.set_job_state("job", "failed", "the environment is broken", 8.0, error="ValueError: \x00\ud800")
     assert (done.finished, done.reason) == (8.0, "the environment is broken")
     assert database.all_unfinished_jobs() == []
-    assert database.unfinished_job_ids() == set()
+    assert database.unfinished_job_ids("") == set()
     for state in ("running", "cancelled", "completed"):
         with pytest.raises(Conflict, match="failed already"):
             database.set_job_state("job", state, "", 9.0)
@@ -474,6 +477,7 @@ _ANSWERS: dict[str, Any] = {
     "events": [],
     "get_job": NotFound,
     "list_jobs": [],
+    "unfinished_job_ids": set(),
     "policies": [],
     "all_policies": {},
     "get_policy": NotFound,

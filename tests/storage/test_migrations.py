@@ -111,9 +111,9 @@ def test_an_old_database_gets_the_schema_of_the_models(old_url: str) -> None:
 
 def check_rows(database: Database) -> None:
     """Everything that the earlier version stored is there."""
-    tenant = database.tenant_of_key(hash_key("tml-alice"))
-    assert tenant is not None and tenant.id == "alice"
-    assert database.tenant_of_key(hash_key("tml-old")) is None
+    key = database.valid_key(hash_key("tml-alice"), 9.0)
+    assert key is not None and (key.tenant, key.role, key.expires) == ("alice", "tenant", None)
+    assert database.valid_key(hash_key("tml-old"), 9.0) is None
     rows = database.steps("alice", FINISHED)
     assert [(row["step"], row["version"], row["reward"]) for row in rows] == [(1, 1, 1.75), (2, 2, 2.0)]
     rows = database.steps("alice", UNFINISHED)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 import uvicorn
 from fastapi import FastAPI, Header, Request, Response, WebSocket
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, JSONResponse
 from starlette.websockets import WebSocketDisconnect
 
 from rookery import protocol
@@ -158,13 +158,12 @@ class Dialled:
 
         @app.websocket("/wire/worker")
         async def worker(socket: WebSocket) -> None:
+            if socket.headers["authorization"] != f"Bearer {self._token}":
+                await socket.send_denial_response(JSONResponse({"error": "the token is wrong"}, 401))
+                return
             await socket.accept()
             hello = protocol.decode(protocol.from_worker, await socket.receive_bytes())
             assert isinstance(hello, protocol.Hello)
-            if hello.token != self._token:
-                await socket.send_bytes(protocol.encode(protocol.HelloRejected(reason="the token is wrong")))
-                await socket.close()
-                return
             connection = Connection(self, socket, hello, 100 + len(self.connections))
             welcome = protocol.Welcome(
                 name=hello.name,

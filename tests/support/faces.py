@@ -97,9 +97,13 @@ class ScriptedWorker:
     async def _work(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         address = self._url.replace("http", "ws", 1) + "/wire/worker"
-        async with connect(address, max_size=None) as socket, httpx.AsyncClient(base_url=self._url) as http:
+        headers = {"Authorization": f"Bearer {self._token}"}
+        async with (
+            connect(address, max_size=None, additional_headers=headers) as socket,
+            httpx.AsyncClient(base_url=self._url) as http,
+        ):
             hello = protocol.Hello(
-                protocol=protocol.PROTOCOL, token=self._token, name="scripted", instance="scripted", model=MODEL,
+                protocol=protocol.PROTOCOL, name="scripted", instance="scripted", model=MODEL,
                 model_hash="0" * 64, roles=["rollout", "train"], max_rows=64, max_context=512, max_rank=64,
                 device="cpu", dtype="none",
             )  # fmt: skip

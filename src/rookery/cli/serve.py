@@ -12,7 +12,7 @@ import typer
 
 from rookery.cli.options import DataOption
 from rookery.cluster.base import preloaded
-from rookery.settings import TOKEN_VARIABLE, Settings
+from rookery.settings import Settings, token_of
 
 
 def serve(
@@ -25,21 +25,21 @@ def serve(
     workers: Annotated[int | None, typer.Option(help="Worker processes per base model.")] = None,
     cluster: Annotated[str | None, typer.Option(help="Where workers start: local, or ray.")] = None,
     address: Annotated[str | None, typer.Option(help="HOST:PORT of the Ray cluster's head.")] = None,
+    tls_cert: Annotated[str | None, typer.Option(help="Serve https with this certificate chain, a PEM file.")] = None,
+    tls_key: Annotated[str | None, typer.Option(help="The PEM file of its key, if that is another one.")] = None,
 ) -> None:
     """Run the service until Ctrl-C: unfinished jobs resume, workers and environment hosts connect."""
     from rookery.server.launcher import serve as run_service
 
     settings = Settings.load(
-        data=data, host=host, port=port, models=models, workers=workers, cluster=cluster, ray_address=address
+        data=data, host=host, port=port, models=models, workers=workers, cluster=cluster, ray_address=address,
+        tls_cert=tls_cert, tls_key=tls_key,
     )
     asyncio.run(run_service(settings))
 
 
 def worker(
     connect: Annotated[str, typer.Option(help="The service's address.", envvar="ROOKERY_URL")],
-    token: Annotated[
-        str, typer.Option(help="The service's worker token (worker.token in its data folder).", envvar=TOKEN_VARIABLE)
-    ],
     model: Annotated[str, typer.Option(help="The base model to load.")] = "smollm2-135m-instruct",
     roles: Annotated[str, typer.Option(help="rollout, train, or both, comma-separated.")] = "rollout,train",
     preemptible: Annotated[bool, typer.Option("--preemptible", help="This machine may vanish.")] = False,
@@ -55,7 +55,8 @@ def worker(
     name: Annotated[str | None, typer.Option(help="The worker's name; by default the machine's.")] = None,
     cache: Annotated[Path | None, typer.Option(help="The folder of base models.", envvar="ROOKERY_CACHE")] = None,
 ) -> None:
-    """Load a base model and work for a service on any machine. Ctrl-C or SIGTERM drains first."""
+    """Load a base model and work for a service on any machine; ROOKERY_TOKEN holds a key of the role worker, such as
+    worker.token in its data folder. Ctrl-C or SIGTERM drains first."""
     settings = Settings.load(cache=cache)
     options = {
         "connect": connect, "model": model, "roles": roles, "cache": settings.cache, "price": price or None,
@@ -64,6 +65,6 @@ def worker(
     arguments = [text for option, value in options.items() if value is not None for text in (f"--{option}", str(value))]
     if preemptible:
         arguments.append("--preemptible")
-    environment = {**os.environ, TOKEN_VARIABLE: token}  # not an argument, which every user of the machine could read
-    environment = preloaded(environment, settings.worker.allocator)
+    token_of()  # refused here where there is none
+    environment = preloaded({**os.environ}, settings.worker.allocator)
     os.execve(sys.executable, [sys.executable, "-m", "rookery.worker.process", *arguments], environment)

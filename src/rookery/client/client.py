@@ -39,7 +39,8 @@ class Client:
         settings = settings if settings is not None else Settings.load()
         self.url = (url or settings.base_url).rstrip("/")
         self._key = (key or settings.server.key).strip() or read_secret(settings.data, ADMIN_KEY_FILE) or ""
-        self._connection = HttpConnection(self.url, self._key or None)
+        self._connection = HttpConnection(self.url, self._key or None, settings.trusted)
+        self._ca_file = settings.trusted
         self._hosted: dict[str, EnvironmentServer] = {}
         if not self._key:
             self.health()
@@ -82,7 +83,7 @@ class Client:
         if name in self._hosted:
             raise UserError(f"this client already offers {name!r}; give another name")
         hosted = environment() if isinstance(environment, type) else environment
-        self._hosted[name] = EnvironmentServer(self.url, self._key, name, hosted)
+        self._hosted[name] = EnvironmentServer(self.url, self._key, name, hosted, self._ca_file)
 
     def submit(self, spec: Mapping[str, Any], *, folder: Path | None = None, key: str | None = None) -> Job:
         """Submit a job with the fields of a job file. Relative paths start at ``folder``, by default the working
@@ -203,7 +204,7 @@ class Client:
     def _host(self, name: str, environment: Environment) -> EnvironmentServer:
         """Under a unique name: two programs that train a class of the same name never serve each other's jobs."""
         unique = f"{name}-{uuid.uuid4().hex[:8]}"
-        self._hosted[unique] = EnvironmentServer(self.url, self._key, unique, environment)
+        self._hosted[unique] = EnvironmentServer(self.url, self._key, unique, environment, self._ca_file)
         return self._hosted[unique]
 
     def _unhost(self, server: EnvironmentServer) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 
 from rookery import errors
+from rookery.aio import client_tls
 
 TIMEOUT = httpx.Timeout(60.0, connect=5.0, read=600.0)
 """Reads may take minutes: a sample waits in the engine's queue, and a dry run may prepare a model."""
@@ -51,10 +52,11 @@ class HttpConnection:
     else :class:`RequestRefused` or the error of :mod:`rookery.errors` for the response's status. No error shows the
     key."""
 
-    def __init__(self, url: str, key: str | None) -> None:
+    def __init__(self, url: str, key: str | None, ca_file: str = "") -> None:
+        """``ca_file`` is as in :func:`~rookery.aio.client_tls`."""
         self.url = url.rstrip("/")
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        transport = httpx.HTTPTransport(retries=2)
+        transport = httpx.HTTPTransport(retries=2, verify=client_tls(url, ca_file) or True)
         try:
             self._http = httpx.Client(base_url=self.url, timeout=TIMEOUT, transport=transport, headers=headers)
         except (httpx.InvalidURL, UnicodeEncodeError) as error:

@@ -21,9 +21,9 @@ class EnvironmentServer:
     """Offers ``environment`` to the service at ``url`` as ``name`` until :meth:`stop` or the end of the process, which
     the thread does not delay."""
 
-    def __init__(self, url: str, key: str, name: str, environment: Environment) -> None:
+    def __init__(self, url: str, key: str, name: str, environment: Environment, ca_file: str = "") -> None:
         self.name = name
-        self._host = Host(url, key, {name: environment}, f"{name}-{uuid.uuid4().hex[:12]}")
+        self._host = Host(url, key, {name: environment}, f"{name}-{uuid.uuid4().hex[:12]}", ca_file)
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=f"environment {name}", daemon=True)

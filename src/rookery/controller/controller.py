@@ -68,8 +68,6 @@ class Controller:
         chat: Callable[[str], Awaitable[Chat]],
         check_environment: Callable[[str, dict[str, Any]], object],
         provide: Callable[[str], None],
-        authenticate: Callable[[str], Awaitable[str | None]],
-        worker_token: str,
         jobs_folder: Path,
         release: Callable[[str], None] = lambda model: None,
         scheduler: type[RolloutScheduler] = RolloutScheduler,
@@ -79,14 +77,13 @@ class Controller:
         """``chat(model)`` returns a base model's chat template and tokenizer, preparing the model if necessary;
         ``check_environment(id, options)`` raises :class:`UserError` for a built-in that cannot be made with these;
         ``provide(model)`` asks for a local worker with that model if none is expected, ``release(model)`` ends it;
-        ``authenticate(token)`` returns a host's tenant, or :data:`~rookery.controller.fleet.env_hosts.SERVICE`, or
-        None; an experiment may replace the ``scheduler`` and ``seeding`` classes;
+        an experiment may replace the ``scheduler`` and ``seeding`` classes;
         ``random_bytes(n)`` is the source of tickets and must be unpredictable."""
         self.jobs = JobRegistry()
         self._models = ModelUse(settings, clock, provide, release)
         self._jobs_folder = jobs_folder
         self.tickets = Tickets(artifacts, clock, settings.server.ticket_seconds, random_bytes)
-        fleet = Fleet(settings, clock, worker_token)
+        fleet = Fleet(settings, clock)
         peers = PeerDirectory(self.tickets, clock, settings.server.ticket_seconds)
         residency = AdapterResidency(fleet, peers, artifacts, store.run, clock)
         residency.in_use = self.jobs.versions_in_use
@@ -109,7 +106,7 @@ class Controller:
             rollouts=rollouts,
             training=training,
             seeding=seeding(fleet, rollouts, training, settings, clock),
-            hosts=EnvironmentHosts(settings, clock, ids, authenticate, store.unfinished_job_ids),
+            hosts=EnvironmentHosts(settings, clock, ids, store.unfinished_job_ids),
             usage=UsageMeter(fleet, settings, clock, store, quotas),
             quotas=quotas,
             collector=collector,

@@ -51,10 +51,13 @@ class _Prototype:
 class Host:
     """One environment host: one connection at a time, any number of episodes."""
 
-    def __init__(self, url: str, token: str, environments: Mapping[str, Hosted], instance: str | None = None) -> None:
-        """``url`` is the service's (http or https), ``instance`` names this process: one that reconnects under the same
-        name still has its episodes."""
-        self._url, self._token = url, token
+    def __init__(
+        self, url: str, token: str, environments: Mapping[str, Hosted], instance: str | None = None, ca_file: str = ""
+    ) -> None:
+        """``url`` is the service's (http or https), ``token`` a key of the tenant, or of a worker for the service's own
+        host; ``instance`` names this process: one that reconnects under the same name still has its episodes.
+        ``ca_file`` is as in :func:`~rookery.aio.client_tls`."""
+        self._url, self._token, self._ca_file = url, token, ca_file
         self._offers = dict(environments)
         self._instance = instance or f"host-{uuid.uuid4().hex}"
         self._prototypes: dict[tuple[str, bytes], asyncio.Task[_Prototype]] = {}
@@ -72,6 +75,8 @@ class Host:
                 self._url,
                 "/wire/host",
                 protocol.to_host,
+                token=self._token,
+                ca_file=self._ca_file,
                 hello=self._hello,
                 converse=self._converse,
                 ping_seconds=PING_SECONDS,
@@ -94,7 +99,6 @@ class Host:
         ]
         return protocol.HostHello(
             protocol=protocol.PROTOCOL,
-            token=self._token,
             instance=self._instance,
             environments=offers,
             episodes=self._episodes.ids(),

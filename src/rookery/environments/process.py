@@ -1,4 +1,5 @@
-"""The process that hosts built-in environments: ``python -m rookery.environments.process --connect URL --token T``.
+"""The process that hosts built-in environments: ``python -m rookery.environments.process --connect URL``, with
+its key in ``ROOKERY_TOKEN``.
 
 With ``--die-with-parent`` it ends when its standard input ends, which is when the parent process is gone. SIGTERM and
 Ctrl-C end it too. It exits with 0 in these cases and with 1 when the service refuses it.
@@ -18,12 +19,13 @@ from rookery.aio import die_with_parent
 from rookery.environments.builtins import BUILTINS
 from rookery.environments.host import Host
 from rookery.errors import UserError
-from rookery.settings import TOKEN_VARIABLE, token_of
+from rookery.settings import Settings, token_of
 
 
-async def serve(url: str, token: str, *, end_with_parent: bool) -> None:
+async def serve(url: str, settings: Settings, *, end_with_parent: bool) -> None:
     """Hosts the built-ins until a signal ends it. Raises :class:`UserError` when the service refuses."""
-    host = Host(url, token, {f"builtin:{id}": builtin for id, builtin in BUILTINS.items()})
+    builtins = {f"builtin:{id}": builtin for id, builtin in BUILTINS.items()}
+    host = Host(url, token_of(), builtins, ca_file=settings.trusted)
     running = asyncio.create_task(host.run())
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -43,12 +45,12 @@ def _end(loop: asyncio.AbstractEventLoop, running: asyncio.Task[None]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rookery.environments.process", description="Host built-ins.")
     parser.add_argument("--connect", required=True, metavar="URL", help="the service's address")
-    parser.add_argument("--token", help=f"or in {TOKEN_VARIABLE}")
     parser.add_argument("--die-with-parent", action="store_true", help="end when standard input ends")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
-        asyncio.run(serve(arguments.connect, token_of(arguments.token), end_with_parent=arguments.die_with_parent))
+        settings = Settings.load()
+        asyncio.run(serve(arguments.connect, settings, end_with_parent=arguments.die_with_parent))
     except UserError as error:
         sys.exit(str(error))
 

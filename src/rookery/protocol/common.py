@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the protocol. Both ends of a connection must use the same one."""
 
 

@@ -4,7 +4,7 @@ Both ends see a :class:`Connection`: whole binary frames in order, until it is c
 
 * The service runs :func:`serve_peer` per connection: hello, registration, messages in order, end. Its outgoing messages
   wait in the :class:`Outbox` of that connection, so a peer that does not read delays only itself.
-* A worker or host runs :func:`stay_connected`: dial, hello, welcome, converse, dial again with backoff. A
+* A worker or host runs :func:`stay_connected`: dial with its key, hello, welcome, converse, dial again with backoff. A
   :class:`Channel` sends its heartbeats and handles the service's messages.
 * A frame that does not decode, or that is larger than :data:`~rookery.protocol.codec.MAX_FRAME`, ends the connection.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import random
 import time
@@ -21,11 +20,12 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, Protocol, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
+import msgspec
 import websockets
 from msgspec.msgpack import Decoder
 from websockets.asyncio.client import ClientConnection, connect
 
-from rookery.aio import Clock
+from rookery.aio import Clock, client_tls, is_loopback
 from rookery.errors import UserError
 from rookery.protocol.codec import MAX_FRAME, BadFrame, decode, encode
 from rookery.protocol.common import HelloRejected, Message
@@ -240,15 +240,19 @@ async def stay_connected(
     path: str,
     decoder: Decoder[M],
     *,
+    token: str,
+    ca_file: str,
     hello: Callable[[], Message],
     converse: Callable[[Channel[M]], Awaitable[None]],
     ping_seconds: float,
     ping_timeout: float,
 ) -> None:
-    """Dial ``path`` of the service at ``base``, introduce this process with ``hello()``, run ``converse(channel)``
-    until the connection ends, and dial again, until cancelled. Raises :class:`RegistrationRefused` where the service
-    refuses the process. A silent other end is noticed within ``ping_seconds + ping_timeout``."""
-    target = socket_url(base, path)
+    """Dial ``path`` of the service at ``base`` with the key ``token``, introduce this process with ``hello()``, run
+    ``converse(channel)`` until the connection ends, and dial again, until cancelled. Raises
+    :class:`RegistrationRefused` where the service refuses the key or the process. ``ca_file`` is as in
+    :func:`~rookery.aio.client_tls`. A silent other end is noticed within ``ping_seconds + ping_timeout``."""
+    target, tls = socket_url(base, path), client_tls(base, ca_file)
+    headers = {"Authorization": f"Bearer {token}"}
     shortest, longest = BACKOFF_SECONDS
     pause = shortest
     while True:
@@ -256,6 +260,8 @@ async def stay_connected(
         try:
             async with connect(
                 target,
+                additional_headers=headers,
+                ssl=tls,
                 max_size=MAX_FRAME,
                 compression=None,
                 open_timeout=OPEN_SECONDS,
@@ -275,6 +281,10 @@ async def stay_connected(
                 await converse(Channel(connection, decoder, answer))
         except (OSError, TimeoutError, websockets.WebSocketException, ConnectionClosed, BadFrame) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
+            if isinstance(error, websockets.InvalidStatus):
+                reason = refusal_of(error.response.body)
+                if error.response.status_code in (401, 403):
+                    raise RegistrationRefused(reason) from None
             log.warning("no connection to %s, retrying: %s", target, reason)
         if welcomed is not None and time.monotonic() - welcomed > STEADY_SECONDS:
             pause = shortest
@@ -292,9 +302,8 @@ def socket_url(base: str, path: str) -> str:
     return urlunsplit((schemes[parts.scheme], parts.netloc, parts.path.rstrip("/") + path, "", ""))
 
 
-def is_loopback(address: str) -> bool:
-    """Whether the URL names this machine: no proxy is used for it."""
-    host = urlsplit(address).hostname or ""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
+def refusal_of(body: bytes | bytearray) -> str:
+    """The reason in the service's HTTP answer to a connection that it refuses."""
+    with contextlib.suppress(msgspec.MsgspecError, KeyError):
+        return str(msgspec.json.decode(body, type=dict[str, Any])["error"])
+    return "the answer is not that of a Rookery service"

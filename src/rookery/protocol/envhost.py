@@ -25,8 +25,6 @@ class HostHello(Message, kw_only=True):
     """First frame of a host. ``instance`` is drawn once per process."""
 
     protocol: int
-    token: str
-    """A tenant's API key, or the service's own token for a host that it spawned."""
     instance: str
     environments: list[HostedEnvironment]
     episodes: list[str] = msgspec.field(default_factory=list)

@@ -23,7 +23,6 @@ class Hello(Message, kw_only=True):
     A worker that still loads its base model sets ``loading`` and sends :class:`Ready` when it is loaded."""
 
     protocol: int
-    token: str
     name: str
     instance: str
     model: str

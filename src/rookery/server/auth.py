@@ -1,20 +1,22 @@
 """Authentication, and the context that routes work with, as FastAPI dependencies.
 
-Every dependency is a coroutine: FastAPI would run a plain function in a thread for every request.
+One key opens HTTP routes, connections of workers and those of environment hosts, each for the roles named there. Keys
+are looked up by their hash, so no comparison depends on a key's text. Every dependency is a coroutine: FastAPI would
+run a plain function in a thread for every request.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from cachetools import TTLCache
 from fastapi import Depends, Request, Response
 from fastapi.routing import APIRoute
-from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.requests import HTTPConnection
 
 from rookery.aio import Clock, IdGenerator
@@ -26,28 +28,32 @@ from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.data_dir import hash_key
 from rookery.storage.db import Database
-from rookery.storage.models import TenantRow
+from rookery.storage.models import KeyRole, KeyRow
 from rookery.telemetry.metrics import Prometheus
 
 REFUSALS = ("bodies_refused", "connections_refused", "connections_evicted", "keys_failed", "keys_limited")
-"""Counters of the metrics page: bodies above a limit, connections closed at once or for another one, requests with a
-wrong key, and requests that were refused because their address had sent too many of those."""
+"""Counters of the metrics page: bodies above a limit, connections closed at once or for another one, requests and
+connections with a wrong key, and those that were refused because their address had sent too many of them."""
 
 MINUTE = 60.0
+
+API: tuple[KeyRole, ...] = ("tenant", "admin")
+"""Roles whose keys may use the HTTP APIs."""
 
 
 class FailedKeys:
     """Wrong keys by address in the last minute. An address above the limit may use the keys that were valid here
-    before, so a client behind the same proxy as an attacker goes on."""
+    before, and those ``known`` from the start, so a client behind the same proxy as an attacker goes on."""
 
-    def __init__(self, per_minute: int) -> None:
+    def __init__(self, per_minute: int, known: Iterable[str] = ()) -> None:
         self._limit = per_minute
+        self._known = frozenset(known)
         self._failed: TTLCache[str, int] = TTLCache(10_000, MINUTE)
         self._valid: TTLCache[str, None] = TTLCache(10_000, 86400.0)
 
     def check(self, address: str, key: str) -> None:
         """Raises :class:`TooManyRequests`."""
-        if self._failed.get(address, 0) >= self._limit and key not in self._valid:
+        if self._failed.get(address, 0) >= self._limit and key not in self._valid and key not in self._known:
             raise TooManyRequests(f"{self._limit} requests with a wrong key in a minute; try again later", MINUTE)
 
     def record(self, address: str, key: str, *, valid: bool) -> None:
@@ -74,8 +80,19 @@ class ServiceContext:
     """Requests and connections refused at the edge, by the name of the metric."""
     parsing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """Turns of large bodies that are parsed: each holds Python's lock for most of its time."""
+    held_bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes of request bodies in memory, by tenant."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the service begins to stop, so that streams end and do not delay it."""
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who sends a request: the tenant's ``id``, and the role and the hash of the key."""
+
+    id: str
+    role: KeyRole
+    key: str
 
 
 async def service_context(connection: HTTPConnection) -> ServiceContext:
@@ -83,42 +100,38 @@ async def service_context(connection: HTTPConnection) -> ServiceContext:
     return context
 
 
-_bearer = HTTPBearer(auto_error=False, description="An API key, tml-…")
-_header = APIKeyHeader(name="X-API-Key", auto_error=False, description="An API key, tml-…")
-
-
-async def key_hash(
-    bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)],
-    header: Annotated[str | None, Depends(_header)],
-) -> str:
-    """The hash of the request's API key; empty without one."""
-    key = bearer.credentials if bearer is not None else header
-    return hash_key(key) if key else ""
-
-
-async def tenant(
-    connection: HTTPConnection,
-    context: Annotated[ServiceContext, Depends(service_context)],
-    key: Annotated[str, Depends(key_hash)],
-) -> TenantRow:
-    """The owner of the request's API key, looked up by the key's hash once per request. Raises :class:`Unauthorized`
-    for a missing and for a wrong key, with the same message, and :class:`TooManyRequests`."""
-    owner: TenantRow | None = getattr(connection.state, "owner", None)
-    if owner is None and key:
+async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = API) -> Caller:
+    """The owner of the API key that a request or a WebSocket brings, looked up once. Raises :class:`Unauthorized` for a
+    missing and for a wrong key, with the same message, :class:`Forbidden` for a key of another role,
+    :class:`TooManyRequests`."""
+    caller: Caller | None = getattr(connection.state, "caller", None)
+    if caller is None and (key := _key_hash(connection)):
+        context = await service_context(connection)
         address = connection.client.host if connection.client is not None else ""
         try:
             context.failed_keys.check(address, key)
         except TooManyRequests:
             context.refusals["keys_limited"] += 1
             raise
-        owner = connection.state.owner = await asyncio.to_thread(context.database.tenant_of_key, key)
-        context.failed_keys.record(address, key, valid=owner is not None)
-        context.refusals["keys_failed"] += owner is None
-        if owner is not None:
-            context.controller.context.quotas.count_request(owner.id)
-    if owner is None:
+        row: KeyRow | None = await asyncio.to_thread(context.database.valid_key, key, context.clock.time())
+        context.failed_keys.record(address, key, valid=row is not None)
+        context.refusals["keys_failed"] += row is None
+        if row is not None:
+            caller = connection.state.caller = Caller(row.tenant, row.role, key)
+            if row.role in API:
+                context.controller.context.quotas.count_request(row.tenant)
+    if caller is None:
         raise Unauthorized("no valid API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'")
-    return owner
+    if caller.role not in roles:
+        raise Forbidden(f"this is a key of the role {caller.role}; this needs one of the role {' or '.join(roles)}")
+    return caller
+
+
+def _key_hash(connection: HTTPConnection) -> str:
+    """The hash of the key in a request's headers; empty without one."""
+    scheme, _, key = connection.headers.get("Authorization", "").partition(" ")
+    key = key.strip() if scheme.lower() == "bearer" else connection.headers.get("X-API-Key", "")
+    return hash_key(key) if key else ""
 
 
 class AuthenticatedRoute(APIRoute):
@@ -129,21 +142,26 @@ class AuthenticatedRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handler(request: Request) -> Response:
-            key = await key_hash(await _bearer(request), await _header(request))
-            await tenant(request, await service_context(request), key)
+            await authenticate(request)
             return await handle(BoundedRequest(request.scope, request.receive))
 
         return handler
 
 
-async def administrator(owner: Annotated[TenantRow, Depends(tenant)]) -> TenantRow:
+async def caller(
+    connection: HTTPConnection,
+    bearer: Annotated[Any, Depends(HTTPBearer(auto_error=False, description="An API key, tml-…"))],
+    header: Annotated[Any, Depends(APIKeyHeader(name="X-API-Key", auto_error=False, description="An API key, tml-…"))],
+) -> Caller:
+    """Whoever :class:`AuthenticatedRoute` has authenticated. The other parameters document how a key is sent."""
+    return await authenticate(connection)
+
+
+async def administrator(connection: HTTPConnection, caller: Annotated[Caller, Depends(caller)]) -> Caller:
     """Raises :class:`Forbidden` for a tenant's key: the existence of these routes is not secret."""
-    if not owner.admin:
-        raise Forbidden("this needs the administrator's key (admin.key in the service's data folder)")
-    return owner
+    return await authenticate(connection, ("admin",))
 
 
 Service = Annotated[ServiceContext, Depends(service_context)]
-Owner = Annotated[TenantRow, Depends(tenant)]
-KeyHash = Annotated[str, Depends(key_hash)]
-Administrator = Annotated[TenantRow, Depends(administrator)]
+Owner = Annotated[Caller, Depends(caller)]
+Administrator = Annotated[Caller, Depends(administrator)]

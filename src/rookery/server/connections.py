@@ -128,9 +128,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.transport.get_protocol() is not self:  # a WebSocket now, whose hello has a time limit elsewhere
-            return
-        if self._timer is None and self.timeout_keep_alive_task is None and self.slot is not None and self.slot.idle:
+        if self.slot is None or not self.slot.idle or self.transport.get_protocol() is not self:
+            return  # in a request, or a WebSocket now
+        if self._timer is None and self.timeout_keep_alive_task is None:
             self._await_head()
 
     def on_headers_complete(self) -> None:
@@ -181,6 +181,11 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         """The peer's hello was accepted: messages may be large, and the connection stays."""
         self.conn.max_message_size = MAX_FRAME
         self._bounds.welcome(self._slot)
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body":  # a refusal, which uvicorn would log as an error
+            self.handshake_complete = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

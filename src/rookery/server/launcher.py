@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import hmac
 import logging
 import signal
 import socket
@@ -30,7 +29,6 @@ from rookery.aio import RandomIds, SystemClock
 from rookery.cluster.base import Cluster
 from rookery.cluster.local import ProcessCluster
 from rookery.controller.controller import Controller
-from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.environments.builtins import find
 from rookery.errors import Unavailable, UserError
 from rookery.server.app import build
@@ -41,6 +39,7 @@ from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFolder, hash_key
 from rookery.storage.db import Database
+from rookery.storage.models import KeyRole
 from rookery.storage.store import StorageWriter, Store
 from rookery.telemetry.log import file_handler, logging_to, terminal_handler
 from rookery.telemetry.metrics import Prometheus, check_sinks
@@ -129,7 +128,6 @@ class Service:
         opened.enter_context(logging_to(handlers, settings.server.log_level))
         listening = opened.enter_context(_listen(settings.server.host, settings.server.port))
         self.url = f"http://{_reachable(settings.server.host)}:{listening.getsockname()[1]}"
-        token = folder.worker_token()
 
         database = Database(settings.server.database or folder.database_url)
         opened.callback(database.close)
@@ -137,19 +135,13 @@ class Service:
         await asyncio.to_thread(database.claim)
         clock, ids, writer = SystemClock(), RandomIds(), StorageWriter()
         opened.callback(writer.close)
-        self.admin_key = folder.admin_key()
-        await asyncio.to_thread(_register_admin_key, database, self.admin_key, ids.new("tenant"), clock.time())
+        self.admin_key, worker_token = folder.admin_key(), folder.worker_token()
+        await asyncio.to_thread(_register_keys, database, folder, ids.new("tenant"), clock.time())
         artifacts = Artifacts(folder.artifacts)
         base_models = BaseModels(settings)
         opened.push_async_callback(base_models.close)
 
-        async def authenticate(key: str) -> str | None:
-            if hmac.compare_digest(key.encode(), token.encode()):
-                return SERVICE
-            owner = await asyncio.to_thread(database.tenant_of_key, hash_key(key))
-            return None if owner is None else owner.id
-
-        cluster: Cluster = ProcessCluster(settings, self.url, token)
+        cluster: Cluster = ProcessCluster(settings, self.url, worker_token)
         controller = Controller(
             Store(database, writer),
             artifacts,
@@ -160,8 +152,6 @@ class Service:
             check_environment=lambda id, options: find(id).validate_options(options),
             provide=cluster.provide,
             release=cluster.release,
-            authenticate=authenticate,
-            worker_token=token,
             jobs_folder=folder.jobs,
         )
         opened.push_async_callback(controller.stop)
@@ -177,7 +167,7 @@ class Service:
             ids=ids,
             prometheus=Prometheus(),
             connections=Connections(settings.edge, refusals),
-            failed_keys=FailedKeys(settings.edge.failed_keys_per_minute),
+            failed_keys=FailedKeys(settings.edge.failed_keys_per_minute, map(hash_key, (self.admin_key, worker_token))),
             refusals=refusals,
             closing=self._closing,
         )
@@ -265,20 +255,27 @@ def _greeting(service: Service) -> list[str]:
     return [
         f"Rookery serves at {service.url} (API: {service.url}/docs); Ctrl-C stops it, jobs resume at the next start",
         f"data: {data}   admin key: {data / ADMIN_KEY_FILE}   logs: {data / 'logs'}",
-        f"more workers: rookery worker --connect {service.url} --token $(cat {data / WORKER_TOKEN_FILE})",
+        f"more workers: ROOKERY_TOKEN=$(cat {data / WORKER_TOKEN_FILE}) rookery worker --connect {service.url}",
     ]
 
 
-def _register_admin_key(database: Database, key: str, id: str, now: float) -> None:
-    """Registers the key in the data folder as a key of the administrator, whose tenant is created if there is none."""
-    if database.tenant_of_key(hash_key(key)) is None:
-        known = next((row for row in database.list_tenants() if row.admin), None)
-        if known is not None and any(row.hash == hash_key(key) for row in database.keys(known.id)):
-            raise UserError(
-                f"the key in {ADMIN_KEY_FILE} was revoked; delete the file, and the next start creates a new key"
-            )
-        admin = known if known is not None else database.create_tenant(id, "admin", now, admin=True)
-        database.add_key(hash_key(key), admin.id, "admin.key", now)
+def _register_keys(database: Database, folder: DataFolder, id: str, now: float) -> None:
+    """Registers the two keys in the data folder as keys of the administrator, whose tenant is created if there is
+    none."""
+    admin = next((row for row in database.list_tenants() if row.admin), None)
+    if admin is None:
+        admin = database.create_tenant(id, "admin", now, admin=True)
+    known = {row.hash: row for row in database.keys(admin.id)}
+    keys: list[tuple[KeyRole, str, str]] = [
+        ("admin", folder.admin_key(), ADMIN_KEY_FILE),
+        ("worker", folder.worker_token(), WORKER_TOKEN_FILE),
+    ]
+    for role, key, file in keys:
+        row = known.get(hash_key(key))
+        if row is None:
+            database.add_key(hash_key(key), admin.id, file, now, role)
+        elif row.revoked is not None:
+            raise UserError(f"the key in {file} was revoked; delete the file, and the next start creates a new key")
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -71,6 +71,11 @@ def retry_after(error: Exception) -> dict[str, str]:
     return {"Retry-After": str(ceil(error.retry_after))} if isinstance(error, TooManyRequests) else {}
 
 
+def refusal(error: RookeryError) -> Response:
+    """The response to an error of the service's own."""
+    return error_response(error.status, str(error), getattr(error, "problems", None), retry_after(error))
+
+
 def add_exception_handlers(app: FastAPI) -> None:
     """Makes ``app`` return every error in this shape."""
 
@@ -78,7 +83,7 @@ def add_exception_handlers(app: FastAPI) -> None:
         assert isinstance(error, RookeryError)
         if error.status >= 500:
             log.warning("%s %s: %s", request.method, request.url.path, error)
-        return error_response(error.status, str(error), getattr(error, "problems", None), retry_after(error))
+        return refusal(error)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 from rookery.controller.views import CostView, FleetCost
 from rookery.spec.job import Temperature
 from rookery.spec.parsing import MAX_PROBLEMS
+from rookery.storage.models import KeyRole
 
 Role = Literal["system", "user", "assistant", "tool"]
 
@@ -268,12 +269,16 @@ class TenantLimits(RequestModel):
 
 class NewKey(RequestModel):
     label: str = Field("", max_length=100)
+    role: KeyRole | None = Field(None, description="What the key opens; by default everything of its tenant")
+    lifetime_seconds: float | None = Field(None, gt=0, le=1e10, description="It expires then; null is never")
 
 
 class CreatedKey(BaseModel):
     key: str = Field(description="Returned once; the service stores only its hash")
     tenant: str
     label: str
+    role: KeyRole
+    expires: float | None
 
 
 class KeyView(BaseModel):
@@ -283,6 +288,8 @@ class KeyView(BaseModel):
     label: str
     created: float
     revoked: float | None = Field(description="When it was revoked, Unix seconds")
+    role: KeyRole
+    expires: float | None = Field(description="When it expires, Unix seconds; null is never")
 
 
 class TenantCost(BaseModel):

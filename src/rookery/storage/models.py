@@ -29,6 +29,10 @@ job ended · failed: too few members survived."""
 
 EpisodeState = Literal["open", "done", "failed", "dropped"]
 
+KeyRole = Literal["admin", "tenant", "worker", "host"]
+"""admin: every route · tenant: all of its own tenant · worker: connections of workers and of the service's environment
+hosts · host: connections of its tenant's environment hosts."""
+
 UploadKind = Literal["dataset", "adapter"]
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
@@ -74,6 +78,9 @@ class KeyRow(Base):
     created: Mapped[float]
     revoked: Mapped[float | None] = mapped_column(default=None)
     """When it was revoked; None while it is valid."""
+    role: Mapped[KeyRole] = mapped_column(Words, default="tenant")
+    expires: Mapped[float | None] = mapped_column(default=None)
+    """Not valid from then on; None is never."""
 
 
 class JobRow(Base, kw_only=True):

@@ -89,6 +89,7 @@ class ServiceConnection:
             self._cache_events,
             timeout_seconds=settings.worker.transfer_seconds,
             peer_seconds=settings.worker.peer_seconds,
+            ca_file=settings.trusted,
         )
         self._prefetcher = Prefetcher(self._transfers)
         self._generation = GenerationManager(compute, self._transfers, self._on_output)
@@ -127,6 +128,8 @@ class ServiceConnection:
             self._options.base,
             "/wire/worker",
             protocol.to_worker,
+            token=self._options.token,
+            ca_file=self._settings.trusted,
             hello=self._hello,
             converse=self._converse,
             ping_seconds=self._settings.worker.heartbeat_seconds,
@@ -212,7 +215,6 @@ class ServiceConnection:
         self._cache_events.reset(adapters)
         return protocol.Hello(
             protocol=protocol.PROTOCOL,
-            token=self._options.token,
             name=self._name,
             instance=self._instance,
             model=self._options.model,

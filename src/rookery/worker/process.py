@@ -29,7 +29,7 @@ from urllib.parse import urlsplit, urlunsplit
 from rookery.aio import die_with_parent
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.protocol.connection import RegistrationRefused
-from rookery.settings import TOKEN_VARIABLE, Settings, token_of
+from rookery.settings import Settings, token_of
 from rookery.tokenization import registry
 from rookery.worker.compute import Compute, WorkerCore
 from rookery.worker.connection import ServiceConnection, WorkerOptions
@@ -125,9 +125,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run a worker; the exit code."""
     parser = argparse.ArgumentParser(prog="rookery worker", description="Serve a base model to a Rookery service.")
     parser.add_argument("--connect", required=True, help="the service's address, such as http://host:7077")
-    parser.add_argument(
-        "--token", help=f"the worker token (or in {TOKEN_VARIABLE}); it is in the service's data folder"
-    )
     parser.add_argument("--model", required=True, help="a catalogue name, a local folder or a hub id")
     parser.add_argument("--cache", type=Path, help="folder for base models and adapters")
     parser.add_argument("--roles", default="rollout,train", help="roles of this worker (default: rollout,train)")
@@ -160,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
         listening, address = listen(base, given.address, given.peer_port)
         options = WorkerOptions(
             base=base,
-            token=token_of(given.token),
+            token=token_of(),
             model=given.model,
             roles=roles,
             kind="preemptible" if given.preemptible else "reserved",

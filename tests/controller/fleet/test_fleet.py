@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tests.support.peers import MODEL, WORKER_TOKEN, ManualClock, connection_pair, eventually, settle
+from tests.support.peers import MODEL, ManualClock, connection_pair, eventually, settle
 from tests.support.room import Room, beat
 from tests.support.virtual import machine
 
@@ -40,7 +40,7 @@ async def test_reconnected_worker_gets_a_new_epoch(room: Room) -> None:
     await worker.say(beat(), epoch=first)
     await settle()
     assert room.fleet.ignored_frames == 1
-    later = Fleet(room.settings, ManualClock(), WORKER_TOKEN)
+    later = Fleet(room.settings, ManualClock())
     assert later.epoch >= int(room.clock.time() * 1000), "a later process gives later epochs"
 
 
@@ -113,8 +113,6 @@ async def test_bad_frame_closes_the_connection(room: Room, frame: bytes) -> None
 
 
 async def test_refused_worker_gets_the_reason(room: Room) -> None:
-    with pytest.raises(PermissionError, match="wrong worker token"):
-        await room.worker().join(token="guess")
     ours, theirs = connection_pair()
     serving = asyncio.create_task(room.fleet.serve(theirs))
     await ours.send(protocol.encode(beat()))
@@ -123,7 +121,7 @@ async def test_refused_worker_gets_the_reason(room: Room) -> None:
     await serving
     ours, theirs = connection_pair()
     serving = asyncio.create_task(room.fleet.serve(theirs))
-    await ours.send(protocol.encode(worker_hello(machine(1), "w", WORKER_TOKEN, MODEL, protocol=99)))
+    await ours.send(protocol.encode(worker_hello(machine(1), "w", MODEL, protocol=99)))
     refused = protocol.decode(protocol.to_worker, await ours.receive())
     assert isinstance(refused, protocol.HelloRejected)
     assert "protocol 99 is not supported" in refused.reason
@@ -164,7 +162,7 @@ async def test_worker_that_does_not_read_delays_no_other(room: Room) -> None:
     ours, theirs = connection_pair()
     stuck = Stuck(theirs)
     serving = asyncio.create_task(room.fleet.serve(stuck))
-    await ours.send(protocol.encode(worker_hello(machine(1), "deaf", WORKER_TOKEN, MODEL)))
+    await ours.send(protocol.encode(worker_hello(machine(1), "deaf", MODEL)))
     await stuck.sending.wait()
     deaf = room.fleet.get("deaf")
     assert deaf is not None

@@ -533,7 +533,7 @@ async def dialled(service: Service, play: Callable[[str, list[ServerConnection]]
 
     async def accept(socket: ServerConnection) -> None:
         connections.append(socket)
-        await service.controller.serve_host(SocketLink(socket))
+        await service.controller.serve_host(SocketLink(socket), "alice")
 
     async with serve(accept, "127.0.0.1", 0) as server:
         port = next(iter(server.sockets)).getsockname()[1]

@@ -168,7 +168,7 @@ class Stopped:
 
 def someone(number: int, kind: str) -> Worker:
     hello = protocol.Hello(
-        protocol=protocol.PROTOCOL, token="", name=f"w{number}", instance=f"i{number}", model=MODEL, model_hash="",
+        protocol=protocol.PROTOCOL, name=f"w{number}", instance=f"i{number}", model=MODEL, model_hash="",
         roles=["rollout"], kind=kind, max_rows=1, max_context=1, max_rank=1, device="", dtype="",
     )  # fmt: skip
     return Worker(hello, Outbox(connection_pair()[0], number, Stopped()), 0.0, 0.0, "serving")

@@ -35,7 +35,7 @@ class Room:
         self.clock = ManualClock()
         self.settings = Settings(data=folder, cache=folder, **changes)
         self.tickets = Tickets(Artifacts(folder / "artifacts"), self.clock, 600)
-        self.fleet = Fleet(self.settings, self.clock, "worker-token")
+        self.fleet = Fleet(self.settings, self.clock)
         artifacts, peers = self.tickets.artifacts, PeerDirectory(self.tickets, self.clock, 600)
         self.residency = AdapterResidency(self.fleet, peers, artifacts, InlineWriter(), self.clock)
         self.rollouts = RolloutScheduler(self.fleet, self.residency, self.settings, self.clock)

@@ -39,7 +39,7 @@ class Room:
         self.settings = Settings(data=folder, cache=folder, **changes)
         self.artifacts = Artifacts(folder / "artifacts")
         self.tickets = Tickets(self.artifacts, self.clock, 600)
-        self.fleet = Fleet(self.settings, self.clock, "worker-token")
+        self.fleet = Fleet(self.settings, self.clock)
         self.writer = StorageWriter()
         peers = PeerDirectory(self.tickets, self.clock, 600)
         residency = AdapterResidency(self.fleet, peers, self.artifacts, self.writer, self.clock)

@@ -18,6 +18,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -116,44 +117,41 @@ class EnvironmentHosts:
         settings: Settings,
         clock: Clock,
         ids: IdGenerator,
-        authenticate: Callable[[str], Awaitable[str | None]],
-        unfinished: Callable[[], Awaitable[Collection[str]]],
+        unfinished: Callable[[str], Awaitable[Collection[str]]],
     ) -> None:
-        """``authenticate(token)`` returns the tenant, :data:`SERVICE` for the service's token, None for neither;
-        ``unfinished()`` the jobs that have not ended, including paused ones."""
+        """``unfinished(owner)`` returns the owner's jobs that have not ended, including paused ones; those of all
+        tenants for :data:`SERVICE`."""
         self._settings = settings
         self._clock = clock
         self._ids = ids
-        self._authenticate = authenticate
         self._unfinished = unfinished
-        self.hosts: dict[str, EnvironmentHost] = {}
+        self.hosts: dict[tuple[str, str], EnvironmentHost] = {}
+        """By owner and instance."""
         self._epoch = int(clock.time() * 1000)
         self._changed = Signal()
 
     # --- connections --------------------------------------------------------------------------------------------------
 
-    async def serve(self, connection: Connection) -> None:
-        """Serve one host until its connection ends."""
+    async def serve(self, connection: Connection, owner: str) -> None:
+        """Serve one host of ``owner`` until its connection ends."""
         await serve_peer(
             connection,
             protocol.from_host,
-            register=self._register,
+            register=partial(self._register, owner),
             deliver=self._deliver,
             bad_frame=self._bad_frame,
             closed=self._closed,
         )
 
-    async def _register(self, hello: Any, connection: Connection) -> EnvironmentHost:
-        owner = await self._check(hello)
-        continuing = await self._continuing(hello)
-        host = self.hosts.get(hello.instance)
-        if host is not None and host.owner != owner:
-            raise RegistrationRefused("this instance name is taken")
+    async def _register(self, owner: str, hello: Any, connection: Connection) -> EnvironmentHost:
+        self._check(owner, hello)
+        continuing = await self._continuing(owner, hello)
+        host = self.hosts.get((owner, hello.instance))
         self._epoch += 1
         outbox = Outbox(connection, self._epoch, self._clock)
         if host is None:
             host = EnvironmentHost(owner, hello, outbox, self._clock.monotonic(), episodes=continuing)
-            self.hosts[hello.instance] = host
+            self.hosts[owner, hello.instance] = host
         else:
             host.hello, host.outbox, host.connected = hello, outbox, True
             host.interrupt()
@@ -179,16 +177,18 @@ class EnvironmentHosts:
             log.info("environment host %s left", host.hello.instance, extra={"tenant": host.owner})
             self._changed.notify()
 
-    async def _continuing(self, hello: protocol.HostHello) -> set[str]:
-        """Of the episodes that a host has from before this process, those whose jobs have not ended. Nothing is awaited
-        between this answer and the host's registration, so that a job which ends finds them there."""
-        if not hello.episodes or hello.instance in self.hosts:
+    async def _continuing(self, owner: str, hello: protocol.HostHello) -> set[str]:
+        """Of the episodes that a host has from before this process, those of its owner whose jobs have not ended.
+        Nothing is awaited between this answer and the host's registration, so that a job which ends finds them
+        there."""
+        if not hello.episodes or (owner, hello.instance) in self.hosts:
             return set()
-        unfinished = set(await self._unfinished())
+        unfinished = set(await self._unfinished(owner))
         return {name for name in hello.episodes if name.rsplit("-", 2)[0] in unfinished}  # JOB-GROUP-MEMBER
 
-    async def _check(self, hello: Any) -> str:
-        """The owner of the host. Raises :class:`RegistrationRefused`."""
+    @staticmethod
+    def _check(owner: str, hello: Any) -> None:
+        """Raises :class:`RegistrationRefused`."""
         if not isinstance(hello, protocol.HostHello):
             raise RegistrationRefused("the first frame must be a HostHello")
         if hello.protocol != protocol.PROTOCOL:
@@ -196,12 +196,8 @@ class EnvironmentHosts:
                 f"protocol {hello.protocol} is not supported (the service uses {protocol.PROTOCOL}): "
                 "install the service's version"
             )
-        owner = await self._authenticate(hello.token)
-        if owner is None:
-            raise RegistrationRefused("the service does not know this key")
         if owner != SERVICE and any(offer.name.startswith(BUILTIN) for offer in hello.environments):
             raise RegistrationRefused(f"names that begin with {BUILTIN} belong to the service")
-        return owner
 
     def _deliver(self, host: EnvironmentHost, message: Any) -> None:
         if isinstance(message, protocol.HostHello) or message.epoch != host.outbox.epoch:
@@ -223,7 +219,7 @@ class EnvironmentHosts:
                     if reason := host.outbox.problem(limits.suspect_seconds):
                         await host.outbox.connection.close(reason)
                 elif not host.episodes and now - host.left > limits.rejoin_seconds:
-                    del self.hosts[host.hello.instance]
+                    del self.hosts[host.owner, host.hello.instance]
 
     def offers(self, owner: str, environment: str) -> bool:
         """Whether a host offers the environment to the tenant now."""
@@ -248,8 +244,7 @@ class EnvironmentHosts:
         connects, or any host that can replay the episode, or the timeout. Raises :class:`Unavailable`."""
 
         def found() -> EnvironmentHost | None:
-            known = self.hosts.get(instance)
-            if known is not None and known.owner == environment.owner:
+            if (known := self.hosts.get((environment.owner, instance))) is not None:
                 return known
             return next((host for host in self._able(environment) if host.deterministic(environment.name)), None)
 

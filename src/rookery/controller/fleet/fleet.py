@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -58,11 +57,9 @@ class FleetListener:
 class Fleet:
     """Registers workers, routes their messages, watches their health."""
 
-    def __init__(self, settings: Settings, clock: Clock, token: str) -> None:
-        """``token`` is the secret that workers present."""
+    def __init__(self, settings: Settings, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
-        self._token = token
         self._workers: dict[str, Worker] = {}
         self._able: dict[tuple[str, str], list[Worker]] = {}
         """By role and model. A list is replaced, never changed."""
@@ -205,8 +202,6 @@ class Fleet:
                 f"protocol {hello.protocol} is not supported (the service uses {protocol.PROTOCOL}): "
                 "install the service's version"
             )
-        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            raise RegistrationRefused("wrong worker token: it is in the service's data folder, file worker.token")
         if not 0 <= hello.price < math.inf:
             raise RegistrationRefused(f"invalid price {hello.price} per hour: must be 0 or more")
 

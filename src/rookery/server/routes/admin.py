@@ -11,8 +11,8 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from rookery.errors import Conflict, NotFound
-from rookery.server.auth import Administrator, AuthenticatedRoute, KeyHash, Service, ServiceContext
+from rookery.errors import Conflict, NotFound, UserError
+from rookery.server.auth import Administrator, AuthenticatedRoute, Service, ServiceContext
 from rookery.server.responses import ERRORS
 from rookery.server.schemas import Costs, CreatedKey, KeyView, NewKey, NewTenant, TenantLimits, TenantView, WorkerView
 from rookery.storage.data_dir import hash_key, new_key
@@ -30,7 +30,9 @@ def _tenant_view(service: ServiceContext, row: TenantRow) -> TenantView:
 
 
 def _key_view(row: KeyRow, revoked: float | None) -> KeyView:
-    return KeyView(id=row.hash[:KEY_ID], label=row.label, created=row.created, revoked=revoked)
+    return KeyView(
+        id=row.hash[:KEY_ID], label=row.label, created=row.created, revoked=revoked, role=row.role, expires=row.expires
+    )
 
 
 @routes.get("/workers", response_model=list[WorkerView])
@@ -57,11 +59,16 @@ async def limit_tenant(service: Service, owner: Administrator, tenant: str, requ
 
 @routes.post("/tenants/{tenant}/keys", status_code=201)
 async def new_tenant_key(service: Service, owner: Administrator, tenant: str, request: NewKey) -> CreatedKey:
-    """Create an API key of a tenant. Keep it: it is never shown again."""
+    """Create an API key of a tenant. Keep it: it is never shown again. Only the administrator's tenant has keys of the
+    roles ``admin`` and ``worker``."""
     row = await asyncio.to_thread(service.database.get_tenant, tenant)
-    key = new_key()
-    await asyncio.to_thread(service.database.add_key, hash_key(key), row.id, request.label, service.clock.time())
-    return CreatedKey(key=key, tenant=row.id, label=request.label)
+    role = request.role or ("admin" if row.admin else "tenant")
+    if role in ("admin", "worker") and not row.admin:
+        raise UserError(f"role: a key of the role {role} can only belong to the administrator's tenant")
+    key, now = new_key(), service.clock.time()
+    expires = None if request.lifetime_seconds is None else now + request.lifetime_seconds
+    await asyncio.to_thread(service.database.add_key, hash_key(key), row.id, request.label, now, role, expires)
+    return CreatedKey(key=key, tenant=row.id, label=request.label, role=role, expires=expires)
 
 
 @routes.get("/tenants/{tenant}/keys")
@@ -72,13 +79,13 @@ async def keys(service: Service, owner: Administrator, tenant: str) -> list[KeyV
 
 
 @routes.delete("/tenants/{tenant}/keys/{key}")
-async def revoke_key(service: Service, owner: Administrator, used: KeyHash, tenant: str, key: str) -> KeyView:
+async def revoke_key(service: Service, owner: Administrator, tenant: str, key: str) -> KeyView:
     """Revoke a key; its tenant's data stays. The key of this request cannot revoke itself."""
     row = await asyncio.to_thread(service.database.get_tenant, tenant)
     found = next((k for k in await asyncio.to_thread(service.database.keys, row.id) if k.hash[:KEY_ID] == key), None)
     if found is None:
         raise NotFound(f"tenant {row.id} has no key {key}")
-    if found.hash == used:
+    if found.hash == owner.key:
         raise Conflict("this request was made with that key; revoke it with another key of the administrator")
     if found.revoked is not None:
         raise Conflict(f"key {key} is already revoked")

@@ -1,7 +1,7 @@
 """``/wire``: connections of workers and environment hosts, and transfers of artifacts and training data with tickets.
 
-* A WebSocket is only a :class:`~rookery.protocol.connection.Connection`: the controller authenticates the peer from its
-  first frame.
+* A WebSocket is accepted for a key of the right role, and is then only a
+  :class:`~rookery.protocol.connection.Connection` of the controller.
 * Transfers need a ticket; a hash is a name, not a permission. Without a valid ticket the response is 404, as if the
   artifact did not exist.
 * An upload is written from the socket to the disk in chunks, in a thread: it is never held whole, and no other request
@@ -20,10 +20,12 @@ from starlette.requests import ClientDisconnect
 from starlette.websockets import WebSocketDisconnect
 
 from rookery import protocol
+from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.errors import NotFound, RookeryError
 from rookery.protocol.connection import ConnectionClosed
-from rookery.server.auth import Service
-from rookery.server.responses import json_response
+from rookery.server.auth import Caller, Service, authenticate
+from rookery.server.responses import json_response, refusal
+from rookery.storage.models import KeyRole
 
 HOP_BYTES = 1 << 20
 """Bytes passed to another thread at once: a thread switch costs more than writing one read of a socket."""
@@ -76,16 +78,30 @@ routes = APIRouter(prefix="/wire", include_in_schema=False)
 Ticket = Annotated[str, Header(alias="X-Rookery-Ticket")]
 
 
+async def _accept(socket: WebSocket, *roles: KeyRole) -> Caller | None:
+    """The owner of the key of an accepted socket; None if it was refused."""
+    try:
+        caller = await authenticate(socket, roles)
+    except RookeryError as error:
+        await socket.send_denial_response(refusal(error))
+        return None
+    await socket.accept()
+    return caller
+
+
 @routes.websocket("/worker")
 async def worker(socket: WebSocket, service: Service) -> None:
-    await socket.accept()
-    await service.controller.serve_worker(WebSocketConnection(socket))
+    if await _accept(socket, "worker") is not None:
+        await service.controller.serve_worker(WebSocketConnection(socket))
 
 
 @routes.websocket("/host")
 async def host(socket: WebSocket, service: Service) -> None:
-    await socket.accept()
-    await service.controller.serve_host(WebSocketConnection(socket))
+    """Keys of workers belong to the service's own hosts."""
+    caller = await _accept(socket, "worker", "host", "tenant", "admin")
+    if caller is not None:
+        owner = SERVICE if caller.role == "worker" else caller.id
+        await service.controller.serve_host(WebSocketConnection(socket), owner)
 
 
 @routes.get("/artifacts/{digest}")

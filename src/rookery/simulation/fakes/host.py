@@ -48,7 +48,6 @@ class FakeHost:
         self,
         dial: Callable[[], MemoryConnection],
         *,
-        token: str,
         environments: Mapping[str, bool],
         observe: Observe,
         instance: str = "host",
@@ -64,7 +63,6 @@ class FakeHost:
         self.connection: MemoryConnection | None = None
         self.dial = dial
         self.epoch = -1
-        self._token = token
         self._observe = observe
         self._seconds = seconds
         self._keeps_episodes = keeps_episodes
@@ -75,7 +73,7 @@ class FakeHost:
         """Dial in; returns when the host is welcome. Raises ``PermissionError`` when it is rejected."""
         self.connection = connection = self.dial()
         hello = protocol.HostHello(
-            protocol=protocol.PROTOCOL, token=self._token, instance=self.instance,
+            protocol=protocol.PROTOCOL, instance=self.instance,
             episodes=list(self.episodes) if self._keeps_episodes else [],
             environments=[protocol.HostedEnvironment(name=n, deterministic=d) for n, d in self.environments.items()],
         )  # fmt: skip

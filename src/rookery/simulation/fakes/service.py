@@ -37,8 +37,6 @@ from rookery.tokenization.chat import Chat
 MODEL = "smollm2-135m-instruct"
 """A name that the catalogue knows; nothing of it is loaded."""
 
-WORKER_TOKEN = "worker-token"
-HOST_TOKEN = "host-token"
 
 Serve = Callable[[Connection], Coroutine[Any, Any, None]]
 """Serves one connection of the controller until it ends."""
@@ -77,9 +75,6 @@ class SimulatedService:
         async def chat_of(name: str) -> Chat:
             return model
 
-        async def authenticate(token: str) -> str | None:
-            return SERVICE if token == HOST_TOKEN else None
-
         self.controller = Controller(
             Store(self.database, InlineWriter()),
             Artifacts(folder / "artifacts"),
@@ -89,8 +84,6 @@ class SimulatedService:
             chat=chat_of,
             check_environment=lambda id, options: None,
             provide=lambda model: None,
-            authenticate=authenticate,
-            worker_token=WORKER_TOKEN,
             jobs_folder=folder / "jobs",
             scheduler=scheduler,
             seeding=seeding,
@@ -107,7 +100,7 @@ class SimulatedService:
         price: float = 0.0,
     ) -> FakeWorker:
         """A worker that is not started yet; its name is its process's too."""
-        hello = worker_hello(machine, name, WORKER_TOKEN, MODEL, roles=list(roles), kind=kind, price=price)
+        hello = worker_hello(machine, name, MODEL, roles=list(roles), kind=kind, price=price)
         dial = self.dial(name, self.controller.serve_worker)
         return FakeWorker(dial, self.controller.tickets, hello, machine, self.length)
 
@@ -118,8 +111,7 @@ class SimulatedService:
         """An environment host that is not joined yet. ``seconds`` maps each environment's full name to the time of its
         ``reset`` and ``step``; a message has about ``prompt_tokens`` tokens of one byte."""
         return FakeHost(
-            self.dial("host", self.controller.serve_host),
-            token=HOST_TOKEN,
+            self.dial("host", partial(self.controller.serve_host, owner=SERVICE)),
             environments=dict.fromkeys(seconds, True),
             observe=fixed_turns(turns, "x" * prompt_tokens, reward),
             seconds=lambda environment: seconds.get(environment, 0.0),

@@ -35,14 +35,14 @@ HOLD_SECONDS = 60.0
 """How long a request that nobody claims is held."""
 
 
-def worker_hello(machine: Machine, name: str, token: str, model: str, **fields: Any) -> protocol.Hello:
+def worker_hello(machine: Machine, name: str, model: str, **fields: Any) -> protocol.Hello:
     """The first frame of a process of ``machine``; ``fields`` replace the usual ones."""
     usual: dict[str, Any] = {
         "protocol": protocol.PROTOCOL, "instance": f"{name}-process", "model_hash": "fake", "device": "fake",
         "dtype": "fake", "roles": ["rollout", "train"], "max_rows": machine.rows, "max_context": machine.context,
         "max_rank": 64,
     }  # fmt: skip
-    return protocol.Hello(token=token, name=name, model=model, **usual | fields)
+    return protocol.Hello(name=name, model=model, **usual | fields)
 
 
 class FakeWorker:

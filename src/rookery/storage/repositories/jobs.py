@@ -85,9 +85,10 @@ def all_unfinished_jobs(connection: Connection) -> list[JobRow]:
     return rows(connection, JobRow, JobRow.finished.is_(None), order_by=(JobRow.created, JobRow.id))
 
 
-def unfinished_job_ids(connection: Connection) -> set[str]:
-    """Of every tenant: the jobs whose episodes an environment host may still hold."""
-    return set(connection.execute(select(JobRow.id).where(JobRow.finished.is_(None))).scalars())
+def unfinished_job_ids(connection: Connection, tenant: str) -> set[str]:
+    """Of a tenant, of all with an empty ``tenant``: the jobs whose episodes an environment host may still hold."""
+    query = select(JobRow.id).where(JobRow.finished.is_(None))
+    return set(connection.execute(query.filter_by(tenant=tenant) if tenant else query).scalars())
 
 
 def set_job_state(

@@ -15,11 +15,12 @@ from typing import Any
 from sqlalchemy import Connection, delete, func, insert, select, update
 
 from rookery.errors import Conflict, NotFound
-from rookery.storage.columns import add, add_new, fetch_all, fetch_one, find, get, rows
+from rookery.storage.columns import add, add_new, fetch_all, find, get, rows
 from rookery.storage.models import (
     CheckpointRow,
     EventRow,
     Fact,
+    KeyRole,
     KeyRow,
     TenantRow,
     UploadKind,
@@ -75,10 +76,20 @@ def list_tenants(connection: Connection) -> list[TenantRow]:
     return rows(connection, TenantRow, order_by=(TenantRow.created, TenantRow.id))
 
 
-def add_key(connection: Connection, key_hash: str, tenant: str, label: str, created: float) -> None:
+def add_key(
+    connection: Connection,
+    key_hash: str,
+    tenant: str,
+    label: str,
+    created: float,
+    role: KeyRole = "tenant",
+    expires: float | None = None,
+) -> KeyRow:
     """Raises :class:`Conflict` if any tenant has the key already, or there is no such tenant."""
-    if add_new(connection, KeyRow(hash=key_hash, tenant=tenant, label=label, created=created)):
+    row = KeyRow(hash=key_hash, tenant=tenant, label=label, created=created, role=role, expires=expires)
+    if add_new(connection, row):
         raise Conflict(f"the key exists already, or there is no tenant {tenant}")
+    return row
 
 
 def keys(connection: Connection, tenant: str) -> list[KeyRow]:
@@ -93,10 +104,10 @@ def revoke_key(connection: Connection, tenant: str, key_hash: str, time: float) 
         raise NotFound("no such key")
 
 
-def tenant_of_key(connection: Connection, key_hash: str) -> TenantRow | None:
-    """The tenant that has the key; None for an unknown or revoked one."""
-    query = select(TenantRow).join(KeyRow, KeyRow.tenant == TenantRow.id)
-    return fetch_one(connection, TenantRow, query.where(KeyRow.hash == key_hash, KeyRow.revoked.is_(None)))
+def valid_key(connection: Connection, key_hash: str, now: float) -> KeyRow | None:
+    """None for an unknown, revoked or expired key."""
+    row = find(connection, KeyRow, hash=key_hash)
+    return row if row is not None and row.revoked is None and (row.expires is None or now < row.expires) else None
 
 
 def add_upload(connection: Connection, tenant: str, kind: UploadKind, hash: str, size: int, created: float) -> None:

@@ -28,8 +28,8 @@ from weakref import WeakValueDictionary
 import httpx
 
 from rookery import protocol
+from rookery.aio import client_tls, is_loopback
 from rookery.errors import NO_ROOM
-from rookery.protocol.connection import is_loopback
 from rookery.worker.transfer.cache import (
     MANIFEST,
     TRAINER_STATE,
@@ -84,11 +84,15 @@ class TransferClient:
         *,
         timeout_seconds: float,
         peer_seconds: float,
+        ca_file: str = "",
     ) -> None:
         """``base`` is the service's HTTP address, ``root`` the folder of the cache. ``renew_ticket(hash)`` requests a
         new ticket and may raise :class:`TransferFailed`. The service may send nothing for ``timeout_seconds``, a peer
-        for ``peer_seconds``."""
-        self._http = httpx.AsyncClient(base_url=base, timeout=timeout_seconds, trust_env=not is_loopback(base))
+        for ``peer_seconds``. ``ca_file`` is as in :func:`~rookery.aio.client_tls`."""
+        tls = client_tls(base, ca_file) or True
+        self._http = httpx.AsyncClient(
+            base_url=base, timeout=timeout_seconds, trust_env=not is_loopback(base), verify=tls
+        )
         self._peers = PeerClient(peer_seconds)
         self._events = events
         self._cache = AdapterCache(root, capacity_bytes)

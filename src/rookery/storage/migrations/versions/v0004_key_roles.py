@@ -1,0 +1,15 @@
+"""The role of an API key, and when it expires."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0004"
+down_revision = "0003"
+
+
+def upgrade() -> None:
+    op.add_column("keys", sa.Column("role", sa.Text, nullable=False, server_default="tenant"))
+    op.add_column("keys", sa.Column("expires", sa.Float))
+    op.execute("UPDATE keys SET role = 'admin' WHERE tenant IN (SELECT id FROM tenants WHERE admin)")
