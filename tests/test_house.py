@@ -34,7 +34,7 @@ SAME_ROLE = {
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "settings": {"errors"},
-    "aio": set(),
+    "aio": {"errors"},
     "spec": {"errors"},
     "protocol": {"errors", "aio"},
     "algorithms": set(),

@@ -122,6 +122,9 @@ class EdgeSettings(Section):
     """Largest JSON body of chats, completions and administration. A prompt of 100,000 token ids has 0.7 MB."""
     job_bytes: int = Field(16 << 20, ge=1 << 10)
     """Largest JSON body of a job or of a Tinker request."""
+    tenant_body_bytes: int = Field(256 << 20, ge=1 << 10)
+    """Bodies of one tenant's requests that are in memory at once, in bytes. One request alone may always have its own
+    limit; beyond, requests get status 429."""
     json_items: int = Field(200_000, ge=100)
     """Most values in one JSON body, counted before it is parsed. Each token id of a prompt is one."""
     json_depth: int = Field(64, ge=8, le=256)

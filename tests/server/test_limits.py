@@ -10,6 +10,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,34 @@ def test_huge_prompt_is_refused_while_others_are_answered(
     assert "characters" in response.text
     if path != "/api/v1/sample":
         assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_bodies_of_one_tenant_in_memory_are_bounded(tmp_path: Path) -> None:
+    """One request may have all; a second beside it is refused until the first has ended. Other tenants go on."""
+    with served(tmp_path, tenant_body_bytes=1 << 20) as service, admin_of(service) as admin:
+        id = admin.post("/api/v1/tenants", json={"name": "ada"}).json()["id"]
+        ada = {"X-API-Key": admin.post(f"/api/v1/tenants/{id}/keys", json={}).json()["key"]}
+        go, sent = threading.Event(), threading.Event()
+
+        def slowly() -> Iterator[bytes]:
+            yield b"x" * (1 << 20)
+            sent.set()
+            go.wait()
+            yield b"x" * (1 << 20)
+
+        def post(body: Any, **headers: str) -> httpx.Response:
+            return httpx.post(f"{service.url}/api/v1/adapters", content=body, headers=headers, timeout=60)
+
+        with ThreadPoolExecutor(1) as pool:
+            slow = pool.submit(post, slowly(), **ada)
+            sent.wait()
+            while (answer := post(b"x" * 1000, **ada)).status_code != 429:
+                time.sleep(0.05)
+            assert "ROOKERY_TENANT_BODY_BYTES" in answer.text and answer.headers["Retry-After"] == "1"
+            assert post(b"x" * 1000, **{"X-API-Key": service.key}).status_code == 400
+            go.set()
+            assert slow.result().status_code == 400, "it is no archive"
+        assert post(b"x" * 1000, **ada).status_code == 400
 
 
 DEEP = b'{"a":' * 70 + b"1" + b"}" * 70

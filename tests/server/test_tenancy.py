@@ -67,7 +67,7 @@ WITHOUT_IDS = {
 }
 """Routes without an id in their path, and the test here that tries them."""
 
-NOT_OURS = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc", "/tinker"}
+NOT_OURS = {"/openapi.json", "/docs", "/docs/oauth2-redirect", "/tinker"}
 """The framework's own, which know nobody; and an application of its own, which test_tinker_rest.py tries in the same
 way."""
 

@@ -121,6 +121,8 @@ class HttpConnection:
                 f"a request to {self.url} cannot be sent: a key may have no line breaks or control characters;"
                 " check ROOKERY_KEY"
             )
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return errors.UserError(f"the certificate of {self.url} is not trusted here; set ROOKERY_CA_FILE")
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
             return ConnectionBroken(
                 f"no Rookery service answers at {self.url}; start one with: rookery serve (or set ROOKERY_URL)"

@@ -47,9 +47,10 @@ def main() -> None:
     parser.add_argument("--connect", required=True, metavar="URL", help="the service's address")
     parser.add_argument("--die-with-parent", action="store_true", help="end when standard input ends")
     arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         settings = Settings.load()
+        logging.getLogger("rookery").setLevel(settings.server.log_level)  # others log requests with their keys
         asyncio.run(serve(arguments.connect, settings, end_with_parent=arguments.die_with_parent))
     except UserError as error:
         sys.exit(str(error))

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Response
 
 from rookery.server import responses
 from rookery.server.auth import Service, ServiceContext
-from rookery.server.bodies import BodyLimit
+from rookery.server.bodies import BodyLimit, SecurityHeaders
 from rookery.server.routes import admin, gateway, jobs, openai
 from rookery.spec.job import JobSpec
 from rookery.telemetry.metrics import CONTENT_TYPE, ServiceMetrics
@@ -25,12 +25,14 @@ def build(context: ServiceContext) -> FastAPI:
     app = FastAPI(
         title="Rookery",
         version=VERSION,
+        redoc_url=None,
         summary="Many LoRA policies learn by reinforcement at once, on one resident base model.",
         generate_unique_id_function=lambda route: route.name,
     )
     app.state.context = context
     responses.add_exception_handlers(app)
     app.add_middleware(BodyLimit)
+    app.add_middleware(SecurityHeaders)
     app.include_router(jobs.routes)
     app.include_router(admin.routes)
     app.include_router(openai.routes)

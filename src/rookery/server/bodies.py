@@ -30,6 +30,20 @@ UPLOADS = frozenset({"/api/v1/datasets", "/api/v1/adapters", "/tinker/api/v1/for
 JOBS = ("/api/v1/jobs", "/tinker/api/")
 """Beginnings of the paths whose JSON may have ``job_bytes``."""
 
+DATASETS = "/api/v1/datasets"
+"""The path whose bodies are written to the disk in chunks and never held."""
+
+POLICY = b"default-src 'none'; frame-ancestors 'none'; base-uri 'none'"
+DOCS_POLICY = (
+    POLICY + b"; connect-src 'self'; script-src https://cdn.jsdelivr.net 'unsafe-inline';"
+    b" style-src https://cdn.jsdelivr.net; img-src data: https://fastapi.tiangolo.com"
+)
+HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"x-frame-options", b"DENY"),
+    (b"referrer-policy", b"no-referrer"),
+]
+
 INLINE_BYTES = 32 << 10
 """A smaller body is parsed at once: a thread switch costs more."""
 
@@ -42,7 +56,8 @@ class BodyRefused(HTTPException):
 
 
 class BodyLimit:
-    """ASGI middleware that refuses a body above the limit of its path and counts refused bodies."""
+    """ASGI middleware that refuses a body above the limit of its path, and one above what its tenant may have in memory
+    at once; it counts refused bodies."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -51,19 +66,50 @@ class BodyLimit:
         if scope["type"] != "http" or scope["path"].startswith("/wire/"):
             await self._app(scope, receive, send)
             return
-        context, received = scope["app"].state.context, 0
+        context, received, owner = scope["app"].state.context, 0, ""
         limit, reason = limit_of(scope["path"], context.settings)
+        most: int = context.settings.edge.tenant_body_bytes
 
         async def counted() -> Message:
-            nonlocal received
+            nonlocal received, owner
             message = await receive()
-            received += len(message.get("body", b""))
+            size = len(message.get("body", b""))
+            received += size
             if received > limit:
                 context.refusals["bodies_refused"] += 1
                 raise BodyRefused(413, f"the body has more than {limit} bytes; {reason}")
+            if scope["path"] != DATASETS and size and (caller := scope["state"].get("caller")) is not None:
+                owner = caller.id
+                context.held_bytes[owner] += size
+                if context.held_bytes[owner] > max(most, received):
+                    context.refusals["bodies_refused"] += 1
+                    line = f"bodies of this tenant's other requests are read; {most} bytes are read at once"
+                    raise BodyRefused(429, f"{line} (ROOKERY_TENANT_BODY_BYTES)", {"Retry-After": "1"})
             return message
 
-        await self._app(scope, counted, send)
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            if owner:
+                context.held_bytes[owner] -= received
+                if not context.held_bytes[owner]:
+                    del context.held_bytes[owner]
+
+
+class SecurityHeaders:
+    """ASGI middleware: no page may load or be loaded by others, but for the API's documentation."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def headed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                policy = DOCS_POLICY if scope["path"] == "/docs" else POLICY
+                message = {**message, "headers": [*message["headers"], *HEADERS, (b"content-security-policy", policy)]}
+            await send(message)
+
+        await self._app(scope, receive, headed)
 
 
 def limit_of(path: str, settings: Settings) -> tuple[int, str]:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import ssl
 from collections import Counter
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.utils import get_remote_addr
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from rookery.protocol import MAX_FRAME
@@ -40,8 +42,10 @@ class Slot:
 class Connections:
     """The open connections of one service."""
 
-    def __init__(self, settings: EdgeSettings, refusals: Counter[str]) -> None:
+    def __init__(self, settings: EdgeSettings, refusals: Counter[str], tls: ssl.SSLContext | None = None) -> None:
+        """``tls``: the service's certificate, where it serves https."""
         self.settings = settings
+        self.tls = tls
         self._refusals = refusals
         descriptors = raise_descriptor_limit() - settings.reserved_descriptors
         self._limit = max(1, min(settings.connections, descriptors))
@@ -108,10 +112,14 @@ class Connections:
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's HTTP connection in a slot, with a time limit for the head of each request."""
+    """uvicorn's HTTP connection in a slot, with a time limit for a TLS handshake and for the head of each request.
+    uvicorn's own TLS would begin a connection, and count it, only after its handshake."""
 
     slot: Slot | None = None
     _timer: asyncio.TimerHandle | None = None
+    _handshake: asyncio.Task[None] | None = None
+    _early = b""
+    """Received with the end of the handshake."""
 
     @property
     def _bounds(self) -> Connections:
@@ -119,14 +127,37 @@ class BoundedHttp(HttpToolsProtocol):
         return connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.slot = self._bounds.admit(transport, self.client[0] if self.client else "")
         if self.slot is None:
-            transport.abort()
-        else:
-            self._await_head()
+            address = get_remote_addr(transport)
+            self.slot = self._bounds.admit(transport, address[0] if address else "")
+            if self.slot is None:
+                transport.abort()
+                return
+            if self._bounds.tls is not None:
+                transport.pause_reading()
+                self._handshake = self.loop.create_task(self._secure(self.slot, self._bounds.tls))
+                return
+        super().connection_made(transport)
+        self._await_head()
+
+    async def _secure(self, slot: Slot, tls: ssl.SSLContext) -> None:
+        raw, seconds = slot.transport, self._bounds.settings.head_seconds
+        try:
+            secure = await self.loop.start_tls(raw, self, tls, server_side=True, ssl_handshake_timeout=seconds)
+        except OSError:  # no TLS, or none that is accepted here
+            raw.abort()
+            self._bounds.release(slot)
+            return
+        assert secure is not None
+        slot.transport = secure
+        self.connection_made(secure)
+        if self._early:
+            self.data_received(self._early)
 
     def data_received(self, data: bytes) -> None:
+        if self.transport is None:
+            self._early += data
+            return
         super().data_received(data)
         if self.slot is None or not self.slot.idle or self.transport.get_protocol() is not self:
             return  # in a request, or a WebSocket now
@@ -152,7 +183,8 @@ class BoundedHttp(HttpToolsProtocol):
         super().handle_websocket_upgrade()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
+        if self.transport is not None:
+            super().connection_lost(exc)
         self._head_arrived()
         if self.slot is not None:
             self._bounds.release(self.slot)

@@ -15,6 +15,7 @@ import errno
 import logging
 import signal
 import socket
+import ssl
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ from rookery.server.app import build
 from rookery.server.auth import REFUSALS, FailedKeys, ServiceContext
 from rookery.server.base_models import BaseModels
 from rookery.server.connections import ACCEPTED_AT_ONCE, BoundedHttp, BoundedWebSocket, Connections
-from rookery.settings import Settings
+from rookery.settings import ServerSettings, Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFolder, hash_key
 from rookery.storage.db import Database
@@ -127,7 +128,9 @@ class Service:
         handlers = [*self._handlers, file_handler(folder.logs / "service.jsonl")]
         opened.enter_context(logging_to(handlers, settings.server.log_level))
         listening = opened.enter_context(_listen(settings.server.host, settings.server.port))
-        self.url = f"http://{_reachable(settings.server.host)}:{listening.getsockname()[1]}"
+        tls = _tls(settings.server)
+        scheme = "http" if tls is None else "https"
+        self.url = f"{scheme}://{_reachable(settings.server.host)}:{listening.getsockname()[1]}"
 
         database = Database(settings.server.database or folder.database_url)
         opened.callback(database.close)
@@ -166,7 +169,7 @@ class Service:
             clock=clock,
             ids=ids,
             prometheus=Prometheus(),
-            connections=Connections(settings.edge, refusals),
+            connections=Connections(settings.edge, refusals, tls),
             failed_keys=FailedKeys(settings.edge.failed_keys_per_minute, map(hash_key, (self.admin_key, worker_token))),
             refusals=refusals,
             closing=self._closing,
@@ -276,6 +279,19 @@ def _register_keys(database: Database, folder: DataFolder, id: str, now: float) 
             database.add_key(hash_key(key), admin.id, file, now, role)
         elif row.revoked is not None:
             raise UserError(f"the key in {file} was revoked; delete the file, and the next start creates a new key")
+
+
+def _tls(settings: ServerSettings) -> ssl.SSLContext | None:
+    """The service's certificate; None without one. Raises :class:`UserError`."""
+    if not settings.tls_cert:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(settings.tls_cert, settings.tls_key or None)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"the certificate {settings.tls_cert} cannot be used with its key ({reason})") from None
+    return context
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -142,8 +142,8 @@ def main(argv: list[str] | None = None) -> int:
         die_with_parent(lambda: os._exit(FAILED))  # no process is left to send output to
     try:
         settings = Settings.load(cache=given.cache, max_rows=given.max_rows)
-        logging.basicConfig(level=settings.server.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs a line per request
+        logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("rookery").setLevel(settings.server.log_level)  # others log requests with their keys
         base = base_url(given.connect)
         roles = given.roles.split(",")
         if not set(roles) <= {"rollout", "train"}:

@@ -11,5 +11,5 @@ down_revision = "0003"
 
 def upgrade() -> None:
     op.add_column("keys", sa.Column("role", sa.Text, nullable=False, server_default="tenant"))
-    op.add_column("keys", sa.Column("expires", sa.Float))
+    op.add_column("keys", sa.Column("expires", sa.Double))
     op.execute("UPDATE keys SET role = 'admin' WHERE tenant IN (SELECT id FROM tenants WHERE admin)")

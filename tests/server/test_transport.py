@@ -1,0 +1,103 @@
+"""TLS, the headers of pages, and keys, which no log and no process list shows."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.support.faces import job, served
+from tests.support.tinkered import place_model, running
+
+from rookery.client import Client
+from rookery.errors import UserError
+from rookery.server.embedded import EmbeddedService
+from rookery.settings import Settings
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedService]:
+    """A service with TLS, a self-signed certificate, logs of every level, a real worker and a real environment host."""
+    folder = tmp_path_factory.mktemp("secured")
+    pem = folder / "certificate.pem"
+    key = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    names = ["-subj", "/CN=rookery.test", "-days", "2", "-keyout", str(folder / "key"), "-out", str(pem)]
+    subprocess.run([*key, *names], check=True, capture_output=True)
+    place_model(folder)
+    with running(
+        folder, tls_cert=str(pem), tls_key=str(folder / "key"), log_level="DEBUG", head_seconds=2.0
+    ) as service:
+        yield service
+
+
+def test_worker_host_and_client_use_tls(secured: EmbeddedService) -> None:
+    assert secured.url.startswith("https://")
+    with Client(secured.url, secured.key, settings=secured.settings) as client:
+        trained = client.submit(job(base_model=secured.settings.server.models, stop={"steps": 1}))
+        assert trained.wait(240).state == "completed"
+    with pytest.raises(UserError, match="ROOKERY_CA_FILE"):
+        Client(secured.url, secured.key, settings=Settings.load({})).health()
+
+
+def test_connection_without_a_handshake_is_closed(secured: EmbeddedService) -> None:
+    url = httpx.URL(secured.url)
+    for sent in (b"", b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01\x02\x00\x01"):
+        with socket.create_connection((url.host, url.port or 443), timeout=30) as half:
+            half.sendall(sent)
+            try:
+                while half.recv(1 << 16):
+                    pass
+            except ConnectionResetError:
+                pass
+
+
+def test_no_log_and_no_process_list_has_a_key(secured: EmbeddedService) -> None:
+    with Client(secured.url, secured.key, settings=secured.settings) as client:
+        tenant = client.add_tenant("ada")
+        keys = [
+            secured.key,
+            client.add_key(tenant.id).key,
+            (secured.settings.data / "worker.token").read_text().strip(),
+        ]
+        with Client(secured.url, keys[1], settings=secured.settings) as ada:
+            assert ada.views() == []
+        while not client.workers():
+            time.sleep(0.1)
+    hidden = re.compile("|".join(re.escape(key.removeprefix("tml-")) for key in keys).encode())
+    logs = {path: path.read_bytes() for path in (secured.settings.data / "logs").iterdir()}
+    assert {path.name.split("-")[0] for path in logs} >= {"service.jsonl", "worker", "environments.log"}
+    assert [path for path, text in logs.items() if hidden.search(text)] == []
+    for process in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            assert not hidden.search(process.read_bytes()), process
+        except OSError:
+            continue  # it has ended
+
+
+def test_every_response_has_the_headers_that_browsers_heed(secured: EmbeddedService) -> None:
+    with httpx.Client(base_url=secured.url, verify=False) as http:  # its certificate is the test's own
+        for path, status in (
+            ("/docs", 200),
+            ("/healthz", 200),
+            ("/api/v1/jobs", 401),
+            ("/nothing", 404),
+            ("/v1/x", 401),
+        ):
+            response = http.get(path)
+            policy = response.headers["content-security-policy"]
+            assert response.status_code == status and "default-src 'none'" in policy
+            assert ("script-src" in policy) == (path == "/docs") and "frame-ancestors 'none'" in policy
+            assert response.headers["x-content-type-options"] == "nosniff"
+            assert (response.headers["x-frame-options"], response.headers["referrer-policy"]) == ("DENY", "no-referrer")
+
+
+def test_unusable_certificate_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.pem").touch()
+    for name in ("empty.pem", "nothing.pem"):
+        with pytest.raises(UserError, match=name), served(tmp_path, tls_cert=str(tmp_path / name)):
+            pass
