@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support.peers import MODEL, WORKER_TOKEN, ManualClock, ScriptedWorker
+from tests.support.peers import MODEL, ManualClock, ScriptedWorker
 
 from rookery import protocol
 from rookery.controller.fleet.fleet import Fleet, FleetListener
@@ -24,7 +24,7 @@ class Room(FleetListener):
         self.settings = Settings.model_validate({"data": folder, "cache": folder, **usual, **changes})
         self.artifacts = Artifacts(folder / "artifacts")
         self.tickets = Tickets(self.artifacts, self.clock, 600)
-        self.fleet = Fleet(self.settings, self.clock, WORKER_TOKEN)
+        self.fleet = Fleet(self.settings, self.clock)
         peers = PeerDirectory(self.tickets, self.clock, self.settings.server.ticket_seconds)
         self.residency = AdapterResidency(self.fleet, peers, self.artifacts, InlineWriter(), self.clock)
         self.used: list[protocol.AdapterRef] = []

@@ -32,8 +32,15 @@ def serve(
     from rookery.server.launcher import serve as run_service
 
     settings = Settings.load(
-        data=data, host=host, port=port, models=models, workers=workers, cluster=cluster, ray_address=address,
-        tls_cert=tls_cert, tls_key=tls_key,
+        data=data,
+        host=host,
+        port=port,
+        models=models,
+        workers=workers,
+        cluster=cluster,
+        ray_address=address,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
     )
     asyncio.run(run_service(settings))
 

@@ -270,7 +270,7 @@ def main() -> int:
     given = parser.parse_args()
     die_with_parent(partial(os._exit, LOST))
     try:
-        settings, token = Settings.load(), token_of(None)
+        settings, token = Settings.load(), token_of()
         connect(settings.cluster.ray_address)
         if given.model:
             actors = workers(settings, given.connect, given.model, token)

@@ -17,7 +17,7 @@ from rookery.server.peft_archive import ADAPTER_FILES, pack
 from rookery.server.responses import json_response
 from rookery.server.tinker import schemas
 from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, supported
-from rookery.storage.models import CheckpointRow, ModelRow, TenantRow
+from rookery.storage.models import CheckpointRow, ModelRow
 from rookery.tokenization.registry import inspect, status
 
 routes = APIRouter()
@@ -187,7 +187,7 @@ async def archive_url(service: Service, owner: Owner, run: str, kind: str, name:
     return json_response({"url": f"{base}/{ARCHIVE}", "expires": expires})
 
 
-async def _grant(service: Service, owner: TenantRow, path: str, request: Request) -> tuple[str, str]:
+async def _grant(service: Service, owner: Owner, path: str, request: Request) -> tuple[str, str]:
     """The base address of a checkpoint's files, and when it expires."""
     row, _, _ = await find_checkpoint(service.controller.context, owner.id, path)
     ticket = service.controller.tickets.grant(row.hash)
@@ -218,13 +218,13 @@ def _checkpoint(row: CheckpointRow) -> dict[str, Any]:
     }
 
 
-async def _run(service: Service, owner: TenantRow, row: ModelRow) -> dict[str, Any]:
+async def _run(service: Service, owner: Owner, row: ModelRow) -> dict[str, Any]:
     found = await service.controller.context.store.list_checkpoints(owner.id, row.id)
     newest = {kind: next((_checkpoint(c) for c in found if c.kind == kind), None) for kind in KINDS}
     return {
         "training_run_id": row.id,
         "base_model": row.asked_model,
-        "model_owner": owner.name,
+        "model_owner": owner.id,
         "is_lora": True,
         "corrupted": False,
         "lora_rank": row.lora.get("rank"),
