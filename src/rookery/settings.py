@@ -51,8 +51,7 @@ class ServerSettings(Section):
     tls_key: str = ""
     """PEM file with the private key of `tls_cert`. Empty: it is in that file too."""
     ca_file: str = ""
-    """PEM file of certificates that clients, workers and hosts trust in place of the system's. Empty is `tls_cert`
-    where that is set."""
+    """PEM file of the only certificates that clients, workers and hosts trust. Empty is `tls_cert`, if that is set."""
     models: str = "smollm2-135m-instruct"
     """Base models, comma-separated, for which the service starts local workers at once."""
     workers: int = Field(1, ge=0, le=64)
@@ -123,8 +122,7 @@ class EdgeSettings(Section):
     job_bytes: int = Field(16 << 20, ge=1 << 10)
     """Largest JSON body of a job or of a Tinker request."""
     tenant_body_bytes: int = Field(256 << 20, ge=1 << 10)
-    """Bodies of one tenant's requests that are in memory at once, in bytes. One request alone may always have its own
-    limit; beyond, requests get status 429."""
+    """Bodies of one tenant's requests in memory at once, in bytes; more get status 429. One alone has its own limit."""
     json_items: int = Field(200_000, ge=100)
     """Most values in one JSON body, counted before it is parsed. Each token id of a prompt is one."""
     json_depth: int = Field(64, ge=8, le=256)
