@@ -21,9 +21,8 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from rookery import protocol
 from rookery.environments.base import Environment
 from rookery.environments.builtins import BUILTINS
-from rookery.environments.episodes import Episodes
+from rookery.environments.episodes import Episodes, UserCodeExecutor
 from rookery.environments.host import Host, Hosted
-from rookery.environments.user_code import UserCodeExecutor
 from rookery.errors import UserError
 from rookery.protocol.connection import socket_url
 

@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 from tests.support.processes import runs
 
 from rookery.environments.verifiers import pool
-from rookery.environments.verifiers.math_verify import MathComparer
-from rookery.environments.verifiers.verifiers import VERIFIERS, Exact, Json, Number, Regex
+from rookery.environments.verifiers.verifiers import VERIFIERS, Exact, Json, Math, Number, Regex
 from rookery.errors import UserError
 
 
@@ -166,18 +165,29 @@ def ours() -> Callable[[], set[int]]:
     return lambda: children(os.getpid()) - before
 
 
+def judge() -> Callable[[str, str], bool | None]:
+    """Whether a reply equals an answer; None for an unjudged one. All calls share the processes."""
+    verifier = Math()
+
+    def same(reply: str, expected: str) -> bool | None:
+        _, metrics = verifier.score(reply, {"answer": expected})
+        return None if metrics["unjudged"] else bool(metrics["right"])
+
+    return same
+
+
 @needs_math
 def test_replies_that_run_away_delay_no_other_and_cost_no_import(ours: Callable[[], set[int]]) -> None:
-    judge = MathComparer()
+    same = judge()
     with ThreadPoolExecutor() as threads:
-        late = threads.submit(judge.same, RUNS_AWAY, "2")
+        late = threads.submit(same, RUNS_AWAY, "2")
         while not ours():
             time.sleep(0.01)
-        assert judge.same("2", "2") is True
+        assert same("2", "2") is True
         assert not late.done(), "the honest reply waited for the other"
         before = ours()
         assert late.result() is None
-        many = threads.map(judge.same, ["1", "2", "3", "4"], ["1", "1", "3", "3"])
+        many = threads.map(same, ["1", "2", "3", "4"], ["1", "1", "3", "3"])
         assert list(many) == [True, False, True, False]
         assert before <= ours() and len(ours()) <= pool.MAX_CHILDREN
 
@@ -188,14 +198,14 @@ def test_a_judge_that_nobody_asks_keeps_no_process(
 ) -> None:
     """And is asked again without a reply being lost, whenever that is."""
     monkeypatch.setattr(pool, "IDLE_SECONDS", 0.05)
-    judge = MathComparer()
+    same = judge()
     for wait in (0.0, 0.05):
-        assert judge.same("2", "2") is True
+        assert same("2", "2") is True
         time.sleep(wait)
     while ours():
         time.sleep(0.01)
     with pytest.raises(ValueError, match="no expression in the answer"):
-        judge.same("2", "")
+        same("2", "")
 
 
 @needs_math
@@ -204,10 +214,10 @@ def test_no_process_outlives_the_one_that_asked(end: str) -> None:
     """Not even with a judgement under way."""
     program = f"""
 import os, signal, sys, threading, time
-from rookery.environments.verifiers.math_verify import MathComparer
-comparer = MathComparer()
-comparer.same("2", "2")
-threading.Thread(target=comparer.same, args=({RUNS_AWAY!r}, "2"), daemon=True).start()
+from rookery.environments.verifiers.verifiers import Math
+math = Math()
+math.score("2", {{"answer": "2"}})
+threading.Thread(target=math.score, args=({RUNS_AWAY!r}, {{"answer": "2"}}), daemon=True).start()
 print(os.getpid(), flush=True)
 sys.stdin.readline()
 {end}

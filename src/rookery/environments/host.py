@@ -25,8 +25,7 @@ from rookery import protocol
 from rookery.environments.base import Environment
 from rookery.environments.builtins import Builtin
 from rookery.environments.datasets import PromptDataset
-from rookery.environments.episodes import Episodes, describe_error
-from rookery.environments.user_code import UserCodeExecutor
+from rookery.environments.episodes import Episodes, UserCodeExecutor, describe_error
 from rookery.errors import UserError
 from rookery.protocol.connection import Channel, ConnectionClosed, RegistrationRefused, stay_connected
 

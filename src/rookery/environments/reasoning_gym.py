@@ -2,7 +2,7 @@
 
 An entry is stored whole as the episode's prompt and scored from there, because some tasks give different entries in
 different processes for one seed. Replies are scored in separate processes
-(:mod:`rookery.environments.verifiers.reasoning_gym_scores`). Tasks whose scorer runs replies as code are refused.
+(:mod:`rookery.environments.verifiers.scorers`). Tasks whose scorer runs replies as code are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from rookery.environments.base import Environment, Message, Reply, Split, Step
-from rookery.environments.verifiers import reasoning_gym_scores
+from rookery.environments.verifiers import scorers
 from rookery.environments.verifiers.pool import LIMIT_SECONDS, VerifierError, VerifierPool, VerifierTimeout
 from rookery.errors import UserError, installs
 
@@ -97,19 +97,19 @@ class ReasoningGym(Environment):
             "config": options.config,
         }
         try:
-            self._dataset = reasoning_gym_scores.create(**arguments)
+            self._dataset = scorers.create(**arguments)
         except ImportError:
             raise UserError(NOT_INSTALLED) from None
         except (ValueError, TypeError, AssertionError) as error:
             raise UserError(f"environment.task: {options.task}: {' '.join(str(error).split())}") from None
-        self._pool = VerifierPool(reasoning_gym_scores.__name__, json.dumps(arguments), limit=limit)
+        self._pool = VerifierPool("reasoning-gym", json.dumps(arguments), limit=limit)
 
     def prompts(self, split: Split) -> Iterable[Any]:
         size, whole = self._options.size, self._options.size + self._options.eval_size
         # Entry i is drawn from seed + i, so another seed would repeat entries: eval entries follow the training
         # entries.
         numbers = range(size) if split == "train" else range(size, whole)
-        return (reasoning_gym_scores.stored(self._dataset[number]) for number in numbers)
+        return (scorers.stored(self._dataset[number]) for number in numbers)
 
     def reset(self, prompt: Any, seed: int) -> Sequence[Message]:
         return [{"role": "user", "content": prompt["question"] + self._options.suffix}]

@@ -40,6 +40,9 @@ IDLE_SECONDS = 60.0
 """A child without a question for this long is ended."""
 
 
+_SCORERS = "rookery.environments.verifiers.scorers"
+
+
 class VerifierTimeout(Exception):
     """A score exceeded its limit."""
 
@@ -49,13 +52,12 @@ class VerifierError(RuntimeError):
 
 
 class VerifierPool:
-    """Children that run ``module``, which calls :func:`serve`. Thread-safe; :data:`MAX_CHILDREN` scores at a time.
+    """Children that run :mod:`~rookery.environments.verifiers.scorers`, which calls :func:`serve`, with ``scorer`` and
+    its ``arguments``. Thread-safe; :data:`MAX_CHILDREN` scores at a time, each with ``limit`` seconds of processor
+    time."""
 
-    ``limit`` is the processor time of one score in seconds. The module finds its ``arguments`` in ``sys.argv[2:]``.
-    """
-
-    def __init__(self, module: str, *arguments: str, limit: float = LIMIT_SECONDS) -> None:
-        self._command = ["-m", module, str(limit), *arguments]
+    def __init__(self, scorer: str, *arguments: str, limit: float = LIMIT_SECONDS) -> None:
+        self._command = ["-m", _SCORERS, str(limit), scorer, *arguments]
         self._slots = threading.BoundedSemaphore(MAX_CHILDREN)
         self._lock = threading.Lock()
         self._idle: list[_Child] = []
@@ -111,7 +113,7 @@ class _Child:
     """A process with its library loaded and the process that it forked, in a process group."""
 
     def __init__(self, command: list[str]) -> None:
-        self._module = command[1]
+        self._scorer = command[3]
         self._process = subprocess.Popen(
             [sys.executable, *command],
             stdin=subprocess.PIPE,
@@ -138,7 +140,7 @@ class _Child:
             answer = ""
         if not answer:
             code = self._process.wait()
-            raise RuntimeError(f"the process of {self._module} ended with {code}; see its standard error")
+            raise RuntimeError(f"the process of {self._scorer} ended with {code}; see its standard error")
         self.used = time.monotonic()
         decoded: dict[str, Any] = json.loads(answer)
         return decoded

@@ -10,6 +10,7 @@ from __future__ import annotations
 import decimal
 import importlib.util
 import json as json_module
+import logging
 import math as math_module
 import re
 from collections.abc import Callable, Mapping
@@ -19,8 +20,10 @@ from typing import Any, Literal, NoReturn
 import regex
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
-from rookery.environments.verifiers.math_verify import MathComparer
+from rookery.environments.verifiers.pool import VerifierPool, VerifierTimeout
 from rookery.errors import UserError, installs
+
+log = logging.getLogger("rookery.environments")
 
 Row = Mapping[str, Any]
 Score = tuple[float, dict[str, float]]
@@ -249,7 +252,7 @@ class Math(VerifierOptions):
     has the common options only."""
 
     name: Literal["math"] = "math"
-    _comparer: MathComparer = PrivateAttr(default_factory=MathComparer)
+    _pool: VerifierPool = PrivateAttr(default_factory=lambda: VerifierPool("math"))
 
     def model_post_init(self, context: Any) -> None:
         super().model_post_init(context)
@@ -257,9 +260,16 @@ class Math(VerifierOptions):
             raise UserError(f"verifier math: needs the math extra; run: {installs('math')}")
 
     def score(self, text: str, row: Row) -> Score:
-        same = self._comparer.same(text, _as_text(self.expected(row)))
-        reward, metrics = self.score_of(same is True)
-        return reward, {**metrics, "unjudged": float(same is None)}
+        expected, same, unjudged = _as_text(self.expected(row)), False, False
+        try:
+            same = self._pool.score({"reply": text, "expected": expected})
+        except VerifierTimeout as error:
+            log.warning("math-verify: %s; the reply counts as wrong", error)
+            unjudged = True
+        if same is None:
+            raise ValueError(f"math-verify finds no expression in the answer {expected!r}")
+        reward, metrics = self.score_of(same)
+        return reward, {**metrics, "unjudged": float(unjudged)}
 
 
 VERIFIERS: dict[str, type[Exact] | type[Number] | type[Regex] | type[Json] | type[Math]] = {

@@ -1,14 +1,15 @@
-"""Scores of reasoning-gym in separate processes with a time limit (:mod:`rookery.environments.verifiers.pool`).
+"""The scorers of :mod:`rookery.environments.verifiers.pool`'s processes: math-verify and reasoning-gym.
 
-A reply such as ``1e9999999999`` can take for ever to evaluate exactly, and some scorers raise on unexpected input. A
-reply is scored with the entry as the library made it: prompts are stored as JSON, which has no tuples, and some scorers
-compare with them.
+Replies such as ``9^{9^{9^9}}`` or ``1e9999999999`` take for ever to evaluate exactly, and some scorers raise on
+unexpected input. A reply to reasoning-gym is scored with the entry as the library made it: prompts are stored as JSON,
+which has no tuples, and some scorers compare with them.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import logging
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,8 +45,8 @@ def create(task: str, size: int, seed: int, config: dict[str, Any]) -> Any:
     return reasoning_gym.create_dataset(task, size=size, seed=seed, **config)
 
 
-def prepare() -> Callable[[str | None, dict[str, Any]], float]:
-    dataset = create(**json.loads(sys.argv[2]))
+def prepare_reasoning_gym() -> Callable[[str | None, dict[str, Any]], float]:
+    dataset = create(**json.loads(sys.argv[3]))
 
     def score(answer: str | None, prompt: dict[str, Any]) -> float:
         return float(dataset.score_answer(answer=answer, entry=restored(prompt)))
@@ -57,5 +58,25 @@ def prepare() -> Callable[[str | None, dict[str, Any]], float]:
     return score
 
 
+def compare(reply: str, expected: str) -> bool | None:
+    """None if ``expected`` has no expression. math-verify's own limits are off: the pool's limit also stops big
+    integers."""
+    from math_verify import parse, verify
+
+    gold = parse(expected if "$" in expected or "\\boxed" in expected else f"${expected}$", parsing_timeout=None)
+    if not gold:
+        return None
+    return bool(verify(gold, parse(reply, parsing_timeout=None), timeout_seconds=None))
+
+
+def prepare_math() -> Callable[[str, str], bool | None]:
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own limits are off
+    compare("1", "1")
+    return compare
+
+
 if __name__ == "__main__":
-    serve(prepare, opens_nothing=True)  # scorers of 0.1.25 import nothing, open no file and start no thread
+    if sys.argv[2] == "math":
+        serve(prepare_math)  # sympy imports more of itself as replies need it: it has to open files
+    else:  # scorers of 0.1.25 import nothing, open no file and start no thread
+        serve(prepare_reasoning_gym, opens_nothing=True)
