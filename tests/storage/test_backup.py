@@ -110,7 +110,7 @@ def test_restoring_over_something_is_refused_in_one_line(postgres: str, tmp_path
     assert list((tmp_path / "second").iterdir()) == []
     with pytest.raises(UserError, match="no backup"):
         restore(tmp_path / "nowhere", tmp_path / "second", "")
-    with pytest.raises(UserError, match="no service's data folder"):
+    with pytest.raises(UserError, match="has no database"):
         back_up(tmp_path / "nowhere", "", tmp_path / "another")
 
 

@@ -43,7 +43,7 @@ def back_up(data: Path, url: str, target: Path) -> int:
     if target.exists():
         raise UserError(f"{target} exists; give the backup a new folder")
     if not (data / "artifacts").is_dir() or not (url or (data / DATABASE_FILE).is_file()):
-        raise UserError(f"{data} is no service's data folder; give that with --data")
+        raise UserError(f"{data} has no database; give the service's data folder with --data, or its ROOKERY_DATABASE")
     artifacts = Artifacts(data / "artifacts")
     with _one_line(f"backup to {target}"), artifacts.scratch() as pins:
         target.parent.mkdir(parents=True, exist_ok=True)
