@@ -136,13 +136,22 @@ class ScriptedWorker:
             message = protocol.decode(protocol.to_worker, bytes(frame))
             try:
                 reply = await self._reply(message, http, epoch)
-            except httpx.HTTPStatusError as error:  # the service has cancelled the operation meanwhile
-                assert isinstance(message, protocol.InitAdapter | protocol.ForwardBackward | protocol.OptimStep), error
-                reply = protocol.OperationDone(
-                    epoch=epoch, op=message.op, error=str(error).splitlines()[0], category="lost"
-                )
+            except httpx.HTTPStatusError as error:  # the service has deleted or cancelled it meanwhile
+                reply = self._failed(message, str(error).splitlines()[0], epoch)
             if reply is not None:
                 await socket.send(protocol.encode(reply))
+
+    def _failed(self, message: protocol.ToWorker, error: str, epoch: int) -> protocol.Message:
+        match message:
+            case protocol.Generate():
+                chunk = protocol.TokenChunk(
+                    request=message.request, offset=0, tokens=[], logprobs=[], version=0, finish="error", error=error
+                )
+                return protocol.Output(epoch=epoch, chunks=[chunk])
+            case protocol.PrefetchAdapters():
+                return protocol.PullFailed(epoch=epoch, hash=message.refs[0].hash, error=error)
+        assert isinstance(message, protocol.InitAdapter | protocol.ForwardBackward | protocol.OptimStep), error
+        return protocol.OperationDone(epoch=epoch, op=message.op, error=error, category="lost")
 
     async def _reply(self, message: protocol.ToWorker, http: httpx.AsyncClient, epoch: int) -> protocol.Message | None:
         match message:

@@ -1,0 +1,149 @@
+"""Whatever a peer sends to ``/wire/worker`` or ``/wire/host``, before its hello or after, the service lives and other
+peers keep working."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from tests.support.faces import MODEL, ScriptedWorker, served, tokenizer
+from tests.support.fuzzing import EPOCH, Failures, frames, of_epoch, tuned
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+from rookery import protocol
+from rookery.server.embedded import EmbeddedService
+
+SEEDED = settings(
+    max_examples=120,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+
+WORKER = protocol.FromWorker.__args__
+HOST = protocol.FromHost.__args__
+OTHERS = (*protocol.ToWorker.__args__, *protocol.ToHost.__args__)
+"""Messages that only the service sends."""
+
+
+@pytest.fixture(scope="module")
+def failures() -> Iterator[list[str]]:
+    with Failures() as failures:
+        yield failures.records
+
+
+class Peers:
+    """A service with a well-behaved worker and a running chat, and the tokens of peers."""
+
+    def __init__(self, service: EmbeddedService, token: str) -> None:
+        self.service = service
+        self.http = httpx.Client(base_url=service.url, headers={"X-API-Key": service.key}, timeout=60)
+        tenant = self.http.post("/api/v1/tenants", json={"name": "ada"}).json()["id"]
+        self.tokens = {"worker": token, "host": self.http.post(f"/api/v1/tenants/{tenant}/keys", json={}).json()["key"]}
+
+    def hello(self, kind: str, instance: str) -> protocol.Message:
+        if kind == "host":
+            environments = [protocol.HostedEnvironment(name="mine"), protocol.HostedEnvironment(name="yours")]
+            return protocol.HostHello(
+                protocol=protocol.PROTOCOL, token=self.tokens[kind], instance=instance, environments=environments
+            )
+        return protocol.Hello(
+            protocol=protocol.PROTOCOL, token=self.tokens[kind], name="odd", instance=instance, model=MODEL,
+            model_hash="0" * 64, roles=["rollout", "train"], max_rows=4, max_context=512, max_rank=64, device="cpu",
+            dtype="none",
+        )  # fmt: skip
+
+    def dial(self, kind: str) -> ClientConnection:
+        return connect(self.service.url.replace("http", "ws", 1) + f"/wire/{kind}", close_timeout=2)
+
+    def chat(self) -> None:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "2+2?"}]}
+        reply = self.http.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 200, reply.text
+
+    def state(self, name: str) -> str:
+        rows = self.http.get("/api/v1/workers").json()
+        return next((row["state"] for row in rows if row["name"] == name), "")
+
+
+@pytest.fixture(scope="module")
+def peers(tmp_path_factory: pytest.TempPathFactory, failures: list[str]) -> Iterator[Peers]:
+    root = tmp_path_factory.mktemp("wire")
+    with served(root, rejoin_seconds=1.0) as service:
+        token = (root / "data" / "worker.token").read_text().strip()
+        with ScriptedWorker(service.url, token, tokenizer(root)):
+            peers = Peers(service, token)
+            while peers.state("scripted") != "serving":
+                time.sleep(0.05)
+            yield peers
+            peers.http.close()
+
+
+def names(peers: Peers, kind: str) -> dict[str, st.SearchStrategy[Any]]:
+    """Values that let a message reach the code behind the first checks."""
+    token = peers.tokens[kind]
+    return tuned(
+        epoch=[EPOCH] * 9 + [EPOCH + 1, -1], protocol=[protocol.PROTOCOL] * 9 + [1], token=[token] * 9 + ["x"],
+        model=[MODEL, MODEL, "", "other"], name=["odd", "builtin:jsonl", "mine", "a\nb"], instance=["i", "odd-1", ""],
+        hash=["0" * 64, "", "x"], hashes=st.lists(st.sampled_from(["0" * 64, "x"]), max_size=3), loading=[False, True],
+    )  # fmt: skip
+
+
+def send(socket: ClientConnection, sent: list[bytes]) -> None:
+    with suppress(ConnectionClosed):  # by the service, at a bad one
+        for frame in sent:
+            socket.send(frame)
+
+
+@pytest.mark.parametrize("kind", ["worker", "host"])
+def test_no_frame_before_the_hello_harms_the_service(peers: Peers, failures: list[str], kind: str) -> None:
+    before = psutil.Process().memory_info().rss
+    kinds = WORKER if kind == "worker" else HOST
+
+    @SEEDED
+    @given(st.lists(frames((*kinds, *kinds[:1] * 9, *OTHERS[:3]), names(peers, kind)), min_size=1, max_size=3))
+    def run(sent: list[bytes]) -> None:
+        with peers.dial(kind) as socket:
+            send(socket, sent)
+
+    run()
+    check(peers, failures, before)
+
+
+@pytest.mark.parametrize("kind", ["worker", "host"])
+def test_no_frame_after_the_hello_harms_the_service(peers: Peers, failures: list[str], kind: str) -> None:
+    before = psutil.Process().memory_info().rss
+    kinds = WORKER if kind == "worker" else HOST
+    decoder = protocol.to_worker if kind == "worker" else protocol.to_host
+
+    @SEEDED
+    @given(st.integers(0, 3), st.lists(frames((*kinds, *OTHERS[:1]), names(peers, kind)), min_size=1, max_size=6))
+    def run(instance: int, sent: list[bytes]) -> None:
+        with peers.dial(kind) as socket:
+            socket.send(protocol.encode(peers.hello(kind, f"odd-{instance}")))
+            welcome: Any = protocol.decode(decoder, bytes(socket.recv(timeout=10)))
+            send(socket, [of_epoch(frame, welcome.epoch) for frame in sent])
+
+    run()
+    check(peers, failures, before)
+
+
+def check(peers: Peers, failures: list[str], before: int) -> None:
+    peers.chat()
+    assert peers.state("scripted") == "serving"
+    assert not failures, failures[0]
+    assert psutil.Process().memory_info().rss - before < 128 << 20
+    metrics = httpx.get(f"{peers.service.url}/metrics")
+    assert metrics.status_code == 200
+    for path in ("workers", "health", "costs", "jobs"):
+        assert peers.http.get(f"/api/v1/{path}").status_code == 200, path
