@@ -57,9 +57,8 @@ class ServerSettings(Section):
     workers: int = Field(1, ge=0, le=64)
     """Local worker processes per model. Each holds the base model once and has both roles."""
     upload_bytes: int = Field(256 << 20, ge=1 << 10)
-    """Largest body of one request, such as a dataset or an adapter. A dataset is written to the disk as it
-    arrives; others are held in memory while they are checked. JSON has the lower limits `json_bytes` and
-    `job_bytes`."""
+    """Largest body of an uploaded dataset or adapter, which is written to the disk as it arrives. Other bodies have the
+    lower limits `json_bytes` and `job_bytes`."""
     stop_seconds: float = Field(5.0, gt=0)
     """Time that open connections and child processes get to end by themselves when the service stops."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"] = "INFO"
@@ -120,7 +119,7 @@ class EdgeSettings(Section):
     json_bytes: int = Field(1 << 20, ge=1 << 10)
     """Largest JSON body of chats, completions and administration. A prompt of 100,000 token ids has 0.7 MB."""
     job_bytes: int = Field(16 << 20, ge=1 << 10)
-    """Largest JSON body of a job or of a Tinker request."""
+    """Largest body of a job or of a Tinker request. The Tinker SDK splits training data into requests of 5 MB."""
     tenant_body_bytes: int = Field(256 << 20, ge=1 << 10)
     """Bodies of one tenant's requests in memory at once, in bytes; more get status 429. One alone has its own limit."""
     json_items: int = Field(200_000, ge=100)

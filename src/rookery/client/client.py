@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
 import tarfile
+import tempfile
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -213,24 +213,25 @@ class Client:
 
 
 def _add_dataset(connection: HttpConnection, path: Path) -> str:
-    """Uploads a JSONL file; returns the hash for ``environment.dataset``."""
+    """Uploads a JSONL file, read as it is sent; returns the hash for ``environment.dataset``."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            return str(connection.call("POST", "/api/v1/datasets", content=file)["dataset"])
     except OSError as error:
         raise UserError(f"environment.path: {path} cannot be read ({error.strerror})") from None
-    return str(connection.call("POST", "/api/v1/datasets", content=content)["dataset"])
 
 
 def _add_adapter(connection: HttpConnection, folder: Path) -> str:
     """Uploads a PEFT folder; returns the hash for ``warm_start.upload``."""
-    tar = io.BytesIO()
-    with tarfile.open(fileobj=tar, mode="w", dereference=True) as archive:
-        for name in _ADAPTER_FILES:
-            try:
-                archive.add(folder / name, name)
-            except OSError as error:
-                raise UserError(f"warm_start.peft: {folder / name} cannot be read ({error.strerror})") from None
-    return str(connection.call("POST", "/api/v1/adapters", content=tar.getvalue())["adapter"])
+    with tempfile.TemporaryFile() as tar:
+        with tarfile.open(fileobj=tar, mode="w", dereference=True) as archive:
+            for name in _ADAPTER_FILES:
+                try:
+                    archive.add(folder / name, name)
+                except OSError as error:
+                    raise UserError(f"warm_start.peft: {folder / name} cannot be read ({error.strerror})") from None
+        tar.seek(0)
+        return str(connection.call("POST", "/api/v1/adapters", content=tar)["adapter"])
 
 
 def _upload_files(connection: HttpConnection, spec: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import IO, Any
 
 import httpx
 
@@ -71,8 +71,17 @@ class HttpConnection:
         except ValueError:
             raise errors.Unavailable(f"the server at {self.url} is not a Rookery service; set ROOKERY_URL") from None
 
-    def download(self, path: str) -> bytes:
-        return self._send("GET", path).content
+    def download(self, path: str, file: IO[bytes]) -> None:
+        """Write the response's content to ``file`` as it arrives."""
+        try:
+            with self._http.stream("GET", path) as response:
+                if response.status_code >= 400:
+                    response.read()
+                    _raise_error(response)
+                for chunk in response.iter_bytes():
+                    file.write(chunk)
+        except (httpx.TransportError, httpx.InvalidURL) as error:
+            raise self._broken(error) from None
 
     def stream(self, path: str, method: str = "GET", **request: Any) -> Iterator[tuple[str, Record]]:
         """Server-sent events as (kind, data); comments are ``("heartbeat", {})``. Data that is not JSON counts as a

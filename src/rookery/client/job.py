@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -151,10 +151,12 @@ class AdapterFolder:
     def download(self, folder: str | Path) -> Path:
         """Writes the files of the PEFT folder into ``folder``, which is created if necessary; returns it."""
         target = Path(folder).expanduser()
-        content = self._connection.download(self._path)
-        target.mkdir(parents=True, exist_ok=True)
-        with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-            archive.extractall(target, filter="data")
+        with tempfile.TemporaryFile() as tar:
+            self._connection.download(self._path, tar)
+            tar.seek(0)
+            target.mkdir(parents=True, exist_ok=True)
+            with tarfile.open(fileobj=tar) as archive:
+                archive.extractall(target, filter="data")
         return target
 
 

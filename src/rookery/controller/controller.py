@@ -13,7 +13,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterable, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -35,7 +35,7 @@ from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.sessions.sessions import Sessions
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.usage import UsageMeter
-from rookery.controller.validation import JobValidator
+from rookery.controller.validation import JobValidator, Unpack
 from rookery.controller.views import JobState, JobView
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
@@ -387,7 +387,7 @@ class Controller:
         ``count(path)`` checks."""
         return await self._validator.add_dataset(tenant, chunks, count)
 
-    async def add_adapter(self, tenant: str, files: Mapping[str, bytes]) -> str:
-        """Store a PEFT folder; returns the hash that job specs name under ``warm_start.upload``."""
-        await self.context.quotas.check_stored(tenant)
-        return await self._validator.upload(tenant, "adapter", files)
+    async def add_adapter(self, tenant: str, chunks: AsyncIterable[bytes], unpack: Unpack) -> str:
+        """Store a PEFT folder, an archive that ``unpack(path)`` opens; returns the hash that job specs name under
+        ``warm_start.upload``."""
+        return await self._validator.add_adapter(tenant, chunks, unpack)

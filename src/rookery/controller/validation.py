@@ -7,7 +7,8 @@ objects answer "not found".
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, Callable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,19 @@ from rookery.errors import NotFound, Unavailable, UserError
 from rookery.spec.job import EnvironmentSpec, JobSpec
 from rookery.spec.parsing import SpecError, parse_job
 from rookery.spec.policy import TARGETS, PolicySpec
+from rookery.storage.artifacts import Staging
 from rookery.storage.models import PolicyRow, UploadKind, VersionRow
 from rookery.storage.store import Store
 from rookery.tokenization.registry import CATALOGUE, resolve, status
 
 DATASET = "rows.jsonl"
 """The only file of a stored dataset."""
+
+ARCHIVE = "upload.tar"
+"""An uploaded adapter, until its files are stored."""
+
+Unpack = Callable[[Path], AbstractContextManager[Mapping[str, Iterable[bytes]]]]
+"""Opens an archive: its files by name, in pieces."""
 
 PREVIEWED = 3
 """Prompts that a dry run shows."""
@@ -109,7 +117,8 @@ class JobValidator:
         fields = environment.model_dump(exclude=set(budgets.ROWS))
         for name, rows in inline.items():
             content = await asyncio.to_thread(budgets.as_jsonl, rows)
-            fields[budgets.ROWS[name]] = await self.upload(tenant, "dataset", {DATASET: content})
+            async with self._received(DATASET, _whole(content)) as staging:
+                fields[budgets.ROWS[name]] = await self._keep(tenant, "dataset", staging)
         return spec.model_copy(update={"environment": EnvironmentSpec.model_validate(fields)})
 
     async def environment(self, tenant: str, job: str, spec: JobSpec) -> EnvironmentRef:
@@ -219,33 +228,47 @@ class JobValidator:
     ) -> tuple[str, int]:
         """Store a dataset that arrives in pieces, never held whole; returns its hash and the number of its rows, which
         ``count(path)`` checks. Raises what ``count`` raises; then nothing of it stays."""
+        await self._context.quotas.check_stored(tenant)
+        async with self._received(DATASET, chunks) as staging:
+            rows = await asyncio.to_thread(count, staging.path(DATASET))
+            return await self._keep(tenant, "dataset", staging), rows
+
+    async def add_adapter(self, tenant: str, chunks: AsyncIterable[bytes], unpack: Unpack) -> str:
+        """Store the files of an archive that arrives in pieces, never held whole; returns their hash. Raises what
+        ``unpack(path)`` raises; then nothing of it stays."""
         context = self._context
         await context.quotas.check_stored(tenant)
-        with await context.store.run(context.artifacts.begin) as staging:
-            with staging.begin(DATASET) as writer:
+        async with self._received(ARCHIVE, chunks) as received:
+            with await context.store.run(context.artifacts.begin) as staging:
+
+                def write() -> None:
+                    with unpack(received.path(ARCHIVE)) as files:
+                        for name, content in files.items():
+                            staging.write(name, content)
+
+                await asyncio.to_thread(write)
+                return await self._keep(tenant, "adapter", staging)
+
+    @asynccontextmanager
+    async def _received(self, name: str, chunks: AsyncIterable[bytes]) -> AsyncIterator[Staging]:
+        """The file ``name`` with the content of ``chunks``, written as they arrive; without a commit it is removed."""
+        with await self._context.store.run(self._context.artifacts.begin) as staging:
+            with staging.begin(name) as writer:
                 async for chunk in chunks:
                     await asyncio.to_thread(writer.write, chunk)
                 await asyncio.to_thread(writer.finish)
-            rows = await asyncio.to_thread(count, staging.path(DATASET))
-            manifest = await context.store.run(staging.commit)
+            yield staging
+
+    async def _keep(self, tenant: str, kind: UploadKind, staging: Staging) -> str:
+        """Commit an upload of the tenant; returns its hash."""
+        manifest = await self._context.store.run(staging.commit)
         size = sum(shard.size for shard in manifest.shards)
-        await context.store.add_upload(tenant, "dataset", manifest.hash, size, context.clock.time())
-        return manifest.hash, rows
-
-    async def upload(self, tenant: str, kind: UploadKind, files: Mapping[str, bytes]) -> str:
-        """Store ``files`` as an artifact of the tenant; returns its hash."""
-        context = self._context
-
-        def store() -> protocol.Manifest:
-            with context.artifacts.begin() as staging:
-                for name, content in files.items():
-                    staging.write(name, [content])
-                return staging.commit()
-
-        manifest = await context.store.run(store)
-        size = sum(shard.size for shard in manifest.shards)
-        await context.store.add_upload(tenant, kind, manifest.hash, size, context.clock.time())
+        await self._context.store.add_upload(tenant, kind, manifest.hash, size, self._context.clock.time())
         return manifest.hash
+
+
+async def _whole(content: bytes) -> AsyncIterator[bytes]:
+    yield content
 
 
 async def find_version(

@@ -24,11 +24,11 @@ from rookery.settings import Settings
 
 T = TypeVar("T")
 
-UPLOADS = frozenset({"/api/v1/datasets", "/api/v1/adapters", "/tinker/api/v1/forward_backward"})
-"""Paths whose bodies may have ``upload_bytes``: files, and training data in protobuf."""
+UPLOADS = frozenset({"/api/v1/datasets", "/api/v1/adapters"})
+"""Paths whose bodies may have ``upload_bytes``: files, which are written to the disk as they arrive."""
 
 JOBS = ("/api/v1/jobs", "/tinker/api/")
-"""Beginnings of the paths whose JSON may have ``job_bytes``."""
+"""Beginnings of the paths whose JSON or protobuf may have ``job_bytes``."""
 
 DATASETS = "/api/v1/datasets"
 """The path whose bodies are written to the disk in chunks and never held."""

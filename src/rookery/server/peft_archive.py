@@ -1,17 +1,18 @@
 """PEFT adapter folders as tar streams: packing a version for download, unpacking an upload.
 
-A download contains only the adapter's files, never the trainer state in the same artifact. An upload is read in memory
-by file name, so a hostile archive cannot write any file and uses no more memory than it has bytes.
+A download contains only the adapter's files, never the trainer state in the same artifact. Of an upload, only the two
+files of an adapter are read, by name, so a hostile archive cannot write any other file and uses no more bytes than it
+has.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import tarfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from io import BufferedReader
+from pathlib import Path
 
 from rookery.errors import NotFound, UserError
 from rookery.protocol import Manifest, Shard
@@ -61,34 +62,57 @@ def _padding(size: int) -> int:
     return -size % 512
 
 
-def unpack(content: bytes) -> dict[str, bytes]:
-    """The files of an uploaded PEFT folder by name. Raises :class:`UserError` with the reason if it is not usable."""
-    files: dict[str, bytes] = {}
+@contextmanager
+def unpack(path: Path) -> Iterator[dict[str, Iterator[bytes]]]:
+    """The files of an uploaded PEFT folder by name, in pieces. Raises :class:`UserError` with the reason if it is not
+    usable."""
+    config_name = ADAPTER_FILES[0]
     try:
-        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as archive:  # a compressed one could have any size
-            for number, member in enumerate(archive, 1):
-                name = member.name.rsplit("/", 1)[-1]
-                _check_member(member, name, number, len(content))
-                if name in ADAPTER_FILES:
-                    if name in files:
-                        raise tarfile.ReadError(f"it has {name} twice")
-                    extracted = archive.extractfile(member)
-                    assert extracted is not None  # a regular file has content
-                    files[name] = extracted.read()
+        with tarfile.open(path, mode="r:") as archive:  # a compressed one could have any size
+            members = _members(archive, path.stat().st_size)
+            missing = [name for name in ADAPTER_FILES if name not in members]
+            if missing:
+                raise UserError(
+                    f"adapter: the archive has no {' and no '.join(missing)}; send a folder that PEFT saved"
+                )
+            if members[config_name].size > CHUNK_BYTES:
+                raise UserError(f"adapter: {config_name} is larger than {CHUNK_BYTES} bytes")
+            _check_config(b"".join(_content(archive, members[config_name])))
+            yield {name: _content(archive, member) for name, member in members.items()}
     except BROKEN as error:
         raise UserError(
             f"adapter: the body is not a tar archive ({error}); send the PEFT folder as a tar, not compressed"
         ) from None
-    missing = [name for name in ADAPTER_FILES if name not in files]
-    if missing:
-        raise UserError(f"adapter: the archive has no {' and no '.join(missing)}; send a folder that PEFT saved")
+
+
+def _members(archive: tarfile.TarFile, size: int) -> dict[str, tarfile.TarInfo]:
+    """The adapter's files in an archive of ``size`` bytes."""
+    members: dict[str, tarfile.TarInfo] = {}
+    for number, member in enumerate(archive, 1):
+        name = member.name.rsplit("/", 1)[-1]
+        _check_member(member, name, number, size)
+        if name in ADAPTER_FILES:
+            if name in members:
+                raise tarfile.ReadError(f"it has {name} twice")
+            members[name] = member
+    return members
+
+
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> Iterator[bytes]:
+    extracted = archive.extractfile(member)
+    assert extracted is not None  # a regular file has content
+    while chunk := extracted.read(CHUNK_BYTES):
+        yield chunk
+
+
+def _check_config(content: bytes) -> None:
+    """Raises :class:`UserError` for the configuration of something else than a LoRA."""
     try:
-        config = json.loads(files[ADAPTER_FILES[0]])
+        config = json.loads(content)
     except (ValueError, RecursionError):
         raise UserError(f"adapter: {ADAPTER_FILES[0]} is not JSON; send a folder that PEFT saved") from None
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise UserError(f"adapter: {ADAPTER_FILES[0]} does not have peft_type LORA; only LoRA adapters are supported")
-    return files
 
 
 def _check_member(member: tarfile.TarInfo, name: str, number: int, limit: int) -> None:

@@ -159,7 +159,10 @@ class Chat:
 
     def _encode_tail(self, text: str, start: int) -> list[int]:
         """Token ids of ``text[start:]`` within ``text``; encoded separately where a token straddles ``start``."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        if len(text) <= LONG_TEXT:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        else:
+            [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=False)
         if any(first < start < last for first, last in encoding.offsets):
             return self.encode(text[start:])
         return [token for token, (first, _) in zip(encoding.ids, encoding.offsets, strict=True) if first >= start]

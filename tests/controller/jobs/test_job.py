@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -925,7 +927,12 @@ async def test_warm_starts(service: Service) -> None:
         await service.ends(job)
         zero = service.check_history(job)[0]
         assert service.artifacts.path(zero.hash, ADAPTER).read_bytes() == contents[expected]
-    upload = await service.controller.add_adapter("alice", {ADAPTER: b"mine", CONFIG: peft_config()})
+
+    async def archive() -> AsyncIterator[bytes]:
+        yield b"files"
+
+    files = {ADAPTER: [b"mi", b"ne"], CONFIG: [peft_config()]}
+    upload = await service.controller.add_adapter("alice", archive(), lambda path: nullcontext(files))
     job = await run(service, policies={"main": {"warm_start": {"upload": upload}}}, stop__steps=1)
     await service.ends(job)
     assert service.artifacts.path(service.check_history(job)[0].hash, ADAPTER).read_bytes() == b"mine"

@@ -12,10 +12,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,6 +30,9 @@ from rookery.controller.rollout.request import SamplingRequest
 from rookery.errors import RookeryError
 from rookery.spec.job import InFlight
 from rookery.storage.models import EpisodeRow
+from rookery.tokenization.chat import LONG_TEXT, Message
+
+T = TypeVar("T")
 
 REPLAY_LIMIT = 3
 """Times an episode is replayed in another host before it fails: more means the environment kills its hosts."""
@@ -103,7 +109,7 @@ class Episode:
         observation = await self._observe(host, job.environment.reset(self.id, self.prompt, self.environment_seed))
         conversation = list(observation.messages)
         for turn in range(job.spec.environment.max_turns):
-            if not self._extend(trajectories, conversation, len(observation.messages), turn):
+            if not await self._extend(trajectories, conversation, len(observation.messages), turn):
                 finish = "context"
                 break
             reply = self.turns[turn] if turn < len(self.turns) else await self._sample(trajectories[-1], turn)
@@ -128,7 +134,7 @@ class Episode:
         replies = [reply.text for reply in self.turns]
         return EpisodeResult(trajectories, conversation, replies, reward, metrics, finish, dict(self.seconds))
 
-    def _extend(
+    async def _extend(
         self, trajectories: list[Trajectory], conversation: list[protocol.ChatMessage], observed: int, turn: int
     ) -> bool:
         """Extend the token sequence to where the next reply begins; the last ``observed`` messages are new. False when
@@ -139,10 +145,12 @@ class Episode:
             tokens = None
             if turn > 0:
                 last, end = self.turns[turn - 1], len(messages) - observed
-                tokens = chat.extend(sequence, messages[: end - 1], last.text, last.tokens, messages[end:])
+                tokens = await _tokenize(
+                    messages, chat.extend, sequence, messages[: end - 1], last.text, last.tokens, messages[end:]
+                )
             extends = tokens is not None
             if tokens is None:
-                tokens = chat.prompt(messages)
+                tokens = await _tokenize(messages, chat.prompt, messages)
         except RookeryError as error:
             raise EpisodeFailed(str(error)) from None
         if len(tokens) >= chat.context:
@@ -216,3 +224,10 @@ class Episode:
         finally:
             stages.environment -= 1
             self.seconds["environment"] += controller.clock.monotonic() - began
+
+
+async def _tokenize(messages: Sequence[Message], work: Callable[..., T], *arguments: Any) -> T:
+    """``work(*arguments)``, in a thread where the messages are long."""
+    if sum(len(message["content"]) for message in messages) <= LONG_TEXT:
+        return work(*arguments)
+    return await asyncio.to_thread(work, *arguments)

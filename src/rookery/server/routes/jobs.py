@@ -177,8 +177,7 @@ async def add_dataset(service: Service, owner: Owner, request: Request) -> Uploa
 )
 async def add_adapter(service: Service, owner: Owner, request: Request) -> UploadedAdapter:
     """Upload a PEFT folder to start from: a tar with adapter_config.json and adapter_model.safetensors."""
-    files = await asyncio.to_thread(unpack, await request.body())
-    return UploadedAdapter(adapter=await service.controller.add_adapter(owner.id, files))
+    return UploadedAdapter(adapter=await service.controller.add_adapter(owner.id, request.stream(), unpack))
 
 
 @routes.get("/models", response_model=list[BaseModelView], tags=["models"])
