@@ -23,7 +23,7 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from rookery.server.embedded import EmbeddedService
-from rookery.server.tinker import operations, protobuf, sessions
+from rookery.server.tinker import calls, protobuf, sessions
 
 SEEDED = settings(
     max_examples=50,
@@ -131,7 +131,7 @@ def tenant(service: EmbeddedService, request: pytest.FixtureRequest) -> Iterator
 
 
 def test_every_route_is_known_to_this_test() -> None:
-    routes = [route for router in (operations, sessions) for route in router.routes.routes]
+    routes = [route for router in (calls, sessions) for route in router.routes.routes]
     written = {
         route.path.removeprefix("/")
         for route in routes

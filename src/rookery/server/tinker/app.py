@@ -13,7 +13,7 @@ from rookery.errors import Conflict, UserError
 from rookery.server.auth import ServiceContext
 from rookery.server.responses import add_exception_handlers, error_response
 from rookery.server.routes import openai
-from rookery.server.tinker import operations, sessions
+from rookery.server.tinker import calls, sessions
 from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, schema
 
 UNSUPPORTED = {
@@ -36,7 +36,7 @@ def build(context: ServiceContext) -> FastAPI:
     schema()
     app = FastAPI(title="Rookery: Tinker-compatible API", version=SUPPORTED, docs_url=None, redoc_url=None)
     app.state.context = context
-    for routes in (sessions.routes, operations.routes):
+    for routes in (sessions.routes, calls.routes):
         app.include_router(routes, prefix="/api/v1")
     app.include_router(openai.routes, prefix="/oai/api")
     app.add_api_route("/{path:path}", unknown, methods=["GET", "POST", "PUT", "DELETE", "PATCH"])
