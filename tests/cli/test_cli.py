@@ -18,7 +18,7 @@ import yaml
 from tests.support.faces import MODEL, ScriptedWorker, job, served, tokenizer, write_model
 
 from rookery.cli import main
-from rookery.cli.doctor import bf16_finding
+from rookery.cli.doctor import bf16_finding, kernels_finding
 from rookery.client import Client
 from rookery.errors import NotFound
 from rookery.server.embedded import EmbeddedService
@@ -200,6 +200,15 @@ def test_doctor_knows_bf16_instructions() -> None:
     assert bf16_finding({"avx512_bf16", "sse"}).state == "good"
     assert bf16_finding({"bf16", "asimd"}).found == "bf16"
     assert bf16_finding({"sse"}).state == "optional" and bf16_finding(None).state == "optional"
+
+
+def test_doctor_says_whether_the_kernels_run() -> None:
+    flags = {"sse", "avx2", "fma"}
+    assert kernels_finding(flags, "linux", True).found.startswith("AVX2")
+    assert kernels_finding(flags | {"avx512f"}, "linux", True).found.startswith("AVX-512")
+    assert "pip install numba" in kernels_finding(flags, "linux", False).fix
+    for machine in ((flags, "darwin", True), ({"asimd"}, "linux", True), (None, "linux", True)):
+        assert kernels_finding(*machine).state == "optional"
 
 
 def test_commands_without_a_service_fail_with_one_line(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -86,6 +87,7 @@ def examine(settings: Settings) -> list[Finding]:
         _torch(),
         Finding("cores", "good", str(cores)),
         bf16_finding(_processor_flags()),
+        kernels_finding(_processor_flags(), sys.platform, find_spec("numba") is not None),
         _memory(),
         _accelerator(),
         _allocator(settings.worker.allocator),
@@ -125,6 +127,19 @@ def bf16_finding(flags: set[str] | None) -> Finding:
     if names:
         return Finding("bf16 instructions", "good", ", ".join(names))
     return Finding("bf16 instructions", "optional", "none: models run in float32, slower and with twice the memory")
+
+
+def kernels_finding(flags: set[str] | None, system: str, has_numba: bool) -> Finding:
+    """Whether the compiled kernels of a CPU's engine run: on Linux, with these instruction sets, and with numba."""
+    name, otherwise = "CPU kernels", "PyTorch's operations decode instead, about half as fast"
+    if system != "linux" or flags is None or not {"avx2", "fma"} <= flags:
+        return Finding(name, "optional", f"none for this machine (they need Linux, x86-64, AVX2): {otherwise}")
+    if not has_numba:
+        return Finding(
+            name, "optional", f"numba is not installed: {otherwise}", f"{sys.executable} -m pip install numba"
+        )
+    wide = "AVX-512" if "avx512f" in flags else "AVX2"
+    return Finding(name, "good", f"{wide}, compiled at a worker's first start")
 
 
 def _memory() -> Finding:

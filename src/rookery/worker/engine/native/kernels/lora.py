@@ -282,12 +282,12 @@ class LayerStages:
     def shrink(self, site: Site, x: Tensor) -> Tensor:
         """x itself, the input of ``site``."""
         if self._adapted:
-            self._run(_SHRINK, None, site, (x.shape[1],), x)
+            self._run(_SHRINK, None, site, (self._config.site_shape(site[1])[0],), x)
         return x
 
     def swiglu(self, y: Tensor, up: Site, down: Site) -> Tensor:
         """SwiGLU of y = [gate, up] and the delta of its site ``up``, for the site ``down``."""
-        self._run(_SWIGLU, up, down, (y.shape[1] // 2,), y, None, self._activated)
+        self._run(_SWIGLU, up, down, (self._activated.shape[1],), y, None, self._activated)
         return self._activated
 
     def _run(
