@@ -172,7 +172,7 @@ async def test_an_episode_from_hello_to_reward() -> None:
     ],
 )
 async def test_what_goes_wrong_in_an_environment_is_its_calls_error(environment: Hosted, says: str) -> None:
-    async with hosting(env=environment, good=faulty.Good()) as controller:
+    async with hosting(env=environment, good=faulty.Good(), later=faulty.SlowAsync(0.0)) as controller:
         answer = await controller.ask(reset("e1"))
         if not answer.error:
             answer = await controller.ask(step("e1"))
@@ -180,9 +180,9 @@ async def test_what_goes_wrong_in_an_environment_is_its_calls_error(environment:
         assert "\n" not in answer.error
         after = await controller.ask(step("e1", turn=1))
         assert "after the episode's end" in after.error or "not alive" in after.error or "is at turn" in after.error
-        # Others notice nothing.
-        await controller.ask(reset("e2", "good"))
-        assert (await controller.ask(step("e2"))).reward == 1
+        for name in ("good", "later"):  # others notice nothing
+            await controller.ask(reset(name, name))
+            assert (await controller.ask(step(name))).reward == 1
 
 
 async def test_an_answer_too_large_for_a_frame_is_its_calls_error() -> None:
@@ -338,14 +338,6 @@ async def test_a_blocking_async_step_does_not_stop_heartbeats() -> None:
         assert not waiting.done()
         blocks.release.set()
         assert (await asyncio.wait_for(waiting, 20)).reward == 1
-
-
-async def test_async_environments_go_on_after_one_that_exits() -> None:
-    async with hosting(env=faulty.ExitsAsync(), good=faulty.SlowAsync(0.0)) as controller:
-        await controller.ask(reset("e1"))
-        assert "SystemExit" in (await controller.ask(step("e1"))).error
-        await controller.ask(reset("e2", "good"))
-        assert (await controller.ask(step("e2"))).reward == 1
 
 
 async def test_a_refused_host_says_why() -> None:
