@@ -22,8 +22,8 @@ from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.cuda import graph_runner
 from rookery.worker.engine.native.cuda.buckets import LEAST_KEYS, bucket
 from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
-from rookery.worker.engine.native.cuda.kv_pool import KVPool, KVRange
 from rookery.worker.engine.native.engine import NativeEngine
+from rookery.worker.engine.native.kv_cache import KVCache, KVSlot
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.batch_invariance import LANES, key_capacity
 from rookery.worker.model.decoder import Decoder
@@ -87,7 +87,7 @@ def test_too_little_room_only_delays() -> None:
     tight = pooled(decoder, kv=token * 700)
     same(run(tight, orders), run(dense(decoder), orders))
     assert tight.stats["preempted"] > 0
-    assert _whole(tight)
+    assert tight.store.used_tokens == 0
 
 
 def test_a_next_turn_takes_up_its_cache_where_it_lies() -> None:
@@ -106,7 +106,7 @@ def test_a_next_turn_takes_up_its_cache_where_it_lies() -> None:
     before = ours.stats["reused_tokens"]
     same(run(ours, second), run(theirs, second))
     assert ours.stats["reused_tokens"] > before
-    assert _whole(ours)
+    assert ours.store.used_tokens == 0
 
 
 def test_a_request_that_switches_goes_on_as_on_the_cpu() -> None:
@@ -206,13 +206,6 @@ def test_prefill_leaves_adapters_where_recorded_steps_know_them() -> None:
     same(texts, run(dense(decoder), [*turns[0], *turns[1]]))
 
 
-def _whole(engine: NativeEngine) -> bool:
-    """Whether what is free and what is parked is the whole pool again."""
-    pool = engine.runner.store
-    assert isinstance(pool, KVPool)
-    return pool.free_tokens + sum(kept.slot.capacity for kept in pool.retained.values()) == pool.tokens - LANES
-
-
 # --- the parts that are pure ----------------------------------------------------------------------------------------
 
 
@@ -245,11 +238,11 @@ def test_the_number_of_graphs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_ranges_of_the_pool_never_overlap(steps: list[tuple[int, int, int]]) -> None:
     config = small("llama").config
     token = 2 * config.layers * config.kv_heads * config.head_dim * 2
-    pool = KVPool(config, torch.bfloat16, "cpu", 1500 * token)
-    held: list[KVRange] = []
+    pool = KVCache(config, torch.bfloat16, "cpu", 1500 * token)
+    held: list[KVSlot] = []
     for what, length, which in steps:
         if what < 2:
-            place = pool.allocate("tail", length)
+            place = pool.allocate(length)
             if place is not None:
                 held.append(place)
             else:
@@ -259,19 +252,19 @@ def test_ranges_of_the_pool_never_overlap(steps: list[tuple[int, int, int]]) -> 
             if what == 2:
                 pool.free(place)
             elif what == 3:
-                pool.retain(place, min(length, place.capacity), which, None)
+                pool.retain(place, which, None)
             else:
-                held.append(pool.resize("tail", place, length) or place)
-            if what == 3 and length % 2 and (revived := pool.restore("tail", which, length)) is not None:
+                held.append(pool.resize(place, length) or place)
+            if what == 3 and length % 2 and (revived := pool.restore(which, length)) is not None:
                 held.append(revived[0])
         taken = [*held, *(kept.slot for kept in pool.retained.values())]
         used = sorted((place.start, place.start + place.capacity) for place in taken)
         assert all(stop <= start for (_, stop), (start, _) in pairwise(used))
         assert not used or (used[0][0] >= LANES and used[-1][1] <= pool.tokens)
-        assert pool.free_tokens + sum(place.capacity for place in taken) == pool.tokens - LANES
+        assert pool.used_tokens == sum(place.capacity for place in held)
         assert len(pool.free_ranges) == len(set(pool.free_ranges))
         assert all(stop < start for (_, stop), (start, _) in pairwise(pool.free_ranges))
     for place in held:
         pool.free(place)
     largest = 960
-    assert pool.allocate("tail", largest) is not None and key_capacity(largest) <= pool.tokens - LANES
+    assert pool.allocate(largest) is not None and key_capacity(largest) <= pool.tokens - LANES

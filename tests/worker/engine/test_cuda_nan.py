@@ -91,14 +91,12 @@ def _generates(decoder: Decoder, product: GroupedMatmul) -> None:
         decoder, bank, runner.store, of, product
     )  # not recorded: runs as it is
     runner.prepare_adapters(["0", "1", "2"])
-    prompt = runner.store.allocate("shared", 20)
+    prompt = runner.store.allocate(20)
     keys = [*sorted(["0", "1", "2", "0"], key=bank.slot_order), ""]
     with torch.no_grad():
         for shared in (prompt, None):
             length = 20 if shared is not None else 0
-            streams = [
-                SequenceChunk(key, [1, 2, 3], 0, runner.store.allocate("tail", 64), shared, length) for key in keys
-            ]
+            streams = [SequenceChunk(key, [1, 2, 3], 0, runner.store.allocate(64), shared, length) for key in keys]
             if product is grouped_matmul:
                 hidden, last = runner.prefill(streams)
                 assert (hidden.shape, last.shape) == ((3 * len(keys), decoder.config.hidden), (len(keys),))
@@ -112,14 +110,13 @@ def _generates_as_a_cpu_does(decoder: Decoder) -> None:
     """What a GPU without fused kernels does: prefill after a shared prompt, and decode steps of rows in any order."""
     bank = _bank(decoder)
     runner = DenseRunner(decoder, bank, 1 << 24)
-    prompt = runner.store.allocate("shared", 20)
+    prompt = runner.store.allocate(20)
     keys = ["0", "1", "2", "0", ""]
     with torch.no_grad():
         for shared in (prompt, None):
             length = 20 if shared is not None else 0
             streams = [
-                SequenceChunk(key, [1, 2, 3], 0, runner.store.allocate("tail", 64), shared, length)
-                for key in sorted(keys)
+                SequenceChunk(key, [1, 2, 3], 0, runner.store.allocate(64), shared, length) for key in sorted(keys)
             ]
             hidden, last = runner.prefill(streams)
             assert (hidden.shape, last.shape) == ((3 * len(keys), decoder.config.hidden), (len(keys),))

@@ -235,4 +235,4 @@ def test_a_budget_too_small_for_all_only_delays() -> None:
     engine, _ = world(decoder, kv_budget_bytes=token * 700)
     assert run(engine, orders) == plenty
     assert engine.stats["preempted"] > 0
-    assert engine.store.bytes <= token * 700
+    assert engine.store.tokens <= 700 and engine.store.used_tokens == 0

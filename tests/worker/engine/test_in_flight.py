@@ -122,7 +122,7 @@ class Run:
         while self.step():
             pass
         assert {said.finish for said in self.said.values()} == {"length"}
-        assert all(not arena.taken for kind in self.engine.store.arenas.values() for arena in kind.values())
+        assert self.engine.store.used_tokens == 0
         return self.said
 
 

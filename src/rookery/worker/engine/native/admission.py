@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from rookery.worker.engine.native.kv_cache import KVStore
+from rookery.worker.engine.native.kv_cache import KVCache
 from rookery.worker.engine.native.request import EngineRequest, SharedPrefix
 from rookery.worker.model.lora import LoraManager
 
@@ -38,7 +38,7 @@ class _RetainedTail:
 class Admission:
     """The queue and the running requests. It counts ``preempted`` and ``reused_tokens`` in ``stats``."""
 
-    def __init__(self, store: KVStore, bank: LoraManager, max_rows: int, stats: defaultdict[str, float]) -> None:
+    def __init__(self, store: KVCache, bank: LoraManager, max_rows: int, stats: defaultdict[str, float]) -> None:
         self.running: list[EngineRequest] = []
         """In order of admission."""
         self.waiting: deque[EngineRequest] = deque()
@@ -87,7 +87,7 @@ class Admission:
         """Makes room for the next token of every running request; preempts the youngest while there is none."""
         for row in list(self.running):
             while row.slot is not None and row.tail_length > row.slot.capacity:
-                slot = self._store.resize("tail", row.slot, row.tail_length)
+                slot = self._store.resize(row.slot, row.tail_length)
                 if slot is not None:
                     row.slot = slot
                 else:
@@ -122,7 +122,7 @@ class Admission:
             key, length = (request.key, request.shared_tokens), request.params.shared_prefix
             if not length or key in known or self._store.contains(key):
                 continue
-            slot = self._store.allocate("shared", length) if fits(length) else None
+            slot = self._store.allocate(length) if fits(length) else None
             if slot is None:
                 return
             known.add(key)
@@ -130,7 +130,7 @@ class Admission:
 
     def retain_prefix(self, prefix: SharedPrefix) -> None:
         """Retains a complete prefix that no running request uses."""
-        self._store.retain(prefix.slot, len(prefix.tokens), prefix.key, prefix.logits)
+        self._store.retain(prefix.slot, prefix.key, prefix.logits)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Admission:
         """Finds or allocates the slots of a request; False (and nothing changes) when there is no room."""
         tail = request.tail
         if not self._restore_tail(request, tail):
-            request.slot, request.filled = self._store.allocate("tail", max(len(tail), 1)), 0
+            request.slot, request.filled = self._store.allocate(max(len(tail), 1)), 0
             request.cached_by = (request.key,)
         if request.slot is None:
             return False
@@ -161,7 +161,7 @@ class Admission:
                 shared_tokens=request.shared_tokens,
                 tokens=request.tail[: request.filled],
             )
-            self._store.retain(slot, request.filled, ("episode", request.params.episode), metadata)
+            self._store.retain(slot, ("episode", request.params.episode), metadata)
         elif slot is not None:
             self._store.free(slot)
         request.filled = 0
@@ -174,7 +174,7 @@ class Admission:
     def _restore_tail(self, request: EngineRequest, tail: list[int]) -> bool:
         """Restores the episode's cache if the request's tail extends it."""
         episode = request.params.episode
-        kept = self._store.restore("tail", ("episode", episode), len(tail)) if episode and tail else None
+        kept = self._store.restore(("episode", episode), len(tail)) if episode and tail else None
         if kept is None:
             return False
         slot, metadata = kept
@@ -208,12 +208,12 @@ class Admission:
         key = (adapter, tokens)
         prefix = self._prefixes.get(key)
         if prefix is None:
-            kept = self._store.restore("shared", key, len(tokens))
+            kept = self._store.restore(key, len(tokens))
             if kept is not None:
                 prefix = SharedPrefix(key, kept[0], filled=len(tokens), logits=kept[1])
                 self._stats["reused_tokens"] += len(tokens)
             else:
-                slot = self._store.allocate("shared", len(tokens)) if adapter == request.key else None
+                slot = self._store.allocate(len(tokens)) if adapter == request.key else None
                 if slot is None:
                     return False
                 prefix = SharedPrefix(key, slot)

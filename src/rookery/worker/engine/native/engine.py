@@ -34,6 +34,7 @@ from rookery.worker import device
 from rookery.worker.engine.base import EngineLimits
 from rookery.worker.engine.native.admission import Admission
 from rookery.worker.engine.native.attention import SequenceChunk
+from rookery.worker.engine.native.kv_cache import KVSlot
 from rookery.worker.engine.native.request import EngineRequest, SharedPrefix, StopStrings
 from rookery.worker.engine.native.runner import Runner, best_runner, logits_at
 from rookery.worker.engine.native.sampler import SamplingKey
@@ -386,7 +387,7 @@ class NativeEngine:
         self._undrained[request.params.request] = request
 
 
-def _chunk(key: str, tokens: Sequence[int], start: int, slot: object, prefix: SharedPrefix | None) -> SequenceChunk:
+def _chunk(key: str, tokens: Sequence[int], start: int, slot: KVSlot, prefix: SharedPrefix | None) -> SequenceChunk:
     if prefix is None:
         return SequenceChunk(key, tokens, start, slot)
     return SequenceChunk(key, tokens, start, slot, prefix.slot, len(prefix.tokens))

@@ -1,239 +1,155 @@
-"""The KV cache of a CPU engine: contiguous segments in arenas, under one budget in bytes.
+"""The KV cache: one pool of tokens, allocated once, in which segments are ranges.
 
 Promises:
 
-* A segment (the shared prompt of a group, or the private tail of one request) is contiguous, and the segments of one
-  capacity lie side by side without gaps, so that one batched product reads them in place.
-* Allocated bytes never exceed the budget. A segment that no request uses can be *retained*: copied out at its exact
-  length, restored for a later request, and evicted least recently used first.
-* A slot is zeroed before it is used: no value of another tenant, and no NaN, remains in it.
+* A segment (the shared prompt of a group, or the private tail of one request) is one range, and the pool's tensors
+  never move, so that plans, kernels and CUDA graphs may hold addresses.
+* Ranges never exceed the budget. A segment that no request uses can be *retained*: it stays where it is, is restored
+  for a later request, and is evicted, least recently used first, when its range is needed.
+* No one reads a token that its owner has not written. So ranges are not zeroed, and memory is touched only where a
+  segment has been.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from cachetools import LRUCache
 from torch import Tensor
 
-from rookery.worker.model.batch_invariance import exact_key_capacity
+from rookery.worker.model.batch_invariance import LANES, key_capacity
 from rookery.worker.model.config import DecoderConfig
 
-Kind = Literal["shared", "tail"]
-
-_FIRST_SLOTS = 4
-"""Slots of a new arena; it grows by half."""
+SCRATCH = 0
+"""A token that belongs to no segment: padding reads it, and the padding rows of a GPU's batch write it."""
 
 
-class KVStore(Protocol):
-    """Memory for keys and values: ``KVCache`` on a CPU, ``cuda.KVPool`` on a GPU. Slots are opaque to all but the store
-    and the attention that reads it; each has a ``capacity`` in tokens."""
-
-    @property
-    def budget(self) -> int:
-        """Bytes."""
-        ...
-
-    def fits_alone(self, *lengths: int) -> bool:
-        """Whether segments of these lengths would fit in an empty store."""
-        ...
-
-    def allocate(self, kind: Kind, length: int) -> Any | None:
-        """A slot for ``length`` tokens; evicts retained segments if it must. None when the store is full."""
-        ...
-
-    def resize(self, kind: Kind, slot: Any, length: int) -> Any | None:
-        """The slot of the same segment with room for ``length`` tokens; None (and nothing changes) when the store is
-        full."""
-        ...
-
-    def free(self, slot: Any) -> None: ...
-
-    def contains(self, key: Hashable) -> bool:
-        """Whether a segment is retained under ``key``."""
-        ...
-
-    def retain(self, slot: Any, length: int, key: Hashable, metadata: Any) -> None:
-        """Frees the slot and retains its first ``length`` tokens under ``key`` as long as there is room for them."""
-        ...
-
-    def restore(self, kind: Kind, key: Hashable, length: int) -> tuple[Any, Any] | None:
-        """A slot with room for ``length`` tokens that holds the segment retained under ``key``, and its metadata. None
-        when there is no such segment, or (it stays retained) no room."""
-        ...
-
-
+@dataclass(eq=False)
 class KVSlot:
-    """The place of one segment in its arena. ``index`` changes when an earlier slot is freed."""
+    """Tokens ``start`` … ``start + capacity - 1`` of the pool; both are multiples of ``LANES``."""
 
-    __slots__ = ("arena", "index")
-
-    def __init__(self, arena: Arena, index: int) -> None:
-        self.arena = arena
-        self.index = index
-
-    @property
-    def capacity(self) -> int:
-        return self.arena.capacity
+    start: int
+    capacity: int
 
 
-class Arena:
-    """Slots of one capacity: ``k`` and ``v`` [layers, slots, kv_heads, capacity, head_dim], of which the first
-    ``len(taken)`` are in use."""
-
-    def __init__(self, config: DecoderConfig, capacity: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        self.capacity = capacity
-        self.taken: list[KVSlot] = []
-        self.k = torch.zeros(config.layers, 0, config.kv_heads, capacity, config.head_dim, dtype=dtype, device=device)
-        self.v = self.k.clone()
-        self.slot_bytes = 2 * dtype.itemsize * config.layers * config.kv_heads * capacity * config.head_dim
-
-    @property
-    def num_slots(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def bytes(self) -> int:
-        return self.num_slots * self.slot_bytes
-
-    def resize(self, slots: int) -> None:
-        self.k, self.v = (self._resized(old, slots) for old in (self.k, self.v))
-
-    def _resized(self, old: Tensor, slots: int) -> Tensor:
-        new = old.new_empty(old.shape[0], slots, *old.shape[2:])  # ``allocate`` zeroes a slot
-        new[:, : len(self.taken)] = old[:, : len(self.taken)]
-        return new
-
-    def allocate(self) -> KVSlot:
-        """A zeroed slot; there must be a free one."""
-        slot = KVSlot(self, len(self.taken))
-        self.taken.append(slot)
-        for x in (self.k, self.v):
-            x[:, slot.index].zero_()
-        return slot
-
-    def free(self, slot: KVSlot) -> None:
-        """Frees ``slot``; the last slot moves into the gap."""
-        last = self.taken.pop()
-        if last is not slot:
-            for x in (self.k, self.v):
-                x[:, slot.index] = x[:, last.index]
-            last.index = slot.index
-            self.taken[last.index] = last
-
-
-@dataclass
+@dataclass(frozen=True)
 class RetainedSegment:
-    """A segment that no request uses: ``k``, ``v`` [layers, kv_heads, length, head_dim] and its owner's metadata."""
+    """A segment that no request uses, and its owner's metadata."""
 
-    k: Tensor
-    v: Tensor
+    slot: KVSlot
     metadata: Any
-
-    @property
-    def bytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes + (self.metadata.nbytes if isinstance(self.metadata, Tensor) else 0)
 
 
 class KVCache:
-    """``KVStore`` with all arenas and retained segments of one engine."""
+    """Memory for keys and values.
+
+    ``k`` and ``v`` are [layers, tokens, kv_heads, head_dim] if ``token_major``, as a GPU's kernels read them. Else the
+    tokens of a slot lie together, [layers, kv_heads, capacity, head_dim] (see ``segment``), in a tensor [tokens ·
+    layers · kv_heads, head_dim]: a small cache is small in memory too, however large its budget is."""
 
     def __init__(
-        self, config: DecoderConfig, dtype: torch.dtype, device: torch.device | str, budget_bytes: int
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        budget_bytes: int,
+        *,
+        token_major: bool = False,
     ) -> None:
         self.config = config
-        self.dtype = dtype
-        self.device = device
         self.budget = budget_bytes
-        self.arenas: dict[Kind, dict[int, Arena]] = {"shared": {}, "tail": {}}
-        self.retained: LRUCache[Hashable, RetainedSegment] = LRUCache(budget_bytes, getsizeof=lambda kept: kept.bytes)
+        self.token_major = token_major
         self.token_bytes = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
+        self.tokens = max(LANES, budget_bytes // self.token_bytes // LANES * LANES)
+        rows = config.layers * self.tokens * config.kv_heads
+        self.k, self.v = (torch.empty(rows, config.head_dim, dtype=dtype, device=device) for _ in range(2))
+        if token_major:
+            shape = (config.layers, self.tokens, config.kv_heads, config.head_dim)
+            self.k, self.v = self.k.view(shape), self.v.view(shape)
+        for x in (self.k, self.v):
+            self.segment(x, KVSlot(SCRATCH, LANES)).zero_()
+        self.retained: LRUCache[Hashable, RetainedSegment] = LRUCache(self.tokens, lambda kept: kept.slot.capacity)
+        self.free_ranges = [(LANES, self.tokens)]
+        """(start, stop) in order, none adjacent to the next; the first ``LANES`` tokens are scratch."""
 
     @property
-    def bytes(self) -> int:
-        arenas = sum(arena.bytes for kind in self.arenas.values() for arena in kind.values())
-        return arenas + int(self.retained.currsize)
+    def used_tokens(self) -> int:
+        """Tokens in segments that are not retained."""
+        free = sum(stop - start for start, stop in self.free_ranges)
+        return self.tokens - LANES - free - int(self.retained.currsize)
+
+    def segment(self, x: Tensor, slot: KVSlot) -> Tensor:
+        """The slot's part of ``k`` or ``v``: [layers, capacity, kv_heads, head_dim] if ``token_major``, else [layers,
+        kv_heads, capacity, head_dim]. A view."""
+        start, stop = slot.start, slot.start + slot.capacity
+        if self.token_major:
+            return x[:, start:stop]
+        config = self.config
+        rows = config.layers * config.kv_heads
+        return x[start * rows : stop * rows].view(config.layers, config.kv_heads, slot.capacity, config.head_dim)
 
     def fits_alone(self, *lengths: int) -> bool:
-        """See ``KVStore``."""
-        tokens = sum(exact_key_capacity(self.dtype, length) for length in lengths if length)
-        return tokens * self.token_bytes <= self.budget
+        """Whether segments of these lengths would fit in an empty cache."""
+        return sum(key_capacity(length) for length in lengths if length) <= self.tokens - LANES
 
-    def allocate(self, kind: Kind, length: int, others: int = 0) -> KVSlot | None:
-        """See ``KVStore``. ``others`` is the number of segments that are likely to need a slot of this size soon."""
-        size = exact_key_capacity(self.dtype, length)
-        arena = self.arenas[kind].get(size)
-        if arena is None:
-            arena = self.arenas[kind][size] = Arena(self.config, size, self.dtype, self.device)
-        if len(arena.taken) == arena.num_slots and not self._grow(arena, others):
-            return None
-        return arena.allocate()
+    def allocate(self, length: int) -> KVSlot | None:
+        """A slot for ``length`` tokens; evicts retained segments if it must. None when the cache is full."""
+        size = key_capacity(length)
+        while True:
+            for i, (start, stop) in enumerate(self.free_ranges):
+                if stop - start >= size:
+                    self.free_ranges[i : i + 1] = [(start + size, stop)] if stop - start > size else []
+                    return KVSlot(start, size)
+            if not self.retained:
+                return None
+            _, oldest = self.retained.popitem()
+            self.free(oldest.slot)
 
-    def resize(self, kind: Kind, slot: KVSlot, length: int) -> KVSlot | None:
-        """See ``KVStore``."""
+    def resize(self, slot: KVSlot, length: int) -> KVSlot | None:
+        """The slot of the same segment with room for ``length`` tokens; None (and nothing changes) when the cache is
+        full."""
         if length <= slot.capacity:
             return slot
-        new = self.allocate(kind, length, len(slot.arena.taken))
+        new = self.allocate(length)
         if new is not None:
-            for source, target in ((slot.arena.k, new.arena.k), (slot.arena.v, new.arena.v)):
-                target[:, new.index, :, : slot.capacity] = source[:, slot.index]
+            axis = 1 if self.token_major else 2
+            for x in (self.k, self.v):
+                self.segment(x, new).narrow(axis, 0, slot.capacity).copy_(self.segment(x, slot))
             self.free(slot)
         return new
 
     def free(self, slot: KVSlot) -> None:
-        slot.arena.free(slot)
+        start, stop = slot.start, slot.start + slot.capacity
+        at = sum(free < start for free, _ in self.free_ranges)
+        if at < len(self.free_ranges) and self.free_ranges[at][0] == stop:
+            stop = self.free_ranges.pop(at)[1]
+        if at and self.free_ranges[at - 1][1] == start:
+            start = self.free_ranges.pop(at - 1)[0]
+            at -= 1
+        self.free_ranges.insert(at, (start, stop))
 
     def contains(self, key: Hashable) -> bool:
-        """See ``KVStore``."""
+        """Whether a segment is retained under ``key``."""
         return key in self.retained
 
-    def retain(self, slot: KVSlot, length: int, key: Hashable, metadata: Any) -> None:
-        """See ``KVStore``."""
-        k, v = (x[:, slot.index, :, :length].clone() for x in (slot.arena.k, slot.arena.v))
-        self.free(slot)
-        self.retained.pop(key, None)
-        kept = RetainedSegment(k, v, metadata)
-        if self._reclaim(kept.bytes):
-            self.retained[key] = kept
+    def retain(self, slot: KVSlot, key: Hashable, metadata: Any) -> None:
+        """Retains the segment in ``slot``, which is no longer its caller's, under ``key``."""
+        before = self.retained.pop(key, None)
+        if before is not None:
+            self.free(before.slot)
+        self.retained[key] = RetainedSegment(slot, metadata)
 
-    def restore(self, kind: Kind, key: Hashable, length: int) -> tuple[KVSlot, Any] | None:
-        """See ``KVStore``."""
+    def restore(self, key: Hashable, length: int) -> tuple[KVSlot, Any] | None:
+        """A slot with room for ``length`` tokens that holds the segment retained under ``key``, and its metadata. None
+        when there is no such segment, or (it stays retained) no room."""
         kept = self.retained.pop(key, None)
         if kept is None:
             return None
-        size = kept.k.shape[2]
-        slot = self.allocate(kind, max(length, size))
+        slot = self.resize(kept.slot, length)
         if slot is None:
             self.retained[key] = kept
             return None
-        slot.arena.k[:, slot.index, :, :size] = kept.k
-        slot.arena.v[:, slot.index, :, :size] = kept.v
         return slot, kept.metadata
-
-    def _grow(self, arena: Arena, others: int) -> bool:
-        taken = len(arena.taken)
-        for slots in (taken + max(_FIRST_SLOTS, taken // 2, others), taken + 1):
-            # the old tensors stay allocated until they are copied
-            if self._reclaim(slots * arena.slot_bytes, keep=arena):
-                arena.resize(slots)
-                return True
-        return False
-
-    def _reclaim(self, wanted: int, keep: Arena | None = None) -> bool:
-        """Makes ``wanted`` bytes of room: evicts retained segments, which is free, then deletes unused arenas, then
-        shrinks arenas with free slots, which costs a copy."""
-        while self.bytes + wanted > self.budget and self.retained:
-            self.retained.popitem()
-        if self.bytes + wanted <= self.budget:
-            return True
-        for kind in self.arenas.values():
-            for size, arena in list(kind.items()):
-                if arena is not keep and arena.num_slots > len(arena.taken):
-                    if arena.taken:
-                        arena.resize(len(arena.taken))
-                    else:
-                        del kind[size]
-        return self.bytes + wanted <= self.budget

@@ -1,7 +1,8 @@
 """Runners: one slice of an engine's batch through the decoder. The device decides how; the results are the same.
 
-``DenseRunner`` is the CPU's: caches in arenas, products in the shapes that make a token's result independent of the
-batch (``batch_invariance``). ``cuda.CudaGraphRunner`` is a GPU's.
+``KernelRunner`` is a CPU's; ``DenseRunner`` computes the same by PyTorch's operations, where the kernels cannot run.
+Both multiply in the shapes that make a token's result independent of the batch (``batch_invariance``).
+``cuda.CudaGraphRunner`` is a GPU's.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Protocol
 from torch import Tensor
 
 from rookery.worker import device
-from rookery.worker.engine.native.attention import SegmentAttention, SequenceChunk
+from rookery.worker.engine.native.attention import SegmentAttention, SequenceChunk, TokenStream
 from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
 from rookery.worker.engine.native.kernels import fits as runs_kernels
 from rookery.worker.engine.native.kernels import load as load_kernels
-from rookery.worker.engine.native.kv_cache import KVCache, KVStore
+from rookery.worker.engine.native.kv_cache import KVCache
 from rookery.worker.engine.native.sampler import SampledTokens, SamplingKey, sample
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
@@ -29,7 +30,7 @@ class Runner(Protocol):
     ``LoraManager.slot_order``."""
 
     @property
-    def store(self) -> KVStore: ...
+    def store(self) -> KVCache: ...
 
     def prepare_adapters(self, keys: Iterable[str]) -> None:
         """Called before each slice with the adapters that it uses."""
@@ -62,7 +63,7 @@ class DenseRunner:
 
     def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
         """See ``Runner``."""
-        attend = SegmentAttention(self._decoder.config, streams, self._decoder.dtype, self._decoder.device)
+        attend = SegmentAttention(self.store, TokenStream(streams))
         groups = _adapter_groups(streams)
         lora = self._bank.batch_product([key for key, _ in groups], [count for _, count in groups])
         return self._decoder.forward(attend.tokens, attend.positions, attend, lora), attend.last
@@ -81,27 +82,22 @@ class KernelRunner:
     """A CPU's with compiled kernels (``kernels.load`` comes first)."""
 
     def __init__(self, decoder: Decoder, bank: LoraManager, kv_budget_bytes: int) -> None:
-        from rookery.worker.engine.native.kernels import lora, sampler
+        from rookery.worker.engine.native.kernels import attention, lora, sampler
 
         self.store = KVCache(decoder.config, decoder.dtype, decoder.device, kv_budget_bytes)
         self._decoder = decoder
         self._bank = bank
-        self._lora, self._sampler = lora, sampler
+        self._attention, self._lora, self._sampler = attention, lora, sampler
 
     def prepare_adapters(self, keys: Iterable[str]) -> None:
         """Nothing to do: blocks take rows in any order."""
 
     def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
         """See ``Runner``."""
-        attend = SegmentAttention(self._decoder.config, streams, self._decoder.dtype, self._decoder.device)
-        rotation = self._decoder.rotation(attend.positions)
-
-        def attention(layer: int, qkv: Tensor) -> Tensor:
-            return attend(layer, *self._decoder.heads(layer, qkv, rotation)).reshape(len(qkv), -1)
-
+        attend = self._attention.KernelAttention(self._decoder, self.store, TokenStream(streams))
         pack = self._lora.KernelAdapter.pack
         groups = [(self._bank.packed(key, pack) if key else None, count) for key, count in _adapter_groups(streams)]
-        return self._lora.forward(self._decoder, attend.tokens, groups, attention), attend.last
+        return self._lora.forward(self._decoder, attend.tokens, groups, attend), attend.last
 
     def decode(self, streams: Sequence[SequenceChunk]) -> Tensor:
         """See ``Runner``."""

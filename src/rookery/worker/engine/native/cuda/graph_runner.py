@@ -23,8 +23,8 @@ from torch import Tensor
 
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.cuda.buckets import Bucket, bucket
-from rookery.worker.engine.native.cuda.kv_pool import SCRATCH, KVPool
 from rookery.worker.engine.native.cuda.sampler import sample_on_device
+from rookery.worker.engine.native.kv_cache import SCRATCH, KVCache
 from rookery.worker.engine.native.sampler import SampledTokens, SamplingKey, sample
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder, LoraProduct
@@ -52,7 +52,7 @@ class CudaGraphRunner:
         self, decoder: Decoder, bank: LoraManager, kv_budget_bytes: int, product: GroupedMatmul | None = None
     ) -> None:
         """``product`` defaults to the fastest one of the device (``lora.best_grouped_matmul``)."""
-        self.store = KVPool(decoder.config, decoder.dtype, decoder.device, kv_budget_bytes)
+        self.store = KVCache(decoder.config, decoder.dtype, decoder.device, kv_budget_bytes, token_major=True)
         self.graphs: LRUCache[Bucket, DecodeGraph] = LRUCache(MAX_GRAPHS)
         self._decoder = decoder
         self._bank = bank
@@ -118,7 +118,7 @@ class PrefillAttention:
     """``AttentionBackend`` of prompt chunks, and the flat ``tokens``, ``positions`` and ``last`` tokens that go with
     it."""
 
-    def __init__(self, config: DecoderConfig, pool: KVPool, streams: Sequence[SequenceChunk]) -> None:
+    def __init__(self, config: DecoderConfig, pool: KVCache, streams: Sequence[SequenceChunk]) -> None:
         self._config, self._pool = config, pool
         device = pool.k.device
         counts = [len(s.tokens) for s in streams]
@@ -183,7 +183,7 @@ class DecodeGraph:
     """The decode step of one bucket, on its own input buffers."""
 
     def __init__(
-        self, decoder: Decoder, bank: LoraManager, pool: KVPool, shape: Bucket, product: GroupedMatmul
+        self, decoder: Decoder, bank: LoraManager, pool: KVCache, shape: Bucket, product: GroupedMatmul
     ) -> None:
         device, config = decoder.device, decoder.config
         windows = sorted(set(config.windows))
@@ -229,7 +229,7 @@ class DecodeAttention:
     """``AttentionBackend`` of one token per row over ranges of the pool; ``seen[window]`` are the tails and, where rows
     have one, the shared prompts."""
 
-    def __init__(self, config: DecoderConfig, pool: KVPool, write: Tensor, seen: dict[int, list[KeyRanges]]) -> None:
+    def __init__(self, config: DecoderConfig, pool: KVCache, write: Tensor, seen: dict[int, list[KeyRanges]]) -> None:
         self._config, self._pool, self._write, self._seen = config, pool, write, seen
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

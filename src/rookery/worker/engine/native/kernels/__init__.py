@@ -13,9 +13,9 @@ def load(folder: Path | None) -> bool:
     where they cannot run."""
     if runtime.why_unavailable():
         return False
-    from rookery.worker.engine.native.kernels import lora, sampler
+    from rookery.worker.engine.native.kernels import attention, lora, sampler
 
-    runtime.load([sampler.KERNEL, lora.KERNEL], folder)
+    runtime.load([sampler.KERNEL, lora.KERNEL, attention.ROTATE, attention.ATTEND], folder)
     return True
 
 
