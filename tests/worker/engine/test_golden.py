@@ -1,10 +1,10 @@
-"""The engine still samples the texts that it sampled before its modules were rearranged.
+"""The engine still samples the texts that it sampled before.
 
-``tests/data/golden_texts.json`` was recorded once, by the engine of the commit before that change: requests (adapter,
-prompt, shared prefix, temperature, seed) with their tokens and their log-probabilities, rounded to six digits. bfloat16
-results depend on the processor's instructions, so they are compared only where torch finds the same ones. In float32
-the tokens are compared everywhere and the log-probabilities within ``FLOAT32_TOLERANCE``. They are texts of PyTorch's
-operations; the compiled kernels round sums in another order, which shows in bfloat16."""
+``tests/data/golden_texts.json`` was recorded when attention came to run by compiled kernels, whose sums round in
+another order than those of PyTorch's operations: requests (adapter, prompt, shared prefix, temperature, seed) with
+their tokens and their log-probabilities, rounded to six digits. bfloat16 texts are those of the kernels; they depend on
+the processor's instructions, so they are compared only where torch finds the same ones. In float32 the tokens are
+compared everywhere, with kernels and without, and the log-probabilities within ``FLOAT32_TOLERANCE``."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ def check(
     decoder: Decoder,
     texts: list[dict[str, Any]],
     alone: int,
+    runner: type[DenseRunner | KernelRunner],
     *,
     exact: bool,
-    runner: type[DenseRunner | KernelRunner] = DenseRunner,
 ) -> None:
     """All texts in one batch; the first ``alone`` of them also each by itself and resumed from the middle."""
     strength = texts[0]["strength"]
@@ -117,14 +117,12 @@ def check(
 def test_random_model_in_float32(runner: type[DenseRunner | KernelRunner]) -> None:
     if runner is KernelRunner and not kernels.load(None):
         pytest.skip(kernels.runtime.why_unavailable())
-    check(small("llama", torch.float32), golden("random llama", "float32"), 6, exact=False, runner=runner)
+    check(small("llama", torch.float32), golden("random llama", "float32"), 6, runner, exact=False)
 
 
 @pytest.mark.skipif(not SAME_PROCESSOR, reason=f"recorded on {GOLDEN['processor']}, this is {PROCESSOR}")
-def test_random_model_in_bfloat16() -> None:
-    check(small("llama", torch.bfloat16), golden("random llama", "bfloat16"), 6, exact=True)
-
-
-@pytest.mark.skipif(not SAME_PROCESSOR, reason=f"recorded on {GOLDEN['processor']}, this is {PROCESSOR}")
-def test_smollm2() -> None:
-    check(smollm2(torch.bfloat16), golden("smollm2", "bfloat16"), 2, exact=True)
+@pytest.mark.parametrize(("model", "alone"), [("random llama", 6), ("smollm2", 2)])
+def test_bfloat16(model: str, alone: int) -> None:
+    assert kernels.load(None)
+    decoder = smollm2(torch.bfloat16) if model == "smollm2" else small("llama", torch.bfloat16)
+    check(decoder, golden(model, "bfloat16"), alone, KernelRunner, exact=True)
