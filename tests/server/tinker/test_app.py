@@ -2,37 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 import tinker
-from tests.support.tinkered import MODEL, PATIENCE, client, datum, logprobs, place_model, running, trainer
+from tests.support.tinkered import MODEL, PATIENCE, datum, logprobs, trainer
 from tinker import types
 
-from rookery.server.embedded import EmbeddedService
-
 TOKENS = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tinker")
-    place_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def service(root: Path) -> Iterator[EmbeddedService]:
-    with running(root) as service:
-        yield service
-
-
-@pytest.fixture
-def visitor(service: EmbeddedService) -> Iterator[tinker.ServiceClient]:
-    with client(service) as visitor:
-        yield visitor
 
 
 def test_quick_start(visitor: tinker.ServiceClient) -> None:

@@ -14,7 +14,7 @@ import pytest
 import tinker
 import torch
 import transformers
-from tests.support.tinkered import PATIENCE, client, datum, logprobs, place_model, running, trainer
+from tests.support.tinkered import PATIENCE, client, datum, logprobs, trainer
 from tinker import types
 
 from rookery.server.embedded import EmbeddedService
@@ -23,19 +23,6 @@ GRADIENT_TOLERANCE = 0.02
 """Relative, of a gradient's norm: the base model's activations are bfloat16 (8 bits of mantissa)."""
 
 Loss = Callable[..., torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("losses")
-    place_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def service(root: Path) -> Iterator[EmbeddedService]:
-    with running(root) as service:
-        yield service
 
 
 @pytest.fixture(scope="module")

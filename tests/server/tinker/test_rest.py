@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 import tinker
-from tests.support.tinkered import MODEL, PATIENCE, client, datum, logprobs, place_model, running, trainer
+from tests.support.tinkered import MODEL, PATIENCE, client, datum, logprobs, trainer
 from tinker import types
 
 from rookery.controller.sessions.futures import Futures
@@ -22,20 +22,6 @@ from rookery.server.peft_archive import ADAPTER_FILES
 TOKENS = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
 PROMPT = types.ModelInput.from_ints(TOKENS)
 ADAM = types.AdamParams(learning_rate=0.02)
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedService]:
-    folder = tmp_path_factory.mktemp("rest")
-    place_model(folder)
-    with running(folder) as service:
-        yield service
-
-
-@pytest.fixture
-def visitor(service: EmbeddedService) -> Iterator[tinker.ServiceClient]:
-    with client(service) as visitor:
-        yield visitor
 
 
 @pytest.fixture

@@ -6,12 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.tinkered import MODEL, place_model, running
+from tests.support.tinkered import MODEL
 
 from rookery.server.embedded import EmbeddedService
 from rookery.server.tinker.protobuf import OLDEST, supported
@@ -21,14 +20,6 @@ SDKS = Path(sys.prefix) / "sdks"
 
 FLOW = Path(__file__).parent / "sdk_flow.py"
 PATIENCE = 240
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedService]:
-    folder = tmp_path_factory.mktemp("sdks")
-    place_model(folder)
-    with running(folder) as service:
-        yield service
 
 
 def flow(service: EmbeddedService, *first: Path) -> dict[str, Any]:
