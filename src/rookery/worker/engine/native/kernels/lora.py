@@ -44,7 +44,7 @@ from rookery.worker.model.decoder import SITES, Decoder, output_slices
 BLOCK_ROWS = 8
 """Rows of a block: as many as a product holds in registers."""
 
-_COLUMNS = 4 * LANES
+_COLUMNS = 16 * LANES
 """Columns that a block computes at a time, so that they stay in the first cache."""
 
 _EXPAND, _SHRINK, _NORM, _SWIGLU = range(4)

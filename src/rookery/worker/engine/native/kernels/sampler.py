@@ -2,7 +2,7 @@
 
 Promise: the same rule and the same noise as in ``engine.native.sampler``, whose constants it takes; the noise's
 integers are equal bit for bit. Sums over the vocabulary are taken lane by lane from the first token to the last, then
-over the lanes (``vec.sum_lanes``), in float32; scores of tokens are float64.
+over the lanes (``vec.sum_lanes``), in float32; a token's score is float64.
 """
 
 from __future__ import annotations
@@ -55,34 +55,35 @@ def _mixed(x: np.uint64) -> np.uint64:
 
 
 @device_function
-def _gumbel(key: np.uint64, token: int) -> float:
-    """``sampler.gumbel`` of one key and token."""
+def _uniform(key: np.uint64, token: int) -> float:
+    """The number in (0, 1) that ``sampler.gumbel`` makes noise of."""
     bits = _mixed(key + (np.uint64(token) + np.uint64(2)) * STEP)
-    uniform = (np.float64(bits >> np.uint64(11)) + 0.5) * 2.0**-53
-    return -math.log(-math.log(uniform))
+    return (np.float64(bits >> np.uint64(11)) + 0.5) * 2.0**-53
 
 
 @device_function
 def _exponentials(logits: int, at: int, vocabulary: int, half: int, temperature: float, out: int) -> float:
     """Writes exp(logit / temperature - their maximum) of a row to ``out`` [vocabulary] float32; returns the sum."""
+    factor = splat(np.float32(1.0) / temperature)
     top = splat(-np.inf)
     for i in range(0, vocabulary, LANES):
-        x = load(logits, at + i, half) / splat(temperature)
+        x = load(logits, at + i, half) * factor
         top = where_less(top, x, x, top)
     highest = splat(max_lanes(top))
     total = splat(0.0)
     for i in range(0, vocabulary, LANES):
-        p = exp(load(logits, at + i, half) / splat(temperature) - highest)
+        p = exp(load(logits, at + i, half) * factor - highest)
         store_float(out, i, p)
         total = total + p
     return sum_lanes(total)
 
 
 @device_function
-def _draw(p: int, vocabulary: int, total: float, key: np.uint64, noisy: int, near: int) -> tuple[int, float, float]:
-    """The winner among the tokens whose p is at least ``_NEAR`` (or, without ``near``, below it), its score, and the
-    probability of all tokens below it."""
-    token, best = 0, -np.inf
+def _draw(p: int, vocabulary: int, key: np.uint64, noisy: int, near: int) -> tuple[int, float, float]:
+    """The winner among the tokens whose p is at least ``_NEAR`` (or, without ``near``, below it), its -log(u) / p, and
+    the sum of p of all tokens below it. The token of the largest log(p) - log(-log(u)) has the smallest -log(u) / p;
+    most are seen to be larger without the logarithm, since -log(u) >= 1 - u."""
+    token, least = 0, np.inf
     rest = splat(0.0)
     for i in range(0, vocabulary, LANES):
         block = load(p, i, 0)
@@ -90,12 +91,17 @@ def _draw(p: int, vocabulary: int, total: float, key: np.uint64, noisy: int, nea
         if near and max_lanes(block) < _NEAR:
             continue
         for lane in range(LANES):
-            x = read_float(p, i + lane)
+            x = np.float64(read_float(p, i + lane))
             if x > 0 and (x >= _NEAR) == (near != 0):
-                score = math.log(np.float64(x) / total) + (_gumbel(key, i + lane) if noisy else 0.0)
-                if score > best:
-                    token, best = i + lane, score
-    return token, best, np.float64(sum_lanes(rest)) / total
+                if noisy:
+                    u = _uniform(key, i + lane)
+                    if (1.0 - u) / x < least:
+                        quotient = -math.log(u) / x
+                        if quotient < least:
+                            token, least = i + lane, quotient
+                elif 1.0 / x < least:
+                    token, least = i + lane, 1.0 / x
+    return token, least, np.float64(sum_lanes(rest))
 
 
 def _sample(args: int) -> None:
@@ -111,9 +117,9 @@ def _sample(args: int) -> None:
         noisy = 1 if temperature > 0 else 0
         divisor = temperature if noisy else np.float32(1.0)
         total = np.float64(_exponentials(logits, row * vocabulary, vocabulary, half, divisor, p))
-        token, best, rest = _draw(p, vocabulary, total, key, noisy, 1)
-        if noisy and rest > 0 and math.log(rest) + _gumbel(key, -1) > best:
-            token = _draw(p, vocabulary, total, key ^ REST_KEY, 1, 0)[0]
+        token, least, rest = _draw(p, vocabulary, key, noisy, 1)
+        if noisy and rest > 0 and -math.log(_uniform(key, -1)) / rest < least:
+            token = _draw(p, vocabulary, key ^ REST_KEY, 1, 0)[0]
         logprob = math.log(np.float64(read_float(p, token)) / total) if total > 0 else np.nan
         write_int(tokens, row, token)
         write_float(logprobs, row, np.float32(logprob))
