@@ -17,7 +17,7 @@ PROCESSES ?= 2
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo docs test test-examples test-ray test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo docs test test-examples test-ray test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/rookery demo
@@ -67,6 +67,10 @@ soak: $(VENV)/.tests
 # The same for a minute and a half, with the targets that so short a run can meet.
 soak-short: $(VENV)/.tests
 	@$(BIN)/python -m benchmarks.scale.soak --seconds 90
+
+# 200 requests per operation of the API and key, where `make test` sends a few.
+fuzz: $(VENV)/.tests
+	@ROOKERY_FUZZ_EXAMPLES=200 $(BIN)/python -m pytest --timeout=1200 tests/server/test_schema.py
 
 # Peers, each in an environment of its own, for the measures that stand beside them.
 bench-peers: .bench/vllm/.installed .bench/trl/.installed

@@ -71,6 +71,19 @@ class OpenAIModel(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
+class OpenAIError(BaseModel):
+    message: str
+    type: Literal["invalid_request_error", "server_error"]
+    param: str | None
+    code: str | None
+
+
+class OpenAIErrorResponse(BaseModel):
+    """The reason why a request failed."""
+
+    error: OpenAIError
+
+
 class StreamOptions(OpenAIModel):
     include_usage: bool = False
 

@@ -33,9 +33,11 @@ from rookery.server.openai_schemas import (
     ChatRequest,
     CompletionOptions,
     CompletionRequest,
+    OpenAIErrorResponse,
     UnsupportedField,
     refuse_unsupported,
 )
+from rookery.server.responses import ERRORS as SERVICE_ERRORS
 from rookery.server.responses import json_response, retry_after
 
 log = logging.getLogger("rookery.server.openai")
@@ -93,7 +95,7 @@ class OpenAIRoute(AuthenticatedRoute):
             except Exception as error:  # every error becomes a response of one format
                 status, body = _error_body(error, request.url.path)
                 response = json_response(body, status)
-                response.headers.update(retry_after(error))
+                response.headers.update(getattr(error, "headers", None) or retry_after(error))
                 if status == Unauthorized.status:
                     response.headers["WWW-Authenticate"] = "Bearer"
                 if status == RookeryError.status:
@@ -103,7 +105,9 @@ class OpenAIRoute(AuthenticatedRoute):
         return handler
 
 
-routes = APIRouter(prefix="/v1", route_class=OpenAIRoute, tags=["openai"])
+ERRORS = {status: {**documented, "model": OpenAIErrorResponse} for status, documented in SERVICE_ERRORS.items()}
+
+routes = APIRouter(prefix="/v1", route_class=OpenAIRoute, responses=ERRORS, tags=["openai"])
 
 
 # --- endpoints --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,125 @@
+"""No request makes the service answer with 5xx, or otherwise than its OpenAPI document says: requests that the document
+allows and that it does not, and odd JSON to the OpenAI API, with the key of an administrator, of a tenant, and none.
+
+``make fuzz`` runs as many examples as :data:`EXAMPLES` says with ``ROOKERY_FUZZ_EXAMPLES``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+from tests.support.faces import MODEL, ScriptedWorker, served, tokenizer
+
+from rookery.server.app import build
+from rookery.server.embedded import EmbeddedService
+
+EXAMPLES = int(os.environ.get("ROOKERY_FUZZ_EXAMPLES", "4"))
+"""Requests per operation and key."""
+
+quick = settings(
+    max_examples=EXAMPLES, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
+)  # fmt: skip
+
+
+@schemathesis.serializer("application/jsonl", "application/x-tar")
+def as_it_is(context: Any, value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode(errors="replace")
+
+
+DOCUMENT = build(None).openapi()  # type: ignore[arg-type]  # nothing is served by this one
+OPERATIONS = {found.ok().label: found.ok() for found in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()}
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EmbeddedService, dict[str, dict[str, str]]]]:
+    """A service and the headers of each caller."""
+    root = tmp_path_factory.mktemp("fuzzed")
+    with served(root, tenant_requests_per_second=1e9, failed_keys_per_minute=10**9) as service:
+        token = (service.settings.data / "worker.token").read_text().strip()
+        admin = {"Authorization": f"Bearer {service.key}"}
+        worker = ScriptedWorker(service.url, token, tokenizer(root))
+        with httpx.Client(base_url=service.url, headers=admin) as http, worker:
+            id = http.post("/api/v1/tenants", json={"name": "ada"}).json()["id"]
+            key = http.post(f"/api/v1/tenants/{id}/keys", json={}).json()["key"]
+            yield service, {"admin": admin, "tenant": {"X-API-Key": key}, "nobody": {}}
+
+
+@pytest.mark.parametrize("who", ["admin", "tenant"])
+@pytest.mark.parametrize("label", OPERATIONS)
+def test_operation_answers_as_documented(fuzzed: Any, label: str, who: str) -> None:
+    service, headers = fuzzed
+
+    @quick
+    @given(case=OPERATIONS[label].as_strategy())
+    def answers(case: schemathesis.Case) -> None:
+        case.call_and_validate(
+            base_url=service.url, headers=headers[who], excluded_checks=[positive_data_acceptance], timeout=60
+        )
+
+    answers()
+
+
+ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(st.characters(exclude_categories=())),
+    st.sampled_from([10**400, -(2**63) - 1, 1e-320, float("inf"), MODEL, "user", [MODEL] * 300, {"type": "text"}]),
+)  # fmt: skip
+"""Values of JSON as Python writes them: also numbers that are none, halves of characters, and numbers of any size."""
+
+NESTED = st.recursive(ODD, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+DEEP = st.integers(60, 3000).map(lambda depth: json.loads("[" * min(depth, 900) + "]" * min(depth, 900)))
+
+FIELDS = (
+    "model", "messages", "prompt", "n", "temperature", "max_tokens", "max_completion_tokens", "seed", "stop", "stream",
+    "stream_options", "return_token_ids", "logprobs", "best_of", "top_p", "tools", "logit_bias", "response_format",
+)  # fmt: skip
+"""What the requests of the OpenAI API have, supported or not."""
+
+
+@pytest.mark.parametrize("who", ["tenant", "nobody"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/models/{}"])
+def test_odd_requests_of_the_openai_api_get_its_errors(fuzzed: Any, path: str, who: str) -> None:
+    service, headers = fuzzed
+    usual = {"model": MODEL, "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    del usual["messages" if path == "/v1/completions" else "prompt"]
+    odd = st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=8), NESTED | DEEP, max_size=3)
+
+    with httpx.Client(base_url=service.url, headers=headers[who], timeout=60) as http:
+
+        @settings(quick, max_examples=8 * EXAMPLES)
+        @given(changes=odd, whole=NESTED, name=st.text(max_size=40))
+        def answers(changes: dict[str, Any], whole: Any, name: str) -> None:
+            if "{}" in path:
+                response = http.get(path.format(quote(name)))
+            else:
+                body = json.dumps({**usual, **changes} if changes else whole)
+                response = http.post(path, content=body, headers={"Content-Type": "application/json"})
+            assert response.status_code < 500, response.text
+            if response.status_code != 200:
+                assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+            assert who == "tenant" or response.status_code == 401
+
+        answers()
+
+
+def test_methods_that_a_path_has_not_are_told(fuzzed: Any) -> None:
+    service, headers = fuzzed
+    paths = {re.sub(r"{\w+}", "x", path): path for path in DOCUMENT["paths"] if not path.startswith("/v1/")}
+    for url in paths:
+        fitting = [path for path in paths.values() if re.fullmatch(re.sub(r"{\w+}", "[^/]+", path), url)]
+        allowed = {method.upper() for path in fitting for method in DOCUMENT["paths"][path]}
+        for method in {"DELETE", "GET", "PATCH", "POST", "PUT"} - allowed:
+            response = httpx.request(method, service.url + url, headers=headers["admin"])
+            assert response.status_code == 405, (method, url)
+            assert set(response.headers["allow"].split(", ")) == allowed, (method, url)
