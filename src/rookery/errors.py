@@ -74,8 +74,11 @@ class CorruptArtifact(RookeryError):
     """Stored bytes do not have the hash that names them."""
 
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk."""
+
+RUN_OUT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+"""Error numbers of a process or a machine without free file descriptors or memory."""
 
 
 def installs(extra: str) -> str:
@@ -88,12 +91,22 @@ def short(text: str) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def shortage(error: BaseException, disk: str = "a disk of the service") -> StorageFull | Unavailable | None:
+    """The error for a full ``disk``, and for file descriptors or memory that have run out: a later try can succeed.
+    None for any other."""
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return StorageFull(f"{disk} is full; free some space, nothing was half-written")
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in RUN_OUT):
+        return Unavailable(f"the service has run out of a resource for now ({error or 'memory'})")
+    return None
+
+
 @contextmanager
 def disk_errors(disk: str) -> Iterator[None]:
-    """Turns a full disk into :class:`StorageFull`; ``disk`` names it for the message."""
+    """Raises the error of :func:`shortage`; ``disk`` names what was written to."""
     try:
         yield
     except OSError as error:
-        if error.errno in NO_ROOM:
-            raise StorageFull(f"{disk} is full; free some space, nothing was half-written") from error
+        if (short_of := shortage(error, disk)) is not None:
+            raise short_of from error
         raise

@@ -309,11 +309,14 @@ def test_tenants_keys_and_costs(
     here: Path, service: EmbeddedService, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert call("tenants", "add", "ada") == 0
-    assert call("tenants", "key", "ada", "--label", "laptop") == 0
+    assert call("tenants", "key", "ada", "--expires", "soon") == 2 and "30d" in capsys.readouterr().err
+    assert call("tenants", "key", "ada", "--role", "worker") == 2 and "administrator" in capsys.readouterr().err
+    assert call("tenants", "key", "ada", "--label", "laptop", "--expires", "30d") == 0
     key = capsys.readouterr().out.splitlines()[-1]
     assert call("tenants", "keys", "ada", "--json") == 0
     (row,) = lines(capsys.readouterr().out)
     assert row["label"] == "laptop" and row["revoked"] is None and key not in str(row)
+    assert row["role"] == "tenant" and row["expires"] - row["created"] == 30 * 86400
     with monkeypatch.context() as others:
         others.setenv("ROOKERY_KEY", key)
         assert call("jobs", "list") == 0

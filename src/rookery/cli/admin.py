@@ -14,6 +14,9 @@ from rookery.telemetry.table import worker_table
 
 app = typer.Typer(help="Tenants, their keys, what they cost. Needs the administrator's key.", no_args_is_help=True)
 
+UNITS = {"m": 60, "h": 3600, "d": 86400}
+"""Seconds in each unit of a key's lifetime."""
+
 Tenant = Annotated[str, typer.Argument(metavar="TENANT", help="A tenant's id, or its name where only one has it.")]
 
 
@@ -78,20 +81,31 @@ def keys(cli: Cli, tenant: Tenant) -> None:
     """A tenant's keys: labels and ids, never their texts."""
     with cli.client() as client:
         rows = client.keys(tenant)
-    table = plain_table(("key", "label", "created", "revoked"))
+    table = plain_table(("key", "role", "label", "created", "expires", "revoked"))
     for row in rows:
-        table.add_row(row.id, row.label, time_of(row.created), time_of(row.revoked or 0))
+        times = [time_of(seconds or 0) for seconds in (row.created, row.expires, row.revoked)]
+        table.add_row(row.id, row.role, row.label, *times)
     cli.show_rows(rows, lambda: table)
 
 
 @app.command("key")
 @with_options
 def new_key(
-    cli: Cli, tenant: Tenant, label: Annotated[str, typer.Option(help="A note on the key's purpose.")] = ""
+    cli: Cli,
+    tenant: Tenant,
+    label: Annotated[str, typer.Option(help="A note on the key's purpose.")] = "",
+    role: Annotated[str | None, typer.Option(help="admin, tenant, worker or host.")] = None,
+    expires: Annotated[str | None, typer.Option(help="Not valid after this time: 90m, 12h or 30d.")] = None,
 ) -> None:
     """Create a key for a tenant. It is shown once: keep it."""
+    seconds = None
+    if expires is not None:
+        number, unit = expires[:-1], UNITS.get(expires[-1:])
+        if unit is None or not number.isdecimal() or int(number) == 0:
+            raise UserError(f"--expires: given {short(expires)}, allowed is a number with m, h or d, such as 30d")
+        seconds = float(int(number) * unit)
     with cli.client() as client:
-        made = client.add_key(tenant, label)
+        made = client.add_key(tenant, label, role=role, lifetime_seconds=seconds)
     cli.show(made, made.key)
 
 

@@ -143,10 +143,14 @@ class Client:
         """A tenant's keys: ids and labels, never their texts. ``tenant``: its id, or its name where only one has it."""
         return self._connection.call("GET", f"/api/v1/tenants/{self._tenant(tenant)}/keys")
 
-    def add_key(self, tenant: str, label: str = "") -> Record:
-        """A new key; its text is returned only here."""
+    def add_key(
+        self, tenant: str, label: str = "", *, role: str | None = None, lifetime_seconds: float | None = None
+    ) -> Record:
+        """A new key; its text is returned only here. ``role``: admin, tenant, worker or host; None is all of the
+        tenant's."""
         path = f"/api/v1/tenants/{self._tenant(tenant)}/keys"
-        return self._connection.call("POST", path, json={"label": label})
+        wanted = {"label": label, "role": role, "lifetime_seconds": lifetime_seconds}
+        return self._connection.call("POST", path, json=wanted)
 
     def revoke_key(self, tenant: str, key: str) -> Record:
         """Revoke the key with this id."""

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
-from rookery.errors import RookeryError, TooManyRequests
+from rookery.errors import RookeryError, TooManyRequests, shortage
 
 log = logging.getLogger("rookery.server")
 
@@ -103,6 +103,12 @@ def add_exception_handlers(app: FastAPI) -> None:
     async def disconnected(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # no client reads it
 
+    async def scarce(request: Request, error: Exception) -> Response:
+        known_error = shortage(error)
+        if known_error is None:
+            raise error
+        return await known(request, known_error)
+
     async def unexpected(request: Request, error: Exception) -> Response:
         return error_response(500, f"internal error ({type(error).__name__}); the service's log has the traceback")
 
@@ -110,6 +116,8 @@ def add_exception_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, disconnected)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(OSError, scarce)
+    app.add_exception_handler(MemoryError, scarce)
     app.add_exception_handler(Exception, unexpected)
 
 

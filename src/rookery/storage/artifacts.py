@@ -27,7 +27,7 @@ from typing import Self
 
 import msgspec
 
-from rookery.errors import Conflict, CorruptArtifact, NotFound, StorageFull, UserError, disk_errors
+from rookery.errors import Conflict, CorruptArtifact, NotFound, StorageFull, Unavailable, UserError, disk_errors
 from rookery.protocol import Manifest, Shard, manifest_of
 
 MANIFEST = "manifest.json"
@@ -175,8 +175,8 @@ class Staging:
         self._artifacts = artifacts
         self._shards: dict[str, Shard] = {}
         self._max_bytes = max_bytes
-        self.full: StorageFull | None = None
-        """The error of a write that found the disk full."""
+        self.full: StorageFull | Unavailable | None = None
+        """The error of a write that found the disk full, or no free file descriptor."""
 
     def begin(self, name: str) -> ShardWriter:
         """A file to be written piece by piece. Raises :class:`UserError` for an invalid name."""
@@ -195,7 +195,7 @@ class Staging:
                 for chunk in chunks:
                     writer.write(chunk)
                 return writer.finish()
-        except StorageFull as error:
+        except (StorageFull, Unavailable) as error:
             self.full = error
             raise
 

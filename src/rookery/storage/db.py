@@ -49,6 +49,9 @@ CLAIM_WAIT_SECONDS = 2
 _CLAIM = int.from_bytes(b"rookery\0", "big")
 """The number of the advisory lock that a service holds: one that no other program is likely to use."""
 
+_SQLITE_TEMPORARY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM)
+"""Another process writes, or the machine lacks descriptors, memory or a working disk for now."""
+
 _POSTGRES_DISK_FULL = "53100"
 _POSTGRES_LOCK_TIMEOUT = "55P03"
 
@@ -221,7 +224,7 @@ def _plain_errors() -> Iterator[None]:
     except DBAPIError as error:
         if isinstance(error.orig, sqlite3.Error):
             code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # the other bits say where it happened
-            full, busy = code == sqlite3.SQLITE_FULL, code == sqlite3.SQLITE_BUSY
+            full, busy = code == sqlite3.SQLITE_FULL, code in _SQLITE_TEMPORARY
         else:
             full = getattr(error.orig, "sqlstate", None) == _POSTGRES_DISK_FULL
             busy = isinstance(error, OperationalError)  # connection lost or refused, deadlock, shutting down

@@ -23,7 +23,7 @@ from rookery.controller.quotas import Quotas
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.validation import JobValidator
 from rookery.controller.views import JobState
-from rookery.errors import RookeryError, StorageFull, Unavailable, UserError
+from rookery.errors import RookeryError, StorageFull, Unavailable, UserError, shortage
 from rookery.settings import LimitSettings
 from rookery.spec.job import JobSpec
 from rookery.storage.models import JobRow
@@ -92,6 +92,7 @@ class JobRunner:
             return "paused", self._halted
         except BaseException as error:
             cause = _first(error)
+            cause = shortage(cause) or cause
             self.outage = isinstance(cause, Unavailable | StorageFull)
             if isinstance(cause, JobPaused | Unavailable | StorageFull | EnvironmentFailed):
                 return "paused", str(cause)

@@ -334,8 +334,8 @@ class TrainingDispatcher(FleetListener):
         upload.published = (policy, manifest.hash)
         return manifest
 
-    def _abandon(self, upload: _Upload) -> StorageFull | None:
-        """Delete all of it. Returns the error of a full disk if it met one."""
+    def _abandon(self, upload: _Upload) -> StorageFull | Unavailable | None:
+        """Delete all of it. Returns the error of a full disk, or of another shortage, if it met one."""
         if upload.staging is None:
             return None
         self._tickets.collect(upload.ticket)
