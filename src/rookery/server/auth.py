@@ -123,6 +123,8 @@ async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = 
     if caller is None:
         raise Unauthorized("no valid API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'")
     if caller.role not in roles:
+        if roles == ("admin",):
+            raise Forbidden("this needs the administrator's key (admin.key in the service's data folder)")
         raise Forbidden(f"this is a key of the role {caller.role}; this needs one of the role {' or '.join(roles)}")
     return caller
 

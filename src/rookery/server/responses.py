@@ -93,7 +93,11 @@ def add_exception_handlers(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code == 404:
-            return error_response(404, f"nothing at {request.url.path}; /docs lists the routes")
+            line = f"nothing at {request.url.path}; /docs lists the routes"
+            if request.url.path.startswith("/v1/"):  # a path with a line break, which no route there takes
+                body = {"message": line, "type": "invalid_request_error", "param": None, "code": None}
+                return json_response({"error": body}, 404)
+            return error_response(404, line)
         headers = error.headers
         if error.status_code == 405:  # Starlette names the methods of the first matching route only
             headers = {"Allow": ", ".join(method for method in METHODS if _is_allowed(request, method))}
