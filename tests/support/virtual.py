@@ -12,8 +12,10 @@ from typing import Any
 
 from tests.support.replies import full_length
 
+from rookery import protocol
+from rookery.controller.rollout.request import SamplingRequest
 from rookery.simulation.clock import EPOCH, run
-from rookery.simulation.fakes.service import MEMORY, SimulatedService
+from rookery.simulation.fakes.service import MEMORY, MODEL, SimulatedService
 from rookery.simulation.profiles import Machine
 
 # What a two-core machine takes for the model of 135M parameters, in seconds.
@@ -79,15 +81,25 @@ class Played:
         return widest
 
 
+def generation(number: int) -> protocol.Generate:
+    """A sample of the base model, as long as those of the jobs."""
+    return protocol.Generate(
+        request=f"flood-{number}", adapter=None, prompt=[1, 2, 3], shared_prefix=0, max_tokens=16, temperature=1.0,
+        seed=number, stop_tokens=[],
+    )  # fmt: skip
+
+
 def play(
     jobs: list[tuple[str, dict[str, Any]]], *, seconds: float, environments: Mapping[str, float], rows: int = 64,
-    turns: int = 1,
+    turns: int = 1, flood: tuple[str, int] = ("", 0),
 ) -> Played:  # fmt: skip
     """``jobs`` (tenant, job) run side by side on one worker for so many virtual seconds; ``environments`` says how long
-    the ``reset`` and ``step`` of each take."""
+    the ``reset`` and ``step`` of each take. A tenant may send a ``flood`` of so many generations at the start. Only the
+    first job needs to run at the end."""
 
     async def main(folder: str) -> Played:
-        tenants = sorted({tenant for tenant, _ in jobs})
+        flooder, count = flood
+        tenants = sorted({flooder, *(tenant for tenant, _ in jobs)} - {""})
         every_step = {"flush_seconds": 0.001}
         site = SimulatedService(
             Path(folder), full_length, context=CONTEXT, seed=1, tenants=tenants, settings=every_step
@@ -101,16 +113,25 @@ def play(
         await host.join()
         views = [(tenant, (await controller.submit(tenant, job))[0]) for tenant, job in jobs]
         began = asyncio.get_running_loop().time()
+        requests = [
+            asyncio.create_task(
+                controller.context.rollouts.sample(SamplingRequest(flooder, f"flood-{n}", MODEL, generation(n)))
+            )
+            for n in range(count)
+        ]
         await asyncio.sleep(seconds)
         commits, computed, episodes, metrics = {}, {}, {}, {}
         for tenant, view in views:
             metrics[view.name] = steps = list(await controller.queries.metrics(tenant, view.id))
             commits[view.name] = [row["time"] - EPOCH - began for row in steps]
             now = await controller.queries.show(tenant, view.id)
-            assert now.state == "running", (view.name, now.state, now.reason)
+            assert now.state == "running" or view is not views[0][1], (view.name, now.state, now.reason)
             computed[view.name] = worker.compute.by_policy[now.policies[0].id]
             ended = await controller.queries.trajectories(tenant, view.id, 1000)
             episodes[view.name] = [[row["reward"], row["trajectories"]] for row in ended if row["state"] == "done"]
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
         await worker.kill()
         await host.leave()
         await site.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import pytest
@@ -93,6 +93,25 @@ def test_ten_jobs_of_one_tenant_get_one_share() -> None:
     steps = [len(times) for name, times in crowd.commits.items() if name != "one"]
     assert min(steps) >= 3
     assert max(steps) - min(steps) <= 1, "and share it equally"
+
+
+@pytest.mark.parametrize(
+    ("jobs", "requests"),
+    [((1, 150), (0, 0)), ((0, 0), (2_500, 10_000))],
+    ids=["150 jobs", "10,000 generations"],
+)
+def test_flood_of_one_tenant_costs_another_no_more_than_its_fair_share(
+    jobs: tuple[int, int], requests: tuple[int, int]
+) -> None:
+    """The fair share is what remains beside work of the other tenant that keeps the worker busy all the time."""
+
+    def step_seconds(jobs: int, requests: int) -> float:
+        others = [("bob", job(f"other-{number}", max_staleness=2)) for number in range(jobs)]
+        played = play([("alice", job("mine")), *others], seconds=30, environments=ENVIRONMENTS, flood=("bob", requests))
+        return median(later - earlier for earlier, later in pairwise(played.commits["mine"]))
+
+    share, flooded = (step_seconds(*many) for many in zip(jobs, requests, strict=True))
+    assert flooded < 1.15 * share
 
 
 def test_same_run_gives_the_same_tokens() -> None:
