@@ -264,15 +264,19 @@ async def test_job_that_has_started_is_taken_up_after_any_number_of_ends(service
         row = service.database.get_job("alice", view.id)
         return row.starts == 0 and row.state == "running"
 
+    async def has_run() -> bool:
+        await service.clock.advance(service.settings.limits.start_seconds)
+        return has_started()
+
     for life in range(1, 4):
         if how == "trained a step":
             await service.host(instance=f"host-{life}").join()
             await eventually(has_started)
         else:
+            await eventually(lambda: service.database.get_job("alice", view.id).starts == 1)
             await service.ends(view.id, "running")
         if how == "ran for a while":
-            await service.clock.advance(service.settings.limits.start_seconds)
-            await eventually(has_started)
+            await eventually(has_run)
         await (service.close() if how == "orderly stop" else service.crash())
         await service.start()
         await (starting(service) if how != "trained a step" else service.worker().join())

@@ -295,7 +295,8 @@ async def test_chat_requests_and_clients_models_are_charged_to_their_tenants(ser
     await busy.beat(decode=2.0, train=3.0)
     usage = service.controller.context.usage
     assert usage.tenant_view("bob").cost == 5.0 and usage.tenant_view("alice").cost == 0.0
-    assert list(await usage.by_job("bob")) == [TENANT_TOTAL]
+    await usage.save()
+    assert list(service.database.tenant_usage("bob")) == [TENANT_TOTAL]
 
 
 async def lease(policy: str) -> int:

@@ -166,6 +166,7 @@ class Controller:
         await self.sessions.stop()
         await self.context.residency.close()
         await self.context.usage.stop()
+        self.queries.close()
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 

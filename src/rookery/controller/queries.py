@@ -26,6 +26,7 @@ from rookery.controller.validation import find_version
 from rookery.controller.views import JobView, PolicyView
 from rookery.scheduling.usage import Usage
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, PolicyRow, TenantRow
+from rookery.storage.store import ReaderThreads, Store
 from rookery.telemetry.metrics import finite
 from rookery.tokenization.registry import CATALOGUE, status
 
@@ -37,21 +38,32 @@ class JobQueries:
     def __init__(self, context: ControllerContext, jobs: JobRegistry, admission: JobAdmission) -> None:
         self._admission = admission
         self._context = context
-        self._store = context.store
+        self._readers = ReaderThreads()
+        self._store = Store(context.store.database, self._readers)
         self._jobs = jobs
+
+    def close(self) -> None:
+        self._readers.close()
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
     async def list(self, tenant: str) -> Sequence[JobView]:
-        rows, owner, policies, usage, rewards = await asyncio.gather(  # one turn of the writer instead of four
+        rows, owner, policies, usage, rewards = await asyncio.gather(
             self._store.list_jobs(tenant),
             self._store.get_tenant(tenant),
             self._store.all_policies(tenant),
-            self._context.usage.by_job(tenant),
+            self._store.tenant_usage(tenant),
             self._store.recent_rewards(tenant, SHOWN_REWARDS),
         )
+        current = self._context.usage.current
         return [
-            self._view(row, owner, policies.get(row.id, []), usage.get(row.id, {}), rewards.get(row.id, []))
+            self._view(
+                row,
+                owner,
+                policies.get(row.id, []),
+                current(tenant, row.id, usage.get(row.id, {})),
+                rewards.get(row.id, []),
+            )
             for row in rows
         ]
 
@@ -59,7 +71,7 @@ class JobQueries:
         row = await self._store.get_job(tenant, job)
         policies = await self._store.policies(tenant, job)
         owner = await self._store.get_tenant(tenant)
-        usage = await self._context.usage.of_job(tenant, job)
+        usage = self._context.usage.current(tenant, job, await self._store.job_usage(tenant, job))
         rewards = await self._store.recent_rewards(tenant, SHOWN_REWARDS, job)
         return self._view(row, owner, policies, usage, rewards.get(job, []))
 

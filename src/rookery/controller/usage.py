@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -178,16 +178,10 @@ class UsageMeter(FleetListener):
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
-    async def by_job(self, tenant: str) -> Mapping[str, Usage]:
-        """A tenant's usage by job, with the counts that are not stored yet."""
-        stored = await self._store.tenant_usage(tenant)
-        current = {job: usage for (owner, job), usage in self._usage.items() if owner == tenant}
-        return {**{job: _decode(used) for job, used in stored.items()}, **current}
-
-    async def of_job(self, tenant: str, job: str) -> Usage:
-        """A job's usage."""
-        current = self._usage.get((tenant, job))
-        return current if current is not None else _decode(await self._store.job_usage(tenant, job))
+    def current(self, tenant: str, job: str, stored: object) -> Usage:
+        """A job's usage, of which ``stored`` was read: with the counts that are not stored yet."""
+        known = self._usage.get((tenant, job))
+        return known if known is not None else _decode(stored)
 
     def cost(self, tenant: str, job: str) -> float:
         """The cost of an open job so far, in price units."""

@@ -17,6 +17,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -45,6 +46,10 @@ class Writer(Protocol):
 
 GROUPED_CALLS = 64
 """Largest number of database calls in one transaction: it bounds how long the first of them waits for the last."""
+
+
+READERS = 2
+"""Threads that read for views: one long list of jobs does not delay the next view."""
 
 
 @runtime_checkable
@@ -121,6 +126,20 @@ class StorageWriter:
             for call, outcome in zip(calls, _execute(calls), strict=True):
                 with suppress(RuntimeError):  # its loop is closed: nobody waits for it
                     call.loop.call_soon_threadsafe(call.settle, *outcome)
+
+
+class ReaderThreads:
+    """A :class:`Writer` for calls that only read: a view does not wait for the changes of everybody's jobs. It sees
+    what was durable when it was asked for."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(READERS, "reader")
+
+    async def __call__(self, call: Callable[..., T], *arguments: Any, **named: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, partial(call, *arguments, **named))
+
+    def close(self) -> None:
+        self._pool.shutdown()
 
 
 def _execute(calls: list[_Call]) -> list[tuple[Any, BaseException | None]]:
