@@ -107,6 +107,27 @@ class Signal:
         self._event = asyncio.Event()
 
 
+class BusyTime:
+    """Pieces of work under way, and the seconds with at least one."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.count = 0
+        self._clock = clock
+        self._since = self._before = 0.0
+
+    def add(self, change: int) -> None:
+        """More or fewer pieces."""
+        if not self.count:
+            self._since = self._clock.monotonic()
+        self.count += change
+        if not self.count:
+            self._before += self._clock.monotonic() - self._since
+
+    @property
+    def seconds(self) -> float:
+        return self._before + (self._clock.monotonic() - self._since if self.count else 0.0)
+
+
 class _OrderedTasks:
     """The part of a set's interface that a task group uses, in insertion order."""
 

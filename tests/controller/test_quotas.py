@@ -47,6 +47,10 @@ async def passing(service: Service, holds: Callable[..., bool]) -> None:
     await eventually(later)
 
 
+async def content() -> AsyncIterator[bytes]:
+    yield b"an archive"
+
+
 @pytest.mark.parametrize("settings", [{"tenant_requests": 3}])
 async def test_generations_beyond_the_limit_are_refused_until_others_end(service: Service) -> None:
     worker = await join(service)
@@ -140,7 +144,7 @@ async def test_full_store_refuses_what_would_be_stored(service: Service) -> None
         with pytest.raises(TooManyRequests, match=rf"you store \d+ .*allowed: {most}"):
             await service.controller.submit("alice", job_of())
         with pytest.raises(TooManyRequests):
-            await service.controller.add_adapter("alice", {"adapter_config.json": b"{}"})
+            await service.controller.add_adapter("alice", content(), lambda path: pytest.fail("it was unpacked"))
         with pytest.raises(TooManyRequests):
             await alice.send(operations.SaveState(kind="weights", name="more"))
     assert refused(service) == {"adapters": 3, "bytes": 3}

@@ -24,10 +24,7 @@ from rookery.errors import Unavailable
 from rookery.scheduling.usage import (
     PENDING_SECONDS,
     Interval,
-    UsageRecord,
-    WorkDone,
     WorkerMeter,
-    reserved_alone,
 )
 from rookery.storage.models import PolicyRow
 from rookery.storage.repositories.tenants import TENANT_TOTAL
@@ -170,23 +167,6 @@ def test_busy_seconds_beyond_the_interval_are_scaled_down() -> None:
     assert shares(meter.heartbeat(4.0, 3.0, 9.0, decoding=True, training=True)) == {"a": (1.0, 3.0)}
 
 
-def used(decode: tuple[float, float, int], train: tuple[float, float, int] = (0, 0, 0)) -> UsageRecord:
-    """(seconds, cost, tokens) of each."""
-    return UsageRecord(*(WorkDone(*work) for work in (decode, train)))
-
-
-def test_on_reserved_capacity_alone() -> None:
-    mine = {"preemptible": used((100, 10, 1000)), "reserved": used((0, 0, 0), (50, 20, 500))}
-    assert reserved_alone(mine, {"preemptible": used((100, 10, 1000))}) is None
-    # Reserved workers cost 0.4 a second and were never seen to decode: as fast as the others.
-    everybody = {"preemptible": used((100, 10, 1000)), "reserved": used((0, 0, 0), (50, 20, 500))}
-    assert reserved_alone(mine, everybody) == 20 + 100 * 0.4
-    # They decode twice as fast as preemptible workers: half the seconds.
-    everybody = {"preemptible": used((1000, 10, 1000)), "reserved": used((500, 200, 1000))}
-    assert reserved_alone(mine, everybody) == 20 + 50 * 0.4
-    assert reserved_alone({}, everybody) == 0
-
-
 # --- the counters -----------------------------------------------------------------------------------------------------
 
 
@@ -249,7 +229,7 @@ async def test_a_job_is_charged_for_its_work_and_idle_time_is_the_fleets(service
     await busy.beat(decode=10.0, train=float(operations))
     seen = (await service.controller.queries.show("alice", view.id)).cost
     assert (seen.seconds, seen.cost) == (10.0 + operations, 2 * (10.0 + operations))
-    assert (seen.reserved, seen.preemptible, seen.reserved_alone) == (seen.cost, 0.0, seen.cost)
+    assert (seen.reserved, seen.preemptible) == (seen.cost, 0.0)
     assert seen.tokens_per_unit == pytest.approx(view.tokens / seen.cost)
     assert (await service.controller.queries.list("alice"))[0].cost == seen
     told = await service.controller.queries.costs()
@@ -270,7 +250,6 @@ async def test_a_job_on_preemptible_workers_shows_its_cost_on_reserved_ones(serv
     await spot.beat(decode=20.0)
     seen = (await service.controller.queries.show("alice", view.id)).cost
     assert (seen.reserved, seen.preemptible) == (4.0, 20.0)
-    assert seen.reserved_alone == 4.0 + 20.0 * 4.0, "no reserved worker decoded: as fast as the spot one"
 
 
 async def test_chat_requests_and_clients_models_are_charged_to_their_tenants(service: Service) -> None:
@@ -380,8 +359,7 @@ async def test_an_invalid_price_is_refused(service: Service) -> None:
 
 
 def test_jobs_show_prints_the_cost_of_a_job() -> None:
-    nothing = {"cost": 0.0, "reserved": 0.0, "preemptible": 0.0, "seconds": 0.0, "tokens_per_unit": None,
-               "reserved_alone": None}  # fmt: skip
+    nothing = {"cost": 0.0, "reserved": 0.0, "preemptible": 0.0, "seconds": 0.0, "tokens_per_unit": None}
     assert cost_lines(nothing) == []
     free = {**nothing, "seconds": 1234.5}
     assert cost_lines(free) == [("compute", "1,234 s")]
@@ -390,4 +368,3 @@ def test_jobs_show_prints_the_cost_of_a_job() -> None:
         ("cost", "24 (4 reserved, 20 preemptible)"),
         ("tokens per price unit", "1,500"),
     ]
-    assert cost_lines({**priced, "reserved_alone": 84.0})[-1] == ("cost on reserved alone", "84 (estimated)")

@@ -144,6 +144,4 @@ def cost_lines(cost: Mapping[str, Any]) -> list[tuple[str, str]]:
             ("cost", f"{cost['cost']:.4g} ({shares})"),
             ("tokens per price unit", f"{cost['tokens_per_unit']:,.0f}"),
         ]
-        if cost["reserved_alone"] is not None:
-            lines.append(("cost on reserved alone", f"{cost['reserved_alone']:.4g} (estimated)"))
     return lines

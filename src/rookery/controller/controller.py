@@ -13,7 +13,7 @@ import asyncio
 import logging
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterable, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -35,7 +35,7 @@ from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.sessions.sessions import Sessions
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.usage import UsageMeter
-from rookery.controller.validation import JobValidator, Unpack
+from rookery.controller.validation import JobValidator
 from rookery.controller.views import JobState, JobView
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
@@ -119,6 +119,7 @@ class Controller:
         self.admission = JobAdmission(settings.limits, clock, self.jobs, quotas)
         self.queries = JobQueries(self.context, self.jobs, self.admission)
         self._validator = JobValidator(self.context)
+        self.add_dataset, self.add_adapter = self._validator.add_dataset, self._validator.add_adapter
         self.completions = Completions(self.context, self._validator, self.jobs.pinned, self._models.provide)
         self.sessions = Sessions(self.context, self._validator, self._models.provide)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -134,11 +135,10 @@ class Controller:
         await context.collector.collect_all()
         await context.usage.start()
         await context.quotas.start()
+        watch_models = partial(self._models.watch, self._models_in_use)
         for watch in (context.fleet.watch, context.rollouts.watch, context.seeding.watch, context.hosts.watch,
-                      self.sessions.watch, context.usage.watch):  # fmt: skip
+                      self.sessions.watch, context.usage.watch, self._watch_jobs, watch_models):  # fmt: skip
             self._tasks.append(asyncio.create_task(watch()))
-        self._tasks.append(asyncio.create_task(self._watch_jobs()))
-        self._tasks.append(asyncio.create_task(self._models.watch(self._models_in_use)))
         await self.sessions.start()
         for row in sorted(await store.all_unfinished_jobs(), key=lambda row: row.state != "running"):
             self.jobs.states[row.state] += 1
@@ -166,7 +166,7 @@ class Controller:
         await self.sessions.stop()
         await self.context.residency.close()
         await self.context.usage.stop()
-        self.queries.close()
+        self.queries.readers.close()
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -205,10 +205,6 @@ class Controller:
         """End the job for good; its versions stay."""
         await self._end(tenant, job, "cancelled")
 
-    async def resume(self, tenant: str, job: str) -> None:
-        """Continue a paused job."""
-        await self._resume(tenant, job)
-
     async def limit_tenant(self, tenant: str, changes: Mapping[str, float | None]) -> TenantRow:
         """Change limits of a tenant, or its weight; None is the service's setting. Running jobs continue. Raises
         :class:`NotFound`."""
@@ -229,12 +225,13 @@ class Controller:
                 self._launch_admitted(tenant)
             for tenant, job in self.admission.due():
                 try:
-                    await self._resume(tenant, job, by_itself=True)
+                    await self.resume(tenant, job, by_itself=True)
                 except RookeryError as error:
                     log.warning("job %s cannot resume yet: %s", job, error, extra={"tenant": tenant, "job": job})
                     self.admission.outage(tenant, job)
 
-    async def _resume(self, tenant: str, job: str, by_itself: bool = False) -> None:
+    async def resume(self, tenant: str, job: str, by_itself: bool = False) -> None:
+        """Continue a paused job; ``by_itself`` only if it resumes by itself."""
         async with self._lock(job):
             row = await self.context.store.get_job(tenant, job)
             if by_itself and not row.resumes:
@@ -378,17 +375,3 @@ class Controller:
         """The base models of jobs, of clients that are not idle, and of requests."""
         requests = {inflight.request.model for inflight in self.context.rollouts.inflight.values()}
         return self.jobs.models() | requests | self.sessions.models_in_use()
-
-    # --- uploads ------------------------------------------------------------------------------------------------------
-
-    async def add_dataset(
-        self, tenant: str, chunks: AsyncIterable[bytes], count: Callable[[Path], int]
-    ) -> tuple[str, int]:
-        """Store the rows of a ``jsonl`` environment; returns the hash that job specs name, and their number, which
-        ``count(path)`` checks."""
-        return await self._validator.add_dataset(tenant, chunks, count)
-
-    async def add_adapter(self, tenant: str, chunks: AsyncIterable[bytes], unpack: Unpack) -> str:
-        """Store a PEFT folder, an archive that ``unpack(path)`` opens; returns the hash that job specs name under
-        ``warm_start.upload``."""
-        return await self._validator.add_adapter(tenant, chunks, unpack)

@@ -22,6 +22,7 @@ from rookery.controller.jobs.job_context import SHOWN_REWARDS
 from rookery.controller.jobs.runner import COUNTED, JobAdmission, JobRegistry
 from rookery.controller.jobs.trajectory import episode_result_decoder
 from rookery.controller.quotas import REFUSED
+from rookery.controller.usage import cost_view
 from rookery.controller.validation import find_version
 from rookery.controller.views import JobView, PolicyView
 from rookery.scheduling.usage import Usage
@@ -38,12 +39,9 @@ class JobQueries:
     def __init__(self, context: ControllerContext, jobs: JobRegistry, admission: JobAdmission) -> None:
         self._admission = admission
         self._context = context
-        self._readers = ReaderThreads()
-        self._store = Store(context.store.database, self._readers)
+        self.readers = ReaderThreads()
+        self._store = Store(context.store.database, self.readers)
         self._jobs = jobs
-
-    def close(self) -> None:
-        self._readers.close()
 
     # --- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -116,20 +114,10 @@ class JobQueries:
         found = await self._store.recent_episodes(tenant, job, limit, version)
         rows = []
         for group, episode in found:
-            row: dict[str, Any] = {
-                "episode": episode.id,
-                "group": group.id,
-                "ordinal": group.ordinal,
-                "group_state": group.state,
-                "consumed_by": group.consumed_by,
-                "prompt": msgspec.json.decode(group.prompt),
-                "state": episode.state,
-                "version": episode.version,
-                "reward": episode.reward,
-                "metrics": episode.metrics,
-                "error": episode.error,
-                "finished": episode.finished,
-            }
+            shown = ("state", "version", "reward", "metrics", "error", "finished")
+            row: dict[str, Any] = {"episode": episode.id} | {name: getattr(episode, name) for name in shown}
+            row |= {"group": group.id, "ordinal": group.ordinal, "group_state": group.state}
+            row |= {"consumed_by": group.consumed_by, "prompt": msgspec.json.decode(group.prompt)}
             if episode.trajectories:
                 outcome = episode_result_decoder.decode(episode.trajectories)
                 row["messages"] = msgspec.to_builtins(outcome.turns)
@@ -196,7 +184,7 @@ class JobQueries:
             groups_ready=len(job.groups.ready) if job is not None else 0,
             tokens=counters.get("tokens", 0),
             counters=counters,
-            cost=self._context.usage.job_view(usage, row.spec["base_model"]),
+            cost=cost_view(usage),
             policies=[_policy_view(policy) for policy in policies],
             created=row.created,
             started=row.started or 0.0,

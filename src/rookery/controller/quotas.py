@@ -75,8 +75,7 @@ class Quotas:
 
     def limit(self, tenant: str, name: str) -> float:
         """A limit of the tenant by its name in :data:`LIMITS`."""
-        value: float = self.overrides.get(tenant, {}).get(name, getattr(self._settings, f"tenant_{name}"))
-        return value
+        return float(self.overrides.get(tenant, {}).get(name, getattr(self._settings, f"tenant_{name}")))
 
     def view(self, tenant: str) -> dict[str, Any]:
         """The tenant's limits, its weight, and what counts against the limits now."""

@@ -23,7 +23,7 @@ from rookery.controller.rollout.request import SamplingRequest
 from rookery.controller.training.dispatcher import Operation
 from rookery.controller.views import CostView, FleetCost
 from rookery.errors import RookeryError
-from rookery.scheduling.usage import HOUR, Interval, Kind, Usage, UsageRecord, WorkerMeter, reserved_alone
+from rookery.scheduling.usage import HOUR, Interval, Kind, Usage, UsageRecord, WorkerMeter
 from rookery.settings import Settings
 from rookery.storage.repositories.tenants import TENANT_TOTAL
 from rookery.storage.store import Store
@@ -188,13 +188,8 @@ class UsageMeter(FleetListener):
         return sum(used.cost for used in self._usage.get((tenant, job), {}).values())
 
     def tenant_view(self, tenant: str) -> CostView:
-        """The total of a tenant. Its cost on reserved capacity is known per job only: jobs differ in base model."""
-        return _cost_view(self._usage.get((tenant, TENANT_TOTAL), {}), None)
-
-    def job_view(self, usage: Usage, model: str) -> CostView:
-        """The cost of a job on a base model."""
-        everybody = {kind: paid.used for kind, paid in self._fleet.get(model, {}).items()}
-        return _cost_view(usage, reserved_alone(usage, everybody))
+        """The total of a tenant."""
+        return cost_view(self._usage.get((tenant, TENANT_TOTAL), {}))
 
     def fleet(self) -> list[FleetCost]:
         """The cost of the workers, by base model and kind: the sum of used, idle and waiting."""
@@ -230,7 +225,7 @@ def _decode(stored: object) -> Usage:
     return msgspec.convert(stored, Usage)
 
 
-def _cost_view(usage: Usage, alone: float | None) -> CostView:
+def cost_view(usage: Usage) -> CostView:
     costs = {kind: used.cost for kind, used in usage.items()}
     cost, sampled = sum(costs.values()), sum(used.decode.tokens for used in usage.values())
     return CostView(
@@ -239,5 +234,4 @@ def _cost_view(usage: Usage, alone: float | None) -> CostView:
         preemptible=costs.get("preemptible", 0.0),
         seconds=sum(used.seconds for used in usage.values()),
         tokens_per_unit=sampled / cost if cost else None,
-        reserved_alone=alone,
     )

@@ -42,8 +42,6 @@ class CostView(View):
     """Compute time of workers."""
     tokens_per_unit: float | None
     """Sampled tokens per price unit; null where nothing cost anything."""
-    reserved_alone: float | None
-    """Estimated cost of the same work on reserved workers only; null while no reserved worker was observed."""
 
 
 class FleetCost(View):

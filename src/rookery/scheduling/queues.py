@@ -30,27 +30,6 @@ PROMPT_WEIGHT = 0.25
 """A prompt token in sampled ones: a prompt is computed in parallel, and a group's once for all its members."""
 
 
-RECENT = 0.1
-"""Weight of the newest length in a mean: it follows a change of a tenant's work within a few groups."""
-
-
-class MeanLengths:
-    """The mean length of recent results of each tenant, and of all for one without any, in tokens."""
-
-    def __init__(self) -> None:
-        self._means: dict[str, float] = {}
-        self._all = math.inf
-
-    def of(self, tenant: str) -> float:
-        """Infinite while nothing is known."""
-        return self._means.get(tenant, self._all)
-
-    def add(self, tenant: str, tokens: int) -> None:
-        mean = self._means.get(tenant, tokens)
-        self._means[tenant] = mean + RECENT * (tokens - mean)
-        self._all = tokens if math.isinf(self._all) else self._all + RECENT * (tokens - self._all)
-
-
 class TokenCounters:
     """The counter of every tenant. ``weights`` may change at any time; a tenant without one has weight 1."""
 

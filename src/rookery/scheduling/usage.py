@@ -10,22 +10,12 @@ heartbeat makes it longer); the rest is idle. Time of a connection after its las
 the accounts whose operations ended: each claims the seconds that its worker reports for it, and gets no more than there
 are. Busy time without a known account (a long prompt before its first token, an operation under way) is pending; it
 becomes idle when no such work has been under way for :data:`PENDING_SECONDS`: its result never came.
-
-**On reserved capacity alone** (:func:`reserved_alone`) a job would have cost its cost on reserved workers plus, for
-each second on a preemptible worker,
-
-    speed of preemptible workers / speed of reserved ones × price of reserved ones
-
-where speed is tokens per second of that work (decoding, training), over all work on that base model, and the price is
-the mean over the reserved workers' busy time. Where either kind has not done that work yet, they count as equally fast;
-where no reserved worker has been busy, the figure is not known. Idle time is in neither figure.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
@@ -184,24 +174,6 @@ class WorkerMeter(Generic[Account]):
             interval.of(account).train.tokens += tokens
         self._trained.clear()
         return interval
-
-
-def reserved_alone(usage: Mapping[Kind, UsageRecord], everybody: Mapping[Kind, UsageRecord]) -> float | None:
-    """The cost of the work in ``usage`` on reserved workers alone, given all work on its base model; None where that is
-    not known. See the module's text."""
-    reserved, preemptible = (everybody.get(kind, UsageRecord()) for kind in ("reserved", "preemptible"))
-    if not reserved.seconds:
-        return None
-    mine = usage.get("preemptible", UsageRecord())
-    total = usage["reserved"].cost if "reserved" in usage else 0.0
-    for there, here, work in (
-        (preemptible.decode, reserved.decode, mine.decode),
-        (preemptible.train, reserved.train, mine.train),
-    ):
-        speeds = there.tokens * here.seconds, there.seconds * here.tokens  # as a fraction: preemptible over reserved
-        faster, slower = speeds if all(speeds) else (1.0, 1.0)
-        total += work.seconds * faster / slower * reserved.cost / reserved.seconds
-    return total
 
 
 def _valid(seconds: float) -> float:

@@ -293,8 +293,7 @@ class KeyView(BaseModel):
 
 
 class TenantCost(BaseModel):
-    """The cost of all jobs of a tenant. ``reserved_alone`` is null: it is known per job, because jobs may use several
-    base models."""
+    """The cost of all jobs of a tenant."""
 
     tenant: str
     name: str

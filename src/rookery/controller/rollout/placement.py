@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rookery import protocol
-from rookery.aio import Clock
+from rookery.aio import BusyTime, Clock
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.request import InflightRequest
 from rookery.scheduling.balancing import BEATS, Instance, SaturationEstimator, WorkerIndex, balance, load, select
@@ -35,6 +35,7 @@ class WorkerSlots:
     """The requests of one connected worker."""
 
     worker: Worker
+    busy: BusyTime
     counters: TokenCounters
     """Order of the requests that wait in the worker: one that comes is put in at its tenant's counter, and tenants are
     lifted to that of the request that decoded last (start-time fair queueing; Goyal and others, 1996)."""
@@ -47,10 +48,6 @@ class WorkerSlots:
     """Of a serving worker: adapters for which it gets no requests."""
     accepts_rollouts: bool = True
     heartbeats: deque[protocol.Heartbeat] = field(default_factory=lambda: deque(maxlen=BEATS))
-    busy_since: float = 0.0
-    """When it got the first of its present requests …"""
-    busy_seconds: float = 0.0
-    """… and the seconds for which it had others before."""
 
     @property
     def load(self) -> tuple[int, int, int]:
@@ -95,7 +92,7 @@ class WorkerPool:
             if not works:
                 return
             assert worker.name not in self._slots, "the earlier worker of this name was removed"
-            slots = self._slots[worker.name] = WorkerSlots(worker, TokenCounters(self._weights))
+            slots = self._slots[worker.name] = self._new(worker)
         if not works:
             slots.tags = frozenset()
         elif worker.state == "serving":
@@ -132,7 +129,10 @@ class WorkerPool:
 
     def slots(self, worker: Worker) -> WorkerSlots:
         """The worker's slots; empty ones for a worker that was never given requests or was lost."""
-        return self._find(worker) or WorkerSlots(worker, TokenCounters(self._weights))
+        return self._find(worker) or self._new(worker)
+
+    def _new(self, worker: Worker) -> WorkerSlots:
+        return WorkerSlots(worker, BusyTime(self._clock), TokenCounters(self._weights))
 
     def outstanding(self, worker: Worker) -> int:
         """Requests that it was given and has not ended."""
@@ -144,13 +144,11 @@ class WorkerPool:
 
     def busy_seconds(self, worker: Worker) -> float:
         """Seconds for which it has had at least one request, on this connection."""
-        slots = self.slots(worker)
-        return slots.busy_seconds + (self._clock.monotonic() - slots.busy_since if slots.requests else 0.0)
+        return self.slots(worker).busy.seconds
 
     def assign(self, inflight: InflightRequest, worker: Worker, express: bool) -> None:
         slots = self._slots[worker.name]
-        if not slots.requests:
-            slots.busy_since = self._clock.monotonic()
+        slots.busy.add(1)
         inflight.worker, inflight.express, inflight.decoding = worker, express, False
         slots.requests[inflight] = None
         tenant = inflight.request.tenant
@@ -177,8 +175,7 @@ class WorkerPool:
         inflight.worker = None
         if slots is not None:
             del slots.requests[inflight]
-            if not slots.requests:
-                slots.busy_seconds += self._clock.monotonic() - slots.busy_since
+            slots.busy.add(-1)
             slots.decoding -= inflight.decoding
             slots.express -= inflight.express
             self._reindex(slots, inflight.express)

@@ -6,12 +6,16 @@ and corrected by what it really samples.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 
 from rookery.aio import Clock
 from rookery.controller.rollout.request import InflightRequest, SamplingRequest
-from rookery.scheduling.queues import PROMPT_WEIGHT, FairQueue, MeanLengths, PriorityQueues
+from rookery.scheduling.queues import PROMPT_WEIGHT, FairQueue, PriorityQueues
+
+RECENT = 0.1
+"""Weight of the newest length in a mean: it follows a change of a tenant's work within a few groups."""
 
 
 class RequestQueues:
@@ -22,7 +26,8 @@ class RequestQueues:
             lambda: PriorityQueues(weights, patience=patience)
         )
         """By base model."""
-        self._lengths = MeanLengths()
+        self._lengths: dict[str, float] = {}
+        """Mean length of recent results, by tenant, and of all under the empty name."""
 
     def __len__(self) -> int:
         return sum(map(len, self.models.values()))
@@ -38,7 +43,8 @@ class RequestQueues:
 
     def put(self, inflight: InflightRequest, *, first: bool) -> None:
         request = inflight.request
-        inflight.expected = min(request.generate.max_tokens, self._lengths.of(request.tenant))
+        known = self._lengths.get(request.tenant, self._lengths.get("", math.inf))
+        inflight.expected = min(request.generate.max_tokens, known)
         self._of(request).put(request.tenant, request.job, inflight, first=first, now=self._clock.monotonic())
 
     def remove(self, inflight: InflightRequest) -> None:
@@ -56,7 +62,9 @@ class RequestQueues:
         if inflight.charged:
             self._charge(inflight, len(inflight.result.tokens), settle=True)
         if inflight.result.finish:
-            self._lengths.add(inflight.request.tenant, len(inflight.result.tokens))
+            tokens = len(inflight.result.tokens)
+            for name in (inflight.request.tenant, ""):
+                self._lengths[name] = RECENT * tokens + (1 - RECENT) * self._lengths.get(name, tokens)
 
     def _charge(self, inflight: InflightRequest, tokens: float, *, settle: bool = False) -> None:
         """Charge the tenant for the request with so many tokens in all; less than before only to ``settle``."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from rookery import protocol
-from rookery.aio import Clock, IdGenerator
+from rookery.aio import BusyTime, Clock, IdGenerator
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.weights.distribution import AdapterResidency
@@ -46,25 +46,6 @@ class _RetryElsewhere(Exception):
 
 
 @dataclass
-class _BusyTime:
-    """Operations in flight at one worker, and the time with at least one."""
-
-    operations: int = 0
-    _since: float = 0.0
-    _before: float = 0.0
-
-    def add(self, change: int, now: float) -> None:
-        if not self.operations:
-            self._since = now
-        self.operations += change
-        if not self.operations:
-            self._before += now - self._since
-
-    def seconds(self, now: float) -> float:
-        return self._before + (now - self._since if self.operations else 0.0)
-
-
-@dataclass
 class _Upload:
     """An artifact that a worker uploads. Only the writer thread changes it, so it stays right when the caller is
     cancelled."""
@@ -73,40 +54,6 @@ class _Upload:
     staging: Staging | None = None
     published: tuple[str, str] | None = None
     """The policy and the artifact's hash, once it is durable."""
-
-
-class PolicyAssignments:
-    """Which worker trains which policies: at most one each. Losing a worker, or asking in either direction, looks at no
-    other worker's policies."""
-
-    def __init__(self) -> None:
-        self._worker: dict[str, Worker] = {}
-        self._policies: dict[Worker, set[str]] = {}
-
-    def get(self, policy: str) -> Worker | None:
-        return self._worker.get(policy)
-
-    def count(self, worker: Worker) -> int:
-        """The number of its policies."""
-        return len(self._policies.get(worker, ()))
-
-    def put(self, policy: str, worker: Worker) -> None:
-        """Assign the policy to ``worker`` and to no other."""
-        self.pop(policy)
-        self._worker[policy] = worker
-        self._policies.setdefault(worker, set()).add(policy)
-
-    def pop(self, policy: str) -> Worker | None:
-        """Remove the assignment; returns the worker that had it."""
-        worker = self._worker.pop(policy, None)
-        if worker is not None:
-            self._policies[worker].discard(policy)
-        return worker
-
-    def remove_worker(self, worker: Worker) -> None:
-        """Remove all of its assignments."""
-        for policy in self._policies.pop(worker, set()):
-            del self._worker[policy]
 
 
 class TrainingDispatcher(FleetListener):
@@ -138,24 +85,25 @@ class TrainingDispatcher(FleetListener):
         self._writer = writer
         self._in_flight: dict[Worker, dict[str, asyncio.Future[protocol.OperationDone]]] = {}
         """By worker and operation, those without an answer."""
-        self._assigned = PolicyAssignments()
-        self._offloaded = PolicyAssignments()
-        """Policies without a worker, at the worker that keeps their state in main memory."""
+        self._assigned: dict[str, Worker] = {}
+        """Which worker trains a policy."""
+        self._offloaded: dict[str, Worker] = {}
+        """Policies without a worker: which one keeps their state in main memory."""
         self._serving: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         """By base model: set when a worker begins to train it."""
-        self._busy: dict[Worker, _BusyTime] = {}
+        self._busy: dict[Worker, BusyTime] = {}
         fleet.listeners.append(self)
         fleet.route(protocol.OperationDone, self._on_done)
 
     def in_flight(self, worker: Worker) -> int:
         """The number of its operations without an answer."""
         busy = self._busy.get(worker)
-        return busy.operations if busy is not None else 0
+        return busy.count if busy is not None else 0
 
     def busy_seconds(self, worker: Worker) -> float:
         """Seconds with at least one operation in flight, on this connection."""
         busy = self._busy.get(worker)
-        return busy.seconds(self._clock.monotonic()) if busy is not None else 0.0
+        return busy.seconds if busy is not None else 0.0
 
     # --- assignment ---------------------------------------------------------------------------------------------------
 
@@ -173,8 +121,8 @@ class TrainingDispatcher(FleetListener):
             if name is not None:
                 worker = self._fleet.get(name)
                 assert worker is not None
-                self._offloaded.pop(policy)
-                self._assigned.put(policy, worker)
+                self._offloaded.pop(policy, None)
+                self._assigned[policy] = worker
                 return worker
             self._serving[model].clear()
             try:
@@ -194,17 +142,18 @@ class TrainingDispatcher(FleetListener):
     def evict_policy(self, policy: str, *, offload: bool = False) -> None:
         """The policy's worker deletes its trainer state, or with ``offload`` keeps it in main memory: the policy
         returns to that worker if it can."""
-        worker = self._assigned.pop(policy)
+        worker = self._assigned.pop(policy, None)
         if not offload:
-            self._offloaded.pop(policy)
+            self._offloaded.pop(policy, None)
         if worker is not None and worker.state == "serving":
             worker.post(protocol.EvictArtifacts(policy=policy, offload=offload))
             if offload:
-                self._offloaded.put(policy, worker)
+                self._offloaded[policy] = worker
 
     def _load(self, model: str) -> dict[str, int]:
         """The number of policies by worker that may be given one."""
-        return {worker.name: self._assigned.count(worker) for worker in self._fleet.trainers(model)}
+        policies = Counter(self._assigned.values())
+        return {worker.name: policies[worker] for worker in self._fleet.trainers(model)}
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
@@ -273,12 +222,12 @@ class TrainingDispatcher(FleetListener):
     @contextmanager
     def _counted(self, worker: Worker) -> Iterator[None]:
         """An operation is in flight there."""
-        busy = self._busy.setdefault(worker, _BusyTime())
-        busy.add(1, self._clock.monotonic())
+        busy = self._busy.setdefault(worker, BusyTime(self._clock))
+        busy.add(1)
         try:
             yield
         finally:
-            busy.add(-1, self._clock.monotonic())
+            busy.add(-1)
 
     def _notify(self, worker: Worker, message: Operation, done: protocol.OperationDone | None) -> None:
         for listener in self._fleet.listeners:
@@ -359,6 +308,7 @@ class TrainingDispatcher(FleetListener):
         for future in self._in_flight.get(worker, {}).values():
             if not future.done():
                 future.set_exception(_RetryElsewhere(f"worker {worker.name} was lost"))
-        self._assigned.remove_worker(worker)
-        self._offloaded.remove_worker(worker)
+        for held in (self._assigned, self._offloaded):
+            for policy in [policy for policy, holder in held.items() if holder is worker]:
+                del held[policy]
         self._busy.pop(worker, None)
