@@ -54,17 +54,17 @@ class Peers:
     def hello(self, kind: str, instance: str) -> protocol.Message:
         if kind == "host":
             environments = [protocol.HostedEnvironment(name="mine"), protocol.HostedEnvironment(name="yours")]
-            return protocol.HostHello(
-                protocol=protocol.PROTOCOL, token=self.tokens[kind], instance=instance, environments=environments
-            )
+            return protocol.HostHello(protocol=protocol.PROTOCOL, instance=instance, environments=environments)
         return protocol.Hello(
-            protocol=protocol.PROTOCOL, token=self.tokens[kind], name="odd", instance=instance, model=MODEL,
+            protocol=protocol.PROTOCOL, name="odd", instance=instance, model=MODEL,
             model_hash="0" * 64, roles=["rollout", "train"], max_rows=4, max_context=512, max_rank=64, device="cpu",
             dtype="none",
         )  # fmt: skip
 
     def dial(self, kind: str) -> ClientConnection:
-        return connect(self.service.url.replace("http", "ws", 1) + f"/wire/{kind}", close_timeout=2)
+        headers = {"Authorization": f"Bearer {self.tokens[kind]}"}
+        url = self.service.url.replace("http", "ws", 1) + f"/wire/{kind}"
+        return connect(url, additional_headers=headers, close_timeout=2)
 
     def chat(self) -> None:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "2+2?"}]}
@@ -89,11 +89,10 @@ def peers(tmp_path_factory: pytest.TempPathFactory, failures: list[str]) -> Iter
             peers.http.close()
 
 
-def names(peers: Peers, kind: str) -> dict[str, st.SearchStrategy[Any]]:
+def names() -> dict[str, st.SearchStrategy[Any]]:
     """Values that let a message reach the code behind the first checks."""
-    token = peers.tokens[kind]
     return tuned(
-        epoch=[EPOCH] * 9 + [EPOCH + 1, -1], protocol=[protocol.PROTOCOL] * 9 + [1], token=[token] * 9 + ["x"],
+        epoch=[EPOCH] * 9 + [EPOCH + 1, -1], protocol=[protocol.PROTOCOL] * 9 + [1],
         model=[MODEL, MODEL, "", "other"], name=["odd", "builtin:jsonl", "mine", "a\nb"], instance=["i", "odd-1", ""],
         hash=["0" * 64, "", "x"], hashes=st.lists(st.sampled_from(["0" * 64, "x"]), max_size=3), loading=[False, True],
     )  # fmt: skip
@@ -111,7 +110,7 @@ def test_no_frame_before_the_hello_harms_the_service(peers: Peers, failures: lis
     kinds = WORKER if kind == "worker" else HOST
 
     @SEEDED
-    @given(st.lists(frames((*kinds, *kinds[:1] * 9, *OTHERS[:3]), names(peers, kind)), min_size=1, max_size=3))
+    @given(st.lists(frames((*kinds, *kinds[:1] * 9, *OTHERS[:3]), names()), min_size=1, max_size=3))
     def run(sent: list[bytes]) -> None:
         with peers.dial(kind) as socket:
             send(socket, sent)
@@ -127,7 +126,7 @@ def test_no_frame_after_the_hello_harms_the_service(peers: Peers, failures: list
     decoder = protocol.to_worker if kind == "worker" else protocol.to_host
 
     @SEEDED
-    @given(st.integers(0, 3), st.lists(frames((*kinds, *OTHERS[:1]), names(peers, kind)), min_size=1, max_size=6))
+    @given(st.integers(0, 3), st.lists(frames((*kinds, *OTHERS[:1]), names()), min_size=1, max_size=6))
     def run(instance: int, sent: list[bytes]) -> None:
         with peers.dial(kind) as socket:
             socket.send(protocol.encode(peers.hello(kind, f"odd-{instance}")))

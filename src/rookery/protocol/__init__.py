@@ -7,15 +7,9 @@
 * Adapters, optimizer states and training batches never travel in messages. A message names them by content hash
   and carries a short-lived ticket, with which the bytes are read or written over HTTP (ranges allowed).
 
-Modules: ``common`` (base classes, artifacts), ``worker``, ``envhost``, ``batch``, ``codec``, ``connection``.
+Modules: ``common`` (base classes, artifacts, batches), ``worker``, ``envhost``, ``codec``, ``connection``.
 """
 
-from rookery.protocol.batch import (
-    Datum,
-    GroupMember,
-    SharedPrefixGroup,
-    TrainingBatch,
-)
 from rookery.protocol.codec import (
     MAX_FRAME,
     BadFrame,
@@ -30,11 +24,15 @@ from rookery.protocol.codec import (
 from rookery.protocol.common import (
     PROTOCOL,
     AdapterRef,
+    Datum,
+    GroupMember,
     HelloRejected,
     Manifest,
     Message,
     Shard,
+    SharedPrefixGroup,
     Struct,
+    TrainingBatch,
     manifest_of,
 )
 from rookery.protocol.envhost import (

@@ -6,8 +6,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rookery.protocol.batch import TrainingBatch
-from rookery.protocol.common import Message
+from rookery.protocol.common import Message, TrainingBatch
 from rookery.protocol.envhost import FromHost, ToHost
 from rookery.protocol.worker import FromWorker, ToWorker
 
