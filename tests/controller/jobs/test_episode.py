@@ -6,7 +6,6 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -372,10 +371,8 @@ async def test_a_job_without_a_host_pauses_with_the_reason(service: Service) -> 
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-async def test_after_a_restart_an_episode_finds_its_host_again(tmp_path: Path, deterministic: bool) -> None:
+async def test_after_a_restart_an_episode_finds_its_host_again(service: Service, deterministic: bool) -> None:
     """Also when another host dials in first, and also when the environment could not be replayed."""
-    service = Service(tmp_path)
-    await service.start()
     _, host = await service.join(turns=3, environments={"task": deterministic})
     job = await run(service, stop__steps=3)
     await eventually(lambda: any(turn == 1 for _, turn in host.executed))
@@ -389,12 +386,9 @@ async def test_after_a_restart_an_episode_finds_its_host_again(tmp_path: Path, d
     assert view.counters.get("episodes_failed", 0) == 0
     assert host.executed.most_common(1)[0][1] == 1
     service.check_history(job)
-    await service.close()
 
 
-async def test_after_a_restart_a_host_that_stays_away_is_given_up(tmp_path: Path) -> None:
-    service = Service(tmp_path)
-    await service.start()
+async def test_after_a_restart_a_host_that_stays_away_is_given_up(service: Service) -> None:
     _, host = await service.join(turns=3)
     job = await run(service, stop__steps=2, environment__return_timeout=2)
     await eventually(lambda: any(turn == 1 for _, turn in host.executed))
@@ -406,7 +400,6 @@ async def test_after_a_restart_a_host_that_stays_away_is_given_up(tmp_path: Path
     assert view.counters["episodes_failed"] == len(failed) >= 1
     assert {e.error for e in failed} == {"its environment host is gone, and the environment is not deterministic"}
     service.check_history(job)
-    await service.close()
 
 
 async def test_an_episode_that_ends_while_its_host_is_away_is_closed_when_it_is_back(service: Service) -> None:
@@ -436,9 +429,7 @@ async def test_a_reconnected_host_closes_episodes_that_are_replayed_elsewhere(se
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-async def test_episodes_of_a_paused_job_outlive_a_restart(tmp_path: Path, wanted: bool) -> None:
-    service = Service(tmp_path)
-    await service.start()
+async def test_episodes_of_a_paused_job_outlive_a_restart(service: Service, wanted: bool) -> None:
     await service.worker().join()
     host = await service.host(turns=2, script=steps(lambda message: HANG if message.turn else None)).join()
     job = await run(service, stop__steps=1)
@@ -460,13 +451,10 @@ async def test_episodes_of_a_paused_job_outlive_a_restart(tmp_path: Path, wanted
         await service.controller.cancel("alice", job)
     await eventually(lambda: not host.episodes)
     assert left <= set(host.closed)
-    await service.close()
 
 
-async def test_episodes_of_a_job_that_ended_before_a_restart_are_closed(tmp_path: Path) -> None:
+async def test_episodes_of_a_job_that_ended_before_a_restart_are_closed(service: Service) -> None:
     """And only those."""
-    service = Service(tmp_path)
-    await service.start()
     await service.worker().join()
     host = await service.host(script=steps(lambda message: HANG)).join()
     ended, other = await run(service), await run(service)
@@ -480,7 +468,6 @@ async def test_episodes_of_a_job_that_ended_before_a_restart_are_closed(tmp_path
     await service.reconnect(host).join()
     await eventually(lambda: left <= set(host.closed))
     assert host.episodes and all(episode.startswith(f"{other}-") for episode in host.episodes)
-    await service.close()
 
 
 # --- the real host ----------------------------------------------------------------------------------------------------

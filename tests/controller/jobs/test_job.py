@@ -407,10 +407,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 
 @pytest.mark.parametrize("turns", [1, 2])
 async def test_workers_that_die_while_generating_change_nothing(
-    tmp_path: Path, undisturbed: dict[int, str], turns: int
+    service: Service, undisturbed: dict[int, str], turns: int
 ) -> None:
-    service = Service(tmp_path)
-    await service.start()
     await service.host(turns=turns).join()
     job = await run(service, stop__steps=2)
     sampled: Counter[tuple[str, int]] = Counter()
@@ -429,7 +427,6 @@ async def test_workers_that_die_while_generating_change_nothing(
     assert set(sampled.values()) == {1}
     assert len(sampled) == view.tokens == service.controller.queries.health()["totals"]["sampled_tokens"]
     assert service.controller.queries.health()["totals"]["worker_losses"] >= 4
-    await service.close()
 
 
 @pytest.mark.parametrize("after", [True, False])
@@ -468,9 +465,7 @@ async def test_restarts_upon_restarts(tmp_path: Path) -> None:
     assert [version.step for version in service.check_history(job)] == [0, 1, 2, 3, 4]
 
 
-async def test_an_orderly_stop_is_a_restart_like_any_other(tmp_path: Path) -> None:
-    service = Service(tmp_path)
-    await service.start()
+async def test_an_orderly_stop_is_a_restart_like_any_other(service: Service) -> None:
     _, host = await service.join(turns=2)
     job = await run(service, stop__steps=3)
     await eventually(lambda: host.calls > 15)
@@ -483,13 +478,10 @@ async def test_an_orderly_stop_is_a_restart_like_any_other(tmp_path: Path) -> No
     service.check_history(job)
     assert set(host.executed.values()) == {1}
     assert worker.generates
-    await service.close()
 
 
-async def test_a_model_that_is_gone_after_a_restart_pauses_its_jobs(tmp_path: Path) -> None:
+async def test_a_model_that_is_gone_after_a_restart_pauses_its_jobs(service: Service) -> None:
     """It can be mended, as a hub that does not answer; a job that never ran is refused for it."""
-    service = Service(tmp_path)
-    await service.start()
     _, host = await service.join()
     job = await run(service, stop__steps=20)
     await eventually(lambda: service.database.get_job("alice", job).step > 0)
@@ -505,12 +497,9 @@ async def test_a_model_that_is_gone_after_a_restart_pauses_its_jobs(tmp_path: Pa
     await service.controller.resume("alice", job)
     await service.ends(job)
     service.check_history(job)
-    await service.close()
 
 
-async def test_a_corrupt_head_is_rolled_back(tmp_path: Path) -> None:
-    service = Service(tmp_path)
-    await service.start()
+async def test_a_corrupt_head_is_rolled_back(service: Service) -> None:
     _, host = await service.join()
     job = await run(service, stop__steps=40)
     await eventually(lambda: service.database.get_job("alice", job).step >= 3)
@@ -539,13 +528,10 @@ async def test_a_corrupt_head_is_rolled_back(tmp_path: Path) -> None:
     assert {row["min_version"] for row in trained} == {head.version - 1}, "nor what it sampled"
     steps = [row["step"] for row in await service.controller.queries.metrics("alice", job)]
     assert steps == list(range(1, head.step + 3))
-    await service.close()
 
 
-async def test_versions_lost_in_a_rollback_are_not_in_the_lineage(tmp_path: Path) -> None:
+async def test_versions_lost_in_a_rollback_are_not_in_the_lineage(service: Service) -> None:
     """Versions between the corrupt head and the best one, to which the job goes back, are not kept."""
-    service = Service(tmp_path)
-    await service.start()
     worker = await service.worker().join()
 
     def script(message: Any) -> Any:
@@ -577,12 +563,9 @@ async def test_versions_lost_in_a_rollback_are_not_in_the_lineage(tmp_path: Path
     later = range(head.version + 1, head.version + 1 + len(rows) - best)
     assert [row["version"] for row in rows] == [*range(1, best + 1), *later]
     assert not {op.parent.version for op in again.operations} & set(range(best + 1, head.version + 1))
-    await service.close()
 
 
-async def test_a_job_without_an_intact_version_fails(tmp_path: Path) -> None:
-    service = Service(tmp_path)
-    await service.start()
+async def test_a_job_without_an_intact_version_fails(service: Service) -> None:
     await service.worker().join()
     job = await run(service)
     await eventually(lambda: service.database.policies("alice", job)[0].head_version == 0)
@@ -593,7 +576,6 @@ async def test_a_job_without_an_intact_version_fails(tmp_path: Path) -> None:
     await service.start()
     view = await service.ends(job, "failed")
     assert "version 0 is corrupt" in view.reason
-    await service.close()
 
 
 # --- evaluation and retention -----------------------------------------------------------------------------------------
@@ -618,9 +600,7 @@ async def test_first_last_and_every_k_answer_the_same_prompts(service: Service) 
     assert [version["evaluation"] is not None for version in versions] == [True, False, True, False, True, True]
 
 
-async def test_the_first_evaluation_survives_a_restart(tmp_path: Path) -> None:
-    service = Service(tmp_path)
-    await service.start()
+async def test_the_first_evaluation_survives_a_restart(service: Service) -> None:
     worker = await service.worker(chunk=1).join()
 
     def script(message: Any) -> Any:
@@ -637,7 +617,6 @@ async def test_the_first_evaluation_survives_a_restart(tmp_path: Path) -> None:
     evaluations = await service.controller.queries.evaluations("alice", job)
     assert [evaluation["version"] for evaluation in evaluations] == [0, 4]
     assert worker.generates
-    await service.close()
 
 
 async def test_failed_held_out_episodes_are_reported_separately(service: Service) -> None:
@@ -945,9 +924,7 @@ async def test_warm_starts(service: Service) -> None:
     assert worker.operations
 
 
-async def test_a_warm_started_job_needs_its_source_once(tmp_path: Path) -> None:
-    service = Service(tmp_path)
-    await service.start()
+async def test_a_warm_started_job_needs_its_source_once(service: Service) -> None:
     _, host = await service.join()
     source = await run(service, stop__steps=1, checkpoints={"keep_last": 1})
     await service.ends(source)
@@ -961,7 +938,6 @@ async def test_a_warm_started_job_needs_its_source_once(tmp_path: Path) -> None:
     await service.worker().join()
     await service.reconnect(host).join()
     await service.ends(job)
-    await service.close()
 
 
 async def test_the_source_of_a_warm_start_stays_until_it_is_read(service: Service) -> None:

@@ -376,10 +376,8 @@ async def test_abandoned_worker_evicts_the_policy(room: Room) -> None:
     assert forgotten and set(map(repr, forgotten)) == {repr(protocol.EvictArtifacts(policy="p"))}
 
 
-async def test_a_batch_carries_one_prompt_for_its_group(tmp_path: Path) -> None:
+async def test_a_batch_carries_one_prompt_for_its_group(service: Service) -> None:
     """What the trainer gets from a job: prompts once, the behaviour's log-probs, advantages that sum to nothing."""
-    service = Service(tmp_path)
-    await service.start()
     worker = await service.worker().join()
     await service.host(turns=2).join()
     view, _ = await service.controller.submit(
@@ -405,7 +403,6 @@ async def test_a_batch_carries_one_prompt_for_its_group(tmp_path: Path) -> None:
     sampled = {tuple(g.prompt) for g in worker.generates if g.request.endswith(".0")}
     assert {tuple(unit.prompt) for unit in batch.groups} == sampled
     json.dumps(view.spec)
-    await service.close()
 
 
 async def test_policies_spread_over_training_workers_that_join_later(room: Room) -> None:

@@ -436,9 +436,7 @@ def test_peers_on_the_same_machine_go_first_then_those_that_served_longest_ago(
 # --- the whole service ------------------------------------------------------------------------------------------------
 
 
-async def test_worker_that_joins_during_a_step_gets_rollouts_of_it(tmp_path: Path) -> None:
-    service = Service(tmp_path)
-    await service.start()
+async def test_worker_that_joins_during_a_step_gets_rollouts_of_it(service: Service) -> None:
     first = service.worker("first", chunk=1, shortest=1 << 20)
     await first.join()
     await service.host().join()
@@ -461,12 +459,9 @@ async def test_worker_that_joins_during_a_step_gets_rollouts_of_it(tmp_path: Pat
     assert any(generate.prefix_tokens for generate in second.generates), "received tokens are kept"
     await service.ends(view.id)
     service.check_history(view.id)
-    await service.close()
 
 
-async def test_versions_in_use_are_those_that_jobs_sample_from(tmp_path: Path) -> None:
-    service = Service(tmp_path)
-    await service.start()
+async def test_versions_in_use_are_those_that_jobs_sample_from(service: Service) -> None:
     worker = await service.worker("first", chunk=1, shortest=1 << 20).join()
     await service.host().join()
     view, _ = await service.controller.submit("alice", job_of(stop={"steps": 50}, sampling={"max_tokens": 20}))
@@ -483,13 +478,10 @@ async def test_versions_in_use_are_those_that_jobs_sample_from(tmp_path: Path) -
     assert versions == sorted(versions)
     assert service.controller.jobs.versions_in_use("another model") == []
     worker.generating.set()
-    await service.close()
 
 
 @pytest.mark.parametrize("how", ["killed", "garbage", "closes", "frozen", "says goodbye"])
-async def test_requests_of_a_worker_that_leaves_resume_from_their_last_token(tmp_path: Path, how: str) -> None:
-    service = Service(tmp_path)
-    await service.start()
+async def test_requests_of_a_worker_that_leaves_resume_from_their_last_token(service: Service, how: str) -> None:
     first = await service.worker("first", chunk=2, shortest=1 << 20).join()
     await service.host().join()
     algorithm = {"group_size": 4, "groups_per_step": 1}
@@ -541,14 +533,11 @@ async def test_requests_of_a_worker_that_leaves_resume_from_their_last_token(tmp
     twice = first.sampled + second.sampled
     assert max(twice.values()) == 1, "no token that had been received was sampled again"
     service.check_history(view.id)
-    await service.close()
 
 
-async def test_restarted_controller_resumes_running_requests(tmp_path: Path) -> None:
+async def test_restarted_controller_resumes_running_requests(service: Service) -> None:
     """Three workers generate when the controller dies; each keeps what it sampled, and the next controller goes on
     from there: nothing is generated twice, whatever had been received."""
-    service = Service(tmp_path)
-    await service.start()
     workers = [await service.worker(f"w{n}", chunk=1, max_rows=2, shortest=1 << 20).join() for n in range(3)]
     host = await service.host().join()
     view, _ = await service.controller.submit("alice", job_of(stop={"steps": 2}, sampling={"max_tokens": 12}))
@@ -578,4 +567,3 @@ async def test_restarted_controller_resumes_running_requests(tmp_path: Path) -> 
         assert set(requests) <= {generate.request for generate in news[name].generates}, "where they ran before"
     await service.ends(view.id)
     service.check_history(view.id)
-    await service.close()
