@@ -78,7 +78,7 @@ def submit(town: Deployment, kind: str, *, seed: int, max_staleness: int = 0) ->
     )
 
 
-class Story:
+class JobRecord:
     """A job that is over, as it was stored: the rows of its versions, groups and episodes, and its metrics."""
 
     def __init__(self, town: Deployment, job: Job) -> None:
@@ -104,7 +104,7 @@ class Story:
         """Tokens of all episodes that ended well."""
         return sum(outcome.num_action_tokens for outcome in self.outcomes.values())
 
-    def holds(self) -> None:
+    def check(self) -> None:
         """Whatever died meanwhile: the job completed, and everything that is promised of it is true."""
         assert (self.row["state"], self.row["reason"]) == ("completed", f"{STEPS} steps")
         self._versions_are_a_chain()
@@ -158,8 +158,8 @@ class Story:
         ordinals = {group["ordinal"] for group in self.groups if group["consumed_by"] == version}
         return [outcome for (ordinal, _), outcome in self.outcomes.items() if ordinal in ordinals]
 
-    def tells_the_same(self, other: Story) -> int:
-        """Episodes of both, sampled from the same weights, are equal to the last bit. Answers how many those were."""
+    def assert_equal_episodes(self, other: JobRecord) -> int:
+        """Episodes of both, sampled from the same weights, are equal to the last bit. Returns their number."""
         mine, theirs = ([version["hash"] for version in story.versions] for story in (self, other))
         alike = 0
         for place in self.outcomes.keys() & other.outcomes.keys():
@@ -186,13 +186,13 @@ def over(jobs: list[Job]) -> bool:
     return all(job.show().state not in ("queued", "running") for job in jobs)
 
 
-def end_of(town: Deployment, jobs: list[Job]) -> list[Story]:
+def end_of(town: Deployment, jobs: list[Job]) -> list[JobRecord]:
     """Waits until the jobs are over; none may have stopped by itself."""
     for job in jobs:
         wait_until(lambda job=job: over([job]), f"{job.name} is over: {job.show()}")
         view = job.show()
         assert view.state == "completed", (view.reason, [f"{event.kind} {event.text}" for event in job.events()])
-    return [Story(town, job) for job in jobs]
+    return [JobRecord(town, job) for job in jobs]
 
 
 # --- kill -9 ----------------------------------------------------------------------------------------------------------
@@ -216,9 +216,9 @@ def test_kills_at_random_moments(home: tuple[Path, Path], tmp_path: Path, seed: 
             town.kill(victim)
         stories = end_of(town, jobs)
         for story in [*calm, *stories]:
-            story.holds()
+            story.check()
         for before, after in zip(calm, stories, strict=False):
-            alike = after.tells_the_same(before)
+            alike = after.assert_equal_episodes(before)
             print(f"{alike} of {len(after.outcomes)} episodes compared")
             assert alike >= GROUPS * MEMBERS  # those of version 0 at least: its weights are a function of the seed
             assert len(after.outcomes) == STEPS * GROUPS * MEMBERS  # no episode of theirs was lost
@@ -228,7 +228,7 @@ def test_kills_at_random_moments(home: tuple[Path, Path], tmp_path: Path, seed: 
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_service_that_dies_costs_no_token(home: tuple[Path, Path], tmp_path: Path, count: int) -> None:
+def test_service_crash_loses_no_token(home: tuple[Path, Path], tmp_path: Path, count: int) -> None:
     """The workers outlive it and keep what they sampled; the same job gives the same text and the same weights."""
     joined = JOINED[:count]
     # Where there are others, a request that moves leaves what was not sent yet, and a worker that comes back late finds
@@ -250,9 +250,9 @@ def test_a_service_that_dies_costs_no_token(home: tuple[Path, Path], tmp_path: P
             wait_until(lambda: busy(town, joined) or over(jobs), "every worker has something to lose")
             town.kill("service")
         strict, ahead = end_of(town, jobs)
-        assert strict.tells_the_same(calm) == len(calm.outcomes) == STEPS * GROUPS * MEMBERS
+        assert strict.assert_equal_episodes(calm) == len(calm.outcomes) == STEPS * GROUPS * MEMBERS
         for story in (strict, ahead):
-            story.holds()
+            story.check()
             assert json.loads(story.row["counters"])["tokens"] == story.sampled
         tokens = before + strict.sampled + ahead.sampled
         assert tokens <= generated(town, tokens, joined) <= most * tokens
@@ -269,13 +269,13 @@ def busy(town: Deployment, workers: Sequence[str]) -> bool:
 
 
 def generated(town: Deployment, least: int, workers: Sequence[str] = JOINED) -> int:
-    """Tokens that these workers' processes have sampled together, once they have told of ``least``."""
+    """Tokens that these workers' processes have sampled together, once they have reported ``least``."""
 
-    def told() -> int:
+    def total() -> int:
         return sum(int(town.wait_serving(worker).beat["generated"]) for worker in workers)
 
-    wait_until(lambda: told() >= least, f"{', '.join(workers)} have sampled {least} tokens")
-    return told()
+    wait_until(lambda: total() >= least, f"{', '.join(workers)} have sampled {least} tokens")
+    return total()
 
 
 # --- a worker that stops, and one that is told to end -----------------------------------------------------------------
@@ -291,16 +291,16 @@ def ask(town: Deployment, pool: ThreadPoolExecutor) -> list[Future[Record]]:
     ]
 
 
-def told(replies: list[Future[Record]]) -> list[Any]:
+def texts(replies: list[Future[Record]]) -> list[Any]:
     return [(reply.tokens, reply.logprobs) for reply in (future.result(PATIENCE_SECONDS) for future in replies)]
 
 
-def test_a_worker_that_stops_or_drains_is_gone_on_for(home: tuple[Path, Path], tmp_path: Path) -> None:
+def test_requests_of_a_stopped_or_draining_worker_resume_elsewhere(home: tuple[Path, Path], tmp_path: Path) -> None:
     cache, model = home
     with Deployment(tmp_path, cache, model, workers=0) as town, ThreadPoolExecutor(REQUESTS) as pool:
         town.join("one")
         town.wait_serving("one")
-        calm = told(ask(town, pool))
+        calm = texts(ask(town, pool))
         tokens = sum(len(reply[0]) for reply in calm)
         assert town.metric_total("sampled_tokens") == tokens
 
@@ -310,7 +310,7 @@ def test_a_worker_that_stops_or_drains_is_gone_on_for(home: tuple[Path, Path], t
         wait_until(lambda: town.worker("one").state == "suspect", "a worker that is stopped is suspect")
         received = town.metric_total("sampled_tokens") - tokens
         town.join("two")
-        assert told(replies) == calm
+        assert texts(replies) == calm
         assert town.metric_total("sampled_tokens") == 2 * tokens
         assert generated(town, tokens - received, ["two"]) == tokens - received
 
@@ -324,7 +324,7 @@ def test_a_worker_that_stops_or_drains_is_gone_on_for(home: tuple[Path, Path], t
         process = town.joined.pop("two")
         process.terminate()
         assert process.wait(PATIENCE_SECONDS) == 0, town.log_tail("two")
-        assert told(replies) == calm
+        assert texts(replies) == calm
         assert town.metric_total("sampled_tokens") == 3 * tokens
         assert town.metric_total("worker_losses") == losses
         assert not psutil.pid_exists(process.pid)

@@ -29,7 +29,7 @@ TRIES = 8
     ],
     ids=["mixed", "seeding", "commits", "silence", "restarts"],
 )
-def test_every_promise_holds_whatever_fails(seed: int, changes: dict[str, Any]) -> None:
+def test_promises_hold_under_faults(seed: int, changes: dict[str, Any]) -> None:
     plan = replace(SMALL, seed=seed, **changes)
     found = run_plan(plan)
     assert found.preemptions >= plan.preemptions
@@ -43,7 +43,7 @@ def met(found: ChaosResult) -> bool:
     return all(found.counts.get(kind) for kind in wanted)
 
 
-def test_a_seed_gives_the_same_events_each_time() -> None:
+def test_same_seed_gives_the_same_events() -> None:
     plan = replace(SMALL, seed=6, workers=8, jobs=2, preemptions=20)
     first, again, other = run_plan(plan), run_plan(plan), run_plan(replace(plan, seed=7))
     assert (first.digest, first.events, first.virtual_seconds) == (again.digest, again.events, again.virtual_seconds)
@@ -51,7 +51,7 @@ def test_a_seed_gives_the_same_events_each_time() -> None:
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name.replace(" ", "-"))
-def test_a_mistake_is_noticed(mutation: Mutation) -> None:
+def test_mutation_is_noticed(mutation: Mutation) -> None:
     for seed in range(1, TRIES + 1):
         with applied(mutation):
             try:

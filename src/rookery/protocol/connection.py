@@ -28,7 +28,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from rookery.aio import Clock, client_tls, is_loopback
 from rookery.errors import UserError
 from rookery.protocol.codec import MAX_FRAME, BadFrame, decode, encode
-from rookery.protocol.common import HelloRejected, Message
+from rookery.protocol.common import PROTOCOL, HelloRejected, Message
 from rookery.protocol.envhost import HostWelcome
 from rookery.protocol.worker import Welcome
 
@@ -51,6 +51,16 @@ class ConnectionClosed(Exception):
 
 class RegistrationRefused(Exception):
     """The service refuses this process; another attempt cannot succeed."""
+
+
+def check_protocol(hello: Any, kind: type[Any]) -> None:
+    """Raises :class:`RegistrationRefused` unless a first frame is of ``kind`` and of this protocol's version."""
+    if not isinstance(hello, kind):
+        raise RegistrationRefused(f"the first frame must be a {kind.__name__}")
+    if (version := hello.protocol) != PROTOCOL:
+        raise RegistrationRefused(
+            f"protocol {version} is not supported (the service uses {PROTOCOL}): install the service's version"
+        )
 
 
 class Connection(Protocol):

@@ -29,6 +29,11 @@ FILES = 4
 """Number of log files kept, so that a log never fills the data folder."""
 
 
+def _context(record: logging.LogRecord) -> dict[str, object]:
+    """The context fields that a record has."""
+    return {name: value for name in FIELDS if (value := vars(record).get(name)) not in (None, "")}
+
+
 class JsonLines(logging.Formatter):
     """``{"time": …, "level": …, "room": …, "message": …, "tenant"?…, "traceback"?…}``; times are UTC, ISO 8601."""
 
@@ -39,7 +44,7 @@ class JsonLines(logging.Formatter):
             "room": record.name.removeprefix("rookery."),
             "message": record.getMessage(),
         }
-        line.update({name: vars(record)[name] for name in FIELDS if vars(record).get(name) not in (None, "")})
+        line.update(_context(record))
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False, default=str)
@@ -49,9 +54,7 @@ class TerminalLines(logging.Formatter):
     """Lines for a terminal: time of day, message and context fields; tracebacks are only in the file."""
 
     def format(self, record: logging.LogRecord) -> str:
-        context = " ".join(
-            f"{name}={vars(record)[name]}" for name in FIELDS if vars(record).get(name) not in (None, "")
-        )
+        context = " ".join(f"{name}={value}" for name, value in _context(record).items())
         level = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
         time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
         return f"{time} {level}{record.getMessage()}" + (f"  [{context}]" if context else "")

@@ -104,7 +104,7 @@ async def test_a_template_that_rewrites_the_past_makes_several_trajectories(serv
     assert sum(len(unit.members) for unit in batch.groups) == 12
 
 
-async def test_members_of_a_group_differ_in_their_noise_alone(service: Service) -> None:
+async def test_members_of_a_group_differ_only_in_their_seeds(service: Service) -> None:
     worker, host = await service.join()
     job = await run(service, stop__steps=1, algorithm__group_size=4)
     await service.ends(job)
@@ -119,7 +119,7 @@ async def test_members_of_a_group_differ_in_their_noise_alone(service: Service) 
     assert sum(count for (_, turn), count in host.executed.items() if turn == -1) == 8
 
 
-async def test_the_context_ends_an_episode_in_its_middle_and_refuses_one_at_its_start(service: Service) -> None:
+async def test_context_limit_ends_a_started_episode_and_fails_a_new_one(service: Service) -> None:
     await service.worker().join()
 
     def long(message: Any) -> Any:
@@ -259,7 +259,7 @@ async def test_an_environment_without_prompts_pauses_the_job(service: Service) -
     assert view.reason == "prompts('train') gave no prompt"
 
 
-async def test_a_call_too_large_for_a_frame_fails_and_leaves_its_host_alone(service: Service) -> None:
+async def test_call_too_large_for_a_frame_fails_alone(service: Service) -> None:
     peer = await service.host().join()
     hosts = service.controller.context.hosts
     task = EnvironmentRef("job", "alice", EnvironmentSpec(hosted="task"), {})
@@ -275,7 +275,7 @@ async def test_a_call_too_large_for_a_frame_fails_and_leaves_its_host_alone(serv
 # --- hosts that go and come -------------------------------------------------------------------------------------------
 
 
-async def test_the_same_instance_resumes_and_nothing_is_done_twice(service: Service) -> None:
+async def test_reconnected_instance_resumes_without_repeating_calls(service: Service) -> None:
     await service.worker(chunk=1).join()
     host = await service.host(turns=3).join()
     job = await run(service, stop__steps=3, algorithm__max_staleness=1)
@@ -304,7 +304,7 @@ async def test_answers_of_an_old_connection_are_ignored(service: Service) -> Non
     await service.ends(job)
 
 
-async def test_a_host_that_sends_garbage_or_nothing_is_cut_off(service: Service) -> None:
+async def test_invalid_or_silent_host_is_disconnected(service: Service) -> None:
     host = await service.host().join()
     assert host.link is not None
     await host.link.send(b"\xc1garbage")
@@ -388,7 +388,7 @@ async def test_after_a_restart_an_episode_finds_its_host_again(service: Service,
     service.check_history(job)
 
 
-async def test_after_a_restart_a_host_that_stays_away_is_given_up(service: Service) -> None:
+async def test_missing_host_after_a_restart_fails_its_episodes(service: Service) -> None:
     _, host = await service.join(turns=3)
     job = await run(service, stop__steps=2, environment__return_timeout=2)
     await eventually(lambda: any(turn == 1 for _, turn in host.executed))
@@ -527,7 +527,7 @@ async def dialled(service: Service, play: Callable[[str, list[ServerConnection]]
         await play(f"http://127.0.0.1:{port}", connections)
 
 
-async def test_the_shipped_host_plays_with_the_shipped_controller(service: Service) -> None:
+async def test_shipped_host_with_the_shipped_controller(service: Service) -> None:
     """Its connection is cut while it plays; nothing is carried out twice."""
     Sums.carried_out.clear()
     worker = await service.worker(chunk=1).join()
@@ -552,7 +552,7 @@ async def test_the_shipped_host_plays_with_the_shipped_controller(service: Servi
     assert max(Sums.carried_out.values()) <= 2, "a group's members share their prompt and seed"
 
 
-async def test_a_process_that_is_replaced_hands_over_deterministic_episodes(service: Service) -> None:
+async def test_successor_process_takes_over_deterministic_episodes(service: Service) -> None:
     worker = await service.worker(chunk=1).join()
 
     async def play(url: str, connections: list[ServerConnection]) -> None:

@@ -109,9 +109,7 @@ def head_of(service: Service, job: str) -> int:
 
 
 @pytest.mark.parametrize(("in_flight", "micro_batch"), [*((mode, 0) for mode in MODES), ("switch", 2)])
-def test_strictly_on_policy_every_token_of_a_step_is_its_parents(
-    tmp_path: Path, in_flight: str, micro_batch: int
-) -> None:
+def test_on_policy_tokens_are_sampled_by_the_parent_version(tmp_path: Path, in_flight: str, micro_batch: int) -> None:
     """Whatever the setting, with episodes of several turns, workers that die, evaluations at the side, and training
     that begins before the last group is complete."""
 
@@ -141,9 +139,7 @@ def test_strictly_on_policy_every_token_of_a_step_is_its_parents(
 
 
 @pytest.mark.parametrize("in_flight", MODES)
-def test_episodes_continue_on_the_newest_version_and_groups_are_as_old_as_their_oldest_token(
-    tmp_path: Path, in_flight: str
-) -> None:
+def test_switched_episodes_count_their_oldest_token_as_age(tmp_path: Path, in_flight: str) -> None:
     async def scene(service: Service) -> None:
         worker = await Paced(service).join()
         host = await service.host(turns=3).join()
@@ -206,7 +202,7 @@ def test_a_chat_with_a_jobs_adapter_ends_on_its_version(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
-def test_a_version_is_kept_while_a_reply_runs_that_began_with_it(tmp_path: Path) -> None:
+def test_version_is_kept_while_its_replies_run(tmp_path: Path) -> None:
     """Its worker may still be pulling it, whatever it was told since."""
 
     async def scene(service: Service) -> None:

@@ -130,7 +130,7 @@ async def test_many_jobs_of_many_tenants_at_once(service: Service) -> None:
     assert service.controller.queries.health()["jobs"] == {"completed": 6}
 
 
-async def test_equal_adapters_of_two_jobs_do_not_take_each_others_bytes(service: Service) -> None:
+async def test_jobs_with_equal_adapters_keep_their_artifacts(service: Service) -> None:
     """Version 0 of equal policies is one artifact: one job lets go of it while another begins with it."""
     await service.join()
     keep = {"keep_last": 1, "keep_best": False}
@@ -141,7 +141,7 @@ async def test_equal_adapters_of_two_jobs_do_not_take_each_others_bytes(service:
         assert len(kept) == 1
 
 
-async def test_rewards_all_equal_are_counted_and_not_differentiated(service: Service) -> None:
+async def test_zero_variance_groups_are_counted_and_not_trained_on(service: Service) -> None:
     worker = await service.worker().join()
 
     def script(message: Any) -> Any:
@@ -311,7 +311,7 @@ async def test_pause_keeps_tokens_and_resume_continues_from_them(service: Servic
     assert view.tokens == len(worker.sampled)
 
 
-async def test_a_pause_while_it_is_stored_that_a_job_runs_leaves_the_counts_right(
+async def test_pause_during_the_start_keeps_the_state_counts_right(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, reached, go_on = service.database.set_job_state, threading.Event(), threading.Event()
@@ -406,7 +406,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-async def test_workers_that_die_while_generating_change_nothing(
+async def test_losing_workers_while_generating_changes_no_result(
     service: Service, undisturbed: dict[int, str], turns: int
 ) -> None:
     await service.host(turns=turns).join()
@@ -456,7 +456,7 @@ async def test_a_crash_at_any_moment_loses_and_repeats_nothing(
     assert calls >= 4
 
 
-async def test_restarts_upon_restarts(tmp_path: Path) -> None:
+async def test_repeated_restarts(tmp_path: Path) -> None:
     service = Service(tmp_path)
     await service.start()
     job = await run(service, stop__steps=4, algorithm__max_staleness=2, environment__return_timeout=5)
@@ -465,7 +465,7 @@ async def test_restarts_upon_restarts(tmp_path: Path) -> None:
     assert [version.step for version in service.check_history(job)] == [0, 1, 2, 3, 4]
 
 
-async def test_an_orderly_stop_is_a_restart_like_any_other(service: Service) -> None:
+async def test_orderly_stop_is_resumed(service: Service) -> None:
     _, host = await service.join(turns=2)
     job = await run(service, stop__steps=3)
     await eventually(lambda: host.calls > 15)
@@ -480,7 +480,7 @@ async def test_an_orderly_stop_is_a_restart_like_any_other(service: Service) -> 
     assert worker.generates
 
 
-async def test_a_model_that_is_gone_after_a_restart_pauses_its_jobs(service: Service) -> None:
+async def test_missing_model_after_a_restart_pauses_its_jobs(service: Service) -> None:
     """It can be mended, as a hub that does not answer; a job that never ran is refused for it."""
     _, host = await service.join()
     job = await run(service, stop__steps=20)
@@ -581,7 +581,7 @@ async def test_a_job_without_an_intact_version_fails(service: Service) -> None:
 # --- evaluation and retention -----------------------------------------------------------------------------------------
 
 
-async def test_first_last_and_every_k_answer_the_same_prompts(service: Service) -> None:
+async def test_evaluations_use_the_same_prompts(service: Service) -> None:
     worker, host = await service.join()
     job = await run(service, stop__steps=5, evaluation={"every": 2, "prompts": 6, "seed": 3})
     await service.ends(job)
@@ -659,7 +659,7 @@ async def test_retention_keeps_the_last_and_the_best(service: Service) -> None:
         await service.controller.queries.adapter("alice", job, "main", 3)
 
 
-async def test_without_evaluations_the_version_that_earned_the_best_reward_is_kept(service: Service) -> None:
+async def test_version_with_the_best_training_reward_is_kept_without_evaluations(service: Service) -> None:
     """Not the one that was made of it."""
     worker = await service.worker().join()
 
@@ -677,7 +677,7 @@ async def test_without_evaluations_the_version_that_earned_the_best_reward_is_ke
     assert [version.version for version in versions if version.kept] == [2, 7]
 
 
-async def test_a_version_is_judged_by_the_best_of_the_steps_that_were_taken_from_it(service: Service) -> None:
+async def test_reward_of_a_version_is_the_best_of_its_steps(service: Service) -> None:
     """Two steps a version, of which the first earned the most."""
     await service.worker().join()
 
@@ -758,7 +758,7 @@ async def test_a_commit_that_fails_leaves_no_artifact_behind(
     assert len(versions) == 5
 
 
-async def test_an_artifact_whose_references_are_unknown_stays(
+async def test_artifact_is_kept_while_its_references_are_unknown(
     service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def away(*arguments: Any, **values: Any) -> Any:
@@ -874,7 +874,7 @@ async def test_a_stored_state_change_without_reply_takes_effect(
         ({"environment": {"id": "jsonl", "dataset": "0" * 64}}, "dataset: no dataset"),
     ],
 )
-async def test_a_refused_job_leaves_nothing(service: Service, changes: dict[str, Any], problem: str) -> None:
+async def test_refused_job_stores_nothing(service: Service, changes: dict[str, Any], problem: str) -> None:
     job = job_of(**changes)
     for attempt in (service.controller.submit, service.controller.dry_run):
         with pytest.raises(SpecError) as refused:
@@ -884,7 +884,7 @@ async def test_a_refused_job_leaves_nothing(service: Service, changes: dict[str,
     assert not service.controller.jobs.runners
 
 
-async def test_a_dry_run_renders_prompts_and_makes_nothing(service: Service) -> None:
+async def test_dry_run_renders_prompts_and_stores_nothing(service: Service) -> None:
     host = await service.host().join()
     shown = await service.controller.dry_run("alice", job_of())
     assert shown["spec"]["policies"]["main"]["rank"] == 16
@@ -924,7 +924,7 @@ async def test_warm_starts(service: Service) -> None:
     assert worker.operations
 
 
-async def test_a_warm_started_job_needs_its_source_once(service: Service) -> None:
+async def test_warm_start_reads_its_source_once(service: Service) -> None:
     _, host = await service.join()
     source = await run(service, stop__steps=1, checkpoints={"keep_last": 1})
     await service.ends(source)
@@ -940,7 +940,7 @@ async def test_a_warm_started_job_needs_its_source_once(service: Service) -> Non
     await service.ends(job)
 
 
-async def test_the_source_of_a_warm_start_stays_until_it_is_read(service: Service) -> None:
+async def test_warm_start_source_is_kept_until_it_is_read(service: Service) -> None:
     """Its own job may let it go while the other waits for a worker."""
     worker, _ = await service.join()
     source = await run(service, stop__steps=2, checkpoints={"keep_last": 3})

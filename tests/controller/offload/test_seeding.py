@@ -339,7 +339,7 @@ def test_preemptible_workers_shorten_the_step_and_no_token_is_lost() -> None:
 
 
 @pytest.mark.parametrize(("initial", "steps"), [(0.2, 5), (5.0, 12)])
-def test_the_gap_of_waits_closes(initial: float, steps: int) -> None:
+def test_wait_gap_closes(initial: float, steps: int) -> None:
     """T_seed begins five times too small or too large (it settles near 1): the mean gap of three steps in a row is
     below 10% of the step within so many steps. Training and generating overlap in the seed phase too, so what is too
     long costs little and is corrected slowly."""
@@ -377,7 +377,7 @@ def test_three_one_three_instances_restore_the_seed_seconds(middle: bool) -> Non
     play(act, preemptible=3, train_token=0.0003)
 
 
-def test_workers_that_do_not_pay_off_stand_by_with_a_note() -> None:
+def test_unprofitable_workers_stand_by_with_a_note() -> None:
     """Training takes so long that two workers do all the generating meanwhile."""
 
     async def act(world: SimulatedFleet) -> None:
@@ -404,7 +404,7 @@ def test_workers_that_do_not_pay_off_stand_by_with_a_note() -> None:
         assert not any(row["note"] for row in world.site.controller.queries.workers())
         assert not seeding.closed
 
-    play(act, preemptible=5, train_token=0.0016, dispatch_ahead=0)
+    play(act, preemptible=5, train_token=0.0013, dispatch_ahead=0)
 
 
 @pytest.mark.parametrize("spec", [job(), job(max_staleness=2, micro_batch=0)], ids=["strict", "asynchronous"])
@@ -431,7 +431,7 @@ def test_job_that_cannot_overlap_is_not_seeded() -> None:
     )
 
 
-def test_when_all_remote_workers_vanish_the_training_worker_generates_again() -> None:
+def test_training_worker_generates_again_without_remote_workers() -> None:
     async def act(world: SimulatedFleet) -> None:
         rows = await world.reach(3)
         seeding = world.site.controller.context.seeding

@@ -26,7 +26,7 @@ import msgspec
 from rookery import protocol
 from rookery.aio import Clock, IdGenerator, Signal
 from rookery.errors import RookeryError, Unavailable
-from rookery.protocol.connection import Connection, Outbox, RegistrationRefused, serve_peer
+from rookery.protocol.connection import Connection, Outbox, RegistrationRefused, check_protocol, serve_peer
 from rookery.settings import Settings
 from rookery.spec.job import EnvironmentSpec
 
@@ -189,13 +189,7 @@ class EnvironmentHosts:
     @staticmethod
     def _check(owner: str, hello: Any) -> None:
         """Raises :class:`RegistrationRefused`."""
-        if not isinstance(hello, protocol.HostHello):
-            raise RegistrationRefused("the first frame must be a HostHello")
-        if hello.protocol != protocol.PROTOCOL:
-            raise RegistrationRefused(
-                f"protocol {hello.protocol} is not supported (the service uses {protocol.PROTOCOL}): "
-                "install the service's version"
-            )
+        check_protocol(hello, protocol.HostHello)
         if owner != SERVICE and any(offer.name.startswith(BUILTIN) for offer in hello.environments):
             raise RegistrationRefused(f"names that begin with {BUILTIN} belong to the service")
 

@@ -12,17 +12,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rookery import protocol
-from rookery.aio import Clock
+from rookery.aio import BackgroundTasks, Clock
 from rookery.controller.fleet.worker import CONNECTED, TRANSITIONS, Event
 from rookery.controller.fleet.worker import Worker as Worker
-from rookery.protocol.connection import Connection, Outbox, RegistrationRefused, serve_peer
+from rookery.protocol.connection import Connection, Outbox, RegistrationRefused, check_protocol, serve_peer
 from rookery.settings import Settings
 
 log = logging.getLogger("rookery.controller.fleet.fleet")
@@ -63,7 +62,7 @@ class Fleet:
         self._workers: dict[str, Worker] = {}
         self._able: dict[tuple[str, str], list[Worker]] = {}
         """By role and model. A list is replaced, never changed."""
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = BackgroundTasks()
         self.epoch = int(clock.time() * 1000)
         self._handlers: dict[type, Callable[[Worker, Any], None]] = {}
         self.listeners: list[FleetListener] = []
@@ -195,13 +194,7 @@ class Fleet:
 
     def _check(self, hello: Any) -> None:
         """Raises :class:`RegistrationRefused`."""
-        if not isinstance(hello, protocol.Hello):
-            raise RegistrationRefused("the first frame must be a Hello")
-        if hello.protocol != protocol.PROTOCOL:
-            raise RegistrationRefused(
-                f"protocol {hello.protocol} is not supported (the service uses {protocol.PROTOCOL}): "
-                "install the service's version"
-            )
+        check_protocol(hello, protocol.Hello)
         if not 0 <= hello.price < math.inf:
             raise RegistrationRefused(f"invalid price {hello.price} per hour: must be 0 or more")
 
@@ -260,9 +253,7 @@ class Fleet:
     def suspect(self, worker: Worker, reason: str) -> None:
         """Abandon this connection: the worker's work moves to others, and its process must reconnect."""
         self._disconnect(worker, reason)
-        closing = asyncio.create_task(worker.connection.close(reason))  # a hanging connection may hang in closing too
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._closing.start(worker.connection.close(reason))  # a hanging connection may hang in closing too
 
     def _bad_frame(self, worker: Worker | None, error: protocol.BadFrame) -> None:
         self.bad_frames += 1

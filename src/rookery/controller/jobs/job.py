@@ -60,6 +60,12 @@ class TrainingJob:
         """The state that a later run needs in addition to the counters: the seed, and the seconds of running."""
         return {"seed": self.spec.seed, "seconds": self.progress.seconds()}
 
+    @property
+    def _parent(self) -> protocol.AdapterRef:
+        """The newest committed version, from which the next step is taken."""
+        assert self.policy.head is not None
+        return self.policy.ref(self.policy.head.version)
+
     async def run(self) -> str:
         """Train until a stop condition holds; returns which."""
         seeding, policy = self._controller.seeding, self.policy.row.id
@@ -101,7 +107,7 @@ class TrainingJob:
                 manifest = await self._trainer.init(self.spec.policy[1].seed, source)
                 await self._commit_version(manifest, [], [])
         assert policy.head is not None
-        controller.residency.announce(self.spec.base_model, policy.ref(policy.head.version))
+        controller.residency.announce(self.spec.base_model, self._parent)
         self.step = policy.head.step
         self._next = StepAccumulator(self.spec, self.step)
         await self.progress.recover()
@@ -157,20 +163,16 @@ class TrainingJob:
 
     async def _forward_backward(self, groups: list[CompleteGroup]) -> None:
         """Add the gradient of ``groups`` to that of the next step."""
-        assert self.policy.head is not None
-        parent = self.policy.ref(self.policy.head.version)
-        done = await self._timed(self._trainer.forward(parent, forward_backward(self.spec, groups)))
+        done = await self._timed(self._trainer.forward(self._parent, forward_backward(self.spec, groups)))
         self._next.add(done.metrics)
 
     async def _optim_step(self) -> protocol.Manifest | None:
         """Take the step; returns the artifact of the trained state when a commit is due."""
-        assert self.policy.head is not None
         step, optimizer = self._next, adam(self.spec, self.step)
         metrics = step.group_metrics()
         due = len(self._uncommitted) + 1 >= self.spec.checkpoints.commit_every
         due = due or self._stop_reason(after=metrics["reward"]) is not None
-        parent = self.policy.ref(self.policy.head.version)
-        done = await self._timed(self._trainer.optim_step(parent, optimizer, commit=due, scale=step.scale))
+        done = await self._timed(self._trainer.optim_step(self._parent, optimizer, commit=due, scale=step.scale))
         row = {
             "step": self.step + 1,
             "time": self._controller.clock.time(),
@@ -226,19 +228,17 @@ class TrainingJob:
     async def _publish(self) -> None:
         """Make the committed steps visible and their version the one that new groups run on, and running ones if the
         job says so; delete versions and texts that are not kept."""
-        assert self.policy.head is not None
-        version = self.policy.head.version
-        ref, in_flight = self.policy.ref(version), self.spec.algorithm.in_flight
+        ref, in_flight = self._parent, self.spec.algorithm.in_flight
         self._controller.residency.announce(self.spec.base_model, ref)
         if in_flight != "finish":
             self._controller.rollouts.switch(self._job.row.id, ref, recompute=in_flight == "recompute")
         for step in self._uncommitted:
-            await self.progress.publish(step.metrics, version)
+            await self.progress.publish(step.metrics, ref.version)
         self._uncommitted.clear()
         self._changed.notify()
         log.info(
             "step %d: reward %.3f", self.step, self.progress.rewards[-1],
-            extra={"tenant": self._job.row.tenant, "job": self._job.row.id, "version": version},
+            extra={"tenant": self._job.row.tenant, "job": self._job.row.id, "version": ref.version},
         )  # fmt: skip
         await self.policy.retire()
         await self.groups.trim()

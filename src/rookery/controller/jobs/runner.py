@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -229,13 +229,6 @@ class JobRegistry:
             signal.notify()
 
 
-@dataclass
-class _Retry:
-    tenant: str
-    pause: float
-    due: float | None
-
-
 class JobAdmission:
     """The places of each tenant's jobs, and the outages that paused jobs."""
 
@@ -244,7 +237,8 @@ class JobAdmission:
         self._limits = limits
         self._clock = clock
         self._jobs = jobs
-        self._retries: dict[str, _Retry] = {}
+        self._retries: dict[str, tuple[str, float, float]] = {}
+        """By job: its tenant, the pause before the attempt, and when it is due."""
 
     # --- places -------------------------------------------------------------------------------------------------------
 
@@ -280,9 +274,9 @@ class JobAdmission:
 
     def outage(self, tenant: str, job: str) -> None:
         """An outage has paused the job: try again after a while, each time after twice as long."""
-        known = self._retries.get(job)
-        pause = min(2 * known.pause, LONGEST_RETRY_SECONDS) if known is not None else self._limits.outage_retry_seconds
-        self._retries[job] = _Retry(tenant, pause, self._clock.monotonic() + pause)
+        _, known, _ = self._retries.get(job, ("", 0.0, 0.0))
+        pause = min(2 * known, LONGEST_RETRY_SECONDS) or self._limits.outage_retry_seconds
+        self._retries[job] = tenant, pause, self._clock.monotonic() + pause
 
     def progress(self, job: str) -> None:
         """The job works again, or is not to be tried again."""
@@ -290,11 +284,14 @@ class JobAdmission:
 
     def due(self) -> list[tuple[str, str]]:
         """(tenant, job) of the jobs to try again now; each is returned once."""
-        now, found = self._clock.monotonic(), []
-        for job, retry in self._retries.items():
-            if retry.due is not None and retry.due <= now and not self._quotas.used_up(retry.tenant):
-                retry.due = None
-                found.append((retry.tenant, job))
+        now = self._clock.monotonic()
+        found = [
+            (tenant, job)
+            for job, (tenant, _, due) in self._retries.items()
+            if due <= now and not self._quotas.used_up(tenant)
+        ]
+        for tenant, job in found:
+            self._retries[job] = tenant, self._retries[job][1], math.inf
         return found
 
 

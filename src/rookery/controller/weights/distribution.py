@@ -10,12 +10,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from rookery import protocol
-from rookery.aio import Clock
+from rookery.aio import BackgroundTasks, Clock
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import AdapterRequested, Worker
 from rookery.controller.weights.tickets import PeerDirectory
@@ -58,16 +57,14 @@ class AdapterResidency(FleetListener):
         """By hash: seconds from the request to the first worker's report."""
         self._failures: dict[str, list[tuple[Worker, str]]] = {}
         """By hash, while the service's copy is being checked: the workers that failed to pull it, and their errors."""
-        self._checks: set[asyncio.Task[None]] = set()
+        self._checks = BackgroundTasks()
         fleet.listeners.append(self)
         fleet.route(protocol.AdaptersCached, self._on_cached)
         fleet.route(protocol.TicketRequest, self._on_ticket_request)
         fleet.route(protocol.PullFailed, self._on_pull_failed)
 
     async def close(self) -> None:
-        for task in self._checks:
-            task.cancel()
-        await asyncio.gather(*self._checks, return_exceptions=True)
+        await self._checks.cancel()
 
     # --- the service's side -------------------------------------------------------------------------------------------
 
@@ -144,9 +141,7 @@ class AdapterResidency(FleetListener):
         failures = self._failures.setdefault(message.hash, [])
         failures.append((worker, message.error))
         if len(failures) == 1:
-            task = asyncio.create_task(self._check_copy(message.hash))
-            self._checks.add(task)
-            task.add_done_callback(self._checks.discard)
+            self._checks.start(self._check_copy(message.hash))
 
     async def _check_copy(self, digest: str) -> None:
         """Hash the service's copy and decide about the workers that could not pull it."""
