@@ -64,15 +64,15 @@ def _uniform(key: np.uint64, token: int) -> float:
 @device_function
 def _exponentials(logits: int, at: int, vocabulary: int, half: int, temperature: float, out: int) -> float:
     """Writes exp(logit / temperature - their maximum) of a row to ``out`` [vocabulary] float32; returns the sum."""
-    factor = splat(np.float32(1.0) / temperature)
+    divisor = splat(temperature)
     top = splat(-np.inf)
     for i in range(0, vocabulary, LANES):
-        x = load(logits, at + i, half) * factor
+        x = load(logits, at + i, half) / divisor
         top = where_less(top, x, x, top)
     highest = splat(max_lanes(top))
     total = splat(0.0)
     for i in range(0, vocabulary, LANES):
-        p = exp(load(logits, at + i, half) * factor - highest)
+        p = exp(load(logits, at + i, half) / divisor - highest)
         store_float(out, i, p)
         total = total + p
     return sum_lanes(total)
