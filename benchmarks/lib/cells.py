@@ -2,8 +2,8 @@
 what is missing.
 
 The cells lie in the result's own file, so rows, verdicts and tables are always those of the cells that are there. Cells
-of another machine or of another plan are never mixed with new ones. Another machine's are put aside, under a name that
-is found again on that machine; with those of another plan the start is refused, unless `--discard` drops them.
+of another machine or of another plan are never mixed with new ones. Another machine's stay where they are
+(``harness.result_path``); with those of another plan the start is refused, unless `--discard` drops them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 from benchmarks.lib import harness
@@ -32,9 +30,9 @@ class Cells:
         where they are kept and of another plan."""
         self._figures = figures
         self._plan = dict(plan)
-        self._path = harness.RESULTS / f"{figures({}).name}.json"
+        self._path = harness.result_path(figures({}).name)
         self.cells: dict[str, Cell] = {}
-        stored = self._of_this_machine()
+        stored = self._stored()
         if stored is not None and not discard:
             there, here = stored["data"]["plan"], json.loads(json.dumps(self._plan))
             if there != here:
@@ -44,26 +42,12 @@ class Cells:
         else:
             self.result().save()  # whoever goes on from here is held to this plan
 
-    def _of_this_machine(self) -> dict[str, Any] | None:
-        """What is stored. Another machine's is put aside, and what was put aside of this one taken back."""
-        stored, here = self._stored(), harness.machine()
-        if stored is None or stored["machine"] == here:
-            return stored
-        kept, mine = self._aside(stored["machine"]), self._aside(here)
-        self._path.replace(kept)
-        print(f"{self._path.name} was of another machine, {stored['machine']}: it is {kept.name} now", flush=True)
-        if mine.exists():
-            mine.replace(self._path)
-        return self._stored()
-
     def _stored(self) -> dict[str, Any] | None:
+        """This machine's cells, if there are any."""
         if not self._path.exists():
             return None
         content: dict[str, Any] = json.loads(self._path.read_text())
-        return content
-
-    def _aside(self, of: str) -> Path:
-        return self._path.with_name(f"{self._path.name}.{sha256(of.encode()).hexdigest()[:8]}")
+        return content if content["machine"] == harness.machine() else None
 
     def measure(self, key: str, run: Callable[[], Cell]) -> Cell:
         """The cell ``key``: as it is stored, or measured now and stored."""

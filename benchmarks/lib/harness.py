@@ -29,6 +29,10 @@ ROOT = HERE.parent
 RESULTS = HERE / "results"
 WORK = Path(os.environ.get("ROOKERY_BENCH", ROOT / ".bench"))
 """Peers' environments and the model in their format: all that can be made again."""
+LOCAL = WORK / "results"
+"""Results of a machine that is not the one of ``RESULTS``."""
+PUBLISH = "ROOKERY_BENCH_PUBLISH"
+"""Variable that, if not empty, lets another machine's results replace those in ``RESULTS``."""
 MODEL = "smollm2-135m-instruct"
 
 
@@ -97,10 +101,17 @@ class Result:
         """Write it whole, with the machine and the versions."""
         self.machine = machine()
         self.versions = {**versions("torch", "rookery"), **self.versions}
-        RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"{self.name}.json"
+        path = result_path(self.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_result(path, asdict(self))
-        print(f"wrote {path.relative_to(ROOT)}")
+        print(f"wrote {path}")
+
+
+def result_path(name: str) -> Path:
+    """Where this machine's result goes: to ``LOCAL`` if there is one of another machine, unless ``PUBLISH`` is set."""
+    path = RESULTS / f"{name}.json"
+    foreign = path.exists() and json.loads(path.read_text())["machine"] != machine()
+    return LOCAL / path.name if foreign and not os.environ.get(PUBLISH) else path
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:

@@ -1,16 +1,18 @@
 """``RESULTS.md`` from the files in ``results/``: one section per measure, verdicts first; the pictures, and the figures
-of pages elsewhere. No figure is typed."""
+of pages elsewhere. No figure is typed. Results of another machine (``harness.LOCAL``) make a page of their own, beside
+them, and leave the committed pages alone."""
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks.jobs import agentic_figures, asynchrony_figures, curve_figures, lag_figures
 from benchmarks.lib import pages
-from benchmarks.lib.harness import HERE, RESULTS, ROOT, write_result
+from benchmarks.lib.harness import HERE, LOCAL, PUBLISH, RESULTS, ROOT, WORK, write_result
 from benchmarks.lib.pages import VERDICT, markdown
 from benchmarks.lib.plots import draw
 
@@ -45,19 +47,21 @@ FIGURES = {
 
 
 def main() -> None:
-    found = [_read(path) for path in sorted(RESULTS.glob("*.json"))]
+    local = sorted(LOCAL.glob("*.json")) if not os.environ.get(PUBLISH) else []
+    found = [_read(path) for path in local or sorted(RESULTS.glob("*.json"))]
     found.sort(key=lambda r: (r["simulated"], ORDER.index(r["name"]) if r["name"] in ORDER else len(ORDER), r["name"]))
     by_name = {result["name"]: result for result in found}
-    plots = draw(by_name)
+    plots = draw(by_name) if not local else {}
     parts = [HEAD, "## Targets\n", *markdown(["measure", "target", "measured", ""], _verdicts(found))]
     for result in found:
         parts += _section(result, plots.get(result["name"]))
-    if "gpu" not in by_name:
+    if "gpu" not in by_name and not local:
         parts.append(UNMEASURED_GPU)
-    (HERE / "RESULTS.md").write_text("\n".join(parts) + "\n")
-    for page in pages.PAGES:
+    path = (WORK if local else HERE) / "RESULTS.md"
+    path.write_text("\n".join(parts) + "\n")
+    for page in pages.PAGES if not local else ():
         pages.fill(ROOT / page, by_name, plots)
-    print(f"wrote {Path('benchmarks') / 'RESULTS.md'}: {len(found)} measures")
+    print(f"wrote {path}: {len(found)} measures")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -242,7 +242,8 @@ def test_cells_of_another_plan_are_not_mixed(tmp_path: Path, monkeypatch: pytest
 
 def test_each_machine_goes_on_with_its_own_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
-    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    monkeypatch.setattr(harness, "LOCAL", tmp_path / "local")
+    monkeypatch.delenv(harness.PUBLISH, raising=False)
 
     def start(name: str, value: int) -> dict[str, Any]:
         monkeypatch.setattr(harness, "machine", lambda: name)
@@ -253,5 +254,10 @@ def test_each_machine_goes_on_with_its_own_cells(tmp_path: Path, monkeypatch: py
     assert start("first", 1) == {"1": 1}
     assert start("second", 2) == {"2": 2}
     assert start("first", 3) == {"1": 1, "3": 3}
+    committed = (tmp_path / "counted.json").read_bytes()
     assert start("second", 4) == {"2": 2, "4": 4}
-    assert [path.name for path in tmp_path.glob("*.json")] == ["counted.json"]
+    assert (tmp_path / "counted.json").read_bytes() == committed
+    assert [path.name for path in (tmp_path / "local").iterdir()] == ["counted.json"]
+    monkeypatch.setenv(harness.PUBLISH, "1")
+    assert start("second", 5) == {"5": 5}
+    assert (tmp_path / "counted.json").read_bytes() != committed

@@ -57,6 +57,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing() -> None:
 def test_the_results_say_that_it_was_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "HERE", tmp_path)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "LOCAL", tmp_path / "local")
     monkeypatch.setattr(report, "draw", lambda found: {})
     monkeypatch.setattr(report.pages, "PAGES", ())
     report.main()
