@@ -28,7 +28,8 @@ from benchmarks.micro.gpu_models import SHAPES, Roof, decode_work, probe, random
 
 from rookery import protocol
 from rookery.settings import Settings
-from rookery.worker.device import cache_bytes, fuses
+from rookery.worker.device import fuses
+from rookery.worker.memory import free_bytes
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder, best_dtype
@@ -217,7 +218,7 @@ class Generation:
             self._bank,
             lambda tokens: "",
             max_rows=max(ROWS),
-            kv_budget_bytes=cache_bytes(0, decoder.device),
+            kv_budget_bytes=free_bytes(decoder.device) // 2,
         )
 
     def run(self, rows: int, adapters: int, prompts: int = PROMPTS) -> tuple[int, float]:

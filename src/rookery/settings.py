@@ -182,6 +182,14 @@ class WorkerSettings(Section):
     allocator: str = "tcmalloc_minimal"
     """Memory allocator that workers are started with: a library's name without `lib` and `.so`. Where the machine lacks
     it, or with an empty name, the C library's is used; tcmalloc is about 10% faster."""
+    memory_bytes: int = Field(0, ge=0)
+    """Memory of one worker in bytes, on a GPU the device's: base model, KV caches, adapters, training states and
+    activations together. What is full evicts or waits. 0 takes `memory_share` or `gpu_memory_share`."""
+    memory_share: float = Field(0.6, gt=0, le=1)
+    """Share of the machine's free memory that the workers of a service, or a worker started by hand, use at most: the
+    rest is for the service, environments and other programs."""
+    gpu_memory_share: float = Field(0.9, gt=0, le=1)
+    """Share of a GPU's free memory that a worker uses; the rest is for what PyTorch allocates besides tensors."""
     adapter_cache_bytes: int = Field(4 << 30, ge=1 << 20)
     """Pulled adapters that a worker keeps on disk, in bytes."""
     transfer_seconds: float = Field(30.0, gt=0)
@@ -200,12 +208,6 @@ class EngineSettings(Section):
     256."""
     max_rank: int = Field(64, ge=1)
     """Largest adapter rank; higher ranks are refused when a job is submitted."""
-    kv_bytes: int = Field(0, ge=0)
-    """Memory for KV caches in bytes. 0 is 2 GiB on a CPU, and half of the free memory of a GPU once the model is
-    loaded."""
-    resident_adapters: int = Field(64, ge=1)
-    """Adapters that a worker keeps in memory while no request needs them: about 10 MB each at rank 16 of a 135M
-    model."""
     pack_weights: bool = True
     """On a CPU, also keep the base model in the layout of its matrix kernels: faster, at the cost of the model's size
     once more in each worker."""
@@ -235,11 +237,8 @@ class TrainingSettings(Section):
     gpu_slice_tokens: int = Field(16384, ge=16)
     """Tokens of one training micro-batch on a GPU, where a pass must outlast the launches of its kernels."""
     trainer_slots: int = Field(8, ge=1)
-    """Tinker models whose training state a worker keeps in memory (80 MB each at rank 16 of a 135M model). Others wait
-    for a slot; an idle one makes room."""
-    trainer_state_cache_bytes: int = Field(1 << 30, ge=0)
-    """Main memory for training states without a slot, least recently used evicted first (59 MB each at rank 16 of a
-    135M model). An evicted state is pulled again."""
+    """Tinker models that train on a worker at once (90 MB each at rank 16 of a 135M model; fewer where `memory_bytes`
+    allows fewer). Others wait for a slot; an idle one makes room."""
     slot_wait_seconds: float = Field(5.0, ge=0)
     """A model with an unfinished gradient keeps its slot this long without a call while others wait."""
     retry_limit: int = Field(3, ge=0)

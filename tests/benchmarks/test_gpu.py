@@ -38,7 +38,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     for name, value in {"ROWS": (8,), "PROMPT": 12, "NEW_TOKENS": 5, "SEQUENCES": 4, "LENGTH": 20}.items():
         monkeypatch.setattr(gpu, name, value)
-    monkeypatch.setattr(gpu, "cache_bytes", lambda wanted, device: 1 << 24)
+    monkeypatch.setattr(gpu, "free_bytes", lambda device: 1 << 25)
     return torch.device("cpu")
 
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -28,15 +28,17 @@ import torch
 from rookery import protocol
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
-from rookery.worker import device
+from rookery.worker import device, memory
 from rookery.worker.engine.base import Engine
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.runner import best_runner
+from rookery.worker.memory import MemoryBudget, MemoryUse
 from rookery.worker.model.batch_invariance import disable_amx_if_unsafe
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.decoder import SITES, Decoder
+from rookery.worker.model.decoder import SITES, WEIGHTS, Decoder
 from rookery.worker.model.lora import LoraManager
 from rookery.worker.trainer.base import Trainer, TrainerResult
+from rookery.worker.trainer.native.backbone import limits_for
 from rookery.worker.trainer.native.trainer import NativeTrainer
 
 log = logging.getLogger("rookery.worker")
@@ -59,6 +61,8 @@ class ComputeStatus:
     train_seconds: float = 0.0
     adapters: frozenset[str] = frozenset()
     """Hashes of the adapters in memory."""
+    memory: Mapping[str, MemoryUse] = field(default_factory=dict)
+    """By part of the memory budget."""
 
 
 class Steppable(Protocol):
@@ -81,24 +85,29 @@ class TimeSlice:
 
 
 class WorkerCore:
-    """Engine, trainer and base model of a worker, and which adapters are in memory."""
+    """Engine, trainer and base model of a worker."""
 
     def __init__(
-        self, engine: Engine, trainer: Trainer, max_resident: int, *, device_name: str = "", dtype: str = ""
+        self,
+        engine: Engine,
+        trainer: Trainer,
+        budget: MemoryBudget | None = None,
+        *,
+        device_name: str = "",
+        dtype: str = "",
     ) -> None:
-        """At most ``max_resident`` adapters stay in memory besides those that requests use."""
         self.engine = engine
         self.trainer = trainer
+        self.budget = budget
         self.device_name = device_name
         self.dtype = dtype
-        self._max_resident = max_resident
-        self._resident: dict[str, None] = {}
-        """Hashes of adapters in memory, the least recently requested first."""
 
     @classmethod
     def load(cls, folder: Path, settings: Settings, model: str) -> WorkerCore:
-        """With the base model of ``folder``; ``model`` is its name in exported adapters."""
+        """With the base model of ``folder``; ``model`` is its name in exported adapters. Raises ``UserError`` if it
+        does not fit the memory budget."""
         where = device.choose(settings.worker.device)
+        total, before = memory.total_bytes(settings, where), memory.used_bytes(where)
         max_rank = settings.engine.max_rank
         if where.type == "cpu" and not _use_amx(DecoderConfig.read(folder), max_rank):
             log.warning(
@@ -107,69 +116,63 @@ class WorkerCore:
                 max_rank,
             )
         decoder = Decoder.load(folder, device=where, pack=settings.engine.pack_weights)
-        bank = LoraManager(decoder.config, decoder.dtype, decoder.device, max_rank)
-        kv_bytes = device.cache_bytes(settings.engine.kv_bytes, where)
+        mapped = (folder / WEIGHTS).stat().st_size  # on a CPU not all of it is in memory yet
+        budget = memory.divide(total, max(memory.used_bytes(where), before + mapped), where.type)
+        bank = LoraManager(decoder.config, decoder.dtype, decoder.device, max_rank, budget.adapters)
+        kernels = settings.engine.cpu_kernels
         engine = NativeEngine(
             decoder,
             bank,
             Chat.load(folder).decode,
             max_rows=settings.engine.max_rows,
-            kv_budget_bytes=kv_bytes,
-            runner=best_runner(decoder, bank, kv_bytes, kernels=settings.engine.cpu_kernels, cache=settings.cache),
+            kv_budget_bytes=budget.kv_cache,
+            runner=best_runner(decoder, bank, budget.kv_cache, kernels=kernels, cache=settings.cache),
         )
         trainer = NativeTrainer(
             decoder,
             max_rank=max_rank,
             slice_tokens=settings.training.gpu_slice_tokens if where.type == "cuda" else settings.training.slice_tokens,
+            limits=limits_for(decoder, budget.activations),
             base_model=model,
-            trainer_state_cache_bytes=settings.training.trainer_state_cache_bytes,
+            memory_bytes=budget.training_states,
         )
         dtype = str(decoder.dtype).removeprefix("torch.")
-        resident = settings.engine.resident_adapters
-        return cls(engine, trainer, resident, device_name=str(decoder.device), dtype=dtype)
+        return cls(engine, trainer, budget, device_name=str(decoder.device), dtype=dtype)
+
+    def memory(self) -> dict[str, MemoryUse]:
+        """Use of each part of the memory budget."""
+        parts = self.engine.memory() | self.trainer.memory()
+        if self.budget is not None:
+            parts["base"] = MemoryUse(self.budget.base, self.budget.base)
+        return parts
 
     def submit(self, generate: protocol.Generate, folder: Path | None) -> bool:
         """Submit a request to the engine; False if its adapter is neither in memory nor in ``folder``. Raises the
-        engine's error for an impossible request."""
+        engine's error for an impossible request, ``NoRoom`` while adapters in use leave no room for its own."""
         if generate.adapter is not None and not self._ensure_resident(generate.adapter, folder):
             return False
         self.engine.submit(generate)
-        self._evict_surplus()
         return True
 
     def switch(self, request: str, ref: protocol.AdapterRef, folder: Path | None, *, recompute: bool) -> bool:
         """Continue a request with ``ref``; False if that is neither in memory nor in ``folder``. A request that has
-        ended does not change."""
+        ended does not change. Raises ``NoRoom`` as :meth:`submit`."""
         if not self._ensure_resident(ref, folder):
             return False
         self.engine.switch_adapter(request, ref, recompute=recompute)
-        self._evict_surplus()
         return True
 
     def discard(self, *digests: str) -> None:
         """Nothing will name these versions again: evict their adapters and their offloaded training states."""
         for digest in digests:
-            self._evict(digest)
+            self.engine.evict_adapter(digest)
             self.trainer.discard_offloaded(digest)
 
     def _ensure_resident(self, ref: protocol.AdapterRef, folder: Path | None) -> bool:
         """Whether the adapter is in memory, read from ``folder`` if needed."""
-        if not self.engine.has_adapter(ref.hash):
-            if folder is None:
-                return False
-            self.engine.add_adapter(ref.hash, folder)
-        self._resident.pop(ref.hash, None)
-        self._resident[ref.hash] = None
-        return True
-
-    def _evict_surplus(self) -> None:
-        while len(self._resident) > self._max_resident:
-            self._evict(next(iter(self._resident)))
-
-    def _evict(self, digest: str) -> None:
-        """The adapter leaves memory at once, or when the last request that uses it ends."""
-        self.engine.evict_adapter(digest)
-        self._resident.pop(digest, None)
+        if folder is not None:
+            self.engine.add_adapter(ref, folder)
+        return self.engine.has_adapter(ref.hash)
 
 
 def _use_amx(config: DecoderConfig, max_rank: int) -> bool:
@@ -293,6 +296,7 @@ class Compute:
             decode_seconds=decode.seconds,
             train_seconds=train.seconds,
             adapters=frozenset(core.engine.adapters()),
+            memory=core.memory(),
         )
         if chunks or results:
             with self._changed:

@@ -1,4 +1,4 @@
-"""The device of a worker: its choice, its fused kernels and its memory.
+"""The device of a worker: its choice and its fused kernels.
 
 Promise: nothing here touches a GPU unless the setting is ``cuda``, or ``auto`` and PyTorch sees one.
 """
@@ -11,13 +11,6 @@ from typing import Literal
 import torch
 
 from rookery.errors import UserError
-
-CPU_CACHE_BYTES = 2 << 30
-"""Default size of attention caches on a CPU: enough for 64 texts of some thousand tokens of a 135M model."""
-
-CACHE_SHARE = 0.5
-"""Share of a GPU's memory, free once the base model is loaded, for attention caches; the rest is for adapters, training
-states, activations and logits."""
 
 
 def choose(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
@@ -41,16 +34,3 @@ def finish(device: torch.device) -> None:
     computes synchronously."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-
-
-def cache_bytes(wanted: int, device: torch.device) -> int:
-    """Bytes for attention caches: ``wanted``, or, if that is 0, a default for the device as it is now."""
-    if wanted:
-        return wanted
-    return int(CACHE_SHARE * free_bytes(device)) if device.type == "cuda" else CPU_CACHE_BYTES
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes that PyTorch can still allocate on a GPU: the device's free memory and its own allocator's."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -9,7 +9,8 @@ Promises:
   continued it), the request starts again from ``prefix_tokens``.
 * Requests that no controller claims within the rejoin period are deleted; soon after a reconnection, those that it has
   not claimed are aborted.
-* A request waits for its own adapter only. A request that fails (its adapter cannot be pulled, the engine refuses it)
+* A request waits for its own adapter only, and, where the adapters in use fill their share of the memory, for room in
+  order of arrival. A request that fails (its adapter cannot be pulled, the engine refuses it)
   ends with a reason of one line and affects no other.
 * A request that switches to a newer version runs on until that version is loaded; a failed pull leaves it as it is.
   Every token keeps the version that sampled it, and no chunk has tokens of two.
@@ -29,6 +30,7 @@ import msgspec
 
 from rookery import protocol
 from rookery.worker.compute import Compute, WorkerCore
+from rookery.worker.memory import MemoryQueue
 from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import Unreachable, is_plain, one_line
 
@@ -127,6 +129,7 @@ class GenerationManager:
         self.held: dict[str, HeldRequest] = {}
         self._by_key: dict[str, HeldRequest] = {}
         self._attempts = itertools.count()
+        self._adapter_room = MemoryQueue()
         self.failed = 0
         """Requests that ended with an error."""
         self.failed_switches = 0
@@ -227,13 +230,20 @@ class GenerationManager:
         self, ref: protocol.AdapterRef | None, function: Callable[[WorkerCore, Path | None], bool]
     ) -> None:
         """Call ``function(core, folder)`` in the compute thread: with None if the adapter is in memory, which it may
-        answer with False, else with the adapter's folder."""
-        if ref is None or ref.hash in self._compute.status.adapters:
-            done = await asyncio.wrap_future(self._compute.call(lambda core: function(core, None)))
-            if done or ref is None:
-                return
+        answer with False, else with the adapter's folder once there is room for the adapter. While a request waits for
+        room, later ones wait behind it, even those whose adapter is in memory: they could keep it there for ever."""
+
+        async def call(folder: Path | None) -> bool:
+            return await asyncio.wrap_future(self._compute.call(lambda core: function(core, folder)))
+
+        if ref is None:
+            await call(None)
+            return
+        resident = ref.hash in self._compute.status.adapters and not self._adapter_room.waiting
+        if resident and await call(None):
+            return
         async with self._transfers.pulled(ref) as folder:
-            await asyncio.wrap_future(self._compute.call(lambda core: function(core, folder)))
+            await self._adapter_room.run(lambda: call(folder))
 
     # --- from the engine --------------------------------------------------------------------------------------------
 
@@ -253,6 +263,8 @@ class GenerationManager:
             urgent |= bool(chunk.finish)
         if chunks:
             self._on_output(urgent)
+        if any(chunk.finish for chunk in chunks):
+            self._adapter_room.notify()
 
     # --- to the controller ------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ Promises:
 * An operation whose parent is not held loads the parent by its hash if it is the first of its step, else it is
   ``stale``.
 * A commit is uploaded while computation continues.
+* Where training states fill their share of the memory, operations that need another one wait in order of arrival.
 * An operation that fails is answered with one line; it affects no other policy and never ends the process. If the cause
   is this worker's own (its disk or memory is full), the answer is ``lost``: another worker may succeed.
 * The end of the connection ends every operation: the controller sends those that it still wants again.
@@ -28,6 +29,7 @@ import torch
 
 from rookery import protocol
 from rookery.worker.compute import Compute, WorkerCore
+from rookery.worker.memory import MemoryQueue
 from rookery.worker.trainer.base import Export, TrainerResult
 from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import CorruptDownload, TransferFailed, errno_of, is_plain, one_line
@@ -84,6 +86,8 @@ class TrainingOps:
         self._compute = compute
         self._transfers = transfers
         self._send_result = send_result
+        self._state_room = MemoryQueue()
+        self._export_room = MemoryQueue()
         self._queues: dict[str, PolicyQueue] = {}
         self._running: dict[str, RunningOperation] = {}
         self.failed = 0
@@ -149,10 +153,15 @@ class TrainingOps:
 
     def collect(self, results: list[TrainerResult]) -> None:
         """Take the results of operations that the trainer has finished."""
+        self._notify_room()
         for result in results:
             running = self._running.get(result.op)
             if running is not None and running.result is not None and not running.result.done():
                 running.result.set_result(result)
+
+    def _notify_room(self) -> None:
+        self._state_room.notify()
+        self._export_room.notify()
 
     # --- one operation ----------------------------------------------------------------------------------------------
 
@@ -172,10 +181,14 @@ class TrainingOps:
 
     async def _init_adapter(self, op: protocol.InitAdapter) -> None:
         if op.source is None:
-            export = await self._call(lambda core: core.trainer.initial_version(op, None))
+            export = await self._export_room.run(
+                lambda: self._call(lambda core: core.trainer.initial_version(op, None))
+            )
         else:
             async with self._transfers.pulled(op.source) as folder:
-                export = await self._call(lambda core: core.trainer.initial_version(op, folder))
+                export = await self._export_room.run(
+                    lambda: self._call(lambda core: core.trainer.initial_version(op, folder))
+                )
         await self._commit(op.op, op.commit, export, {})
 
     async def _train(self, op: TrainerOperation) -> None:
@@ -205,7 +218,9 @@ class TrainingOps:
         async with queue.turn:
             if isinstance(op, protocol.OptimStep):
                 await self._ensure_held(op, queue)
-                return await self._hand_over(op, lambda core: core.trainer.optim_step(op))
+                return await self._export_room.run(
+                    lambda: self._hand_over(op, lambda core: core.trainer.optim_step(op))
+                )
             assert batch is not None
             if op.zero_grad:
                 queue.incomplete = ""
@@ -228,9 +243,10 @@ class TrainingOps:
             return
         if op.steps or not begins_step:
             raise StaleState(f"policy {op.policy} is not held here at {op.parent.hash[:12]} + {op.steps} steps")
-        if not await self._call(lambda core: core.trainer.restore(op.policy, op.lease, op.parent)):
+        load = self._state_room.run
+        if not await load(lambda: self._call(lambda core: core.trainer.restore(op.policy, op.lease, op.parent))):
             async with self._transfers.pulled(op.parent, state=True) as folder:
-                await self._call(lambda core: core.trainer.load(op.policy, op.lease, op.parent, folder))
+                await load(lambda: self._call(lambda core: core.trainer.load(op.policy, op.lease, op.parent, folder)))
 
     async def _hand_over(
         self, op: TrainerOperation, enqueue: Callable[[WorkerCore], None]

@@ -388,7 +388,7 @@ class Bench:
         self.decoder = small("llama")
         bank = LoraManager(self.decoder.config, self.decoder.dtype, self.decoder.device, 64)
         engine = NativeEngine(self.decoder, bank, lambda tokens: "", max_rows=4, kv_budget_bytes=1 << 24)
-        self.core = WorkerCore(engine, None, max_resident=2)  # type: ignore[arg-type]
+        self.core = WorkerCore(engine, None)  # type: ignore[arg-type]
         self.arrived = {key: asyncio.Event() for key in VERSIONS}
         self.refused: set[str] = set()
         self.requests = GenerationManager(self, self, lambda urgent: None)  # type: ignore[arg-type]

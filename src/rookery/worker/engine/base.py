@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rookery import protocol
+from rookery.worker.memory import MemoryUse
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,14 @@ class Engine(Protocol):
         """Whether new requests may use the adapter with the hash ``key``."""
         ...
 
-    def add_adapter(self, key: str, folder: Path) -> None:
-        """Attaches the adapter of the PEFT ``folder`` under its hash ``key``. Does nothing if it is attached. Raises
-        ``UserError`` when the folder holds no adapter of this base model or its rank is above ``limits.max_rank``."""
+    def add_adapter(self, ref: protocol.AdapterRef, folder: Path) -> None:
+        """Attaches the adapter ``ref`` of the PEFT ``folder`` under its hash; evicts others that no request uses. Does
+        nothing if it is attached. Raises ``UserError`` when the folder holds no adapter of this base model or one that
+        is too large for it, ``NoRoom`` while the adapters in use leave no room."""
+        ...
+
+    def memory(self) -> dict[str, MemoryUse]:
+        """Bytes of each part of the memory budget that this engine uses: ``kv_cache`` and ``adapters``."""
         ...
 
     def evict_adapter(self, key: str) -> None:

@@ -65,6 +65,11 @@ def init_adapter(config: DecoderConfig, rank: int, alpha: float, targets: list[s
     return Adapter(rank=rank, alpha=alpha, weights=weights)
 
 
+def adapter_numbers(config: DecoderConfig, rank: int, targets: list[str]) -> int:
+    """Number of weights of an adapter."""
+    return config.layers * rank * sum(sum(config.site_shape(part)) for part in targets)
+
+
 def read_adapter(folder: Path, config: DecoderConfig) -> Adapter:
     """The adapter in a PEFT folder. Raises ``UserError`` for what is no LoRA of this model."""
     try:

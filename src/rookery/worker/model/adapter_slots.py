@@ -4,13 +4,15 @@ Promises:
 
 * Every adapter has a slot; the last slot of the tensors belongs to none and is zero.
 * A slot is zeroed before an adapter is written into it.
+* The tensors take at most ``max_bytes``, if the adapters of one batch fit in there (:meth:`AdapterSlots.bytes_for`).
 * An adapter keeps its slot while batches use it. Slots that no recent batch used are given to other adapters; when most
   slots are idle, or the adapters of batches lie scattered, all are assigned again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +64,10 @@ class ResidentAdapter:
     packed: Any = None
     """In another layout (``LoraManager.packed``)."""
 
+    @property
+    def bytes(self) -> int:
+        return sum(factor.nbytes for factor in (*self.a.values(), *self.b.values()))
+
     @classmethod
     def load(
         cls, adapter: Adapter, config: DecoderConfig, dtype: torch.dtype, device: torch.device | str
@@ -98,8 +104,15 @@ class AdapterSlots:
     """Per site A [layers, slots, parts · rank, in], in chunks of ``in``, and B [layers, slots, parts · rank, out]. All
     slots have the highest rank and all sites of the adapters in them."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        max_bytes: int = sys.maxsize,
+    ) -> None:
         self.config = config
+        self.max_bytes = max_bytes
         self.dtype = dtype
         self.device = device
         self.rank = 0
@@ -119,6 +132,18 @@ class AdapterSlots:
         self._scattered = 0
         """Consecutive batches whose adapters did not lie side by side."""
         self._views: LRUCache[tuple[int, int], dict[str, list[SlotViews]]] = LRUCache(_VIEWS_KEPT)
+
+    @property
+    def bytes(self) -> int:
+        return self.bytes_for(self.slots, self.rank, self.sites)
+
+    def bytes_for(self, slots: int, rank: int, sites: Iterable[str] = SITES) -> int:
+        """Bytes of ``slots`` slots for adapters of ``sites`` up to ``rank``, a rank bucket."""
+        numbers = 0
+        for site in sites:
+            parts, outputs = SITES[site], output_slices(self.config, site)
+            numbers += len(parts) * rank * (self.config.site_shape(parts[0])[0] + outputs[parts[-1]].stop)
+        return slots * self.config.layers * numbers * self.dtype.itemsize
 
     def slot(self, key: str) -> int:
         """An adapter's slot; the number of slots in use for one that has none."""
@@ -149,13 +174,15 @@ class AdapterSlots:
         fit in."""
         self._batch += 1
         fits = all(adapter.rank <= self.rank and adapter.a.keys() <= self.sites for adapter in wanted.values())
-        stale = [slot for slot, used in enumerate(self._last_used) if self._batch - used > _IDLE_BATCHES]
-        scattered = self._scattered >= _SCATTERED_BATCHES and len(wanted) > 1 and not pinned
-        if not fits or scattered or 2 * len(stale) > len(self.finite):
-            self._reset(wanted, pinned)
-            stale = []
         wanted_slots = {self._slot_of[key] for key in wanted if key in self._slot_of}
-        free = [slot for slot in stale if slot not in wanted_slots]
+        idle = [slot for slot, used in enumerate(self._last_used) if self._batch - used > _IDLE_BATCHES]
+        free = [slot for slot in idle if slot not in wanted_slots]
+        scattered = self._scattered >= _SCATTERED_BATCHES and len(wanted) > 1 and not pinned
+        added = len(wanted) - len(wanted_slots) - len(free)
+        full = added > 0 and self.bytes_for(len(self.finite) + added + 1, self.rank, self.sites) > self.max_bytes
+        if not fits or scattered or full or 2 * len(free) > len(self.finite):
+            self._reset(wanted, pinned)
+            free = []
         for key, adapter in wanted.items():
             if key not in self._slot_of:
                 self._load(free.pop(0) if free else len(self.finite), key, adapter)
@@ -171,7 +198,9 @@ class AdapterSlots:
         rank = max(adapter.rank for adapter in wanted.values())
         sites = set().union(*(adapter.a for adapter in wanted.values()))
         if pinned:
-            rank, sites = max(rank, self.rank), sites | self.sites
+            larger = max(rank, self.rank), sites | self.sites
+            if self.bytes_for(len(wanted) + 1, *larger) <= self.max_bytes:
+                rank, sites = larger
         self._slot_of, self._last_used, self.finite = {}, [], []
         if (rank, sites) != (self.rank, self.sites):
             self.rank, self.sites, self.a, self.b, self.slots = rank, sites, {}, {}, 0
@@ -204,7 +233,8 @@ class AdapterSlots:
     def _grow(self) -> None:
         """Adds a quarter of the slots in use: an idle slot costs more memory than an adapter."""
         used = len(self.finite)
-        self.slots = max(_FIRST_SLOTS, used + used // 4 + 2)
+        most = self.max_bytes // self.bytes_for(1, self.rank, self.sites)
+        self.slots = max(min(max(_FIRST_SLOTS, used + used // 4 + 2), most), used + 2)
         self.layout_version += 1
         self._views.clear()
         for site in self.sites:

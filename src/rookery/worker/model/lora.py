@@ -6,6 +6,8 @@ Promises:
 * A row's result does not depend, bit for bit on CPU, on the other rows, on the other adapters, or on their ranks (see
   ``batch_invariance``).
 * An adapter in use is not dropped under a running request: eviction waits for the last pin.
+* All adapters and their slots stay within ``budget_bytes``: the least recently used ones that no request uses are
+  dropped, and :meth:`LoraManager.make_room` refuses more than fit.
 
 Two classes implement ``LoraProduct`` for generation (the trainer has one with gradients): ``BatchLora`` plans its
 products for the batch at hand; ``GroupedLora`` has shapes that do not depend on the batch and never waits for the
@@ -14,6 +16,7 @@ device, so that a CUDA graph can hold it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import TypeVar
@@ -23,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rookery.errors import UserError
+from rookery.worker.memory import NoRoom, require
 from rookery.worker.model.adapter import Adapter
-from rookery.worker.model.adapter_slots import AdapterSlots, ResidentAdapter
+from rookery.worker.model.adapter_slots import AdapterSlots, ResidentAdapter, padded_rank
 from rookery.worker.model.batch_invariance import chunked_matmul, exact_rows, pad_rows, zero_padding_is_exact
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import SITES
@@ -43,6 +47,14 @@ _FOREIGN_ROW = 0.4
 """Cost of a row times an adapter that is not its own, in rows of work: one large product is faster than many small
 ones."""
 
+_SLOT_SHARE = 0.35
+"""Share of the budget for the slots of one batch's adapters. Half is for the adapters themselves; the rest for the copy
+of a tensor of slots while it grows."""
+
+_IDLE_ADAPTERS = 64
+"""Adapters that no request uses are dropped above this number even where there is room: with each one go the caches of
+its prompts, which only a request for it could use."""
+
 _GROUPED_KERNELS = ((9, 0), (10, 0))
 """CUDA capabilities with a grouped product in PyTorch that reads ``ends`` on the device; on others a loop reads them on
 the host."""
@@ -51,13 +63,24 @@ the host."""
 class LoraManager:
     """Resident adapters by key (the manifest hash), and the ``LoraProduct`` of each batch."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device | str, max_rank: int) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        max_rank: int,
+        budget_bytes: int = sys.maxsize,
+    ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = device
         self.max_rank = max_rank
+        self.budget_bytes = budget_bytes
+        self.dropped: list[str] = []
+        """Adapters that left memory; the engine drops their caches and clears the list."""
         self._residents: dict[str, ResidentAdapter] = {}
-        self._slots = AdapterSlots(config, dtype, device)
+        """The least recently used first."""
+        self._slots = AdapterSlots(config, dtype, device, int(_SLOT_SHARE * budget_bytes))
 
     def __contains__(self, key: str) -> bool:
         return key in self._residents and not self._residents[key].evict_pending
@@ -65,17 +88,37 @@ class LoraManager:
     def __len__(self) -> int:
         return len(self._residents)
 
+    @property
+    def bytes(self) -> int:
+        """Of the adapters and their slots."""
+        return sum(resident.bytes for resident in self._residents.values()) + self._slots.bytes
+
     def keys(self) -> list[str]:
         """Adapters that new requests may use."""
         return [key for key, resident in self._residents.items() if not resident.evict_pending]
 
+    def make_room(self, rank: int) -> None:
+        """Drops unused adapters until another one of ``rank`` fits. Raises :class:`~rookery.worker.memory.NoRoom` while
+        those in use leave no room, ``UserError`` if there can never be room for one of this rank."""
+        used = [resident for resident in self._residents.values() if resident.pins]
+        slot_rank = max(padded_rank(rank), *(resident.rank for resident in used), 0)
+        size, slots = self._slots.bytes_for(1, padded_rank(rank)), self._slots.bytes_for(len(used) + 2, slot_rank)
+        most = self.budget_bytes // 2
+        if not used:
+            require(f"an adapter of rank {rank}", max(size, int(slots / 2 / _SLOT_SHARE)), most)
+        if slots > self._slots.max_bytes or sum(resident.bytes for resident in used) + size > most:
+            raise NoRoom
+        self._drop_idle(most - size)
+
     def add(self, key: str, adapter: Adapter) -> None:
-        """Makes ``adapter`` resident. Raises ``UserError`` when its rank is above ``max_rank``."""
+        """Makes ``adapter`` resident. Raises ``UserError`` when its rank is above ``max_rank``, and as
+        :meth:`make_room`."""
         if adapter.rank > self.max_rank:
             raise UserError(f"rank {adapter.rank} is over this worker's max_rank {self.max_rank}")
         if key in self._residents:
             self._residents[key].evict_pending = False
         else:
+            self.make_room(adapter.rank)
             self._residents[key] = ResidentAdapter.load(adapter, self.config, self.dtype, self.device)
 
     def evict(self, key: str) -> None:
@@ -87,17 +130,31 @@ class LoraManager:
 
     def pin(self, key: str) -> None:
         """A request starts to use ``key``; raises ``KeyError`` when it is not resident."""
-        self._residents[key].pins += 1
+        resident = self._residents[key] = self._residents.pop(key)
+        resident.pins += 1
 
     def unpin(self, key: str) -> None:
         resident = self._residents[key]
         resident.pins -= 1
         self._drop_if_unused(key, resident)
 
+    def _drop_idle(self, most_bytes: int) -> None:
+        """Drops unused adapters, the least recently used first, above ``most_bytes`` in all or ``_IDLE_ADAPTERS``."""
+        idle = [(key, resident) for key, resident in self._residents.items() if not resident.pins]
+        total = sum(resident.bytes for resident in self._residents.values())
+        while idle and (total > most_bytes or len(idle) >= _IDLE_ADAPTERS):
+            key, resident = idle.pop(0)
+            total -= resident.bytes
+            self._drop(key)
+
     def _drop_if_unused(self, key: str, resident: ResidentAdapter) -> None:
         if resident.evict_pending and resident.pins == 0:
-            del self._residents[key]
-            self._slots.remove(key)
+            self._drop(key)
+
+    def _drop(self, key: str) -> None:
+        del self._residents[key]
+        self._slots.remove(key)
+        self.dropped.append(key)
 
     def packed(self, key: str, layout: Callable[[ResidentAdapter], T]) -> T:
         """An adapter in the layout of other products than those below; made once, it replaces the tensors that these

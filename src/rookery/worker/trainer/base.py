@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from rookery import protocol
+from rookery.worker.memory import MemoryUse
 
 
 class Export(Protocol):
@@ -61,7 +62,7 @@ class Trainer(Protocol):
 
     def initial_version(self, op: protocol.InitAdapter, source: Path | None) -> Export:
         """Version 0 of a policy: new weights, or those of the version in the folder ``source``. Raises ``UserError`` if
-        ``source`` does not fit the request."""
+        ``source`` does not fit the request, ``NoRoom`` as :meth:`load`."""
         ...
 
     def holds(self, policy: str, lease: int, parent_hash: str, steps: int) -> bool:
@@ -70,11 +71,12 @@ class Trainer(Protocol):
 
     def load(self, policy: str, lease: int, parent: protocol.AdapterRef, folder: Path) -> None:
         """Hold ``policy`` in the state of the version in ``folder``, without a gradient. Raises ``UserError`` for files
-        that do not fit the base model or exceed the trainer's limits."""
+        that do not fit the base model or exceed the trainer's limits, ``NoRoom`` while the states in use leave no
+        memory for one more."""
         ...
 
     def restore(self, policy: str, lease: int, parent: protocol.AdapterRef) -> bool:
-        """:meth:`load` from the offloaded state of that version; False if there is none."""
+        """:meth:`load` from the offloaded state of that version; False if there is none. Raises ``NoRoom``."""
         ...
 
     def offload(self, policy: str) -> None:
@@ -106,7 +108,13 @@ class Trainer(Protocol):
         ...
 
     def optim_step(self, op: protocol.OptimStep) -> None:
-        """Queue an optimizer step; with ``op.commit`` its result has an :class:`Export` of the state after it."""
+        """Queue an optimizer step; with ``op.commit`` its result has an :class:`Export` of the state after it. Raises
+        ``NoRoom`` while there is no memory for the export."""
+        ...
+
+    def memory(self) -> dict[str, MemoryUse]:
+        """Bytes of each part of the memory budget that this trainer uses: ``training_states``, offloaded ones and
+        exports included, and ``activations``."""
         ...
 
     def cancel(self, op: str) -> None:

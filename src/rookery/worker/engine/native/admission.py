@@ -7,6 +7,7 @@
 * A group's prompt is cached once for all its members, and retained after them while there is room; so is the tail of an
   episode, for its next turn. A prompt that is computed while its group waits is retained the same way: a waiting
   request owns no memory.
+* Retained caches are discarded with the adapter that computed them: nothing could use them before it is loaded again.
 * A cache is reused only under the adapter that computed it; under a newer version of its policy only by a request that
   keeps its cache when it switches (``EngineRequest.keeps_cache``), and then with the shared prompt that it follows.
 """
@@ -14,8 +15,9 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from rookery.worker.engine.native.kv_cache import KVCache
 from rookery.worker.engine.native.request import EngineRequest, SharedPrefix
@@ -131,6 +133,16 @@ class Admission:
     def retain_prefix(self, prefix: SharedPrefix) -> None:
         """Retains a complete prefix that no running request uses."""
         self._store.retain(prefix.slot, prefix.key, prefix.logits)
+
+    def discard_adapters(self, keys: Collection[str]) -> None:
+        """Discards the retained caches of adapters that left memory."""
+
+        def computed_by(key: Hashable, metadata: Any) -> bool:
+            tail = isinstance(metadata, _RetainedTail)
+            return (metadata.cached_by[-1] if tail else key[0]) in keys  # type: ignore[index]
+
+        if keys:
+            self._store.discard(computed_by)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

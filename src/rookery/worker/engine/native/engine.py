@@ -38,6 +38,7 @@ from rookery.worker.engine.native.kv_cache import KVSlot
 from rookery.worker.engine.native.request import EngineRequest, SharedPrefix, StopStrings
 from rookery.worker.engine.native.runner import Runner, best_runner, logits_at
 from rookery.worker.engine.native.sampler import SamplingKey
+from rookery.worker.memory import MemoryUse
 from rookery.worker.model.adapter import read_adapter
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
@@ -146,10 +147,18 @@ class NativeEngine:
         """See ``Engine``."""
         return key in self.bank
 
-    def add_adapter(self, key: str, folder: Path) -> None:
+    def memory(self) -> dict[str, MemoryUse]:
         """See ``Engine``."""
-        if key not in self.bank:
-            self.bank.add(key, read_adapter(folder, self.decoder.config))
+        return {
+            "kv_cache": MemoryUse(self.store.bytes, self.store.budget),
+            "adapters": MemoryUse(self.bank.bytes, self.bank.budget_bytes),
+        }
+
+    def add_adapter(self, ref: protocol.AdapterRef, folder: Path) -> None:
+        """See ``Engine``."""
+        if ref.hash not in self.bank:
+            self.bank.make_room(ref.rank)  # before reading: a caller without room tries again
+            self.bank.add(ref.hash, read_adapter(folder, self.decoder.config))
 
     def evict_adapter(self, key: str) -> None:
         """See ``Engine``."""
@@ -202,6 +211,8 @@ class NativeEngine:
     def drain(self) -> list[protocol.TokenChunk]:
         """See ``Engine``."""
         requests, self._undrained = self._undrained, {}
+        self.admission.discard_adapters(self.bank.dropped)
+        self.bank.dropped.clear()
         return [chunk for request in requests.values() for chunk in request.chunks()]
 
     def step(self) -> bool:

@@ -12,7 +12,7 @@ Promises:
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,11 @@ class KVCache:
         self.retained: LRUCache[Hashable, RetainedSegment] = LRUCache(self.tokens, lambda kept: kept.slot.capacity)
         self.free_ranges = [(LANES, self.tokens)]
         """(start, stop) in order, none adjacent to the next; the first ``LANES`` tokens are scratch."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all segments, retained ones included."""
+        return (self.used_tokens + int(self.retained.currsize)) * self.token_bytes
 
     @property
     def used_tokens(self) -> int:
@@ -141,6 +146,11 @@ class KVCache:
         if before is not None:
             self.free(before.slot)
         self.retained[key] = RetainedSegment(slot, metadata)
+
+    def discard(self, condition: Callable[[Hashable, Any], bool]) -> None:
+        """Deletes the retained segments whose key and metadata fulfil the condition."""
+        for key in [key for key, kept in self.retained.items() if condition(key, kept.metadata)]:
+            self.free(self.retained.pop(key).slot)
 
     def restore(self, key: Hashable, length: int) -> tuple[KVSlot, Any] | None:
         """A slot with room for ``length`` tokens that holds the segment retained under ``key``, and its metadata. None

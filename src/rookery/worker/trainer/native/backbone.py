@@ -7,6 +7,7 @@ third more work. :class:`PassLimits` says which batches are long.
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 
@@ -14,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rookery.worker.device import free_bytes
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import AttentionBackend, Decoder, LoraProduct
 from rookery.worker.trainer.native.packing import PackedBatch
@@ -22,10 +22,6 @@ from rookery.worker.trainer.native.packing import PackedBatch
 RECOMPUTE_TOKENS = 2048
 """On a CPU, longer batches recompute their layers in the backward pass: a 4,000-token group then needs some hundred MB
 instead of 2 GB on the 135M model, and slices of the usual size keep their speed."""
-
-PASS_SHARE = 0.5
-"""Share of a GPU's memory, free when the trainer is created, for the layers of a pass; the rest is for training states
-and logits."""
 
 _LAYER_COPIES = 3
 """Copies of a layer's activations during its backward pass: themselves, their gradients, float32 copies of some."""
@@ -51,12 +47,15 @@ def pass_limits(config: DecoderConfig, itemsize: int, memory_bytes: float) -> Pa
     return PassLimits(resident, longest, 2 * config.kv_heads * config.head_dim / layer_numbers(config))
 
 
-def limits_for(decoder: Decoder) -> PassLimits:
-    """On the decoder's device, as it is now. On a CPU batches of any length are computed, and attention copies no
-    keys."""
-    if decoder.device.type != "cuda":
-        return PassLimits(RECOMPUTE_TOKENS, sys.maxsize)
-    return pass_limits(decoder.config, decoder.dtype.itemsize, PASS_SHARE * free_bytes(decoder.device))
+def limits_for(decoder: Decoder, memory_bytes: float = math.inf) -> PassLimits:
+    """For passes whose activations take ``memory_bytes``; without it batches of any length are computed. On a CPU
+    attention copies no keys."""
+    limits = PassLimits(sys.maxsize, sys.maxsize)
+    if memory_bytes < math.inf:
+        limits = pass_limits(decoder.config, decoder.dtype.itemsize, memory_bytes)
+    if decoder.device.type == "cuda":
+        return limits
+    return PassLimits(min(limits.resident_tokens, RECOMPUTE_TOKENS), limits.max_tokens)
 
 
 def layer_numbers(config: DecoderConfig) -> int:

@@ -55,7 +55,7 @@ class LoraSite:
     parts: list[LoraPart]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AdapterExport:
     """A version's files, not yet written: the adapter and, once a step was taken, the optimizer's ``moments``. See
     :class:`~rookery.worker.trainer.base.Export`."""
@@ -66,10 +66,14 @@ class AdapterExport:
     base_model: str = ""
 
     @property
+    def numbers(self) -> int:
+        """Number of weights."""
+        return sum(tensor.numel() for pair in self.adapter.weights.values() for tensor in pair)
+
+    @property
     def bytes(self) -> int:
-        """Size of all tensors."""
-        weights = (tensor for pair in self.adapter.weights.values() for tensor in pair)
-        return sum(tensor.nbytes for tensor in (*weights, *self.moments.values()))
+        """Size of all tensors, which are float32."""
+        return 4 * self.numbers + sum(tensor.nbytes for tensor in self.moments.values())
 
     def write(self, folder: Path) -> list[str]:
         """Write into the existing ``folder``; the file names, sorted. Any thread may call it."""
@@ -132,6 +136,15 @@ class PolicyState:
         self._compute = torch.empty_like(self.masters, dtype=dtype)
         self.sites = self._views(config)
         self._refresh()
+
+    @staticmethod
+    def bytes_for(numbers: int, dtype: torch.dtype) -> int:
+        """Bytes of a state with this number of weights: four float32 vectors and a copy in ``dtype``."""
+        return numbers * (4 * 4 + dtype.itemsize)
+
+    @property
+    def bytes(self) -> int:
+        return self.bytes_for(self.masters.numel(), self._compute.dtype)
 
     def export(self, base_model: str = "") -> AdapterExport:
         """A copy of weights and moments as they are now, in main memory; each vector is copied at once."""

@@ -13,10 +13,10 @@ Promises, in addition to those of :class:`rookery.worker.trainer.base.Trainer`:
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +27,8 @@ from rookery.algorithms.losses import LOSSES
 from rookery.errors import UserError
 from rookery.scheduling.queues import TokenCounters
 from rookery.worker.device import finish
-from rookery.worker.model.adapter import init_adapter, read_adapter
+from rookery.worker.memory import MemoryUse, NoRoom
+from rookery.worker.model.adapter import WEIGHTS_FILE, adapter_numbers, init_adapter, read_adapter
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.trainer.base import TrainerResult
 from rookery.worker.trainer.native.attention import AttentionFactory, attention_for
@@ -35,7 +36,7 @@ from rookery.worker.trainer.native.backbone import PassLimits, limits_for
 from rookery.worker.trainer.native.microbatch import PassItem, QueuedBatch, run_pass
 from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
 from rookery.worker.trainer.native.packing import PackedGroup
-from rookery.worker.trainer.native.state_cache import TrainerStateCache
+from rookery.worker.trainer.native.states import EXPORT_BYTES, HeldPolicy, PolicyStates
 
 log = logging.getLogger("rookery.worker.trainer")
 
@@ -52,26 +53,6 @@ OTHER_STATE = "this worker holds another state of the policy"
 Queued = QueuedBatch | protocol.OptimStep
 
 
-@dataclass
-class HeldPolicy:
-    """A policy in memory. ``versions`` maps hashes of versions that this state descends from to the number of steps
-    taken when it was that version; ``steps`` counts all steps since the load, ``exported_steps`` those before the last
-    export. ``accumulated`` counts operations in the gradient; ``complete`` is False if one of them is missing."""
-
-    lease: int
-    state: PolicyState
-    versions: dict[str, int]
-    steps: int = 0
-    exported_steps: int | None = None
-    accumulated: int = 0
-    complete: bool = True
-
-    def matches(self, lease: int, parent_hash: str, steps: int) -> bool:
-        """Whether this is the state ``steps`` optimizer steps after the version ``parent_hash``, under ``lease``."""
-        base = self.versions.get(parent_hash)
-        return self.lease == lease and base is not None and base + steps == self.steps
-
-
 class NativeTrainer:
     """See :class:`rookery.worker.trainer.base.Trainer`."""
 
@@ -84,18 +65,18 @@ class NativeTrainer:
         limits: PassLimits | None = None,
         attention: AttentionFactory | None = None,
         base_model: str = "",
-        trainer_state_cache_bytes: int = 0,
+        memory_bytes: int = sys.maxsize,
     ) -> None:
         """``limits`` and ``attention`` default to those of the decoder's device. ``base_model`` is the name in exported
-        adapters; offloaded states take at most ``trainer_state_cache_bytes`` of main memory."""
+        adapters; all training states take at most ``memory_bytes``."""
         self._decoder = decoder
         self._max_rank = max_rank
         self._limits = limits or limits_for(decoder)
         self.slice_tokens = min(slice_tokens, self._limits.max_tokens)
         self._attention = attention or attention_for(decoder)
         self._base_model = base_model
-        self.held: dict[str, HeldPolicy] = {}
-        self.cache = TrainerStateCache(trainer_state_cache_bytes)
+        self.states = PolicyStates(memory_bytes, lambda policy: bool(self._queue(policy)))
+        self.held = self.states.held
         self._queues: dict[str, dict[str, deque[Queued]]] = {}
         """Tenant → policy → operations."""
         self._weights: dict[str, float] = {}
@@ -107,13 +88,14 @@ class NativeTrainer:
 
     def initial_version(self, op: protocol.InitAdapter, source: Path | None) -> AdapterExport:
         config = self._decoder.config
+        self.states.make_room(4 * adapter_numbers(config, op.rank, op.targets))
         if source is None:
             adapter = init_adapter(config, op.rank, op.alpha, op.targets, op.seed)
         else:
             adapter = read_adapter(source, config)
             if adapter.rank != op.rank:
                 raise UserError(f"the adapter to start from has rank {adapter.rank}, the policy asks for {op.rank}")
-        return AdapterExport(adapter, base_model=self._base_model)
+        return self.states.track(AdapterExport(adapter, base_model=self._base_model))
 
     def holds(self, policy: str, lease: int, parent_hash: str, steps: int) -> bool:
         held = self.held.get(policy)
@@ -121,6 +103,8 @@ class NativeTrainer:
         return held is not None and held.matches(lease, parent_hash, steps - queued)
 
     def load(self, policy: str, lease: int, parent: protocol.AdapterRef, folder: Path) -> None:
+        weights = folder / WEIGHTS_FILE  # float32, as every version
+        self._make_room(policy, parent.rank, weights.stat().st_size // 4 if weights.exists() else 0)
         export = AdapterExport.read(folder, self._decoder.config)
         rank = export.adapter.rank
         if rank > self._max_rank:
@@ -128,10 +112,18 @@ class NativeTrainer:
         self._hold(policy, lease, parent, export)
 
     def restore(self, policy: str, lease: int, parent: protocol.AdapterRef) -> bool:
-        export = self.cache.pop(parent.hash)
+        export = self.states.offloaded.pop(parent.hash, None)
         if export is not None:
+            try:
+                self._make_room(policy, parent.rank, export.numbers)
+            except NoRoom:
+                self.states.offloaded[parent.hash] = export
+                raise
             self._hold(policy, lease, parent, export)
         return export is not None
+
+    def _make_room(self, policy: str, rank: int, numbers: int) -> None:
+        self.states.hold(policy, PolicyState.bytes_for(numbers, self._decoder.dtype), numbers, rank)
 
     def _hold(self, policy: str, lease: int, parent: protocol.AdapterRef, export: AdapterExport) -> None:
         state = PolicyState(export, self._decoder.config, self._decoder.dtype, self._decoder.device)
@@ -142,7 +134,8 @@ class NativeTrainer:
         if held is not None:
             version = next((hash for hash, steps in held.versions.items() if steps == held.steps), None)
             if version is not None:
-                self.cache.put(version, held.state.export(self._base_model))
+                self.states.offloaded.pop(version, None)
+                self.states.offloaded[version] = held.state.export(self._base_model)
         self.evict(policy)
 
     def evict(self, policy: str) -> None:
@@ -153,10 +146,10 @@ class NativeTrainer:
         self.held.pop(policy, None)
 
     def discard_offloaded(self, parent_hash: str) -> None:
-        self.cache.pop(parent_hash)
+        self.states.offloaded.pop(parent_hash, None)
 
     def clear_offloaded(self) -> None:
-        self.cache.clear()
+        self.states.offloaded.clear()
 
     def mark_committed(self, policy: str, lease: int, ref: protocol.AdapterRef) -> None:
         held = self.held.get(policy)
@@ -185,7 +178,13 @@ class NativeTrainer:
         self._enqueue(QueuedBatch(op, groups))
 
     def optim_step(self, op: protocol.OptimStep) -> None:
+        if op.commit:
+            copies = [self._copy_bytes(queued.policy) for queued in self._commits()]
+            self.states.make_room(self._copy_bytes(op.policy) + sum(copies), keep=op.policy)
         self._enqueue(op)
+
+    def memory(self) -> dict[str, MemoryUse]:
+        return self.states.memory()
 
     def cancel(self, op: str) -> None:
         for queued in [q for policies in self._queues.values() for queue in policies.values() for q in queue]:
@@ -290,6 +289,7 @@ class NativeTrainer:
             if held is not None and matches and not op.forward_only:
                 held.complete = False  # the gradient misses this operation until the next zero_grad
             return False
+        held.used = time.monotonic()
         if batch.state is None:
             batch.state = held.state
             if not op.forward_only:
@@ -306,6 +306,7 @@ class NativeTrainer:
         if held is None or not held.matches(op.lease, op.parent.hash, op.steps):
             self._finish(op.op, OTHER_STATE, "stale")
             return
+        held.used = time.monotonic()
         metrics: dict[str, float] = {}
         if op.adam is not None:
             if not (held.complete and held.accumulated):
@@ -319,7 +320,7 @@ class NativeTrainer:
                 held.steps += 1
         export = None
         if op.commit:
-            export, held.exported_steps = held.state.export(self._base_model), held.steps
+            export, held.exported_steps = self.states.track(held.state.export(self._base_model)), held.steps
         finish(self._decoder.device)
         metrics["seconds"] = time.perf_counter() - began
         self._results.append(TrainerResult(op.op, metrics=metrics, export=export))
@@ -346,6 +347,15 @@ class NativeTrainer:
     def _split(self, group: PackedGroup) -> list[PackedGroup]:
         max_tokens = max(self.slice_tokens, int(len(group.prompt) / PROMPT_SHARE))
         return group.split(max_tokens, self._limits.max_tokens, self._limits.copied_key_share)
+
+    def _commits(self) -> list[protocol.OptimStep]:
+        """Queued steps whose result will be a copy of the state."""
+        queued = [op for policies in self._queues.values() for queue in policies.values() for op in queue]
+        return [op for op in queued if isinstance(op, protocol.OptimStep) and op.commit]
+
+    def _copy_bytes(self, policy: str) -> int:
+        held = self.held.get(policy)
+        return 0 if held is None else EXPORT_BYTES * held.state.masters.numel()
 
     def _queue(self, policy: str) -> deque[Queued]:
         return next((policies[policy] for policies in self._queues.values() if policy in policies), deque())

@@ -1,0 +1,137 @@
+"""The memory budget of a worker: one sum, divided among the parts that grow with their users.
+
+Promises:
+
+* The base model and all parts together stay within ``memory_bytes``, or by default within a share of the memory that
+  is free when the worker starts. On a GPU this is the device's memory.
+* A part that is full evicts contents that nothing uses, or raises :class:`NoRoom`, and its caller waits
+  (:class:`MemoryQueue`). What can never fit is refused with its size and the setting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, TypeVar
+
+import psutil
+import torch
+
+from rookery.aio import wait_event
+from rookery.errors import UserError
+from rookery.settings import Settings
+
+T = TypeVar("T")
+
+SHARES = {
+    "cpu": {"kv_cache": 0.35, "adapters": 0.2, "training_states": 0.3, "activations": 0.15},
+    "cuda": {"kv_cache": 0.55, "adapters": 0.1, "training_states": 0.1, "activations": 0.25},
+}
+"""What each part gets of the memory that the base model leaves. A GPU needs many rows and long passes to be busy. On a
+CPU, with 3 GB for a 135M model: caches of 14,000 tokens, six adapters of rank 64 in one batch (20 of rank 16), one
+training state of rank 64 (four of rank 16), passes of 3,000 tokens."""
+
+OVERHEAD_BYTES = 256 << 20
+"""Not divided, on a CPU: compiled kernels (:mod:`rookery.worker` limits them), files and batches in transfer, buffers
+of one layer, and free blocks that the allocator keeps."""
+
+SMALLEST_BYTES = 64 << 20
+"""A budget that leaves less than this to be divided is refused."""
+
+RETRY_SECONDS = 1.0
+"""A call that waits for memory is tried again at least this often: contents become evictable with time, too."""
+
+
+class NoRoom(Exception):
+    """The part is full of contents that are in use; there will be room later."""
+
+
+class MemoryUse(NamedTuple):
+    """Bytes of one part."""
+
+    used: int
+    budget: int
+
+
+class MemoryBudget(NamedTuple):
+    """Bytes. ``total`` is the budget of the worker; ``base`` the base model and what is not divided."""
+
+    total: int
+    base: int
+    kv_cache: int
+    adapters: int
+    training_states: int
+    activations: int
+
+
+def divide(total: int, base: int, device_type: str) -> MemoryBudget:
+    """Shares of a budget of ``total`` bytes of which ``base`` are in use. Raises ``UserError`` if too few are left."""
+    if device_type == "cpu":
+        base += OVERHEAD_BYTES
+    if total < base + SMALLEST_BYTES:
+        raise UserError(
+            f"this worker's memory budget is {_mb(total)}, but its base model and overhead take {_mb(base)} and "
+            f"{_mb(SMALLEST_BYTES)} must be left; free memory, or set ROOKERY_MEMORY_BYTES"
+        )
+    return MemoryBudget(total, base, **{part: int((total - base) * x) for part, x in SHARES[device_type].items()})
+
+
+def total_bytes(settings: Settings, device: torch.device) -> int:
+    """The budget of a worker that starts now. Call it before the base model is loaded."""
+    if settings.worker.memory_bytes:
+        return settings.worker.memory_bytes
+    share = settings.worker.gpu_memory_share if device.type == "cuda" else settings.worker.memory_share
+    return used_bytes(device) + int(share * free_bytes(device))
+
+
+def used_bytes(device: torch.device) -> int:
+    """Memory of this process on ``device``."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that this process can still allocate on ``device``; on a GPU also those that PyTorch keeps for itself."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def require(part: str, needed: int, budget: int) -> None:
+    """Raises ``UserError`` if ``needed`` bytes never fit the part."""
+    if needed > budget:
+        raise UserError(
+            f"{part} of {_mb(needed)} do not fit this worker, whose memory budget has {_mb(budget)} for them; "
+            "raise ROOKERY_MEMORY_BYTES"
+        )
+
+
+class MemoryQueue:
+    """Calls that wait for memory of one part, in order of arrival. Belongs to the I/O thread."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    def notify(self) -> None:
+        """Something was freed: try the first call again."""
+        self._freed.set()
+
+    async def run(self, call: Callable[[], Awaitable[T]]) -> T:
+        """``call()``, again until it does not raise :class:`NoRoom`."""
+        self.waiting += 1
+        try:
+            async with self._turn:
+                while True:
+                    self._freed.clear()
+                    try:
+                        return await call()
+                    except NoRoom:
+                        await wait_event(self._freed, RETRY_SECONDS)
+        finally:
+            self.waiting -= 1
+
+
+def _mb(size: int) -> str:
+    return f"{size / (1 << 20):,.0f} MB"

@@ -1,0 +1,109 @@
+"""Training states in memory, within a budget: held ones by policy, offloaded ones by version, and copies that are
+written to files now.
+
+* A policy that returns to training restores its offloaded state: a copy instead of a transfer. A restored state equals,
+  bit for bit, the one loaded from the version's files.
+* When the budget is full, offloaded states are evicted first, then held ones that nothing has used for a while, the
+  least recently used first. Nothing durable is lost: a version is pulled again, and the operations since are repeated.
+* A copy of the largest held state always fits: a commit waits for other commits at most.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from weakref import WeakSet
+
+from rookery.worker.memory import MemoryUse, NoRoom, require
+from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
+
+IDLE_SECONDS = 1.0
+"""A state without an operation for this long may be evicted: its next operation may be on its way before."""
+
+IDLE_GRADIENT_SECONDS = 5.0
+"""The same for a state with a gradient, which would have to be computed again."""
+
+EXPORT_BYTES = 12
+"""Bytes of a copy per weight: weight and moments in float32."""
+
+
+@dataclass
+class HeldPolicy:
+    """A policy in memory. ``versions`` maps hashes of versions that this state descends from to the number of steps
+    taken when it was that version; ``steps`` counts all steps since the load, ``exported_steps`` those before the last
+    export. ``accumulated`` counts operations in the gradient; ``complete`` is False if one of them is missing."""
+
+    lease: int
+    state: PolicyState
+    versions: dict[str, int]
+    steps: int = 0
+    exported_steps: int | None = None
+    accumulated: int = 0
+    complete: bool = True
+    used: float = field(default_factory=time.monotonic)
+    """When an operation last used it."""
+
+    def matches(self, lease: int, parent_hash: str, steps: int) -> bool:
+        """Whether this is the state ``steps`` optimizer steps after the version ``parent_hash``, under ``lease``."""
+        base = self.versions.get(parent_hash)
+        return self.lease == lease and base is not None and base + steps == self.steps
+
+
+class PolicyStates:
+    """Belongs to the trainer's thread."""
+
+    def __init__(self, budget_bytes: int, in_use: Callable[[str], bool]) -> None:
+        """``in_use(policy)``: whether operations of the policy are queued."""
+        self.held: dict[str, HeldPolicy] = {}
+        self.offloaded: dict[str, AdapterExport] = {}
+        """By version, the least recently used first."""
+        self._budget = budget_bytes
+        self._in_use = in_use
+        self._exports: WeakSet[AdapterExport] = WeakSet()
+        """Copies on their way to files."""
+
+    def memory(self) -> dict[str, MemoryUse]:
+        """Bytes of held states and of all others, which share one budget."""
+        others = sum(export.bytes for export in (*self.offloaded.values(), *self._exports))
+        states = sum(held.state.bytes for held in self.held.values())
+        return {"training_states": MemoryUse(states + others, self._budget)}
+
+    def hold(self, policy: str, size: int, numbers: int, rank: int) -> None:
+        """Make room for a state of ``size`` bytes and ``numbers`` weights; the policy's earlier state is deleted.
+        Raises :class:`NoRoom`, or ``UserError`` if it can never fit."""
+        self.held.pop(policy, None)
+        copy = EXPORT_BYTES * numbers
+        require(f"training states of rank {rank}", size + copy, self._budget)
+        largest = max([copy, *(EXPORT_BYTES * held.state.masters.numel() for held in self.held.values())])
+        self.make_room(size + largest)
+
+    def make_room(self, needed: int, keep: str = "") -> None:
+        """Evict until ``needed`` bytes fit; not the policy ``keep``. Raises :class:`NoRoom` (and nothing changes) while
+        what is in use leaves no room."""
+        excess = self.memory()["training_states"].used + needed - self._budget
+        if excess <= 0:
+            return
+        now = time.monotonic()
+        idle = [
+            (held.used, policy)
+            for policy, held in self.held.items()
+            if now - held.used > (IDLE_GRADIENT_SECONDS if held.accumulated else IDLE_SECONDS)
+            and policy != keep
+            and not self._in_use(policy)
+        ]
+        offloaded = sum(export.bytes for export in self.offloaded.values())
+        sizes = {policy: self.held[policy].state.bytes for _, policy in sorted(idle)}
+        if excess > offloaded + sum(sizes.values()):
+            raise NoRoom
+        while excess > 0 and self.offloaded:
+            excess -= self.offloaded.pop(next(iter(self.offloaded))).bytes
+        for policy, size in sizes.items():
+            if excess > 0:
+                del self.held[policy]
+                excess -= size
+
+    def track(self, export: AdapterExport) -> AdapterExport:
+        """Count ``export`` as long as it exists."""
+        self._exports.add(export)
+        return export

@@ -1,0 +1,115 @@
+"""Offloaded training states in main memory: restored exactly, within a bounded size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.worker.trainer.test_trainer import (
+    adapter_folder,
+    decoder,
+    finish,
+    forward_backward,
+    masters,
+    optim,
+    ref,
+    trainer,
+    units,
+)
+
+from rookery import protocol
+from rookery.errors import UserError
+from rookery.worker.memory import NoRoom
+from rookery.worker.trainer.native import states
+from rookery.worker.trainer.native.states import EXPORT_BYTES
+from rookery.worker.trainer.native.trainer import NativeTrainer
+
+
+def step(at: NativeTrainer, parent: str, seed: int, *, lease: int = 1, commit: str = "") -> None:
+    batch = protocol.TrainingBatch(groups=units(seed))
+    at.forward_backward(forward_backward(parent=ref("p", parent), lease=lease), batch)
+    at.optim_step(optim(parent=ref("p", parent), lease=lease, commit=commit))
+    done = finish(at)
+    assert not done["fb"].error and not done["opt"].error
+    if commit:
+        at.mark_committed("p", lease, ref("p", commit))
+
+
+def test_restored_state_is_equal_bit_for_bit_without_its_gradient(tmp_path: Path) -> None:
+    folder = adapter_folder(tmp_path / "p", 4, 3)
+    stays, goes = (trainer(decoder(), {"p": folder}) for _ in range(2))
+    for at in (stays, goes):
+        step(at, "v0", 0, commit="v1")
+    goes.forward_backward(forward_backward(parent=ref("p", "v1"), op="begun"), protocol.TrainingBatch(groups=units(5)))
+    finish(goes)
+    goes.offload("p")
+    assert not goes.holds("p", 1, "v1", 0) and len(goes.states.offloaded) == 1
+    assert not goes.restore("p", 2, ref("p", "v0")), "it is v1"
+    assert goes.restore("p", 2, ref("p", "v1"))
+    assert goes.holds("p", 2, "v1", 0) and not goes.states.offloaded
+    for at, lease in ((stays, 1), (goes, 2)):
+        step(at, "v1", 1, lease=lease)
+    mine, wanted = goes.held["p"].state, stays.held["p"].state
+    for name in ("masters", "exp_avg", "exp_avg_sq", "_compute"):
+        assert torch.equal(getattr(mine, name), getattr(wanted, name)), name
+    assert mine.step == wanted.step == 2
+
+
+def test_untrained_state_is_restored(tmp_path: Path) -> None:
+    at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)})
+    before = masters(at)
+    at.offload("p")
+    assert at.restore("p", 2, ref("p"))
+    assert torch.equal(masters(at), before)
+    step(at, "v0", 0, lease=2)
+
+
+def test_state_that_is_no_version_is_not_kept(tmp_path: Path) -> None:
+    at = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 4, 3)})
+    step(at, "v0", 0)
+    at.offload("p")
+    assert not at.states.offloaded
+    at.offload("nobody")
+
+
+def test_full_memory_evicts_offloaded_and_idle_states_and_waits_for_busy_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(states.time, "monotonic", lambda: now)
+    folders = {name: adapter_folder(tmp_path / name, 4, 3) for name in "abcd"}
+    size = trainer(decoder(), {"a": folders["a"]}).held["a"].state.bytes
+    numbers = len(masters(trainer(decoder(), {"a": folders["a"]}), "a"))
+    at = trainer(decoder(), {}, memory_bytes=5 * size // 2 + EXPORT_BYTES * numbers)
+    for name in "ab":
+        at.load(name, 1, ref(name), folders[name])
+    assert at.memory()["training_states"].used == 2 * size
+    with pytest.raises(NoRoom):
+        at.load("c", 1, ref("c"), folders["c"])  # an operation of a or b may be on its way
+    assert set(at.held) == {"a", "b"}
+    at.offload("b")
+    at.load("c", 1, ref("c"), folders["c"])
+    assert (set(at.held), len(at.states.offloaded)) == ({"a", "c"}, 1)
+    for policy in "ac":
+        op = forward_backward(policy=policy, parent=ref(policy), tenant=policy)
+        at.forward_backward(op, protocol.TrainingBatch(groups=units(0)))
+    now = 2.0
+    with pytest.raises(NoRoom):
+        at.load("d", 1, ref("d"), folders["d"])  # both have queued operations
+    assert not any(done.error for done in finish(at).values())
+    now = 6.0
+    with pytest.raises(NoRoom):
+        at.load("d", 1, ref("d"), folders["d"])  # both have a gradient
+    at.optim_step(optim(policy="a", parent=ref("a"), tenant="a", commit="v1"))
+    with pytest.raises(NoRoom):
+        at.optim_step(optim(policy="c", parent=ref("c"), tenant="c", commit="v1"))  # one copy fits
+    export = finish(at)["opt"].export
+    del export
+    at.optim_step(optim(policy="c", parent=ref("c"), tenant="c", commit="v1"))
+    finish(at)
+    now = 8.0
+    at.load("d", 1, ref("d"), folders["d"])
+    assert set(at.held) == {"c", "d"}, "a was used least recently"
+    with pytest.raises(UserError, match="memory budget"):
+        trainer(decoder(), {"a": folders["a"]}, memory_bytes=size)
