@@ -17,6 +17,7 @@ from benchmarks.lib.service import Bench, Liked, job, service
 from benchmarks.lib.workload import PROMPTS, questions
 
 from rookery.settings import Settings
+from rookery.worker.memory import SHARES
 from rookery.worker.model.adapter import PARTS
 from rookery.worker.model.config import DecoderConfig
 
@@ -88,10 +89,11 @@ def told(peaks: dict[int, list[float]], cache_bytes: int) -> Result:
 
 def main() -> None:
     times = repeats(__doc__)
-    cache_bytes = 256 * MEBIBYTE
+    budget = 4 << 30
+    cache_bytes = int(SHARES["cpu"]["kv_cache"] * budget)
     peaks: dict[int, list[float]] = {1: [], TENANTS: []}
     for _ in range(times):
-        with service(kv_bytes=cache_bytes) as bench:
+        with service(memory_bytes=budget) as bench:
             for tenants, found in peaks.items():
                 with Watch(bench) as watch:
                     _train(bench, tenants)

@@ -171,7 +171,7 @@ def test_local_workers_follow_the_settings(tmp_path: Path, monkeypatch: pytest.M
         data=tmp_path,
         workers=2,
         key="tml-secret",
-        kv_bytes=1 << 24,
+        memory_bytes=1 << 31,
     )
     models = ["smollm2-135m-instruct", f"{tmp_path}/my model"]
     workers = local_workers(settings, models, "http://127.0.0.1:1", "the-token")
@@ -185,9 +185,11 @@ def test_local_workers_follow_the_settings(tmp_path: Path, monkeypatch: pytest.M
         assert "the-token" not in " ".join(one.arguments)
         assert one.environment["ROOKERY_TOKEN"] == "the-token"
         assert "ROOKERY_KEY" not in one.environment
-        assert one.environment["ROOKERY_KV_BYTES"] == str(1 << 24)
+        assert one.environment["ROOKERY_MEMORY_BYTES"] == str(1 << 31)
         assert "--die-with-parent" in one.arguments
     assert all(int(one.environment["ROOKERY_THREADS"]) >= 1 for one in workers)
+    shares = [float(one.environment["ROOKERY_MEMORY_SHARE"]) for one in workers]
+    assert sum(shares) == pytest.approx(settings.worker.memory_share)
     inherited = Settings.load(workers[0].environment)
     assert (inherited.cache, inherited.data, inherited.server.workers) == (settings.cache, settings.data, 2)
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Group
 
 from rookery.cli.options import Cli, DataOption, console, plain_table, time_of, with_options
 from rookery.errors import UserError, short
 from rookery.settings import Settings
-from rookery.telemetry.table import worker_table
+from rookery.telemetry.table import memory_table, worker_table
 
 app = typer.Typer(help="Tenants, their keys, what they cost. Needs the administrator's key.", no_args_is_help=True)
 
@@ -141,7 +142,7 @@ def workers(cli: Cli) -> None:
     with cli.client() as client:
         rows = client.workers()
     if rows or cli.json:
-        cli.show_rows(rows, lambda: worker_table(rows))
+        cli.show_rows(rows, lambda: Group(worker_table(rows), memory_table(rows)))
     else:
         console().print("no worker has connected; rookery worker --connect URL starts one")
 

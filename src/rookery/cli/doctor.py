@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -19,7 +20,7 @@ import typer
 from rich.text import Text
 
 from rookery.cli.options import FAILED, Cli, console, print_json, with_options
-from rookery.client import Client
+from rookery.client import Client, Record
 from rookery.cluster.base import PRELOAD, preloaded
 from rookery.errors import RookeryError, installs
 from rookery.settings import Settings
@@ -88,14 +89,14 @@ def examine(settings: Settings) -> list[Finding]:
         Finding("cores", "good", str(cores)),
         bf16_finding(_processor_flags()),
         kernels_finding(_processor_flags(), sys.platform, find_spec("numba") is not None),
-        _memory(),
+        _memory(settings),
         _accelerator(),
         _allocator(settings.worker.allocator),
         _disk("data folder", settings.data, "ROOKERY_DATA"),
         _disk("cache folder", settings.cache, "ROOKERY_CACHE"),
         *(_model(settings.cache, name) for name in models),
         *(_extra(extra, use) for extra, use in EXTRAS.items()),
-        _service(settings),
+        *_service(settings),
     ]
 
 
@@ -142,9 +143,11 @@ def kernels_finding(flags: set[str] | None, system: str, has_numba: bool) -> Fin
     return Finding(name, "good", f"{wide}, compiled at a worker's first start")
 
 
-def _memory() -> Finding:
+def _memory(settings: Settings) -> Finding:
     memory = psutil.virtual_memory()
-    text = f"{memory.available / GIGABYTE:.1f} of {memory.total / GIGABYTE:.1f} GB free"
+    budget = settings.worker.memory_bytes or settings.worker.memory_share * memory.available
+    free = f"{memory.available / GIGABYTE:.1f} of {memory.total / GIGABYTE:.1f} GB free"
+    text = f"{free}; workers started now get {budget / GIGABYTE:.1f} GB"
     return _room("memory", text, memory.available, NEEDED_MEMORY, "for the smallest model")
 
 
@@ -203,10 +206,19 @@ def _extra(extra: str, use: str) -> Finding:
         return Finding(f"extra {extra}", "optional", f"not installed: {use}", installs(extra))
 
 
-def _service(settings: Settings) -> Finding:
+def _service(settings: Settings) -> list[Finding]:
+    """Whether it answers, and the memory of its workers if this key may see them."""
+    workers: list[Record] = []
     try:
         with Client(settings=settings) as client:
             client.views()
+            with contextlib.suppress(RookeryError):
+                workers = client.workers()
     except RookeryError as error:
-        return Finding("service", "optional", str(error))
-    return Finding("service", "good", f"answers at {settings.base_url}")
+        return [Finding("service", "optional", str(error))]
+    found = [Finding("service", "good", f"answers at {settings.base_url}")]
+    for beat in [worker["beat"] for worker in workers if worker["state"] == "serving" and worker["beat"]]:
+        parts = [f"{name} {used >> 20}/{budget >> 20}" for name, (used, budget) in sorted(beat["memory_parts"].items())]
+        text = f"{beat['memory_bytes'] >> 20} of {beat['memory_budget'] >> 20} MB: {', '.join(parts)}"
+        found.append(Finding("worker memory", "good", text))
+    return found

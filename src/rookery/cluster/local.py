@@ -242,10 +242,12 @@ class ProcessCluster:
 
 
 def local_workers(settings: Settings, models: Sequence[str], url: str, token: str) -> list[Child]:
-    """``settings.server.workers`` workers for each of ``models``; they share the machine's cores."""
+    """``settings.server.workers`` workers for each of ``models``; they share the machine's cores and memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = settings.worker.threads or max(1, cores // max(1, len(models) * settings.server.workers))
-    environment = preloaded(child_environment(settings.replace(threads=threads), token), settings.worker.allocator)
+    count = max(1, len(models) * settings.server.workers)
+    threads, share = settings.worker.threads or max(1, cores // count), settings.worker.memory_share / count
+    settings = settings.replace(threads=threads, memory_share=share)
+    environment = preloaded(child_environment(settings, token), settings.worker.allocator)
     children = []
     for model in models:
         for number in range(1, settings.server.workers + 1):

@@ -264,6 +264,7 @@ class JobQueries:
                 "decoding_rows": sum(beat.active for beat in beats),
                 "training_operations": sum(beat.training for beat in beats),
                 "worker_memory_bytes": sum(beat.memory_bytes for beat in beats),
+                "worker_memory_budget_bytes": sum(beat.memory_budget for beat in beats),
                 "pulled_from_peers_bytes": sum(beat.pulled_from_peers for beat in beats),
                 "pulled_from_service_bytes": sum(beat.pulled_from_service for beat in beats),
                 "flush_seconds": context.settings.worker.flush_seconds,

@@ -89,6 +89,10 @@ class Heartbeat(Message, kw_only=True):
     decode_seconds: float
     train_seconds: float
     memory_bytes: int
+    memory_budget: int = 0
+    """Bytes that the worker may take; 0 before its base model is loaded."""
+    memory_parts: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
+    """(used, budget) in bytes of each part of the budget."""
     pulled_from_peers: int = 0
     """Bytes of artifacts pulled from other workers since the process began …"""
     pulled_from_service: int = 0

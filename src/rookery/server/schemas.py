@@ -174,6 +174,8 @@ class HeartbeatView(BaseModel):
     decode_seconds: float
     train_seconds: float
     memory_bytes: int
+    memory_budget: int = Field(description="Bytes that the worker may take; 0 before its base model is loaded")
+    memory_parts: dict[str, tuple[int, int]] = Field(description="(used, budget) in bytes of each part of the budget")
     pulled_from_peers: int = Field(description="Bytes of artifacts pulled from other workers")
     pulled_from_service: int = Field(description="Bytes of artifacts pulled from the service")
 

@@ -111,6 +111,27 @@ def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def memory_table(workers: Sequence[Mapping[str, Any]]) -> Table:
+    """The memory of each worker that has sent a heartbeat: its resident size and budget, and use and budget by part."""
+    beats = {str(worker["name"]): worker["beat"] for worker in workers if worker.get("beat")}
+    parts = sorted({part for beat in beats.values() for part in beat.get("memory_parts", {})})
+    table = _table(None)
+    _columns(table, left=("memory in GB",), right=("process", "budget", *parts))
+    for name, beat in beats.items():
+        sizes = [beat.get("memory_parts", {}).get(part) for part in parts]
+        table.add_row(
+            Text(name),
+            _gigabytes(beat.get("memory_bytes", 0)),
+            _gigabytes(beat.get("memory_budget", 0)),
+            *("" if size is None else "/".join(map(_gigabytes, size)) for size in sizes),
+        )
+    return table
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / (1 << 30):.2f}"
+
+
 def _ago(seconds: float) -> str:
     """A duration in its largest unit."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):

@@ -291,6 +291,8 @@ class ServiceConnection:
             decode_seconds=status.decode_seconds,
             train_seconds=status.train_seconds,
             memory_bytes=psutil.Process().memory_info().rss,
+            memory_budget=self._core.budget.total if self._core is not None and self._core.budget is not None else 0,
+            memory_parts={part: (use.used, use.budget) for part, use in status.memory.items()},
             pulled_from_peers=self._transfers.bytes_from_peers,
             pulled_from_service=self._transfers.bytes_from_service,
         )

@@ -119,18 +119,22 @@ class MemoryQueue:
         self._freed.set()
 
     async def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """``call()``, again until it does not raise :class:`NoRoom`."""
+        """``call()``, again until it does not raise :class:`NoRoom`; later calls wait behind it."""
         self.waiting += 1
         try:
             async with self._turn:
-                while True:
-                    self._freed.clear()
-                    try:
-                        return await call()
-                    except NoRoom:
-                        await wait_event(self._freed, RETRY_SECONDS)
+                return await self.retry(call)
         finally:
             self.waiting -= 1
+
+    async def retry(self, call: Callable[[], Awaitable[T]]) -> T:
+        """The same, out of order: for calls that free what others wait for."""
+        while True:
+            self._freed.clear()
+            try:
+                return await call()
+            except NoRoom:
+                await wait_event(self._freed, RETRY_SECONDS)
 
 
 def _mb(size: int) -> str:

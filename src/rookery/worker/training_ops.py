@@ -86,8 +86,7 @@ class TrainingOps:
         self._compute = compute
         self._transfers = transfers
         self._send_result = send_result
-        self._state_room = MemoryQueue()
-        self._export_room = MemoryQueue()
+        self._room = MemoryQueue()
         self._queues: dict[str, PolicyQueue] = {}
         self._running: dict[str, RunningOperation] = {}
         self.failed = 0
@@ -153,15 +152,11 @@ class TrainingOps:
 
     def collect(self, results: list[TrainerResult]) -> None:
         """Take the results of operations that the trainer has finished."""
-        self._notify_room()
+        self._room.notify()
         for result in results:
             running = self._running.get(result.op)
             if running is not None and running.result is not None and not running.result.done():
                 running.result.set_result(result)
-
-    def _notify_room(self) -> None:
-        self._state_room.notify()
-        self._export_room.notify()
 
     # --- one operation ----------------------------------------------------------------------------------------------
 
@@ -181,12 +176,10 @@ class TrainingOps:
 
     async def _init_adapter(self, op: protocol.InitAdapter) -> None:
         if op.source is None:
-            export = await self._export_room.run(
-                lambda: self._call(lambda core: core.trainer.initial_version(op, None))
-            )
+            export = await self._room.retry(lambda: self._call(lambda core: core.trainer.initial_version(op, None)))
         else:
             async with self._transfers.pulled(op.source) as folder:
-                export = await self._export_room.run(
+                export = await self._room.retry(
                     lambda: self._call(lambda core: core.trainer.initial_version(op, folder))
                 )
         await self._commit(op.op, op.commit, export, {})
@@ -218,9 +211,7 @@ class TrainingOps:
         async with queue.turn:
             if isinstance(op, protocol.OptimStep):
                 await self._ensure_held(op, queue)
-                return await self._export_room.run(
-                    lambda: self._hand_over(op, lambda core: core.trainer.optim_step(op))
-                )
+                return await self._room.retry(lambda: self._hand_over(op, lambda core: core.trainer.optim_step(op)))
             assert batch is not None
             if op.zero_grad:
                 queue.incomplete = ""
@@ -243,7 +234,7 @@ class TrainingOps:
             return
         if op.steps or not begins_step:
             raise StaleState(f"policy {op.policy} is not held here at {op.parent.hash[:12]} + {op.steps} steps")
-        load = self._state_room.run
+        load = self._room.run
         if not await load(lambda: self._call(lambda core: core.trainer.restore(op.policy, op.lease, op.parent))):
             async with self._transfers.pulled(op.parent, state=True) as folder:
                 await load(lambda: self._call(lambda core: core.trainer.load(op.policy, op.lease, op.parent, folder)))

@@ -141,13 +141,11 @@ def wait_for(condition: object) -> None:
 
 
 def test_more_clients_than_slots_all_make_progress(root: Path) -> None:
-    """Clients of two tenants, all at once, on a worker with slots for a quarter of them; what a client gets does not
-    depend on whether its model's state was in main memory or on disk while others trained."""
-    memory, memory_pulls = crowd(root, "memory")
-    disk, disk_pulls = crowd(root, "disk", trainer_state_cache_bytes=0)
-    assert memory == pytest.approx(disk, rel=1e-4)
-    assert np.all(memory[:, 1] != memory[:, 0])
-    assert memory_pulls < CLIENTS - SLOTS <= disk_pulls
+    """Clients of two tenants, all at once, on a worker with slots for a quarter of them. States without a slot stay in
+    main memory."""
+    losses, pulls = crowd(root, "memory")
+    assert np.all(losses[:, 1] != losses[:, 0])
+    assert pulls < CLIENTS - SLOTS
 
 
 def crowd(root: Path, data: str, **more: Any) -> tuple[np.ndarray, int]:

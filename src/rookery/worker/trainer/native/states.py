@@ -53,13 +53,15 @@ class HeldPolicy:
 class PolicyStates:
     """Belongs to the trainer's thread."""
 
-    def __init__(self, budget_bytes: int, in_use: Callable[[str], bool]) -> None:
-        """``in_use(policy)``: whether operations of the policy are queued."""
+    def __init__(self, budget_bytes: int, in_use: Callable[[str], bool], reserved: Callable[[], int]) -> None:
+        """``in_use(policy)``: whether operations of the policy are queued. ``reserved()``: bytes of copies that queued
+        operations will make."""
         self.held: dict[str, HeldPolicy] = {}
         self.offloaded: dict[str, AdapterExport] = {}
         """By version, the least recently used first."""
         self._budget = budget_bytes
         self._in_use = in_use
+        self._reserved = reserved
         self._exports: WeakSet[AdapterExport] = WeakSet()
         """Copies on their way to files."""
 
@@ -81,7 +83,7 @@ class PolicyStates:
     def make_room(self, needed: int, keep: str = "") -> None:
         """Evict until ``needed`` bytes fit; not the policy ``keep``. Raises :class:`NoRoom` (and nothing changes) while
         what is in use leaves no room."""
-        excess = self.memory()["training_states"].used + needed - self._budget
+        excess = self.memory()["training_states"].used + self._reserved() + needed - self._budget
         if excess <= 0:
             return
         now = time.monotonic()

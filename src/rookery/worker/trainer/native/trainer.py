@@ -75,7 +75,7 @@ class NativeTrainer:
         self.slice_tokens = min(slice_tokens, self._limits.max_tokens)
         self._attention = attention or attention_for(decoder)
         self._base_model = base_model
-        self.states = PolicyStates(memory_bytes, lambda policy: bool(self._queue(policy)))
+        self.states = PolicyStates(memory_bytes, lambda policy: bool(self._queue(policy)), self._reserved_bytes)
         self.held = self.states.held
         self._queues: dict[str, dict[str, deque[Queued]]] = {}
         """Tenant → policy → operations."""
@@ -178,9 +178,9 @@ class NativeTrainer:
         self._enqueue(QueuedBatch(op, groups))
 
     def optim_step(self, op: protocol.OptimStep) -> None:
-        if op.commit:
-            copies = [self._copy_bytes(queued.policy) for queued in self._commits()]
-            self.states.make_room(self._copy_bytes(op.policy) + sum(copies), keep=op.policy)
+        if op.commit and (held := self.held.get(op.policy)) is not None:
+            held.used = time.monotonic()  # it is not evicted while its commit waits
+            self.states.make_room(EXPORT_BYTES * held.state.masters.numel(), keep=op.policy)
         self._enqueue(op)
 
     def memory(self) -> dict[str, MemoryUse]:
@@ -348,14 +348,12 @@ class NativeTrainer:
         max_tokens = max(self.slice_tokens, int(len(group.prompt) / PROMPT_SHARE))
         return group.split(max_tokens, self._limits.max_tokens, self._limits.copied_key_share)
 
-    def _commits(self) -> list[protocol.OptimStep]:
-        """Queued steps whose result will be a copy of the state."""
+    def _reserved_bytes(self) -> int:
+        """Of the copies that queued commits will make."""
         queued = [op for policies in self._queues.values() for queue in policies.values() for op in queue]
-        return [op for op in queued if isinstance(op, protocol.OptimStep) and op.commit]
-
-    def _copy_bytes(self, policy: str) -> int:
-        held = self.held.get(policy)
-        return 0 if held is None else EXPORT_BYTES * held.state.masters.numel()
+        commits = [op.policy for op in queued if isinstance(op, protocol.OptimStep) and op.commit]
+        states = [held.state for policy in commits if (held := self.held.get(policy)) is not None]
+        return EXPORT_BYTES * sum(state.masters.numel() for state in states)
 
     def _queue(self, policy: str) -> deque[Queued]:
         return next((policies[policy] for policies in self._queues.values() if policy in policies), deque())
