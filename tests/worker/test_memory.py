@@ -156,13 +156,13 @@ def test_memory_does_not_grow_from_job_to_job(tmp_path: Path, count: int) -> Non
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("model", "budget", "trained"),
-    [("", 700 * MEGABYTE, 60), pytest.param("smollm2-135m-instruct", 3 << 30, 12, marks=pytest.mark.heavy)],
+    ("model", "budget", "trained", "steps"),
+    [("", 700 * MEGABYTE, 60, 2), pytest.param("smollm2-135m-instruct", 3 << 30, 12, 1, marks=pytest.mark.heavy)],
 )
 def test_60_adapters_of_mixed_ranks_stay_within_the_budget(
-    tmp_path: Path, model: str, budget: int, trained: int
+    tmp_path: Path, model: str, budget: int, trained: int, steps: int
 ) -> None:
-    """All generate at once and some train, twice; what has no room waits, and nothing fails."""
+    """All generate at once and train; what has no room waits, and nothing fails."""
     cache, rng = tmp_path / "cache" if not model else Settings.load().cache, random.Random(2)
     model = model or str(save_small_model(tmp_path / "small"))
     prepare(model, cache)
@@ -170,7 +170,7 @@ def test_60_adapters_of_mixed_ranks_stay_within_the_budget(
         policies = [Policy(service, link, f"p{i}", rank, rng) for i, rank in enumerate([8, 16, 32, 64] * 15)]
         for policy in policies:
             policy.commit("init")
-        for step in (1, 2):
+        for step in range(1, steps + 1):
             sent = [policy.generate(1, 2) for policy in policies]
             for policy, groups in list(zip(policies, sent, strict=True))[:trained]:
                 policy.train(groups)
@@ -180,6 +180,7 @@ def test_60_adapters_of_mixed_ranks_stay_within_the_budget(
                 assert stream.finish == "length", stream.error
         beats = link.of(protocol.Heartbeat)
         peak = max(psutil.Process(pid).memory_info().rss, *(beat.memory_bytes for beat in beats))
+        print(f"peak {peak >> 20} MB")
         assert peak < budget
         parts = [beat.memory_parts for beat in beats if beat.memory_parts]
         assert {"adapters", "kv_cache", "training_states"} <= parts[-1].keys()
