@@ -180,7 +180,6 @@ def test_60_adapters_of_mixed_ranks_stay_within_the_budget(
                 assert stream.finish == "length", stream.error
         beats = link.of(protocol.Heartbeat)
         peak = max(psutil.Process(pid).memory_info().rss, *(beat.memory_bytes for beat in beats))
-        print(f"peak {peak >> 20} MB")
         assert peak < budget
         parts = [beat.memory_parts for beat in beats if beat.memory_parts]
         assert {"adapters", "kv_cache", "training_states"} <= parts[-1].keys()

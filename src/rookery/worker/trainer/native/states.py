@@ -18,8 +18,11 @@ from weakref import WeakSet
 from rookery.worker.memory import MemoryUse, NoRoom, require
 from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
 
+EXPECTED_SECONDS = 60.0
+"""A state is kept this long for an operation that is on its way: its batch is fetched, or its commit waits for room."""
+
 IDLE_SECONDS = 1.0
-"""A state without an operation for this long may be evicted: its next operation may be on its way before."""
+"""A state without an operation for this long may be evicted."""
 
 IDLE_GRADIENT_SECONDS = 5.0
 """The same for a state with a gradient, which would have to be computed again."""
@@ -43,6 +46,12 @@ class HeldPolicy:
     complete: bool = True
     used: float = field(default_factory=time.monotonic)
     """When an operation last used it."""
+    expected: bool = True
+    """An operation is on its way to it."""
+
+    def idle(self, now: float) -> bool:
+        patience = IDLE_GRADIENT_SECONDS if self.accumulated else IDLE_SECONDS
+        return now - self.used > (EXPECTED_SECONDS if self.expected else patience)
 
     def matches(self, lease: int, parent_hash: str, steps: int) -> bool:
         """Whether this is the state ``steps`` optimizer steps after the version ``parent_hash``, under ``lease``."""
@@ -90,9 +99,7 @@ class PolicyStates:
         idle = [
             (held.used, policy)
             for policy, held in self.held.items()
-            if now - held.used > (IDLE_GRADIENT_SECONDS if held.accumulated else IDLE_SECONDS)
-            and policy != keep
-            and not self._in_use(policy)
+            if held.idle(now) and policy != keep and not self._in_use(policy)
         ]
         offloaded = sum(export.bytes for export in self.offloaded.values())
         sizes = {policy: self.held[policy].state.bytes for _, policy in sorted(idle)}

@@ -100,7 +100,10 @@ class NativeTrainer:
     def holds(self, policy: str, lease: int, parent_hash: str, steps: int) -> bool:
         held = self.held.get(policy)
         queued = sum(isinstance(op, protocol.OptimStep) and op.adam is not None for op in self._queue(policy))
-        return held is not None and held.matches(lease, parent_hash, steps - queued)
+        if held is None or not held.matches(lease, parent_hash, steps - queued):
+            return False
+        held.used, held.expected = time.monotonic(), True
+        return True
 
     def load(self, policy: str, lease: int, parent: protocol.AdapterRef, folder: Path) -> None:
         weights = folder / WEIGHTS_FILE  # float32, as every version
@@ -179,7 +182,6 @@ class NativeTrainer:
 
     def optim_step(self, op: protocol.OptimStep) -> None:
         if op.commit and (held := self.held.get(op.policy)) is not None:
-            held.used = time.monotonic()  # it is not evicted while its commit waits
             self.states.make_room(EXPORT_BYTES * held.state.masters.numel(), keep=op.policy)
         self._enqueue(op)
 
@@ -363,6 +365,8 @@ class NativeTrainer:
         self._weights[op.tenant] = op.weight
         if op.tenant not in self._queues:
             self._counters.lift(op.tenant)
+        if (held := self.held.get(op.policy)) is not None:
+            held.expected = False
         self._queues.setdefault(op.tenant, {}).setdefault(op.policy, deque()).append(queued)
 
     def _remove(self, queued: Queued) -> None:
