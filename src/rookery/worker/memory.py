@@ -24,16 +24,16 @@ from rookery.settings import Settings
 T = TypeVar("T")
 
 SHARES = {
-    "cpu": {"kv_cache": 0.35, "adapters": 0.2, "training_states": 0.3, "activations": 0.15},
+    "cpu": {"kv_cache": 0.3, "adapters": 0.2, "training_states": 0.35, "activations": 0.15},
     "cuda": {"kv_cache": 0.55, "adapters": 0.1, "training_states": 0.1, "activations": 0.25},
 }
 """What each part gets of the memory that the base model leaves. A GPU needs many rows and long passes to be busy. On a
-CPU, with 3 GB for a 135M model: caches of 14,000 tokens, six adapters of rank 64 in one batch (20 of rank 16), one
-training state of rank 64 (four of rank 16), passes of 3,000 tokens."""
+CPU, with 3 GB for a 135M model: caches of 20,000 tokens, two adapters of rank 64 in one batch (ten of rank 16), one
+training state of rank 64 (five of rank 16), passes of 3,000 tokens."""
 
-OVERHEAD_BYTES = 256 << 20
-"""Not divided, on a CPU: compiled kernels (:mod:`rookery.worker` limits them), files and batches in transfer, buffers
-of one layer, and free blocks that the allocator keeps."""
+OVERHEAD_BYTES = 448 << 20
+"""Not divided, on a CPU: the compilers of kernels and what they compile (:mod:`rookery.worker` limits it), files and
+batches in transfer, buffers of one layer, and free blocks that the allocator keeps."""
 
 SMALLEST_BYTES = 64 << 20
 """A budget that leaves less than this to be divided is refused."""
