@@ -15,7 +15,7 @@ from rookery.worker.engine.native.kernels import runtime
 if runtime.why_unavailable():
     pytest.skip(runtime.why_unavailable(), allow_module_level=True)
 
-from rookery.worker.engine.native.kernels import vec
+from rookery.worker.engine.native.kernels import product, vec
 
 
 def _product(args: int) -> None:
@@ -27,7 +27,7 @@ def _product(args: int) -> None:
         if block >= blocks:
             break
         here, there = x + 4 * block * rows * depth, out + 4 * block * rows * 16 * vectors
-        vec.multiply(here, depth, rows, w, 16 * vectors, depth, there, 16 * vectors, vectors, half)
+        product.multiply(here, depth, rows, w, 16 * vectors, depth, there, 16 * vectors, vectors, half)
 
 
 def _elementwise(args: int) -> None:
@@ -51,7 +51,7 @@ def kernels() -> tuple[runtime.Kernel, runtime.Kernel]:
     return both
 
 
-def product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, block: int) -> torch.Tensor:
+def multiplied(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, block: int) -> torch.Tensor:
     """``out`` + x · w, with ``block`` rows in each block."""
     (rows, depth), columns, out = x.shape, w.shape[1], out.clone()
     arguments = runtime.Arguments()
@@ -77,11 +77,11 @@ def test_product_is_exact_for_any_shape_and_block(
     torch.manual_seed(seed)
     x, w = torch.randn(blocks * block, depth), torch.randn(depth, 16 * vectors).to(dtype)
     out = torch.randn(blocks * block, 16 * vectors)
-    found = product(x, w, out, block)
+    found = multiplied(x, w, out, block)
     expected = out.double() + x.double() @ w.double()
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-5)
-    assert torch.equal(found, product(x, w, out, 1)), "the block's size matters"
-    narrow = product(x, w[:, -16:].contiguous(), out[:, -16:].contiguous(), block)
+    assert torch.equal(found, multiplied(x, w, out, 1)), "the block's size matters"
+    narrow = multiplied(x, w[:, -16:].contiguous(), out[:, -16:].contiguous(), block)
     assert torch.equal(found[:, -16:], narrow), "the number of columns matters"
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rookery.worker.engine.native.attention import TokenStream
+from rookery.worker.engine.native.kernels.product import multiply
 from rookery.worker.engine.native.kernels.runtime import FIRST, Arguments, Kernel, check_rows, checked_address
 from rookery.worker.engine.native.kernels.vec import (
     LANES,
@@ -31,7 +32,6 @@ from rookery.worker.engine.native.kernels.vec import (
     load,
     load_float,
     max_lanes,
-    multiply,
     read_float,
     read_int,
     rounded,

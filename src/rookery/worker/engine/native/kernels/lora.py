@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rookery.worker.engine.native.kernels.product import multiply
 from rookery.worker.engine.native.kernels.runtime import FIRST, Arguments, Kernel, check_rows, checked_address
 from rookery.worker.engine.native.kernels.vec import (
     LANES,
@@ -29,7 +30,6 @@ from rookery.worker.engine.native.kernels.vec import (
     fetch_increment,
     load,
     load_float,
-    multiply,
     read_float,
     read_int,
     rounded,

@@ -159,11 +159,11 @@ def load(kernels: Sequence[Kernel], folder: Path | None) -> None:
     kernels = [kernel for kernel in kernels if not kernel.compiled]
     if not kernels:
         return
-    from rookery.worker.engine.native.kernels import vec
+    from rookery.worker.engine.native.kernels import product
 
     start = time.perf_counter()
     with _numba_cache(folder) as cached:
-        vec.compile_product(cached=cached)
+        product.compile_product(cached=cached)
         for kernel in kernels:
             kernel.compile(cached=cached)
     log.info("kernels loaded in %.1f s", time.perf_counter() - start)
