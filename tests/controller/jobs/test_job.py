@@ -889,7 +889,7 @@ async def test_dry_run_renders_prompts_and_stores_nothing(service: Service) -> N
     shown = await service.controller.dry_run("alice", job_of())
     assert shown["spec"]["policies"]["main"]["rank"] == 16
     assert len(shown["prompts"]) == 3
-    assert shown["prompts"][0]["text"].startswith('<|im_start|>user\n{"train": 0}')
+    assert shown["prompts"][0]["text"].startswith('<|im_start|>user\n{"train":0}')
     assert shown["prompts"][0]["text"].endswith("<|im_start|>assistant\n")
     assert await service.controller.queries.list("alice") == []
     await eventually(lambda: not host.episodes)

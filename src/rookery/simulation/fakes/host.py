@@ -142,7 +142,7 @@ class FakeHost:
 
     def prompts(self, message: protocol.GetPrompts) -> protocol.Prompts:
         numbers = range(message.start, message.start + message.count)
-        prompts = [b'{"%s": %d}' % (message.split.encode(), number) for number in numbers]
+        prompts = [b'{"%s":%d}' % (message.split.encode(), number) for number in numbers]
         return protocol.Prompts(epoch=0, call="", prompts=prompts)
 
     def observe(self, call: EpisodeCall) -> protocol.Observation | None:
