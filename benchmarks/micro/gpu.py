@@ -28,9 +28,8 @@ from benchmarks.micro.gpu_models import SHAPES, Roof, decode_work, probe, random
 
 from rookery import protocol
 from rookery.settings import Settings
-from rookery.worker.device import fuses
+from rookery.worker.device import free_bytes, fuses
 from rookery.worker.engine.native.engine import NativeEngine
-from rookery.worker.memory import free_bytes
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder, best_dtype
 from rookery.worker.model.lora import LoraManager

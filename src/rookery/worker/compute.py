@@ -107,7 +107,7 @@ class WorkerCore:
         """With the base model of ``folder``; ``model`` is its name in exported adapters. Raises ``UserError`` if it
         does not fit the memory budget."""
         where = device.choose(settings.worker.device)
-        total, before = memory.total_bytes(settings, where), memory.used_bytes(where)
+        total, before = memory.total_bytes(settings, where), device.used_bytes(where)
         max_rank = settings.engine.max_rank
         if where.type == "cpu" and not _use_amx(DecoderConfig.read(folder), max_rank):
             log.warning(
@@ -117,7 +117,7 @@ class WorkerCore:
             )
         decoder = Decoder.load(folder, device=where, pack=settings.engine.pack_weights)
         mapped = (folder / WEIGHTS).stat().st_size  # on a CPU not all of it is in memory yet
-        budget = memory.divide(total, max(memory.used_bytes(where), before + mapped), where.type)
+        budget = memory.divide(total, max(device.used_bytes(where), before + mapped), where.type)
         bank = LoraManager(decoder.config, decoder.dtype, decoder.device, max_rank, budget.adapters)
         kernels = settings.engine.cpu_kernels
         engine = NativeEngine(

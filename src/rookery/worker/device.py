@@ -1,4 +1,4 @@
-"""The device of a worker: its choice and its fused kernels.
+"""The device of a worker: its choice, its fused kernels and its memory.
 
 Promise: nothing here touches a GPU unless the setting is ``cuda``, or ``auto`` and PyTorch sees one.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Literal
 
+import psutil
 import torch
 
 from rookery.errors import UserError
@@ -34,3 +35,16 @@ def finish(device: torch.device) -> None:
     computes synchronously."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def used_bytes(device: torch.device) -> int:
+    """Memory of this process on ``device``."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that this process can still allocate on ``device``; on a GPU also those that PyTorch keeps for itself."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().available
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -14,12 +14,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
-import psutil
 import torch
 
 from rookery.aio import wait_event
 from rookery.errors import UserError
 from rookery.settings import Settings
+from rookery.worker.device import free_bytes, used_bytes
 
 T = TypeVar("T")
 
@@ -82,19 +82,6 @@ def total_bytes(settings: Settings, device: torch.device) -> int:
         return settings.worker.memory_bytes
     share = settings.worker.gpu_memory_share if device.type == "cuda" else settings.worker.memory_share
     return used_bytes(device) + int(share * free_bytes(device))
-
-
-def used_bytes(device: torch.device) -> int:
-    """Memory of this process on ``device``."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else psutil.Process().memory_info().rss
-
-
-def free_bytes(device: torch.device) -> int:
-    """Bytes that this process can still allocate on ``device``; on a GPU also those that PyTorch keeps for itself."""
-    if device.type != "cuda":
-        return psutil.virtual_memory().available
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def require(part: str, needed: int, budget: int) -> None:
