@@ -17,7 +17,8 @@ from pydantic.fields import FieldInfo
 
 from rookery.environments.builtins import BUILTINS
 from rookery.environments.verifiers.verifiers import VERIFIERS, Expectation, VerifierOptions
-from rookery.settings import Section, Settings
+from rookery.limits import Section
+from rookery.settings import Settings
 from rookery.spec import job, policy
 
 FOLDER = Path(__file__).parent

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -11,10 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tests.support.small_model import save_small_model
 
-from rookery import Client
+from rookery import Client, Job
 from rookery.server.embedded import EmbeddedService
 from rookery.settings import Settings
 
@@ -23,6 +26,8 @@ ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'rook
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
 
 PATIENCE_SECONDS = 120
+KILLS = int(os.environ.get("ROOKERY_RAY_KILLS", "4"))
+STEPS = 3 * KILLS
 SPOT = {"labels": {"pool": "spot"}, "num_cpus": 1}
 HEALTH = {"health_check_period_ms": 500, "health_check_failure_threshold": 4, "health_check_initial_delay_ms": 0}
 """Ray's own default takes 14 s to notice a lost node; Rookery's heartbeats do not wait for it."""
@@ -76,9 +81,14 @@ def state_of(client: Client, name: str) -> str:
     return next((worker.state for worker in client.workers() if worker.name == name), "gone")
 
 
-def job(model: str, seed: int = 0) -> dict[str, Any]:
+def texts(of: Job) -> list[tuple[int, str]]:
+    """Of all episodes that were trained on, in any order of their ends."""
+    return sorted((episode.ordinal, str(episode.messages)) for episode in of.trajectories(limit=1000))
+
+
+def job(model: str, steps: int = 3) -> dict[str, Any]:
     return {
-        "name": "texts", "base_model": model, "seed": seed,
+        "name": "texts", "base_model": model,
         "environment": {
             "id": "jsonl", "rows": [{"prompt": f"Write of {i}.", "answer": ""} for i in range(7)],
             "verifier": {"name": "regex", "pattern": "[a-m].*[n-z]"},
@@ -86,7 +96,7 @@ def job(model: str, seed: int = 0) -> dict[str, Any]:
         "policies": {"main": {"rank": 4, "optimizer": {"lr": 0.01}}},
         "algorithm": {"group_size": 8, "groups_per_step": 4},
         "sampling": {"max_tokens": 200},
-        "stop": {"steps": 3},
+        "stop": {"steps": steps},
     }  # fmt: skip
 
 
@@ -105,14 +115,38 @@ def test_nodes_join_and_vanish_while_a_job_runs(client: Client, nodes: Any, mode
     nodes.remove_node(node, allow_graceful=False)
     ended = disturbed.wait(PATIENCE_SECONDS)
     assert (quiet.show().state, ended.state, ended.reason) == ("completed", "completed", "3 steps")
-    texts = [
-        sorted((episode.ordinal, str(episode.messages)) for episode in one.trajectories(limit=200))
-        for one in (quiet, disturbed)
-    ]
-    assert len(texts[0]) == 96 and texts[0] == texts[1]
+    assert len(texts(quiet)) == 96 and texts(quiet) == texts(disturbed)
 
     nodes.add_node(**SPOT)
     until(lambda: serving(client, "preemptible"), "no worker returned with the next node")
+
+
+def test_random_kills_of_nodes_raylets_and_workers_lose_nothing(client: Client, nodes: Any, model: str) -> None:
+    source = random.Random(5)
+    until(lambda: serving(client, "reserved"), "no reserved worker")
+    quiet = client.submit(job(model, STEPS))
+    quiet.wait(PATIENCE_SECONDS)
+    disturbed = client.submit(job(model, STEPS))
+    kills = 0
+    while kills < KILLS and disturbed.show().state == "running":
+        node = nodes.add_node(**SPOT)
+        until(lambda: serving(client, "preemptible") or disturbed.show().state != "running", "no worker on the node")
+        time.sleep(source.random())
+        match source.choice(["node", "raylet", "worker"]):
+            case "node":
+                nodes.remove_node(node, allow_graceful=False)
+            case "raylet":
+                node.kill_raylet()
+                nodes.remove_node(node, allow_graceful=False)
+            case "worker":
+                for worker in serving(client, "preemptible"):
+                    psutil.Process(worker.pid).kill()
+                nodes.remove_node(node)
+        kills += 1
+    ended = disturbed.wait(5 * PATIENCE_SECONDS)
+    assert (ended.state, ended.reason) == ("completed", f"{STEPS} steps") and kills > 1
+    assert [version.version for version in disturbed.versions()] == list(range(STEPS + 1))
+    assert texts(disturbed) == texts(quiet)
 
 
 def test_draining_node_has_its_workers_drained(client: Client, nodes: Any) -> None:
@@ -163,3 +197,41 @@ def test_address_without_a_cluster_is_refused_in_one_line(tmp_path: Path) -> Non
     assert done.returncode == 2
     assert "ray_address 127.0.0.1:1: no Ray cluster answers" in done.stderr and "ray start --head" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+TRAINING = """
+import sys
+from rookery import Client
+from rookery.server.embedded import EmbeddedService
+from rookery.settings import Settings
+
+spec = {spec!r}
+with EmbeddedService(Settings.load(port=0, models=spec["base_model"], cluster="ray")) as service:
+    with Client(service.url, service.key) as client:
+        print(client.submit(spec).wait({patience}).reason)
+"""
+
+
+def test_a_job_runs_from_ray_job_submit(tmp_path: Path, model: str) -> None:
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    head = {"num_cpus": 2, "include_dashboard": True, "dashboard_port": port, "_system_config": HEALTH}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        script = tmp_path / "train.py"
+        script.write_text(TRAINING.format(spec=job(model), patience=PATIENCE_SECONDS))
+        folders = {"ROOKERY_DATA": str(tmp_path / "data"), "ROOKERY_CACHE": str(tmp_path / "cache")}
+        variables = json.dumps({"env_vars": folders})
+        command = ["job", "submit", "--address", f"http://127.0.0.1:{port}", "--runtime-env-json", variables, "--"]
+        command += [sys.executable, str(script)]
+        done = subprocess.run(
+            [sys.executable, "-m", "ray.scripts.scripts", *command], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "3 steps" in done.stdout
+    finally:
+        cluster.shutdown()

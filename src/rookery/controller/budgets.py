@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from rookery.settings import LimitSettings
+from rookery.limits import LimitSettings
 from rookery.spec.job import JobSpec
 
 ROWS = {"rows": "dataset", "eval_rows": "eval_dataset"}

@@ -19,7 +19,7 @@ from typing import Any
 
 from rookery.aio import Clock
 from rookery.errors import TooManyRequests
-from rookery.settings import LimitSettings
+from rookery.limits import LimitSettings
 from rookery.storage.store import Store
 
 LIMITS = ("jobs", "requests", "adapters", "bytes", "tokens_per_day", "models", "requests_per_second")

@@ -20,8 +20,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.utils import get_remote_addr
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from rookery.limits import EdgeSettings
 from rookery.protocol import MAX_FRAME
-from rookery.settings import EdgeSettings
 
 DESCRIPTORS = 65536
 """Limit of open files that the service asks for; the system may allow fewer."""

@@ -24,7 +24,7 @@ from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.validation import JobValidator
 from rookery.controller.views import JobState
 from rookery.errors import RookeryError, StorageFull, Unavailable, UserError, shortage
-from rookery.settings import LimitSettings
+from rookery.limits import LimitSettings
 from rookery.spec.job import JobSpec
 from rookery.storage.models import JobRow
 from rookery.telemetry.metrics import Sinks

@@ -16,12 +16,35 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.kv_cache import KVCache
 from rookery.worker.engine.native.request import EngineRequest, SharedPrefix
 from rookery.worker.model.lora import LoraManager
+
+
+@dataclass
+class PrefillSlice:
+    """The chunks of one prefill slice, and whether more fit."""
+
+    max_tokens: int
+    max_keys: int
+    work: list[tuple[EngineRequest | SharedPrefix, SequenceChunk]] = field(default_factory=list)
+    _widest: int = 0
+    _keys: int = 0
+
+    def fits(self, count: int, before: int = 0) -> bool:
+        """Whether there is room for ``count`` tokens that attend to each other and to ``before`` cached ones."""
+        padded = max(self._widest, count) * (len(self.work) + 1)
+        return padded <= self.max_tokens and self._keys + before + count <= self.max_keys
+
+    def add(self, target: EngineRequest | SharedPrefix, chunk: SequenceChunk) -> None:
+        count = len(chunk.tokens)
+        self._widest = max(self._widest, count)
+        self._keys += chunk.prefix_length + chunk.start + count
+        self.work.append((target, chunk))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from math import isfinite, isnan
 from pathlib import Path
 
@@ -32,7 +31,7 @@ from torch import Tensor
 from rookery import protocol
 from rookery.worker import device
 from rookery.worker.engine.base import EngineLimits
-from rookery.worker.engine.native.admission import Admission
+from rookery.worker.engine.native.admission import Admission, PrefillSlice
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.kv_cache import KVSlot
 from rookery.worker.engine.native.request import EngineRequest, SharedPrefix, StopStrings
@@ -62,28 +61,6 @@ CONSECUTIVE_PREFILLS = 4
 
 SCORED_ROWS = 128
 """Prompt tokens scored at once: their logits are 50 MB in float32 at 100,000 words."""
-
-
-@dataclass
-class _PrefillSlice:
-    """The chunks of one prefill slice, and whether more fit."""
-
-    max_tokens: int
-    max_keys: int
-    work: list[tuple[EngineRequest | SharedPrefix, SequenceChunk]] = field(default_factory=list)
-    _widest: int = 0
-    _keys: int = 0
-
-    def fits(self, count: int, before: int = 0) -> bool:
-        """Whether there is room for ``count`` tokens that attend to each other and to ``before`` cached ones."""
-        padded = max(self._widest, count) * (len(self.work) + 1)
-        return padded <= self.max_tokens and self._keys + before + count <= self.max_keys
-
-    def add(self, target: EngineRequest | SharedPrefix, chunk: SequenceChunk) -> None:
-        count = len(chunk.tokens)
-        self._widest = max(self._widest, count)
-        self._keys += chunk.prefix_length + chunk.start + count
-        self.work.append((target, chunk))
 
 
 class NativeEngine:
@@ -318,11 +295,11 @@ class NativeEngine:
                 self._sample([row for row, _ in first_tokens], torch.stack([line for _, line in first_tokens]))
         return True
 
-    def _plan_prefill(self) -> _PrefillSlice:
+    def _plan_prefill(self) -> PrefillSlice:
         """The oldest request, then others of its adapter, since every adapter in a slice costs separate products,
         then the remaining ones. Then the prefixes of waiting requests: rows become free one by one, and a slice for
         each one's prompt costs twice as much as its share of one slice for several."""
-        plan = _PrefillSlice(self._prefill_tokens, self._prefill_keys)
+        plan = PrefillSlice(self._prefill_tokens, self._prefill_keys)
         started = set()
         rows = [row for row in self.admission.running if not self._prefilled(row)]
         for row in sorted(rows, key=lambda row: row.key != rows[0].key):
