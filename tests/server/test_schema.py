@@ -110,7 +110,8 @@ def test_odd_requests_of_the_openai_api_get_its_errors(fuzzed: Any, path: str, w
             assert response.status_code < 500, response.text
             if response.status_code != 200:
                 assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-            assert who == "tenant" or response.status_code == 401
+            # 404: a name that makes another path, which is none
+            assert who == "tenant" or response.status_code in ((401, 404) if "{}" in path else (401,))
 
         answers()
 
