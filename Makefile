@@ -177,7 +177,7 @@ $(VENV)/.tests: $(VENV)/.installed
 	@touch $@
 
 $(VENV)/.ray: $(VENV)/.tests
-	$(call pip,--editable '.[gguf$(comma)math$(comma)plots$(comma)postgres$(comma)test$(comma)ray]' kubernetes-validate)
+	$(call pip,--editable '.[gguf$(comma)math$(comma)postgres$(comma)test$(comma)ray]' kubernetes-validate)
 	@touch $@
 
 # A version of the SDK beside the installed one: what it depends on is in .venv already.
