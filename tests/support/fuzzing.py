@@ -10,7 +10,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Self
 
 import msgspec
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
+
+SEEDED = settings(
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+"""The same examples in every run, none repeated to make it smaller: a service does not forget the first."""
 
 ODD: st.SearchStrategy[Any] = st.one_of(
     st.none(),

@@ -15,24 +15,17 @@ import httpx
 import psutil
 import pytest
 from fastapi.routing import APIRoute
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.faces import MODEL, ScriptedWorker, served, tokenizer
-from tests.support.fuzzing import Failures, mangled, of_schema
+from tests.support.fuzzing import SEEDED, Failures, mangled, of_schema
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from rookery.server.embedded import EmbeddedService
 from rookery.server.tinker import calls, protobuf, sessions
 
-SEEDED = settings(
-    max_examples=50,
-    derandomize=True,
-    database=None,
-    phases=[Phase.generate],
-    suppress_health_check=list(HealthCheck),
-    print_blob=True,
-)
+EXAMPLES = settings(SEEDED, max_examples=50)
 
 KINDS: dict[str, Any] = {
     "client/config": types.ClientConfigRequest,
@@ -178,7 +171,7 @@ def test_no_json_body_fails_the_service(
         schema["required"] = ["model_id"]
     method = "PUT" if path.endswith("ttl") else "POST"
 
-    @SEEDED
+    @EXAMPLES
     @given(named(schema, tenant), st.data())
     def run(body: Any, data: st.DataObject) -> None:
         if path == "sessions/{session}/finish":
@@ -204,7 +197,7 @@ READS = (
 SEGMENT = st.text(st.characters(codec="utf-8"), max_size=20).map(lambda text: quote(text, safe=""))
 
 
-@SEEDED
+@EXAMPLES
 @given(
     path=st.sampled_from(READS),
     method=st.sampled_from(["GET", "GET", "GET", "DELETE", "POST", "PATCH"]),
