@@ -128,25 +128,30 @@ def solo(latency: float, staleness: int, seed: int) -> Cell:
     return {"latency": latency, "staleness": staleness, "seed": seed, "jobs": jobs}
 
 
-def crowd(latency: float, count: int, seed: int, staleness: int = STALENESS[-1]) -> Cell:
+def crowd(
+    latency: float,
+    count: int,
+    seed: int,
+    staleness: int = STALENESS[-1],
+    *,
+    barrier: Barrier | None = None,
+    **settings: Any,
+) -> Cell:
     """So many tenants at once."""
-    with warm_service() as bench:
-        found = agents(bench, [SEED_STRIDE * seed + i for i in range(count)], latency, staleness, "crowd")
+    seeds = [SEED_STRIDE * seed + i for i in range(count)]
+    with warm_service(**settings) as bench:
+        found = agents(bench, seeds, latency, staleness, "crowd", barrier=barrier)
     return {"latency": latency, "tenants": count, "seed": seed, **found}
 
 
 def ablation(arm: str, seed: int) -> Cell:
     """The largest crowd without one part."""
     count = TENANTS[-1]
-    if arm == "staleness 0":
-        return crowd(TOOL_SECONDS, count, seed, staleness=0)
+    if arm == "one tenant per pass":
+        return crowd(TOOL_SECONDS, count, seed, **ONE_TENANT)
+    # At a barrier all tenants are at the same step: groups in advance would wait for ever.
     barrier = Barrier(count * COMPLETIONS) if arm == "global barrier" else None
-    with warm_service(**(ONE_TENANT if arm == "one tenant per pass" else {})) as bench:
-        # at a barrier all tenants are at the same step, so groups in advance would wait for ever
-        staleness = 0 if barrier else STALENESS[-1]
-        seeds = [SEED_STRIDE * seed + i for i in range(count)]
-        found = agents(bench, seeds, TOOL_SECONDS, staleness, "crowd", barrier=barrier)
-    return {"latency": TOOL_SECONDS, "tenants": count, "seed": seed, **found}
+    return crowd(TOOL_SECONDS, count, seed, staleness=0, barrier=barrier)
 
 
 @contextmanager

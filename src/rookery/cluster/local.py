@@ -224,11 +224,12 @@ class ProcessCluster:
 
     def provide(self, model: str) -> None:
         """Start workers for ``model`` if there are none, unless the service is configured to start none."""
-        if model in self._models or model in self._provided or not self._workers([model]):
+        if model in self._models or model in self._provided:
             return
-        log.info("starting a worker for base model %s", model)
-        self._provided[model] = self._workers([model])
-        self.processes.add(self._provided[model])
+        if workers := self._workers([model]):
+            log.info("starting a worker for base model %s", model)
+            self._provided[model] = workers
+            self.processes.add(workers)
 
     def release(self, model: str) -> None:
         """End the workers that :meth:`provide` started for ``model``."""

@@ -22,10 +22,12 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from weakref import WeakSet
 
 from rookery.aio import die_with_parent, wait_event
 from rookery.cluster.base import preloaded
@@ -73,11 +75,11 @@ class ProcessActor:
 
     def wait(self) -> tuple[int, str]:
         """The exit code of the process, and the last lines of its output."""
-        lines: list[str] = []
+        lines: deque[str] = deque(maxlen=LOG_LINES)
         assert self._process.stdout is not None
         for line in self._process.stdout:
             print(line, end="", flush=True)  # into Ray's log of this actor
-            lines = [*lines[1 - LOG_LINES :], line]
+            lines.append(line)
         return self._process.wait(), "".join(lines)
 
     def terminate(self) -> None:
@@ -126,18 +128,18 @@ class RayActors:
         self._reserved = {child: i for i, child in enumerate(reserved)}
         self._hosts = hosts
         self._group: Any = None
-        self._stopped = asyncio.Event()
-        self._processes: set[RayProcess] = set()
+        self.stopped = asyncio.Event()
+        self._processes: WeakSet[RayProcess] = WeakSet()
+        """Those that the supervisor holds, except the drained ones."""
         children, logs = [*reserved, *spot, *hosts], settings.data / "logs"
         # The service waits for this process as long as the setting says: its workers get half of that.
         self.supervisor = Supervisor(children, logs, settings.server.stop_seconds / 2, self._spawn)
 
-    async def run(self, stopped: asyncio.Event) -> str:
-        """Keep the processes alive until ``stopped``. Returns why one refused to start, which a restart cannot repair,
-        or an empty text."""
+    async def run(self) -> str:
+        """Keep the processes alive until :attr:`stopped`. Returns why one refused to start, which a restart cannot
+        repair, or an empty text."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        self._stopped = stopped
         if self._reserved:
             resources = {"CPU": self._settings.ray_cpus, "GPU": self._settings.ray_gpus}
             bundles = [{kind: amount for kind, amount in resources.items() if amount}] * len(self._reserved)
@@ -145,7 +147,7 @@ class RayActors:
             self._group = placement_group(bundles, strategy="SPREAD", bundle_label_selector=selectors)
         await self.supervisor.start()
         try:
-            while not await wait_event(stopped, DRAIN_LOOK_SECONDS):
+            while not await wait_event(self.stopped, DRAIN_LOOK_SECONDS):
                 if refused := next((child for child in self.supervisor.children if child.state == "refused"), None):
                     return refused.reason
                 draining = await asyncio.to_thread(draining_nodes)
@@ -154,7 +156,7 @@ class RayActors:
                     process.terminate()
             return ""
         finally:
-            stopped.set()
+            self.stopped.set()
             await self.supervisor.stop()
             if self._group is not None:
                 remove_placement_group(self._group)
@@ -178,7 +180,7 @@ class RayActors:
         runner = ray.remote(ProcessActor).options(max_concurrency=3, **self._options(child))
         actor = runner.remote(child.arguments, child.environment, self._allocator)
         starting = asyncio.ensure_future(actor.start.remote())
-        stopping = asyncio.create_task(self._stopped.wait())
+        stopping = asyncio.create_task(self.stopped.wait())
         try:
             while not starting.done():
                 await asyncio.wait(
@@ -257,10 +259,9 @@ def connect(address: str) -> None:
 
 
 async def supervise(actors: RayActors) -> str:
-    loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
-    return await actors.run(stopped)
+        asyncio.get_running_loop().add_signal_handler(number, actors.stopped.set)
+    return await actors.run()
 
 
 def main() -> int:
