@@ -215,3 +215,18 @@ async def test_calls_wait_for_memory_in_order_of_arrival() -> None:
     await asyncio.gather(*tasks[:2])
     assert done == ["a", "b"] and queue.waiting == 1
     tasks[2].cancel()
+
+
+async def test_calls_with_room_run_side_by_side() -> None:
+    """A group's requests reach the engine together when their adapter is new."""
+    queue, started, both = memory.MemoryQueue(), 0, asyncio.Event()
+
+    async def call() -> None:
+        nonlocal started
+        started += 1
+        if started == 2:
+            both.set()
+        await both.wait()
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(queue.run(call), queue.run(call))

@@ -11,6 +11,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
@@ -94,10 +95,12 @@ def require(part: str, needed: int, budget: int) -> None:
 
 
 class MemoryQueue:
-    """Calls that wait for memory of one part, in order of arrival. Belongs to the I/O thread."""
+    """Calls that need memory of one part. While there is room they run side by side; those without wait in order of
+    arrival. Belongs to the I/O thread."""
 
     def __init__(self) -> None:
         self.waiting = 0
+        """Calls without room, and those behind them."""
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
 
@@ -106,7 +109,10 @@ class MemoryQueue:
         self._freed.set()
 
     async def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """``call()``, again until it does not raise :class:`NoRoom`; later calls wait behind it."""
+        """``call()``, again until it does not raise :class:`NoRoom`; calls that come meanwhile wait behind it."""
+        if not self.waiting:
+            with contextlib.suppress(NoRoom):
+                return await call()
         self.waiting += 1
         try:
             async with self._turn:
