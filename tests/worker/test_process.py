@@ -92,6 +92,18 @@ NativeEngine.step = slow
 """A text of ``LONG`` tokens takes seconds, so that a test can act in its middle."""
 
 
+SLOW_LOADING = """
+import time
+from rookery.worker.model import convert
+prepare = convert.prepare
+def slow(*arguments):
+    time.sleep(2)
+    return prepare(*arguments)
+convert.prepare = slow
+"""
+"""The worker connects before its model is loaded, however small that is."""
+
+
 def generate(request: str, adapter: protocol.AdapterRef | None = None, **changes: object) -> protocol.Generate:
     fields: dict = {
         "prompt": PROMPT,
@@ -254,7 +266,7 @@ def test_prefetch_pulls_from_a_peer_and_reports_a_failed_pull(service: Dialled, 
 
 
 def test_tokens_carry_their_version_and_a_failing_request_affects_no_other(service: Dialled, start: Start) -> None:
-    start("--name", "one", "--preemptible", "--max-rows", "7")
+    start("--name", "one", "--preemptible", "--max-rows", "7", before=SLOW_LOADING)
     link = service.connection(0)
     assert (link.hello.name, link.hello.kind, link.hello.max_rows) == ("one", "preemptible", 7)
     assert (link.hello.loading, link.hello.running) == (True, [])

@@ -484,12 +484,15 @@ async def test_versions_in_use_are_those_that_jobs_sample_from(service: Service)
 async def test_requests_of_a_worker_that_leaves_resume_from_their_last_token(service: Service, how: str) -> None:
     first = await service.worker("first", chunk=2, shortest=1 << 20).join()
     await service.host().join()
+    first.generating.clear()  # until all four requests are there
     algorithm = {"group_size": 4, "groups_per_step": 1}
     view, _ = await service.controller.submit(
         "alice", job_of(stop={"steps": 1}, sampling={"max_tokens": 40}, algorithm=algorithm)
     )
     rollouts = service.controller.context.rollouts
-    await eventually(lambda: len(first.active) == 4 and rollouts.sampled_tokens >= 12)
+    await eventually(lambda: len(first.active) == 4)
+    first.generating.set()
+    await eventually(lambda: rollouts.sampled_tokens >= 12)
     first.generating.clear()
     await settle()
     had = {name: live.result.tokens[:] for name, live in rollouts.inflight.items()}
