@@ -581,6 +581,33 @@ def test_a_service_whose_database_was_taken_ends(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("writes", [True, False])
+def test_lost_server_is_reported_as_such_by_the_call_and_its_batch(postgres: str, writes: bool) -> None:
+    """Whichever call meets the loss: a job whose call it is pauses, and does not fail."""
+    url = new_database(postgres)
+    database = Database(url)
+    database.create()
+
+    def fail() -> None:
+        with pytest.raises(Unavailable, match="does not answer"):
+            if writes:
+                database.create_tenant("bob", "Bob", 0.0)
+            else:
+                database.list_tenants()
+
+    with pytest.raises(Unavailable, match="does not answer"), database.batch_transaction():
+        database.create_tenant("alice", "Alice", 0.0)
+        with connected(url) as connection:
+            connection.execute(text(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            ))  # fmt: skip
+        fail()
+        fail()
+    assert database.list_tenants() == []
+    database.close()
+
+
 # --- odd values, odd places -------------------------------------------------------------------------------------------
 
 json_values = st.recursive(

@@ -188,20 +188,19 @@ class Database(Transactions):
     def writing(self) -> Iterator[Connection]:
         shared = self._shared_connection()
         if shared is not None:
-            part = shared.begin_nested()
-            try:
-                with _plain_errors():
+            with self._failing_the_batch():
+                part = shared.begin_nested()
+                try:
                     yield shared
                     part.commit()
-            except (IntegrityError, DataError):
-                part.rollback()
-                raise
-            except (StorageFull, Unavailable, DBAPIError) as error:  # the database may have rolled everything back
-                self._shared.failure = error
-                raise
-            except BaseException:
-                part.rollback()
-                raise
+                except (IntegrityError, DataError):
+                    part.rollback()
+                    raise
+                except (StorageFull, Unavailable, DBAPIError):  # the database may have rolled everything back
+                    raise
+                except BaseException:
+                    part.rollback()
+                    raise
             return
         with _plain_errors(), self.engine.begin() as connection:
             yield connection
@@ -210,11 +209,23 @@ class Database(Transactions):
     def reading(self) -> Iterator[Connection]:
         shared = self._shared_connection()
         if shared is not None:
-            with _plain_errors():
+            with self._failing_the_batch():
                 yield shared
             return
         with _plain_errors(), self._reader.begin() as connection:
             yield connection
+
+    @contextmanager
+    def _failing_the_batch(self) -> Iterator[None]:
+        """A call within ``batch_transaction``: after a full disk or a lost server all calls fail with that."""
+        try:
+            with _plain_errors():
+                yield
+        except (IntegrityError, DataError):
+            raise
+        except (StorageFull, Unavailable, DBAPIError) as error:
+            self._shared.failure = error
+            raise
 
 
 @contextmanager
