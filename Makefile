@@ -17,7 +17,7 @@ PROCESSES ?= 2
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo docs test test-examples test-ray test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo docs test test-learning test-chaos test-examples test-ray test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/rookery demo
@@ -26,6 +26,10 @@ test: $(VENV)/.tests $(VENV)/sdks/$(OLDEST_SDK)
 	@$(BIN)/ruff check src tests examples benchmarks
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist worksteal
+
+# The real model learns, on-policy and with bounded staleness: about five minutes.
+test-learning: $(VENV)/.tests
+	@$(BIN)/python -m pytest -m heavy tests/test_learning.py
 
 # The examples of README and docs learn on the real model: about ten minutes.
 test-examples: $(VENV)/.tests
@@ -51,9 +55,12 @@ types: $(VENV)/.tests
 docs: $(VENV)/.tests
 	@$(BIN)/python docs/generate.py
 
-# Long runs of random kills; `make test` has a short one.
+# `kill -9` of everything at random moments of real runs: one round of each kind, and a long run.
+test-chaos: $(VENV)/.tests
+	@$(BIN)/python -m pytest -m heavy tests/chaos/test_chaos.py --numprocesses $(PROCESSES) --dist worksteal
+
 chaos: $(VENV)/.tests
-	ROOKERY_CHAOS_ROUNDS=20 $(BIN)/python -m pytest tests/chaos/test_chaos.py --timeout=3600
+	ROOKERY_CHAOS_ROUNDS=20 $(BIN)/python -m pytest -m heavy tests/chaos/test_chaos.py --timeout=3600
 
 # The same in virtual time, at scale: about twenty minutes on one quiet core.
 chaos-at-scale: $(VENV)/.tests

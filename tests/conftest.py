@@ -23,11 +23,6 @@ hypothesis.settings.register_profile("rookery", deadline=None)  # how long an ex
 hypothesis.settings.load_profile("rookery")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests begin first: processes that share a run end at about the same time."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout: waiting for others does not count
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """No test of another process of the run (``pytest -n``) goes on beside one that is marked ``alone``. What fixtures

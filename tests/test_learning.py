@@ -41,7 +41,7 @@ def write_rows(path: Path) -> None:
             file.write(json.dumps({"messages": messages, "name": name, "city": city}) + "\n")
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.timeout(900)
 def test_on_policy_and_stale_jobs_learn_side_by_side(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl")

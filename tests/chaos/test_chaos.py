@@ -28,7 +28,7 @@ from rookery.environments.builtins import find
 from rookery.environments.datasets import PromptDataset
 from rookery.worker.model.convert import prepare
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(8 * PATIENCE_SECONDS)]
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(8 * PATIENCE_SECONDS)]
 
 ROUNDS = int(os.environ.get("ROOKERY_CHAOS_ROUNDS", "1"))
 
