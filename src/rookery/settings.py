@@ -184,6 +184,9 @@ class EngineSettings(Section):
     adapter decode faster; a lower share lets a single request wait less."""
     starvation_seconds: float = Field(30.0, gt=0)
     """A tenant from whose waiting requests no worker took one for this long is next, whatever it was served before."""
+    context_order: bool = True
+    """Of a job whose step waits for all of its groups, begin one member of each group first, then the members of the
+    groups whose finished members were the longest, so that no long reply begins last."""
     interactive_priority: bool = True
     """Interactive requests (chat, the OpenAI API) are admitted before rollouts."""
     interactive_share: float = Field(0.5, gt=0, le=1)

@@ -26,8 +26,7 @@ from rookery import protocol
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.fleet import FleetListener
 from rookery.controller.fleet.worker import Worker
-from rookery.controller.rollout.request import GenerationFailed, SamplingRequest, SamplingResult
-from rookery.controller.rollout.scheduler import REASSIGNED
+from rookery.controller.rollout.request import REASSIGNED, GenerationFailed, SamplingRequest, SamplingResult
 from rookery.settings import Settings
 
 

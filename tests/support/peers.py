@@ -26,7 +26,7 @@ from tests.support.replies import UniformLength, reply_of
 from rookery import protocol
 from rookery.aio import RandomIds
 from rookery.controller.controller import Controller
-from rookery.controller.rollout.scheduler import REASSIGNED
+from rookery.controller.rollout.request import REASSIGNED
 from rookery.controller.views import JobView
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import UserError

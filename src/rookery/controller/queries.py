@@ -244,6 +244,7 @@ class JobQueries:
                 "sampled_tokens": rollouts.sampled_tokens,
                 "requests_migrated": rollouts.migrated,
                 **{f"requests_requeued_{reason}": count for reason, count in rollouts.requeues.items()},
+                "rollout_probes": rollouts.queues.probes,
                 "late_chunks": rollouts.late_chunks,
                 "training_retries": context.training.retries,
                 "worker_losses": fleet.losses,
@@ -259,6 +260,8 @@ class JobQueries:
             "gauges": {
                 "jobs_waiting": len(self._jobs.waiting),
                 "requests_waiting": rollouts.waiting(),
+                "rollout_orders_active": (active := rollouts.queues.active_orders()),
+                "rollout_orders_inactive": len(rollouts.queues.orders) - active,
                 "requests_running": sum(rollouts.pool.outstanding(worker) for worker in fleet.all()),
                 "environment_hosts": context.hosts.count(),
                 "decoding_rows": sum(beat.active for beat in beats),

@@ -23,6 +23,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
+from rookery.scheduling.rollout_order import RolloutOrder
+
 T = TypeVar("T", bound=Hashable)
 Item = TypeVar("Item")
 
@@ -64,20 +66,28 @@ class TokenCounters:
 
 class FairQueue(Generic[T]):
     """Distinct items by tenant and job. Tenants are served by their counters, in turns of ``turn`` items of one job;
-    within a tenant its jobs take turns, within a job items are first come, first served. A job that runs out of items
-    leaves the rest of its turn to the tenant's next job.
+    within a tenant its jobs take turns, within a job its :class:`~rookery.scheduling.rollout_order.RolloutOrder` holds.
+    A job that runs out of items leaves the rest of its turn to the tenant's next job.
 
-    Every item that is put in is taken exactly once or removed exactly once. No cost grows with the number of items.
+    Every item that is put in is taken exactly once or removed exactly once. No cost grows with the number of items by
+    more than its logarithm.
     Times are seconds of one monotonic clock."""
 
     def __init__(
-        self, weights: Mapping[str, float] | None = None, *, turn: int = 1, patience: float = math.inf
+        self,
+        weights: Mapping[str, float] | None = None,
+        *,
+        turn: int = 1,
+        patience: float = math.inf,
+        order: Callable[[str], RolloutOrder[T] | None] = lambda job: None,
     ) -> None:
+        """``order`` returns the order of a job that comes to have items; None: first come, first served."""
         self.turn = turn
         """Items per turn. A change applies from the next turn on."""
         self.counters = TokenCounters(weights if weights is not None else {})
         self._patience = patience
-        self._tenants: OrderedDict[str, OrderedDict[str, OrderedDict[T, None]]] = OrderedDict()
+        self._order_of = order
+        self._tenants: OrderedDict[str, OrderedDict[str, RolloutOrder[T]]] = OrderedDict()
         self._served: dict[str, float] = {}
         """By waiting tenant: when an item of it was last taken, or its first one began to wait."""
         self._current = ""
@@ -99,10 +109,11 @@ class FairQueue(Generic[T]):
         if tenant not in self._tenants:
             self.counters.lift(tenant)
             self._served[tenant] = now
-        items = self._tenants.setdefault(tenant, OrderedDict()).setdefault(job, OrderedDict())
-        items[item] = None
-        if first:
-            items.move_to_end(item, last=False)
+        jobs = self._tenants.setdefault(tenant, OrderedDict())
+        if job not in jobs:
+            order = self._order_of(job)
+            jobs[job] = order if order is not None else RolloutOrder()
+        jobs[job].put(item, first=first)
         self._size += 1
 
     def take(self, ready: Callable[[T], bool], now: float = 0.0) -> T | None:
@@ -110,9 +121,9 @@ class FairQueue(Generic[T]):
         considered: its order holds."""
         for tenant in self._order(now):
             for job, items in self._tenants[tenant].items():
-                item = next(iter(items))
+                item = items.next()
                 if ready(item):
-                    del items[item]
+                    items.take(item)
                     self._on_taken(tenant, job, now)
                     return item
         return None
@@ -154,17 +165,16 @@ class FairQueue(Generic[T]):
 
     def remove(self, tenant: str, job: str, item: T) -> bool:
         """Remove ``item`` from any position; False when it is not queued."""
-        items = self._tenants.get(tenant, OrderedDict()).get(job)
-        if items is None or item not in items:
+        items = self._tenants[tenant].get(job) if tenant in self._tenants else None
+        if items is None or not items.remove(item):
             return False
-        del items[item]
         self._size -= 1
         self._prune(tenant, job)
         return True
 
     def _prune(self, tenant: str, job: str) -> None:
         jobs = self._tenants[tenant]
-        if not jobs[job]:
+        if not len(jobs[job]):
             del jobs[job]
         if not jobs:
             del self._tenants[tenant], self._served[tenant]
@@ -176,9 +186,16 @@ class PriorityQueues(Generic[T]):
     """Two queues. The express queue goes first where it has reserved room; then the common queue; the express queue
     gets the room that is left, too. So neither can starve the other; each has counters of its own."""
 
-    def __init__(self, weights: Mapping[str, float] | None = None, *, patience: float = math.inf) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, float] | None = None,
+        *,
+        patience: float = math.inf,
+        order: Callable[[str], RolloutOrder[T] | None] = lambda job: None,
+    ) -> None:
+        """``order``: of a job's items in the common queue, see :class:`FairQueue`."""
         self.express: FairQueue[T] = FairQueue(weights, patience=patience)
-        self.common: FairQueue[T] = FairQueue(weights, patience=patience)
+        self.common: FairQueue[T] = FairQueue(weights, patience=patience, order=order)
 
     def __len__(self) -> int:
         return len(self.express) + len(self.common)

@@ -59,9 +59,9 @@ class Room:
             "request": f"{job}-{number}", "adapter": ADAPTER, "prompt": [1, 5, 6], "shared_prefix": 3, "max_tokens": 12,
             "temperature": 1.0, "seed": number, "stop_tokens": [2], "stop": [], "episode": f"e{number}",
         }  # fmt: skip
-        continues = changes.pop("continues", False)
+        flags = {name: changes.pop(name, False) for name in ("continues", "synchronous")}
         generate = protocol.Generate(**{**fields, **changes})
-        request = SamplingRequest(tenant, job, "smollm2-135m-instruct", generate, continues)
+        request = SamplingRequest(tenant, job, "smollm2-135m-instruct", generate, **flags)
         return asyncio.create_task(self.rollouts.sample(request, on_tokens))
 
     async def close(self) -> None:
@@ -307,6 +307,31 @@ async def test_tenants_take_turns_whoever_came_first(tmp_path: Path) -> None:
     await asyncio.gather(*greedy, *modest)
     order = [generate.request.split("-")[0] for generate in worker.generates]
     assert order[:6] == ["big", "small"] * 3
+    await room.close()
+
+
+@pytest.mark.parametrize(("synchronous", "context_order"), [(True, True), (True, False), (False, True)])
+async def test_a_synchronous_job_begins_with_a_probe_of_each_group(
+    tmp_path: Path, synchronous: bool, context_order: bool
+) -> None:
+    """Then with the group whose probe was longest, while another tenant gets its share as ever."""
+    room = Room(tmp_path, dispatch_ahead=0, context_order=context_order)
+    lengths = {seed: len(text_of(seed, 12)[0]) for seed in range(100)}
+    short, longest = (next(s for s in lengths if lengths[s] == length) for length in (3, 12))
+    seeds = [short, 101, 102, longest, 104, 105]
+    replies = [room.sample(seed, group="ab"[number // 3], synchronous=synchronous) for number, seed in enumerate(seeds)]
+    others = [room.sample(seed, "other", "small") for seed in range(3)]
+    worker = await room.worker(max_rows=1)
+    await settle()
+    assert room.rollouts.queues.active_orders() == (synchronous and context_order)
+    await asyncio.gather(*replies, *others)
+    begun = [generate.request for generate in worker.generates]
+    assert {request.split("-")[0] for request in begun[:2]} == {"job", "small"}
+    wanted = [short, longest, 104, 105, 101, 102] if synchronous and context_order else seeds
+    assert [request for request in begun if request.startswith("job")] == [f"job-{seed}" for seed in wanted]
+    assert room.rollouts.queues.probes == 2 * (synchronous and context_order)
+    room.rollouts.close_job("job")
+    assert not room.rollouts.queues.orders
     await room.close()
 
 

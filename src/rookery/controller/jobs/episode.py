@@ -190,9 +190,12 @@ class Episode:
                     stop_tokens=chat.stop_tokens,
                     stop=sampling.stop,
                     episode=self.id,
+                    group=self.row.group_id if self.row is not None else "",
                     in_flight=self.in_flight,
                 )
-                request = SamplingRequest(job.row.tenant, job.row.id, job.spec.base_model, generate, turn > 0)
+                algorithm, owner = job.spec.algorithm, (job.row.tenant, job.row.id)
+                waits = not (algorithm.max_staleness or algorithm.micro_batch)
+                request = SamplingRequest(*owner, job.spec.base_model, generate, turn > 0, synchronous=waits)
                 result = await job.controller.rollouts.sample(request)
         finally:
             stages.engine -= 1

@@ -16,6 +16,13 @@ from rookery import protocol
 from rookery.controller.fleet.worker import Worker
 from rookery.errors import RookeryError
 
+REASONS = ("lost", "rejected", "offloaded", "balanced")
+"""Why a request moved: its worker was lost or drains; the worker rejected it; :meth:`RolloutScheduler.migrate` took it;
+another worker could begin it sooner."""
+
+REASSIGNED = "~"
+"""Separates a request's id from the number of its reassignment, in its name at a worker that had it before."""
+
 
 class GenerationFailed(RookeryError):
     """The engine could not generate this request; another attempt would end the same."""
@@ -35,6 +42,8 @@ class SamplingRequest:
     generate: protocol.Generate
     continues: bool = False
     """A later turn of an episode: it precedes its job's other requests, so that episodes and groups complete."""
+    synchronous: bool = False
+    """The job's step waits for all of its groups."""
 
     @property
     def id(self) -> str:
@@ -132,3 +141,13 @@ class InflightRequest:
         wanted, newest = self.policy_version
         earlier = self.resumed and self.request.generate.in_flight != "finish" and version < newest
         return policy == wanted and (version in self.allowed_versions or earlier)
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A request that a worker still holds from an earlier controller."""
+
+    worker: Worker
+    wire_name: str
+    since: float
+    """When the worker connected."""

@@ -1,7 +1,8 @@
 """The requests that wait for a worker, by base model, and the tokens that tenants are charged for theirs.
 
 A request is charged when it is assigned to a worker, by its prompt and the mean length of its tenant's recent results,
-and corrected by what it really samples.
+and corrected by what it really samples. Requests of a job whose step waits for all of its groups are served in
+the order of :mod:`rookery.scheduling.rollout_order`.
 """
 
 from __future__ import annotations
@@ -13,19 +14,27 @@ from collections.abc import Mapping
 from rookery.aio import Clock
 from rookery.controller.rollout.request import InflightRequest, SamplingRequest
 from rookery.scheduling.queues import PROMPT_WEIGHT, FairQueue, PriorityQueues
+from rookery.scheduling.rollout_order import Description, RolloutOrder
 
 RECENT = 0.1
 """Weight of the newest length in a mean: it follows a change of a tenant's work within a few groups."""
 
 
 class RequestQueues:
-    def __init__(self, clock: Clock, patience: float, weights: Mapping[str, float]) -> None:
+    def __init__(
+        self, clock: Clock, patience: float, weights: Mapping[str, float], *, context_order: bool = False
+    ) -> None:
         """``weights``: shares of tenants that have another one than 1; ``patience``: see :class:`FairQueue`."""
         self._clock = clock
+        self._context_order = context_order
+        self.orders: dict[str, RolloutOrder[InflightRequest]] = {}
+        """By job, of those that have one, until :meth:`close_job`."""
         self.models: defaultdict[str, PriorityQueues[InflightRequest]] = defaultdict(
-            lambda: PriorityQueues(weights, patience=patience)
+            lambda: PriorityQueues(weights, patience=patience, order=self.orders.get)
         )
         """By base model."""
+        self._probes = 0
+        """Of jobs that ended."""
         self._lengths: dict[str, float] = {}
         """Mean length of recent results, by tenant, and of all under the empty name."""
 
@@ -41,8 +50,23 @@ class RequestQueues:
         positions = (queue.common.position(tenant, job) for queue in self.models.values())
         return min((position for position in positions if position is not None), default=None)
 
+    @property
+    def probes(self) -> int:
+        """Members that began as their group's probe."""
+        return self._probes + sum(order.probes for order in self.orders.values())
+
+    def active_orders(self) -> int:
+        """Jobs whose lengths decide about their order now."""
+        return sum(order.active for order in self.orders.values())
+
+    def close_job(self, job: str) -> None:
+        if (order := self.orders.pop(job, None)) is not None:
+            self._probes += order.probes
+
     def put(self, inflight: InflightRequest, *, first: bool) -> None:
         request = inflight.request
+        if self._context_order and request.synchronous and request.job not in self.orders:
+            self.orders[request.job] = RolloutOrder(_describe)
         known = self._lengths.get(request.tenant, self._lengths.get("", math.inf))
         inflight.expected = min(request.generate.max_tokens, known)
         self._of(request).put(request.tenant, request.job, inflight, first=first, now=self._clock.monotonic())
@@ -58,7 +82,9 @@ class RequestQueues:
         self._charge(inflight, len(inflight.result.tokens))
 
     def on_finished(self, inflight: InflightRequest) -> None:
-        """The request has ended, in whatever way."""
+        """The request, which does not wait any more, has ended in whatever way."""
+        if (order := self.orders.get(inflight.request.job)) is not None:
+            order.finish(inflight, len(inflight.result.tokens) if inflight.result.finish else None)
         if inflight.charged:
             self._charge(inflight, len(inflight.result.tokens), settle=True)
         if inflight.result.finish:
@@ -72,3 +98,8 @@ class RequestQueues:
         if settle or due > inflight.charged:
             self._of(inflight.request).counters.charge(inflight.request.tenant, due - inflight.charged)
             inflight.charged = due
+
+
+def _describe(inflight: InflightRequest) -> Description:
+    generate = inflight.request.generate
+    return Description(generate.group, len(inflight.result.tokens), generate.max_tokens)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
@@ -27,28 +26,19 @@ from rookery.aio import Clock
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.placement import WorkerPool
-from rookery.controller.rollout.request import GenerationFailed, InflightRequest, SamplingRequest, SamplingResult
+from rookery.controller.rollout.request import (
+    REASONS,
+    REASSIGNED,
+    GenerationFailed,
+    InflightRequest,
+    Resumption,
+    SamplingRequest,
+    SamplingResult,
+)
 from rookery.controller.rollout.request_queues import RequestQueues
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.errors import Unavailable
 from rookery.settings import Settings
-
-REASONS = ("lost", "rejected", "offloaded", "balanced")
-"""Why a request moved: its worker was lost or drains; the worker rejected it; :meth:`RolloutScheduler.migrate` took it;
-another worker could begin it sooner."""
-
-REASSIGNED = "~"
-"""Separates a request's id from the number of its reassignment, in its name at a worker that had it before."""
-
-
-@dataclass(frozen=True)
-class Resumption:
-    """A request that a worker still holds from an earlier controller."""
-
-    worker: Worker
-    wire_name: str
-    since: float
-    """When the worker connected."""
 
 
 class RolloutScheduler(FleetListener):
@@ -66,7 +56,8 @@ class RolloutScheduler(FleetListener):
         self._settings = settings
         self._clock = clock
         self.pool = WorkerPool(settings, clock, weights or {})
-        self._queues = RequestQueues(clock, settings.engine.starvation_seconds, weights or {})
+        engine = settings.engine
+        self.queues = RequestQueues(clock, engine.starvation_seconds, weights or {}, context_order=engine.context_order)
         self.inflight: dict[str, InflightRequest] = {}
         """By the request's id."""
         self._assigned: dict[str, InflightRequest] = {}
@@ -116,7 +107,7 @@ class RolloutScheduler(FleetListener):
         if resumption is not None and self._still_held(resumption):
             self._assign(inflight, resumption.worker, request.generate.interactive)
         else:
-            self._queues.put(inflight, first=request.continues)
+            self.queues.put(inflight, first=request.continues)
             self._dispatch(request.model)
         try:
             return await done
@@ -137,11 +128,11 @@ class RolloutScheduler(FleetListener):
 
     def waiting(self) -> int:
         """Requests that wait for a worker."""
-        return len(self._queues)
+        return len(self.queues)
 
     def position(self, tenant: str, job: str) -> int | None:
         """How many rollouts precede the first one of ``job`` that waits for a worker; None when none waits."""
-        return self._queues.position(tenant, job)
+        return self.queues.position(tenant, job)
 
     def unstarted(self, request: str) -> bool:
         """Whether the request waits for a worker and has no tokens yet."""
@@ -153,6 +144,7 @@ class RolloutScheduler(FleetListener):
     def close_job(self, job: str) -> None:
         """The job has ended: drop the tokens kept for it and the requests that workers still hold for it."""
         self._retained.pop(job, None)
+        self.queues.close_job(job)
         for request in [name for name in self.resumptions if name.startswith(f"{job}-")]:  # as its episodes' names do
             del self.resumptions[request]
 
@@ -207,10 +199,10 @@ class RolloutScheduler(FleetListener):
             now = self._clock.monotonic()
             if self._resume_until and now >= self._resume_until:
                 self._resume_until = 0.0
-                for model in list(self._queues.models):
+                for model in list(self.queues.models):
                     self._dispatch(model)
             wait = self._settings.server.worker_wait_seconds
-            for model, queue in self._queues.models.items():
+            for model, queue in self.queues.models.items():
                 served = bool(self._fleet.serving("rollout", model))
                 for inflight in queue:
                     if served:
@@ -229,7 +221,7 @@ class RolloutScheduler(FleetListener):
 
     def _dispatch(self, model: str) -> None:
         """Assign waiting requests to workers with room; then move requests that could begin sooner elsewhere."""
-        queue, pool = self._queues.models[model], self.pool
+        queue, pool = self.queues.models[model], self.pool
 
         def fits(express: bool) -> Callable[[InflightRequest], bool] | None:
             if not pool.has_capacity(model, express):
@@ -261,7 +253,7 @@ class RolloutScheduler(FleetListener):
         if not inflight.resumed and worker.epoch in inflight.revoked_epochs:
             inflight.reassignments += 1
             inflight.wire_name = f"{request.id}{REASSIGNED}{inflight.reassignments}"
-        self._queues.on_assigned(inflight)
+        self.queues.on_assigned(inflight)
         self._assigned[inflight.wire_name] = inflight
         self.pool.assign(inflight, worker, express)
         generate = msgspec.structs.replace(
@@ -291,13 +283,11 @@ class RolloutScheduler(FleetListener):
                     self.resumptions[request] = resumption
             elif inflight.worker is None and not inflight.done.done():
                 self.resumptions[request] = resumption
-                self._queues.remove(inflight)
+                self.queues.remove(inflight)
                 self._assign(inflight, worker, inflight.request.generate.interactive)
         worker.active_requests.clear()
         rows = min(one.hello.max_rows for one in self._fleet.serving("rollout", worker.hello.model))
-        self._queues.models[worker.hello.model].common.turn = max(
-            1, int(rows * self._settings.engine.tenant_turn_share)
-        )
+        self.queues.models[worker.hello.model].common.turn = max(1, int(rows * self._settings.engine.tenant_turn_share))
         self._dispatch(worker.hello.model)
 
     def _still_held(self, resumption: Resumption) -> bool:
@@ -337,7 +327,7 @@ class RolloutScheduler(FleetListener):
         self.sampled_tokens += len(tokens)
         if tokens:
             self.pool.mark_decoding(inflight)
-            self._queues.on_tokens(inflight)
+            self.queues.on_tokens(inflight)
             for listener in self._fleet.listeners:
                 listener.on_tokens(worker, inflight.request, len(tokens))
         if chunk.finish == "abort":  # the worker's decision: a request that this side aborts is not in flight any more
@@ -365,7 +355,7 @@ class RolloutScheduler(FleetListener):
         self._release(inflight)
         if not inflight.done.done():
             self._count_requeue(inflight, reason)
-            self._queues.put(inflight, first=True)
+            self.queues.put(inflight, first=True)
 
     def _count_requeue(self, inflight: InflightRequest, reason: str) -> None:
         self.requeues[reason] += 1
@@ -386,14 +376,15 @@ class RolloutScheduler(FleetListener):
 
     def _finish(self, inflight: InflightRequest) -> None:
         """The caller has the result, or gave up."""
-        request = inflight.request
-        self._queues.on_finished(inflight)
+        request, worker = inflight.request, inflight.worker
         self.inflight.pop(request.id, None)
         del self.by_job[request.job][inflight]
         if not self.by_job[request.job]:
             del self.by_job[request.job]
-        if inflight.worker is None:
-            self._queues.remove(inflight)
+        if worker is None:
+            self.queues.remove(inflight)
         else:
             self._withdraw(inflight)
+        self.queues.on_finished(inflight)
+        if worker is not None:
             self._dispatch(request.model)
