@@ -176,6 +176,10 @@ class EngineSettings(Section):
     """On a CPU that can run them (`rookery doctor`), decode with compiled kernels, up to twice as fast. Off, because
     the trainer does not compute with them yet: sampled log-probabilities then differ from its own by 0.04 on average
     instead of 0.002, and `examples/sums.yaml` learned less in each of three seeds."""
+    speculation: bool = True
+    """On a CPU, verify draft tokens (what a request's own text or its group's went on with in such a place) in decode
+    steps where measured times and acceptance promise more tokens per second. Texts and log-probabilities stay the
+    same."""
     dispatch_ahead: int = Field(16, ge=0)
     """Requests that may wait in a worker for a row (theta of RLBoost's Algorithm 2): enough that freed rows are filled
     without a round trip."""

@@ -1,5 +1,5 @@
-"""Mistakes that somebody could make in the controller: each is the shipped source with one thing changed, for as long
-as :func:`made` is entered."""
+"""Mistakes that somebody could make in the controller, and one in the engine: each is the shipped source with one thing
+changed, for as long as :func:`applied` is entered."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.storage.repositories import versions as versions_module
+from rookery.worker.engine.native import engine as engine_module
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,9 @@ MUTATIONS = [
         "inflight.worker.post(protocol.Abort(request=inflight.wire_name))", "pass", "given",
     ),
 ]  # fmt: skip
+
+DRAFT_UNCHECKED = _one("accept a draft without check", engine_module, "accepted_tokens", "token != sampled[i]", "False")
+"""In the engine, which the simulated fleet has not: the test of drafts notices it."""
 
 
 @contextmanager

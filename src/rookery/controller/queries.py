@@ -270,6 +270,9 @@ class JobQueries:
                 "worker_memory_budget_bytes": sum(beat.memory_budget for beat in beats),
                 "pulled_from_peers_bytes": sum(beat.pulled_from_peers for beat in beats),
                 "pulled_from_service_bytes": sum(beat.pulled_from_service for beat in beats),
+                "draft_tokens": sum(beat.draft_tokens for beat in beats),
+                "draft_acceptance": sum(beat.accepted_tokens for beat in beats)
+                / max(1, sum(beat.draft_tokens for beat in beats)),
                 "flush_seconds": context.settings.worker.flush_seconds,
                 "price_per_hour": context.usage.price(),
                 "max_flush_tokens": max((worker.max_flush_tokens for worker in serving), default=0),

@@ -97,6 +97,10 @@ class Heartbeat(Message, kw_only=True):
     """Bytes of artifacts pulled from other workers since the process began …"""
     pulled_from_service: int = 0
     """… and from the service."""
+    draft_tokens: int = 0
+    """Draft tokens that decode steps verified since the process began …"""
+    accepted_tokens: int = 0
+    """… and those that became part of a text."""
 
 
 class PromptLogprob(Struct, kw_only=True):
@@ -198,7 +202,8 @@ class Generate(Message, kw_only=True):
     """A stop string ends the text with the token that completes it; that token is kept."""
     episode: str = ""
     group: str = ""
-    """The id of the episode's group; empty for a request without one."""
+    """The id of the episode's group; empty for a request without one. Requests of one group draft from each other's texts
+    (speculative decoding): a group is one tenant's."""
     in_flight: Literal["finish", "switch", "recompute"] = "finish"
     """Reaction to a newer version. Unless it is ``finish``, a running request may also be resumed by a newer version
     than it runs on; with ``switch`` it extends the episode's cache also where an older version computed it."""

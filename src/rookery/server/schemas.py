@@ -178,6 +178,8 @@ class HeartbeatView(BaseModel):
     memory_parts: dict[str, tuple[int, int]] = Field(description="(used, budget) in bytes of each part of the budget")
     pulled_from_peers: int = Field(description="Bytes of artifacts pulled from other workers")
     pulled_from_service: int = Field(description="Bytes of artifacts pulled from the service")
+    draft_tokens: int = Field(description="Draft tokens that decode steps verified")
+    accepted_tokens: int = Field(description="Draft tokens that became part of a text")
 
 
 class WorkerView(BaseModel):

@@ -30,6 +30,7 @@ from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
 from rookery.worker import device, memory
 from rookery.worker.engine.base import Engine
+from rookery.worker.engine.native.drafts import Speculator
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.runner import best_runner
 from rookery.worker.memory import MemoryBudget, MemoryUse
@@ -56,6 +57,8 @@ class ComputeStatus:
     waiting: int = 0
     training: int = 0
     generated: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     trained: int = 0
     decode_seconds: float = 0.0
     train_seconds: float = 0.0
@@ -127,6 +130,7 @@ class WorkerCore:
             max_rows=settings.engine.max_rows,
             kv_budget_bytes=budget.kv_cache,
             runner=best_runner(decoder, bank, budget.kv_cache, kernels=kernels, cache=settings.cache),
+            speculator=Speculator() if settings.engine.speculation else None,
         )
         trainer = NativeTrainer(
             decoder,
@@ -292,6 +296,8 @@ class Compute:
             waiting=core.engine.waiting,
             training=core.trainer.pending,
             generated=core.engine.generated,
+            draft_tokens=core.engine.draft_tokens,
+            accepted_tokens=core.engine.accepted_tokens,
             trained=core.trainer.trained,
             decode_seconds=decode.seconds,
             train_seconds=train.seconds,

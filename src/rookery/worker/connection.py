@@ -287,6 +287,8 @@ class ServiceConnection:
             training=status.training,
             adapters=len(status.adapters),
             generated=status.generated,
+            draft_tokens=status.draft_tokens,
+            accepted_tokens=status.accepted_tokens,
             trained=status.trained,
             decode_seconds=status.decode_seconds,
             train_seconds=status.train_seconds,

@@ -224,6 +224,7 @@ class Samplers:
                 seed=derive_seed(f"{base_seed}:{number}"),
                 stop_tokens=chat.stop_tokens if operation.stop_tokens is None else operation.stop_tokens,
                 stop=operation.stop,
+                group=future.id if operation.count > 1 else "",
                 prompt_logprobs=scored if number == 0 else 0,
                 top_logprobs=operation.topk,
             )

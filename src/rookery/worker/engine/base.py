@@ -60,6 +60,16 @@ class Engine(Protocol):
         """Tokens sampled since the start."""
         ...
 
+    @property
+    def draft_tokens(self) -> int:
+        """Draft tokens verified since the start (speculative decoding); 0 for an engine that does not say."""
+        ...
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Of them, those that became part of a text."""
+        ...
+
     # --- adapters ---------------------------------------------------------------------------------------------------
 
     def adapters(self) -> list[str]:

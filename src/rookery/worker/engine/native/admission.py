@@ -15,12 +15,12 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rookery.worker.engine.native.attention import SequenceChunk
-from rookery.worker.engine.native.kv_cache import KVCache
+from rookery.worker.engine.native.kv_cache import KVCache, KVSlot
 from rookery.worker.engine.native.request import EngineRequest, SharedPrefix
 from rookery.worker.model.lora import LoraManager
 
@@ -45,6 +45,15 @@ class PrefillSlice:
         self._widest = max(self._widest, count)
         self._keys += chunk.prefix_length + chunk.start + count
         self.work.append((target, chunk))
+
+
+def sequence_chunk(
+    key: str, tokens: Sequence[int], start: int, slot: KVSlot, prefix: SharedPrefix | None
+) -> SequenceChunk:
+    """Tokens of the segment in ``slot``, after the prefix if there is one."""
+    if prefix is None:
+        return SequenceChunk(key, tokens, start, slot)
+    return SequenceChunk(key, tokens, start, slot, prefix.slot, len(prefix.tokens))
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,13 @@ class Admission:
                 else:
                     self._preempt(self._youngest())
 
+    def room_after(self, request: EngineRequest, count: int) -> int:
+        """For how many tokens, at most ``count``, there is room after the next one of a running request, without
+        another being preempted."""
+        slot = self._store.resize(request.slot, request.tail_length + count)
+        request.slot = slot or request.slot
+        return min(count, request.slot.capacity - request.tail_length)
+
     def on_adapter_switched(self, request: EngineRequest, *, keep: bool) -> None:
         """Call after the request has another adapter. With ``keep`` it keeps the cache that its next token can follow;
         otherwise the cache is computed again, without the request leaving its row."""
@@ -152,6 +168,32 @@ class Admission:
                 return
             known.add(key)
             yield SharedPrefix(key, slot)
+
+    def plan_prefill(self, max_tokens: int, max_keys: int) -> PrefillSlice:
+        """The oldest request, then others of its adapter, since every adapter in a slice costs separate products,
+        then the remaining ones. Then the prefixes of waiting requests: rows become free one by one, and a slice for
+        each one's prompt costs twice as much as its share of one slice for several."""
+        plan = PrefillSlice(max_tokens, max_keys)
+        started = set()
+        rows = [row for row in self.running if not row.prefilled]
+        for row in sorted(rows, key=lambda row: row.key != rows[0].key):
+            target: EngineRequest | SharedPrefix = row
+            tokens: Sequence[int] = row.tail
+            prefix = row.prefix
+            if prefix is not None and not prefix.complete:
+                if id(prefix) in started:
+                    continue
+                started.add(id(prefix))
+                target, tokens, prefix = prefix, prefix.tokens, None
+            start = target.filled
+            count = min(len(tokens) - start, max_tokens)
+            if plan.work and not plan.fits(count, start + (len(prefix.tokens) if prefix is not None else 0)):
+                break
+            plan.add(target, sequence_chunk(row.key, tokens[start : start + count], start, target.slot, prefix))
+        if plan.work:
+            for prefix in self.waiting_prefixes(plan.fits):
+                plan.add(prefix, sequence_chunk(prefix.key[0], prefix.tokens, 0, prefix.slot, None))
+        return plan
 
     def retain_prefix(self, prefix: SharedPrefix) -> None:
         """Retains a complete prefix that no running request uses."""

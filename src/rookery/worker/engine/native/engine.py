@@ -8,8 +8,12 @@ Beyond what every engine promises (``engine.base``):
   budget, the youngest is preempted: it returns to the head of the queue and resumes later.
 * ``interactive`` requests wait ahead of the others and preempt them, the youngest first.
 * One ``step`` computes at most ``prefill_tokens`` prompt tokens that attend to at most ``prefill_keys`` keys (or those
-  of one request), or one token of every running request.
+  of one request), or one token of every running request, with
+  drafts some more.
 * Logits that are not finite numbers end their own request only.
+* With a ``Speculator``, a decode step on a CPU also computes draft tokens after a row's last one. Each is kept if it is
+  the token that is sampled in its place, so that texts and log-probabilities are the same bits as without drafts. A GPU
+  verifies none: its kernels for one token and for several differ in the last bits.
 * A request that switches to another version of its policy is sampled by it from its next token on. With ``recompute``,
   it is from there bit for bit the request that starts under the newer version with these ``prefix_tokens``. With its
   cache kept, the tokens before the switch (except the last, which the newer version computes) are attended to as the
@@ -22,7 +26,8 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from math import isfinite, isnan
+from itertools import islice
+from math import isnan
 from pathlib import Path
 
 import torch
@@ -31,10 +36,10 @@ from torch import Tensor
 from rookery import protocol
 from rookery.worker import device
 from rookery.worker.engine.base import EngineLimits
-from rookery.worker.engine.native.admission import Admission, PrefillSlice
+from rookery.worker.engine.native.admission import Admission, sequence_chunk
 from rookery.worker.engine.native.attention import SequenceChunk
-from rookery.worker.engine.native.kv_cache import KVSlot
-from rookery.worker.engine.native.request import EngineRequest, SharedPrefix, StopStrings
+from rookery.worker.engine.native.drafts import Speculator, accepted_tokens
+from rookery.worker.engine.native.request import EngineRequest, SharedPrefix, StopStrings, validate
 from rookery.worker.engine.native.runner import Runner, best_runner, logits_at
 from rookery.worker.engine.native.sampler import SamplingKey
 from rookery.worker.memory import MemoryUse
@@ -78,9 +83,10 @@ class NativeEngine:
         prefill_tokens: int | None = None,
         prefill_keys: int = PREFILL_KEYS,
         runner: Runner | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         """``decode`` turns token ids into text, for stop strings. ``prefill_tokens`` and ``runner`` default to those of
-        the decoder's device."""
+        the decoder's device. Without a ``speculator`` there are no drafts."""
         self.decoder = decoder
         self.bank = bank
         self.limits = EngineLimits(
@@ -90,10 +96,11 @@ class NativeEngine:
         """Tokens sampled since the start."""
         self.stats: defaultdict[str, float] = defaultdict(float)
         """Counters: decode_seconds, prefill_seconds, decode_steps, prefill_slices, prefill_tokens, reused_tokens (found
-        in the cache instead of computed), preempted, switched."""
+        in the cache instead of computed), draft_tokens (verified), accepted_tokens (of them), preempted, switched."""
         self.runner = runner or best_runner(decoder, bank, kv_budget_bytes)
         self.store = self.runner.store
         self.admission = Admission(self.store, bank, max_rows, self.stats)
+        self._speculator = speculator if decoder.device.type == "cpu" else None
         self._decode = decode
         default = GPU_PREFILL_TOKENS if device.fuses(decoder.device, decoder.dtype) else PREFILL_TOKENS
         self._prefill_tokens = prefill_tokens or default
@@ -115,6 +122,16 @@ class NativeEngine:
     def waiting(self) -> int:
         """See ``Engine``."""
         return len(self.admission.waiting)
+
+    @property
+    def draft_tokens(self) -> int:
+        """See ``Engine``."""
+        return int(self.stats["draft_tokens"])
+
+    @property
+    def accepted_tokens(self) -> int:
+        """See ``Engine``."""
+        return int(self.stats["accepted_tokens"])
 
     def adapters(self) -> list[str]:
         """See ``Engine``."""
@@ -159,6 +176,8 @@ class NativeEngine:
             self._finish(request)
         else:
             self.admission.enqueue(request)
+            if self._speculator is not None:
+                self._speculator.begin(request)
 
     def switch_adapter(self, request: str, ref: protocol.AdapterRef, *, recompute: bool) -> bool:
         """See ``Engine``."""
@@ -204,25 +223,11 @@ class NativeEngine:
             return self._timed("decode_seconds", self._decode_step)
 
     def _validate(self, order: protocol.Generate) -> None:
-        length, context = len(order.prompt) + len(order.prefix_tokens), self.limits.max_context
+        context = self.limits.max_context
         longest = min(len(order.prompt) + order.max_tokens, context)
-        vocabulary = self.decoder.config.vocab
         if order.request in self._requests:
             raise ValueError(f"request {order.request} is already running")
-        if not order.prompt:
-            raise ValueError("the prompt is empty")
-        if len(order.prompt) >= context or length > context:
-            raise ValueError(f"the prompt has {length} tokens; this model's context is {context}")
-        if not 0 <= order.shared_prefix <= len(order.prompt):
-            raise ValueError(f"shared_prefix is {order.shared_prefix}, the prompt has {len(order.prompt)} tokens")
-        if order.prompt_logprobs and order.shared_prefix:
-            raise ValueError("prompt_logprobs need a prompt without a shared_prefix")
-        if not all(0 <= token < vocabulary for token in (*order.prompt, *order.prefix_tokens)):
-            raise ValueError(f"a token id is outside the vocabulary of {vocabulary}")
-        if order.max_tokens < 1:
-            raise ValueError(f"max_tokens is {order.max_tokens}; it must be at least 1")
-        if not (isfinite(order.temperature) and order.temperature >= 0):
-            raise ValueError(f"temperature is {order.temperature}; it must be 0 or more")
+        validate(order, self.decoder.config.vocab, context)
         if order.adapter is not None and order.adapter.hash not in self.bank:
             raise ValueError(f"adapter {order.adapter.hash} is not resident")
         if not self.store.fits_alone(order.shared_prefix, max(longest - order.shared_prefix, 1)):
@@ -243,17 +248,9 @@ class NativeEngine:
         if not self._prefills:
             return False
         rows = self.admission.running
-        decoding = sum(self._decodes(row) for row in rows)
+        decoding = sum(row.decodes for row in rows)
         few = 2 * decoding < len(rows)
         return bool(decoding) and self._prefills >= (CONSECUTIVE_PREFILLS if few else 1)
-
-    def _decodes(self, row: EngineRequest) -> bool:
-        """Whether a decode step computes its next token."""
-        return bool(row.tokens) and self._prefilled(row)
-
-    def _prefilled(self, row: EngineRequest) -> bool:
-        """Whether its whole sequence is cached, except for the last token of its answer."""
-        return row.prefix_cached and row.tail_length - row.filled <= (1 if row.tokens else 0)
 
     # --- prefill ----------------------------------------------------------------------------------------------------
 
@@ -266,7 +263,7 @@ class NativeEngine:
 
     def _prefill(self) -> bool:
         """One slice of prompt tokens, prefixes and tails of several requests together."""
-        work = self._plan_prefill().work
+        work = self.admission.plan_prefill(self._prefill_tokens, self._prefill_keys).work
         if not work:
             return False
         self.runner.prepare_adapters(chunk.key for _, chunk in work)
@@ -295,32 +292,6 @@ class NativeEngine:
                 self._sample([row for row, _ in first_tokens], torch.stack([line for _, line in first_tokens]))
         return True
 
-    def _plan_prefill(self) -> PrefillSlice:
-        """The oldest request, then others of its adapter, since every adapter in a slice costs separate products,
-        then the remaining ones. Then the prefixes of waiting requests: rows become free one by one, and a slice for
-        each one's prompt costs twice as much as its share of one slice for several."""
-        plan = PrefillSlice(self._prefill_tokens, self._prefill_keys)
-        started = set()
-        rows = [row for row in self.admission.running if not self._prefilled(row)]
-        for row in sorted(rows, key=lambda row: row.key != rows[0].key):
-            target: EngineRequest | SharedPrefix = row
-            tokens: Sequence[int] = row.tail
-            prefix = row.prefix
-            if prefix is not None and not prefix.complete:
-                if id(prefix) in started:
-                    continue
-                started.add(id(prefix))
-                target, tokens, prefix = prefix, prefix.tokens, None
-            start = target.filled
-            count = min(len(tokens) - start, self._prefill_tokens)
-            if plan.work and not plan.fits(count, start + (len(prefix.tokens) if prefix is not None else 0)):
-                break
-            plan.add(target, _chunk(row.key, tokens[start : start + count], start, target.slot, prefix))
-        if plan.work:
-            for prefix in self.admission.waiting_prefixes(plan.fits):
-                plan.add(prefix, _chunk(prefix.key[0], prefix.tokens, 0, prefix.slot, None))
-        return plan
-
     def _score_prompt(self, request: EngineRequest, chunk: SequenceChunk, hidden: Tensor, start: int) -> None:
         """Scores the prompt tokens that ``chunk`` predicts; its first row of ``hidden`` is ``start``."""
         wanted = [at for at in request.scored_positions if 0 <= at - 1 - chunk.start < len(chunk.tokens)]
@@ -337,31 +308,68 @@ class NativeEngine:
     # --- decoding ---------------------------------------------------------------------------------------------------
 
     def _decode_step(self) -> bool:
-        """One token for every request whose prompt is cached."""
+        """One token for every request whose prompt is cached, and those of its draft that are right."""
         self.admission.grow_running()
-        rows = [row for row in self.admission.running if self._decodes(row)]
+        rows = [row for row in self.admission.running if row.decodes]
         if not rows:
             return False
         self.runner.prepare_adapters(row.key for row in rows)
         rows.sort(key=lambda row: (self.bank.slot_order(row.key), row.key))
-        chunks = [_chunk(row.key, row.tokens[-1:], row.filled, row.slot, row.prefix) for row in rows]
+        drafts = self._drafts(rows)
+        began = time.perf_counter()
+        chunks = [
+            sequence_chunk(row.key, [row.tokens[-1], *draft], row.filled, row.slot, row.prefix)
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
+        if any(drafts):
+            logits = self.decoder.compute_logits(self.runner.prefill(chunks)[0])
+        else:
+            logits = self.runner.decode(chunks)
         for row in rows:
             row.filled += 1
         self.stats["decode_steps"] += 1
-        self._sample(rows, self.runner.decode(chunks))
+        self._sample(rows, logits, drafts)
+        if self._speculator is not None:
+            positions = sum(len(chunk.tokens) for chunk in chunks)
+            self._speculator.observe(len(rows), positions, time.perf_counter() - began)
         return True
 
-    def _sample(self, rows: Sequence[EngineRequest], logits: Tensor) -> None:
-        """Samples the next token of each row from the first ``len(rows)`` logits."""
-        keys = [SamplingKey(row.params.seed, len(row.tokens), row.params.temperature) for row in rows]
+    def _drafts(self, rows: Sequence[EngineRequest]) -> list[list[int]]:
+        """Of each row, with room for their keys and values in its slot."""
+        if self._speculator is None:
+            return [[] for _ in rows]
+        drafts = self._speculator.propose(rows, [row.remaining(self.limits.max_context) - 1 for row in rows])
+        drafts = [draft[: self.admission.room_after(row, len(draft))] for row, draft in zip(rows, drafts, strict=True)]
+        self.stats["draft_tokens"] += sum(map(len, drafts))
+        return drafts
+
+    def _sample(
+        self, rows: Sequence[EngineRequest], logits: Tensor, drafts: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """Samples the next token of each row from the first logits: those after its last token, then after each token
+        of its draft. The first token that is not the draft's is the last that counts."""
+        drafts = drafts or [()] * len(rows)
+        keys = [
+            SamplingKey(row.params.seed, len(row.tokens) + i, row.params.temperature)
+            for row, draft in zip(rows, drafts, strict=True)
+            for i in range(1 + len(draft))
+        ]
         sampled = self.runner.sample(logits, keys)
-        for row, token, logprob in zip(rows, sampled.tokens, sampled.logprobs, strict=True):
-            if isnan(logprob):
-                row.finish, row.error = "error", "the logits are not numbers: the adapter's weights overflow"
-                log.warning("logits are not numbers", extra={"request": row.params.request, "adapter": row.key})
-            else:
-                row.append(token, logprob, self.limits.max_context)
-                self.generated += 1
+        pairs = zip(sampled.tokens, sampled.logprobs, strict=True)
+        for row, draft in zip(rows, drafts, strict=True):
+            verified = list(islice(pairs, 1 + len(draft)))
+            accepted = accepted_tokens(draft, [token for token, _ in verified])
+            for i, (token, logprob) in enumerate(verified[: 1 + accepted]):
+                if isnan(logprob):
+                    row.finish, row.error = "error", "the logits are not numbers: the adapter's weights overflow"
+                    log.warning("logits are not numbers", extra={"request": row.params.request, "adapter": row.key})
+                else:
+                    row.append(token, logprob, self.limits.max_context)
+                    self.generated += 1
+                    row.filled += i > 0
+                    self.stats["accepted_tokens"] += i > 0
+                if row.finish:
+                    break
             self._undrained[row.params.request] = row
             if row.finish:
                 self._finish(row)
@@ -369,13 +377,9 @@ class NativeEngine:
     def _finish(self, request: EngineRequest) -> None:
         """Removes a finished request; ``drain`` returns its last chunk."""
         self.admission.remove(request)
+        if self._speculator is not None:
+            self._speculator.end(request)
         if request.key:
             self.bank.unpin(request.key)
         del self._requests[request.params.request]
         self._undrained[request.params.request] = request
-
-
-def _chunk(key: str, tokens: Sequence[int], start: int, slot: KVSlot, prefix: SharedPrefix | None) -> SequenceChunk:
-    if prefix is None:
-        return SequenceChunk(key, tokens, start, slot)
-    return SequenceChunk(key, tokens, start, slot, prefix.slot, len(prefix.tokens))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Literal
 
 import msgspec
@@ -18,6 +19,25 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 _LONGEST_CHARACTER = 4
 """Tokens (bytes, at worst) after which an incomplete character is invalid UTF-8."""
+
+
+def validate(order: protocol.Generate, vocabulary: int, context: int) -> None:
+    """Raises ``ValueError`` with a one-line reason for a request that no engine of this vocabulary and context runs."""
+    length = len(order.prompt) + len(order.prefix_tokens)
+    if not order.prompt:
+        raise ValueError("the prompt is empty")
+    if len(order.prompt) >= context or length > context:
+        raise ValueError(f"the prompt has {length} tokens; this model's context is {context}")
+    if not 0 <= order.shared_prefix <= len(order.prompt):
+        raise ValueError(f"shared_prefix is {order.shared_prefix}, the prompt has {len(order.prompt)} tokens")
+    if order.prompt_logprobs and order.shared_prefix:
+        raise ValueError("prompt_logprobs need a prompt without a shared_prefix")
+    if not all(0 <= token < vocabulary for token in (*order.prompt, *order.prefix_tokens)):
+        raise ValueError(f"a token id is outside the vocabulary of {vocabulary}")
+    if order.max_tokens < 1:
+        raise ValueError(f"max_tokens is {order.max_tokens}; it must be at least 1")
+    if not (isfinite(order.temperature) and order.temperature >= 0):
+        raise ValueError(f"temperature is {order.temperature}; it must be 0 or more")
 
 
 @dataclass
@@ -86,6 +106,16 @@ class EngineRequest:
         return self.prefix is None or self.prefix.complete
 
     @property
+    def prefilled(self) -> bool:
+        """Whether its whole sequence is cached, except for the last token of its answer."""
+        return self.prefix_cached and self.tail_length - self.filled <= (1 if self.tokens else 0)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether a decode step computes its next token."""
+        return bool(self.tokens) and self.prefilled
+
+    @property
     def shared_tokens(self) -> tuple[int, ...]:
         return tuple(self.params.prompt[: self.params.shared_prefix])
 
@@ -114,8 +144,12 @@ class EngineRequest:
         params = self.params
         if self.tokens and (self.tokens[-1] in params.stop_tokens or self.stops.found(self.tokens)):
             self.finish = "stop"
-        elif len(self.tokens) >= params.max_tokens or len(params.prompt) + len(self.tokens) >= max_context:
+        elif self.remaining(max_context) <= 0:
             self.finish = "length"
+
+    def remaining(self, max_context: int) -> int:
+        """Tokens after which the text is as long as it may be."""
+        return min(self.params.max_tokens, max_context - len(self.params.prompt)) - len(self.tokens)
 
     def chunks(self) -> list[protocol.TokenChunk]:
         """Tokens since the last call, one chunk per version that sampled them; the last chunk has ``finish``."""

@@ -1,0 +1,263 @@
+"""Drafts for speculative decoding: what a text may go on with, from the texts of its group.
+
+Promises:
+
+* A request drafts from its own prompt and text, and from those of the requests that name the same ``group``; a request
+  without a group from its own alone. No text is reachable from another group.
+* Drafts decide when a token is sampled, never which: a wrong one costs time only.
+* Memory is bounded by ``MAX_STATES``. A request without a group is forgotten when it ends. A group of which no request
+  is here is kept for further ones as long as it is among the ``MAX_IDLE`` last of those and there is room.
+* Looking for drafts in vain takes ``VAIN_SHARE`` of the time of the steps.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from cachetools import LRUCache
+
+from rookery.scheduling.speculation import Acceptance, StepCosts, draft_budget, kind_of
+from rookery.worker.engine.native.request import EngineRequest
+
+MAX_DRAFT = 8
+"""Most draft tokens of a request in a step, as in Seer: an accepted ninth is rare, and the eight are free for one row
+on two cores."""
+
+MAX_STATES = 1 << 17
+"""Of all indexes together, a token needs at most two: about 45 MB. Beyond, they do not grow."""
+
+PROMPT_TOKENS = 256
+"""Of a prompt's last tokens are in the index: an answer repeats what it was asked last."""
+
+MAX_LINKS = 64
+"""Suffixes of a place whose occurrences are counted: in a text that repeats one token, there are as many as tokens."""
+
+MAX_IDLE = 64
+"""Groups without a request here: their next turns, or members that wait for a row, come within as many groups."""
+
+VAIN_SHARE = 0.01
+"""Of the steps' time: with many rows, drafts are looked for in one step of some dozens until they pay again."""
+
+
+class SuffixIndex:
+    """A suffix automaton of several texts (Blumer et al., 1985; generalised, online). A state is a set of substrings
+    that end at the same places; 0 is the empty one."""
+
+    def __init__(self) -> None:
+        self._next: list[dict[int, int]] = [{}]
+        self._link, self._length, self._count = array("i", [-1]), array("i", [0]), array("i", [0])
+        """The state of the longest substring that ends at more places; the longest substring's tokens; places."""
+
+    def __len__(self) -> int:
+        return len(self._next)
+
+    def extend(self, state: int, token: int, *, again: bool = False) -> int:
+        """The state of a text, whose state was ``state``, after another token. ``again``: where the same text was
+        indexed before, it is not counted twice."""
+        following = self._next[state].get(token)
+        if following is not None:
+            exact = self._length[following] == self._length[state] + 1
+            end = following if exact else self._split(state, token, following)
+            if exact and again:
+                return end
+        else:
+            end, at = self._add({}, -1, self._length[state] + 1, 0), state
+            while at >= 0 and token not in self._next[at]:
+                self._next[at][token] = end
+                at = self._link[at]
+            if at >= 0:
+                other = self._next[at][token]
+                exact = self._length[other] == self._length[at] + 1
+                self._link[end] = other if exact else self._split(at, token, other)
+            else:
+                self._link[end] = 0
+        at, links = end, 0
+        while at > 0 and links < MAX_LINKS:
+            self._count[at] += 1
+            at, links = self._link[at], links + 1
+        return end
+
+    def draft(self, state: int, most: int) -> list[tuple[int, int, float]]:
+        """Up to ``most`` tokens with which a text in ``state`` may go on: what followed its longest suffix that was
+        followed by anything, most often. Each with the tokens matched before it, and its share of what followed."""
+        draft: list[tuple[int, int, float]] = []
+        matched = self._length[state]
+        while len(draft) < most:
+            while state > 0 and not self._next[state]:
+                state = self._link[state]
+                matched = min(matched, self._length[state])
+            if state <= 0:
+                break
+            followers = self._next[state]
+            token = max(followers, key=lambda t: self._count[followers[t]])
+            total = sum(self._count[other] for other in followers.values())
+            draft.append((token, matched, self._count[followers[token]] / max(total, 1)))
+            state, matched = followers[token], matched + 1
+        return draft
+
+    def _add(self, following: dict[int, int], link: int, length: int, count: int) -> int:
+        self._next.append(following)
+        self._link.append(link)
+        self._length.append(length)
+        self._count.append(count)
+        return len(self._next) - 1
+
+    def _split(self, before: int, token: int, state: int) -> int:
+        """A state of its own for the substrings of ``state`` that are no longer than those of ``before`` and a token:
+        they end at one more place from now on."""
+        length, count = self._length[before] + 1, self._count[state]
+        short = self._add(dict(self._next[state]), self._link[state], length, count)
+        self._link[state] = short
+        while before >= 0 and self._next[before].get(token) == state:
+            self._next[before][token] = short
+            before = self._link[before]
+        return short
+
+
+@dataclass(eq=False)
+class _Text:
+    """A request's text in its group's index, as far as ``indexed``, and a draft to be compared with what follows."""
+
+    prompt: Sequence[int]
+    tokens: list[int]
+    """The request's own list, which grows."""
+    state: int = 0
+    indexed: int = 0
+    draft: list[tuple[int, int, float]] = field(default_factory=list)
+    drafted_at: int = 0
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+
+@dataclass(eq=False)
+class _Group:
+    index: SuffixIndex = field(default_factory=SuffixIndex)
+    live: dict[str, _Text] = field(default_factory=dict)
+    """By request."""
+    ended: list[_Text] = field(default_factory=list)
+    """Not yet indexed to their ends."""
+
+
+class Speculator:
+    """The drafts of an engine's requests, and how many of them a step verifies."""
+
+    def __init__(self, costs: StepCosts | None = None) -> None:
+        self.costs = costs or StepCosts()
+        self._groups: dict[tuple[str, ...], _Group] = {}
+        """With requests here; by policy and name, or by the request that has no group."""
+        self._idle: dict[tuple[str, ...], _Group] = {}
+        """Without, the longest idle first."""
+        self._acceptance: LRUCache[tuple[str, bool], Acceptance] = LRUCache(256)
+        """By policy, and whether the request has a group."""
+        self._vain_seconds = 0.0
+        """Not yet made up for by steps."""
+
+    @property
+    def states(self) -> int:
+        """Of all indexes."""
+        return sum(len(group.index) for group in (*self._groups.values(), *self._idle.values()))
+
+    def begin(self, request: EngineRequest) -> None:
+        """The request may be given to ``propose`` until its ``end``."""
+        key = _key(request)
+        group = self._groups.get(key) or self._idle.pop(key, _Group())
+        self._groups[key] = group
+        group.live[request.params.request] = _Text(request.params.prompt[-PROMPT_TOKENS:], request.tokens)
+
+    def end(self, request: EngineRequest) -> None:
+        """The request has ended; does nothing where it did not begin."""
+        key = _key(request)
+        group = self._groups.get(key)
+        if group is None or (text := group.live.pop(request.params.request, None)) is None:
+            return
+        group.ended.append(text)
+        if not group.live:
+            del self._groups[key]
+            if request.params.group:
+                self._idle[key] = group
+                while len(self._idle) > MAX_IDLE:
+                    self._forget()
+
+    def propose(self, rows: Sequence[EngineRequest], room: Sequence[int]) -> list[list[int]]:
+        """Draft tokens of each row that its next step should verify, at most ``room`` [rows]."""
+        if self._vain_seconds > 0.0:
+            return [[] for _ in rows]
+        began = time.perf_counter()
+        while (full := self.states > MAX_STATES) and self._idle:
+            self._forget()
+        drafts, chances = [], []
+        for row, most in zip(rows, room, strict=True):
+            draft = self._draft(row, grow=not full)[: max(most, 0)]
+            drafts.append([token for token, _, _ in draft])
+            chances.append(self._accepted(row).chances([kind_of(matched, share) for _, matched, share in draft]))
+        lengths = draft_budget(chances, self.costs)
+        if not any(lengths):
+            self._vain_seconds += time.perf_counter() - began
+        return [draft[:length] for draft, length in zip(drafts, lengths, strict=True)]
+
+    def observe(self, rows: int, positions: int, seconds: float) -> None:
+        """A step of so many rows and positions took so long, ``propose`` not counted."""
+        self.costs.observe(rows, positions, seconds)
+        self._vain_seconds = max(0.0, self._vain_seconds - VAIN_SHARE * seconds)
+
+    def _draft(self, row: EngineRequest, *, grow: bool) -> list[tuple[int, int, float]]:
+        """After the texts of the row's group are indexed, and its draft before was compared with its text."""
+        group = self._groups[_key(row)]
+        text = group.live[row.params.request]
+        if grow:
+            for other in (*group.ended, *group.live.values()):
+                _index(group.index, other)
+            group.ended.clear()
+        self._compare(row, text)
+        draft = group.index.draft(text.state, MAX_DRAFT) if text.indexed == len(text) else []
+        if not text.draft:
+            text.draft, text.drafted_at = draft, len(text.tokens)
+        return draft
+
+    def _compare(self, row: EngineRequest, text: _Text) -> None:
+        """Records how far the draft was right, verified or not, once that is known."""
+        said = text.tokens[text.drafted_at : text.drafted_at + len(text.draft)]
+        right = accepted_tokens([token for token, _, _ in text.draft][: len(said)], said)
+        if right == len(said) < len(text.draft):
+            return
+        for i, (_, matched, share) in enumerate(text.draft[: right + 1]):
+            self._accepted(row).record(kind_of(matched, share), right=i < right)
+        text.draft = []
+
+    def _accepted(self, row: EngineRequest) -> Acceptance:
+        key = (_policy(row), bool(row.params.group))
+        found: Acceptance | None = self._acceptance.get(key)
+        if found is None:
+            found = self._acceptance[key] = Acceptance()
+        return found
+
+    def _forget(self) -> None:
+        del self._idle[next(iter(self._idle))]
+
+
+def accepted_tokens(draft: Sequence[int], sampled: Sequence[int]) -> int:
+    """How many tokens of a draft are those that were ``sampled`` in their places (one more, after the last)."""
+    return next((i for i, token in enumerate(draft) if token != sampled[i]), len(draft))
+
+
+def _index(index: SuffixIndex, text: _Text) -> None:
+    """The tokens since the last call."""
+    for at in range(text.indexed, len(text)):
+        if at < len(text.prompt):
+            text.state = index.extend(text.state, text.prompt[at], again=True)
+        else:
+            text.state = index.extend(text.state, text.tokens[at - len(text.prompt)])
+    text.indexed = len(text)
+
+
+def _key(request: EngineRequest) -> tuple[str, ...]:
+    group = request.params.group
+    return (_policy(request), group) if group else (request.params.request,)
+
+
+def _policy(request: EngineRequest) -> str:
+    return request.params.adapter.policy if request.params.adapter is not None else ""
