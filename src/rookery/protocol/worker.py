@@ -202,8 +202,8 @@ class Generate(Message, kw_only=True):
     """A stop string ends the text with the token that completes it; that token is kept."""
     episode: str = ""
     group: str = ""
-    """The id of the episode's group; empty for a request without one. Requests of one group draft from each other's texts
-    (speculative decoding): a group is one tenant's."""
+    """The id of the episode's group; empty for a request without one. Requests of one group draft from each other's
+    texts (speculative decoding): a group is one tenant's."""
     in_flight: Literal["finish", "switch", "recompute"] = "finish"
     """Reaction to a newer version. Unless it is ``finish``, a running request may also be resumed by a newer version
     than it runs on; with ``switch`` it extends the episode's cache also where an older version computed it."""
