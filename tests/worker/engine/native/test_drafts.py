@@ -22,7 +22,7 @@ from rookery.scheduling.speculation import StepCosts
 from rookery.worker.engine.native import drafts as drafts_module
 from rookery.worker.engine.native.drafts import Speculator, SuffixIndex
 from rookery.worker.engine.native.engine import NativeEngine
-from rookery.worker.engine.native.request import EngineRequest
+from rookery.worker.engine.native.request import EngineRequest, StopStrings
 from rookery.worker.engine.native.runner import DenseRunner, KernelRunner
 from rookery.worker.model.adapter import Adapter
 from rookery.worker.model.lora import LoraManager
@@ -283,23 +283,23 @@ def _followers(suffix: Sequence[int], texts: Sequence[Sequence[int]]) -> Counter
     )
 
 
-def test_memory_is_bounded_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts_module, "MAX_IDLE", 3)
-    monkeypatch.setattr(drafts_module, "MAX_STATES", 600)
-    speculator = Speculator()
+@pytest.mark.parametrize(("idle", "states"), [(3, 1 << 17), (64, 600)])
+def test_memory_is_bounded_and_freed(monkeypatch: pytest.MonkeyPatch, idle: int, states: int) -> None:
+    monkeypatch.setattr(drafts_module, "MAX_IDLE", idle)
+    monkeypatch.setattr(drafts_module, "MAX_STATES", states)
+    speculator, text = Speculator(Free()), 2 * (20 + 100)
+
+    def draft(name: str, group: str, seed: int) -> None:
+        request = EngineRequest(order(name, group=group), "", StopStrings([], str), prompt(seed, 100))
+        speculator.begin(request)
+        speculator.observe(1, 1, 1e3)
+        speculator.propose([request], [8])
+        speculator.end(request)
+
     for group in range(8):
-        for name in range(2):
-            tokens = prompt(10 * group + name, 100)
-            request = EngineRequest(order(f"{group}-{name}", group=f"g{group}"), "", object(), tokens)  # type: ignore[arg-type]
-            speculator.begin(request)
-            speculator.observe(1, 1, 1e3)
-            speculator.propose([request], [8])
-            speculator.end(request)
-    assert 0 < speculator.states <= 600 + 2 * 120
-    assert len(speculator._idle) <= 3 and not speculator._groups
-    alone = EngineRequest(order("alone", group=""), "", object(), prompt(3, 100))  # type: ignore[arg-type]
+        for member in range(2):
+            draft(f"{group}-{member}", f"g{group}", 10 * group + member)
     before = speculator.states
-    speculator.begin(alone)
-    speculator.propose([alone], [8])
-    speculator.end(alone)
-    assert speculator.states <= before and not speculator._groups
+    assert text < before <= min(idle * 2 * text, states + text)
+    draft("alone", "", 3)
+    assert 0 < speculator.states <= before

@@ -134,7 +134,7 @@ class _Text:
 
 
 @dataclass(eq=False)
-class _Group:
+class _GroupTexts:
     index: SuffixIndex = field(default_factory=SuffixIndex)
     live: dict[str, _Text] = field(default_factory=dict)
     """By request."""
@@ -147,9 +147,9 @@ class Speculator:
 
     def __init__(self, costs: StepCosts | None = None) -> None:
         self.costs = costs or StepCosts()
-        self._groups: dict[tuple[str, ...], _Group] = {}
+        self._groups: dict[tuple[str, ...], _GroupTexts] = {}
         """With requests here; by policy and name, or by the request that has no group."""
-        self._idle: dict[tuple[str, ...], _Group] = {}
+        self._idle: dict[tuple[str, ...], _GroupTexts] = {}
         """Without, the longest idle first."""
         self._acceptance: LRUCache[tuple[str, bool], Acceptance] = LRUCache(256)
         """By policy, and whether the request has a group."""
@@ -164,7 +164,7 @@ class Speculator:
     def begin(self, request: EngineRequest) -> None:
         """The request may be given to ``propose`` until its ``end``."""
         key = _key(request)
-        group = self._groups.get(key) or self._idle.pop(key, _Group())
+        group = self._groups.get(key) or self._idle.pop(key, _GroupTexts())
         self._groups[key] = group
         group.live[request.params.request] = _Text(request.params.prompt[-PROMPT_TOKENS:], request.tokens)
 
