@@ -16,9 +16,9 @@ from safetensors.torch import save_file
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
 from rookery.worker.model.adapter import write_adapter
-from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.config import SITES, DecoderConfig
 from rookery.worker.model.convert import prepare
-from rookery.worker.model.decoder import SITES, best_dtype
+from rookery.worker.model.decoder import best_dtype
 
 OURS = ("GOMP_SPINCOUNT", "MKL_CBWR")
 """What a worker's package writes into the environment for its own threads and sums: a peer's are as its libraries have

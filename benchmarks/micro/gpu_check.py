@@ -34,6 +34,7 @@ from rookery.worker.trainer.native.backbone import RECOMPUTE_TOKENS, PassLimits
 from rookery.worker.trainer.native.microbatch import PassItem, QueuedBatch, run_pass
 from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
 from rookery.worker.trainer.native.packing import PackedGroup
+from rookery.worker.trainer.native.trainer import NativeBackbone
 
 SMALL = {
     "vocab_size": 4096,
@@ -146,7 +147,7 @@ def _model(here: Decoder, there: Decoder) -> list[Check]:
         logp = []
         for forward_only in (True, False):
             work = QueuedBatch(_operation(forward_only), units)
-            run_pass(decoder, [PassItem(work, state, units)], attention, LIMITS)
+            run_pass(NativeBackbone(decoder, LIMITS, attention), [PassItem(work, state, units)])
             logp.append(torch.frombuffer(bytearray(work.logprobs()), dtype=torch.float32))
         results.append((*logp, state.gradient.cpu()))
     (wanted, _, gradient), (scored, trained, ours) = results
@@ -241,7 +242,7 @@ def _rescored(decoder: Decoder, texts: dict[int, tuple[list[int], list[float]]])
         state = PolicyState(AdapterExport(adapter), decoder.config, decoder.dtype, decoder.device)
         unit = PackedGroup.from_group(protocol.SharedPrefixGroup(prompt=_prompt(request), members=[_member(tokens)]))
         work = QueuedBatch(_operation(True), [unit])
-        run_pass(decoder, [PassItem(work, state, [unit])], _packed, LIMITS)
+        run_pass(NativeBackbone(decoder, LIMITS, _packed), [PassItem(work, state, [unit])])
         found.append(torch.frombuffer(bytearray(work.logprobs()), dtype=torch.float32))
     return torch.cat(found)
 

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.decoder import SITES
+from rookery.worker.model.config import SITES, DecoderConfig
 
 DEVIATION = 0.02
 LOGITS_DEVIATION = 4.0

@@ -35,8 +35,8 @@ from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.runner import best_runner
 from rookery.worker.memory import MemoryBudget, MemoryUse
 from rookery.worker.model.batch_invariance import disable_amx_if_unsafe
-from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.decoder import SITES, WEIGHTS, Decoder
+from rookery.worker.model.config import SITES, DecoderConfig
+from rookery.worker.model.decoder import WEIGHTS, Decoder
 from rookery.worker.model.lora import LoraManager
 from rookery.worker.trainer.base import Trainer, TrainerResult
 from rookery.worker.trainer.native.backbone import limits_for

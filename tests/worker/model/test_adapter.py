@@ -16,7 +16,8 @@ from tests.worker.model.test_decoder import Causal
 
 from rookery.errors import UserError
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter, read_adapter, write_adapter
-from rookery.worker.model.decoder import SITES, Decoder
+from rookery.worker.model.config import SITES
+from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
 
 
@@ -55,7 +56,7 @@ def test_peft_gives_the_same_logits(tmp_path: Path, family: str, rank: int, targ
             base = model(tokens[None]).logits[0]
     assert (expected - base).abs().max() > 0.5
     back = read_adapter(tmp_path, decoder.config)
-    assert (back.rank, back.alpha, back.targets, back.rslora) == (rank, 24.0, adapter.targets, rslora)
+    assert (back.rank, back.alpha, back.modules, back.rslora) == (rank, 24.0, adapter.modules, rslora)
     torch.testing.assert_close(logits(decoder, bank(decoder, x=back), "x", tokens), expected, atol=2e-4, rtol=1e-4)
 
 

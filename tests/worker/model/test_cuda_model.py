@@ -23,7 +23,7 @@ from rookery.errors import UserError
 from rookery.worker import device
 from rookery.worker.engine.native.cuda.sampler import sample_on_device
 from rookery.worker.engine.native.sampler import SamplingKey, sample
-from rookery.worker.model.decoder import SITES
+from rookery.worker.model.config import SITES
 from rookery.worker.model.lora import GroupedMatmul, LoraManager, batched_matmul, best_grouped_matmul, grouped_matmul
 from rookery.worker.model.varlen_attention import (
     KeyRanges,

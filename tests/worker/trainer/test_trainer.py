@@ -28,9 +28,9 @@ from rookery.worker.model.adapter import PARTS, init_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.convert import fuse
 from rookery.worker.model.decoder import Decoder
+from rookery.worker.trainer import packed_trainer
 from rookery.worker.trainer.base import TrainerResult
-from rookery.worker.trainer.native import microbatch
-from rookery.worker.trainer.native import trainer as trainer_module
+from rookery.worker.trainer.native import trainer as native_trainer
 from rookery.worker.trainer.native.attention import AttentionFactory, ChunkedAttention, ChunkSizes, VarlenAttention
 from rookery.worker.trainer.native.backbone import PassLimits, forward
 from rookery.worker.trainer.native.optim import AdapterExport
@@ -374,7 +374,7 @@ def test_copied_prompt_keys_count_as_memory(tmp_path: Path, monkeypatch: pytest.
         twice.append(recompute)
         return forward(*given, recompute=recompute)
 
-    monkeypatch.setattr(microbatch, "forward", counted)
+    monkeypatch.setattr(native_trainer, "forward", counted)
     folder, rng = adapter_folder(tmp_path / "p", 4, 3), random.Random(0)
     batch = protocol.TrainingBatch(groups=[unit(rng, 16, [9] * 6), unit(rng, 8, [3])])  # the last token is not read
     gradients = []
@@ -487,14 +487,14 @@ def test_pass_out_of_memory_is_lost_and_next_passes_are_shorter(
     """On a GPU, within the backward pass: the operations run again as if the pass had not begun."""
     folders = {p: adapter_folder(tmp_path / p, 4, i) for i, p in enumerate("xy")}
     at = trainer(decoder(), folders, slice_tokens=4096)
-    run = trainer_module.run_pass
+    run = packed_trainer.run_pass
 
     def full(*given: Any) -> int:
-        monkeypatch.setattr(trainer_module, "run_pass", run)
+        monkeypatch.setattr(packed_trainer, "run_pass", run)
         run(*given)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(trainer_module, "run_pass", full)
+    monkeypatch.setattr(packed_trainer, "run_pass", full)
     for policy in "xy":
         at.forward_backward(forward_backward(policy, op=f"fb {policy}"), protocol.TrainingBatch(groups=units(0)))
         at.optim_step(optim(policy, op=f"opt {policy}"))
@@ -707,7 +707,7 @@ def test_initial_versions(tmp_path: Path) -> None:
     at = trainer(decoder(), {})
     op = protocol.InitAdapter(op="i", policy="p", rank=4, alpha=8.0, targets=["q", "down"], seed=7, commit="t")
     new, again = at.initial_version(op, None), at.initial_version(op, None)
-    assert set(new.adapter.targets) == {"q", "down"}
+    assert new.adapter.modules == ["q_proj", "down_proj"]
     for (a, b), (other, _) in zip(new.adapter.weights.values(), again.adapter.weights.values(), strict=True):
         assert torch.equal(a, other) and not b.any()
     folder = adapter_folder(tmp_path / "source", 4, 1)

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from rookery.worker.model.adapter import Adapter
 from rookery.worker.model.batch_invariance import contraction_chunks
-from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.decoder import SITES, output_slices
+from rookery.worker.model.config import SITES, DecoderConfig
+from rookery.worker.model.decoder import output_slices
 
 RANK_BUCKET = 16
 """Ranks are padded to multiples of 16: a narrower product costs as much as one of 16."""

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from rookery.errors import UserError
 from rookery.tokenization.registry import SUPPORTED_MODEL_TYPES
+
+SITES = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+"""The fused projections and the parts each is made of, in order of their output rows."""
 
 _ROPE_BASE = {"smollm3": 2_000_000.0}
 """``rope_theta`` where the file leaves it out; 10,000 (RoFormer, arXiv:2104.09864) for the other families."""
@@ -68,6 +72,22 @@ class DecoderConfig:
             "up": (self.hidden, self.inner),
             "down": (self.inner, self.hidden),
         }[part]
+
+    @property
+    def sites(self) -> Mapping[str, tuple[str, ...]]:
+        """See ``adapter.Projections``."""
+        return SITES
+
+    @cached_property
+    def shapes(self) -> Mapping[tuple[int, str], tuple[int, int]]:
+        """See ``adapter.Projections``."""
+        parts = [part for parts in SITES.values() for part in parts]
+        return {(layer, part): self.site_shape(part) for layer in range(self.layers) for part in parts}
+
+    @property
+    def prefix(self) -> str:
+        """See ``adapter.Projections``."""
+        return "model.layers"
 
     @classmethod
     def read(cls, folder: Path) -> DecoderConfig:

@@ -23,12 +23,10 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.config import SITES, DecoderConfig
 from rookery.worker.model.layers import PackedLinear, rms_norm, rotate, swiglu
 
 WEIGHTS = "model.safetensors"
-SITES = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
-"""The fused projections and the parts each is made of, in order of their output rows."""
 
 
 def output_slices(config: DecoderConfig, site: str) -> dict[str, slice]:

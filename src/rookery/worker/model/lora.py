@@ -30,8 +30,7 @@ from rookery.worker.memory import NoRoom, require
 from rookery.worker.model.adapter import Adapter
 from rookery.worker.model.adapter_slots import AdapterSlots, ResidentAdapter, padded_rank
 from rookery.worker.model.batch_invariance import chunked_matmul, exact_rows, pad_rows, zero_padding_is_exact
-from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.decoder import SITES
+from rookery.worker.model.config import SITES, DecoderConfig
 
 T = TypeVar("T")
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from rookery.worker.engine.native import kernels
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.adapter_slots import ResidentAdapter
-from rookery.worker.model.decoder import SITES, Decoder, output_slices
+from rookery.worker.model.config import SITES
+from rookery.worker.model.decoder import Decoder, output_slices
 
 if not kernels.load(None):
     pytest.skip(kernels.runtime.why_unavailable(), allow_module_level=True)

@@ -19,13 +19,10 @@ from torch import Tensor
 from rookery import protocol
 from rookery.algorithms.losses import LOSSES, kl_penalty
 from rookery.worker.device import finish
-from rookery.worker.model.decoder import Decoder
-from rookery.worker.trainer.native.attention import AttentionFactory
-from rookery.worker.trainer.native.backbone import PassLimits, forward, infer
-from rookery.worker.trainer.native.loss_head import token_logprobs
 from rookery.worker.trainer.native.optim import PolicyState
-from rookery.worker.trainer.native.packed_lora import PackedLora, PolicyRows
+from rookery.worker.trainer.native.packed_lora import PolicyRows
 from rookery.worker.trainer.native.packing import PackedBatch, PackedGroup, pack_groups
+from rookery.worker.trainer.packed_pass import Backbone
 
 
 class QueuedBatch:
@@ -72,38 +69,37 @@ class PassItem:
     groups: list[PackedGroup]
 
 
-def run_pass(decoder: Decoder, items: Sequence[PassItem], attention: AttentionFactory, limits: PassLimits) -> int:
+def run_pass(backbone: Backbone, items: Sequence[PassItem]) -> int:
     """Computes ``items`` in one pass (all forward-only or none) and records the results in their operations; the number
-    of tokens. Layers are recomputed if the groups exceed ``limits.resident_tokens``."""
+    of tokens. Layers are recomputed if the groups exceed ``resident_tokens`` of the backbone's limits."""
     began = time.perf_counter()
     groups = [group for item in items for group in item.groups]
-    batch = pack_groups(groups, decoder.device)
-    attend = attention(decoder, batch)
+    batch, limits = pack_groups(groups, backbone.device), backbone.limits
     rows, loss_rows = _by_item(items, batch.row_ranges), _by_item(items, batch.loss_ranges)
-    lora = PackedLora([PolicyRows(r.start, r.stop, item.policy) for item, r in zip(items, rows, strict=True)])
-    temperatures = _temperatures(items, loss_rows, len(batch.sources), decoder.device)
+    policies = [PolicyRows(r.start, r.stop, item.policy) for item, r in zip(items, rows, strict=True)]
+    temperatures = _temperatures(items, loss_rows, len(batch.sources), backbone.device)
     if items[0].queued.op.forward_only:
-        hidden = infer(decoder, batch, attend, lora)[batch.sources]
-        logp = token_logprobs(decoder, hidden, batch.targets, temperatures, derivatives=False).logp
+        hidden = backbone.infer(batch, policies)[batch.sources]
+        logp = backbone.logprobs(hidden, batch.targets, temperatures, derivatives=False).logp
         for item, span in zip(items, loss_rows, strict=True):
             item.queued.add_logprobs(logp[span])
             _add_loss(item, batch, span, logp[span], None)
     else:
         recompute = sum(group.memory(limits.copied_key_share) for group in groups) > limits.resident_tokens
-        passed = forward(decoder, batch, attend, lora, recompute=recompute)
-        scores = token_logprobs(decoder, passed.hidden[batch.sources], batch.targets, temperatures, derivatives=True)
+        passed = backbone.forward(batch, policies, recompute=recompute)
+        scores = backbone.logprobs(passed.hidden[batch.sources], batch.targets, temperatures, derivatives=True)
         assert scores.slopes is not None and scores.entropy is not None
-        base = _base_logprobs(decoder, items, loss_rows, scores.logp, temperatures, attention)
+        base = _base_logprobs(backbone, items, loss_rows, scores.logp, temperatures)
         d_logp = torch.zeros_like(scores.logp)
         for item, span in zip(items, loss_rows, strict=True):
             d_logp[span] = _loss_gradient(item, batch, span, scores.logp[span], base[span])
             item.queued.add_metrics({"entropy:sum": float(scores.entropy[span].sum())})
             if item.queued.op.logprobs:
                 item.queued.add_logprobs(scores.logp[span])
-        d_hidden = torch.zeros(passed.hidden.shape, dtype=scores.slopes.dtype, device=decoder.device)
+        d_hidden = torch.zeros(passed.hidden.shape, dtype=scores.slopes.dtype, device=backbone.device)
         d_hidden.index_add_(0, batch.sources, scores.slopes.mul_(d_logp[:, None]))
-        passed.backward(d_hidden.to(decoder.dtype))
-    finish(decoder.device)
+        passed.backward(d_hidden.to(backbone.dtype))
+    finish(backbone.device)
     seconds = time.perf_counter() - began
     for item, span in zip(items, rows, strict=True):
         item.queued.add_metrics({"seconds": seconds * (span.stop - span.start) / len(batch.tokens)})
@@ -178,20 +174,19 @@ def _trajectories(item: PassItem, batch: PackedBatch, span: slice) -> Tensor:
 
 
 def _base_logprobs(
-    decoder: Decoder,
+    backbone: Backbone,
     items: Sequence[PassItem],
     loss_rows: Sequence[slice],
     logp: Tensor,
     temperatures: Tensor | None,
-    attention: AttentionFactory,
 ) -> Tensor:
     """Like ``logp``, under the base model, for operations with a KL penalty; zeros elsewhere."""
     base = torch.zeros_like(logp)
     needed = [(item, span) for item, span in zip(items, loss_rows, strict=True) if item.queued.op.kl_weight]
     if needed:
-        batch = pack_groups([group for item, _ in needed for group in item.groups], decoder.device)
-        hidden = infer(decoder, batch, attention(decoder, batch), None)[batch.sources]
-        rows = torch.cat([torch.arange(span.start, span.stop, device=decoder.device) for _, span in needed])
+        batch = pack_groups([group for item, _ in needed for group in item.groups], backbone.device)
+        hidden = backbone.infer(batch, [])[batch.sources]
+        rows = torch.cat([torch.arange(span.start, span.stop, device=backbone.device) for _, span in needed])
         chosen = None if temperatures is None else temperatures[rows]
-        base[rows] = token_logprobs(decoder, hidden, batch.targets, chosen, derivatives=False).logp
+        base[rows] = backbone.logprobs(hidden, batch.targets, chosen, derivatives=False).logp
     return base

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import torch
@@ -23,9 +24,7 @@ from torch import Tensor
 
 from rookery import protocol
 from rookery.errors import UserError
-from rookery.worker.model.adapter import Adapter, read_adapter, write_adapter
-from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.decoder import SITES, output_slices
+from rookery.worker.model.adapter import Adapter, Projections, read_adapter, write_adapter
 
 STATE_FILE = "trainer_state.safetensors"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -84,9 +83,9 @@ class AdapterExport:
         return sorted(path.name for path in folder.iterdir())
 
     @classmethod
-    def read(cls, folder: Path, config: DecoderConfig) -> AdapterExport:
+    def read(cls, folder: Path, model: Projections) -> AdapterExport:
         """From a PEFT folder, with the optimizer's state if it is there. Raises ``UserError``."""
-        adapter, moments, step = read_adapter(folder, config), {}, 0
+        adapter, moments, step = read_adapter(folder, model), {}, 0
         path = folder / STATE_FILE
         if path.exists():
             try:
@@ -102,18 +101,13 @@ class PolicyState:
     """Flat float32 vectors with all A first, then all B, each in order of layer, site and part; ``sites[layer, site]``
     are views for the matmuls."""
 
-    def __init__(self, export: AdapterExport, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, export: AdapterExport, model: Projections, dtype: torch.dtype, device: torch.device) -> None:
         """Equal to the state that was exported, without its gradient. Raises ``UserError`` for moments of another
         shape."""
         adapter = export.adapter
         self.rank, self.alpha, self.rslora, self.scale = adapter.rank, adapter.alpha, adapter.rslora, adapter.scale
-        self._order = [
-            (layer, part)
-            for layer in range(config.layers)
-            for parts in SITES.values()
-            for part in parts
-            if (layer, part) in adapter.weights
-        ]
+        self.prefix = adapter.prefix
+        self._order = [key for key in model.shapes if key in adapter.weights]
         self._layout = [
             (f"{layer}.{part}.{'AB'[side]}", adapter.weights[layer, part][side].shape)
             for side in (0, 1)
@@ -134,7 +128,7 @@ class PolicyState:
             raise UserError(f"the optimizer's state does not fit its adapter: {error}") from None
         self._split = sum(self._sizes[: len(self._order)])
         self._compute = torch.empty_like(self.masters, dtype=dtype)
-        self.sites = self._views(config)
+        self.sites = self._views(model)
         self._refresh()
 
     @staticmethod
@@ -150,13 +144,14 @@ class PolicyState:
         """A copy of weights and moments as they are now, in main memory; each vector is copied at once."""
         weights: dict[tuple[int, str], list[Tensor]] = {}
         for key, view in self._named(self.masters.to("cpu", copy=True)):
-            layer, part, _ = key.split(".")
+            layer, _, part = key.rpartition(".")[0].partition(".")
             weights.setdefault((int(layer), part), []).append(view)
         adapter = Adapter(
             rank=self.rank,
             alpha=self.alpha,
             weights={key: (pair[0], pair[1]) for key, pair in weights.items()},
             rslora=self.rslora,
+            prefix=self.prefix,
         )
         moments = {
             f"{key}.{name}": view
@@ -215,28 +210,24 @@ class PolicyState:
         for (name, shape), piece in zip(self._layout, flat.split(self._sizes), strict=True):
             yield name, piece.view(shape)
 
-    def _views(self, config: DecoderConfig) -> dict[tuple[int, str], LoraSite]:
+    def _views(self, model: Projections) -> dict[tuple[int, str], LoraSite]:
         copies, gradients = dict(self._named(self._compute)), dict(self._named(self.gradient))
+        site_of = {part: site for site, parts in model.sites.items() for part in parts}
         sites: dict[tuple[int, str], LoraSite] = {}
         at = 0
-        for layer in range(config.layers):
-            for site, names in SITES.items():
-                present = [name for name in names if (layer, name) in self._order]
-                if not present:
-                    continue
-                inputs = config.site_shape(present[0])[0]
-                size = self.rank * len(present) * inputs
-                parts = []
-                for name, outputs in output_slices(config, site).items():
-                    if name in present:
-                        index = present.index(name)
-                        ranks = slice(index * self.rank, (index + 1) * self.rank)
-                        key = f"{layer}.{name}.B"
-                        parts.append(LoraPart(ranks, outputs, copies[key], gradients[key]))
-                sites[layer, site] = LoraSite(
-                    self._compute[at : at + size].view(-1, inputs),
-                    self.gradient[at : at + size].view(-1, inputs),
-                    parts,
-                )
-                at += size
+        for layer, site in dict.fromkeys((layer, site_of[part]) for layer, part in self._order):
+            names = model.sites[site]
+            present = [name for name in names if f"{layer}.{name}.B" in copies]
+            inputs = model.shapes[layer, present[0]][0]
+            size = self.rank * len(present) * inputs
+            edges = accumulate((model.shapes[layer, name][1] for name in names), initial=0)
+            outputs = dict(zip(names, pairwise(edges), strict=True))
+            parts = []
+            for index, name in enumerate(present):
+                ranks, key = slice(index * self.rank, (index + 1) * self.rank), f"{layer}.{name}.B"
+                parts.append(LoraPart(ranks, slice(*outputs[name]), copies[key], gradients[key]))
+            sites[layer, site] = LoraSite(
+                self._compute[at : at + size].view(-1, inputs), self.gradient[at : at + size].view(-1, inputs), parts
+            )
+            at += size
         return sites

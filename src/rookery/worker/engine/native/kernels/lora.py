@@ -39,7 +39,8 @@ from rookery.worker.engine.native.kernels.vec import (
     sum_lanes,
 )
 from rookery.worker.model.adapter_slots import ResidentAdapter
-from rookery.worker.model.decoder import SITES, Decoder, output_slices
+from rookery.worker.model.config import SITES
+from rookery.worker.model.decoder import Decoder, output_slices
 
 BLOCK_ROWS = 8
 """Rows of a block: as many as a product holds in registers."""

@@ -1,0 +1,73 @@
+"""A base model as a trainer uses it: one differentiable pass over a packed batch, with the LoRA of each policy.
+
+Promises of every implementation:
+
+* Base weights are frozen. A policy's gradient is added to its own state as a side effect of the backward pass; rows of
+  other policies, and rows of none, do not contribute.
+* A token attends to the tokens that :mod:`rookery.worker.trainer.native.packing` states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rookery.worker.model.adapter import Projections
+from rookery.worker.trainer.native.backbone import PassLimits
+from rookery.worker.trainer.native.loss_head import TokenLogprobs
+from rookery.worker.trainer.native.packed_lora import PolicyRows
+from rookery.worker.trainer.native.packing import PackedBatch
+
+
+class BackwardPass(Protocol):
+    """A finished forward pass."""
+
+    @property
+    def hidden(self) -> Tensor:
+        """Hidden states [tokens, hidden], as :meth:`Backbone.logprobs` reads them, detached."""
+        ...
+
+    def backward(self, d_hidden: Tensor) -> None:
+        """Propagates d loss / d hidden back, once."""
+        ...
+
+
+class Backbone(Protocol):
+    """See the module."""
+
+    @property
+    def projections(self) -> Projections: ...
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest sequence."""
+        ...
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def limits(self) -> PassLimits: ...
+
+    def infer(self, batch: PackedBatch, policies: Sequence[PolicyRows]) -> Tensor:
+        """Hidden states [tokens, hidden] without gradients; rows of no policy are those of the base model."""
+        ...
+
+    def forward(self, batch: PackedBatch, policies: Sequence[PolicyRows], *, recompute: bool) -> BackwardPass:
+        """With ``recompute``, layers are computed again in the backward pass instead of being kept."""
+        ...
+
+    def logprobs(
+        self, hidden: Tensor, targets: Tensor, temperatures: Tensor | None, *, derivatives: bool
+    ) -> TokenLogprobs:
+        """Of ``targets`` [n] int64 after ``hidden`` [n, hidden]; ``temperatures`` [n] float32, None: all 1."""
+        ...
