@@ -166,6 +166,10 @@ class PolicyState:
         self.gradient.zero_()
         self.nonfinite_loss = False
 
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """(``layer.part.A`` or ``layer.part.B``, its accumulated gradient)."""
+        return self._named(self.gradient)
+
     def adamw(self, adam: protocol.Adam, scale: float = 1.0) -> dict[str, float]:
         """One step of AdamW (Loshchilov & Hutter, arXiv 1711.05101) on ``scale`` times the accumulated gradient, which
         is then cleared. ``grad_norm`` is the norm of the scaled gradient before clipping; ``skipped`` is 1 if it, or a

@@ -28,11 +28,12 @@ class PolicyRows:
 
 class _AddLora(torch.autograd.Function):
     """y + B A x, in place, at the projection ``key`` (layer, site). ``anchor`` is any tensor that requires a gradient:
-    the first layer's x does not."""
+    the first layer's x does not. ``y`` may be a view, so it is the first input, where autograd looks for the view that
+    a function changes."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor, anchor: Tensor, policies: Sequence[PolicyRows], key: tuple[int, str]
+        ctx: Any, y: Tensor, x: Tensor, anchor: Tensor, policies: Sequence[PolicyRows], key: tuple[int, str]
     ) -> Tensor:
         inner = []
         ctx.rows = [(slice(p.start, p.stop), p.policy.sites[key], p.policy.scale) for p in policies]
@@ -46,10 +47,10 @@ class _AddLora(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         x, *inner = ctx.saved_tensors
         (d_y,) = gradients
-        needed = ctx.needs_input_grad[0]
+        needed = ctx.needs_input_grad[1]
         covered = sum(rows.stop - rows.start for rows, _, _ in ctx.rows) == len(x)
         d_x = (torch.empty_like(x) if covered else torch.zeros_like(x)) if needed else None
         site: LoraSite
@@ -63,7 +64,7 @@ class _AddLora(torch.autograd.Function):
             site.d_a.add_(d_h.t() @ x[rows])
             if d_x is not None:
                 torch.mm(d_h, site.a, out=d_x[rows])
-        return d_x, d_y, None, None, None
+        return d_y, d_x, None, None, None
 
 
 class PackedLora:
@@ -77,4 +78,4 @@ class PackedLora:
     def __call__(self, layer: int, site: str, x: Tensor, y: Tensor) -> Tensor:
         """See ``Lora``; ``y`` is changed in place. Rows of policies without this projection keep the base's output."""
         present = [rows for rows in self._policies if (layer, site) in rows.policy.sites]
-        return _AddLora.apply(x, y, self._anchor, present, (layer, site)) if present else y
+        return _AddLora.apply(y, x, self._anchor, present, (layer, site)) if present else y

@@ -1,0 +1,203 @@
+"""A causal language model of transformers, frozen: its arithmetic as published, with adapters and attention brought in.
+
+Promises:
+
+* The base is in memory once. Adapters are added by hooks on its linear modules; attention, where the model lets it be
+  replaced, is computed by an :class:`AttentionPlan`, so that sequences of several requests or trajectories share one
+  stream of tokens. A model with other layers (:attr:`TransformersModel.streams` is False) computes one sequence a row.
+* Supported are linear modules of the decoder's layers: attention, dense MLPs, shared experts, linear attention. Weights
+  of routed experts and routers are not adapted: their inputs are not the stream's tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from rookery.errors import UserError
+from rookery.worker.model.adapter import part_of
+from rookery.worker.model.decoder import best_dtype
+
+_ATTENTION = "rookery"
+"""Name of the attention in transformers' registry."""
+
+_STREAMED = {"full_attention", "sliding_attention"}
+"""Kinds of layers that an :class:`AttentionPlan` computes. Others (linear attention, state spaces, chunks) mix tokens
+in other ways."""
+
+_NOT_ADAPTED = re.compile(r"(^|\.)experts\.|(^|\.)(gate|router|shared_expert_gate)(\.|$)")
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""The model's own attention: q [n, heads, queries, d], k and v [n, kv_heads, keys, d], mask [n or 1, 1, queries, keys],
+True where a query attends (None: everywhere) → [n, queries, heads, d]."""
+
+
+class AttentionPlan(Protocol):
+    """How the tokens of a stream attend to each other."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, attend: Attend) -> Tensor:
+        """q [1, heads, tokens, d], k and v [1, kv_heads, tokens, d], rotated; ``window`` as in ``DecoderConfig``
+        (0: none) → [1, tokens, heads, d]."""
+        ...
+
+
+class Lora(Protocol):
+    """The adapters of a stream, each projection a site of its own; as ``decoder.LoraProduct``."""
+
+    def __call__(self, layer: int, site: str, x: Tensor, y: Tensor) -> Tensor: ...
+
+
+class _Current:
+    """The plan of the pass that computes now. A module reaches it only globally, and a GPU's backward pass, which
+    recomputes layers, runs in another thread."""
+
+    plan: AttentionPlan | None = None
+
+
+def _attention(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, sliding_window: int | None = None, **given: Any
+) -> tuple[Tensor, None]:
+    """The function that the model's attention modules call."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if given.get("s_aux") is None and given.get("softcap") is None:
+            return sdpa_attention_forward(module, q, k, v, mask, **given)[0]
+        if mask is not None:  # with sinks or a cap, the model's own formula, whose masks are added
+            mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        result: Tensor = eager(module, q, k, v, mask, **given)[0]
+        return result
+
+    assert _Current.plan is not None, "a streamed model computes under a plan only"
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return _Current.plan(layer, q, k, v, sliding_window or 0, attend), None
+
+
+AttentionInterface.register(_ATTENTION, _attention)
+
+
+@dataclass(frozen=True)
+class LinearProjections:
+    """See ``adapter.Projections``: each linear module is a site of its own."""
+
+    shapes: Mapping[tuple[int, str], tuple[int, int]]
+    sites: Mapping[str, tuple[str, ...]]
+    prefix: str
+
+
+class TransformersModel:
+    """See the module."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """``model`` is frozen and set to evaluation. Raises ``UserError`` for one without decoder layers."""
+        self.model = model.eval().requires_grad_(False)
+        self.config = model.config.get_text_config(decoder=True)
+        self.decoder = model.get_decoder()
+        self.context: int = getattr(self.config, "max_position_embeddings", 1 << 20)
+        self.vocab: int = self.config.vocab_size
+        self.dtype, self.device = model.dtype, model.device
+        kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
+        shared = getattr(self.config, "num_kv_shared_layers", 0)
+        self.streams = model._supports_attention_backend and kinds <= _STREAMED and not shared
+        """Whether tokens of several sequences may share a stream."""
+        if self.streams:
+            model.set_attn_implementation(_ATTENTION)
+        self.lora: Lora | None = None
+        self._rows = 0
+        self._layers, self.projections = self._hook()
+        if model.supports_gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    @classmethod
+    def load(
+        cls, folder: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    ) -> TransformersModel:
+        """From a folder with weights in the published layout. Raises ``UserError``."""
+        try:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or best_dtype(device), device_map=None)
+        except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise UserError(f"base_model: transformers cannot load {folder.name}: {first}") from None
+        return cls(nn.Module.to(model, device))
+
+    def _hook(self) -> tuple[list[nn.Module], LinearProjections]:
+        count = self.config.num_hidden_layers
+        lists = [
+            (name, module)
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) == count and module in set(self.decoder.modules())
+        ]
+        if not lists:
+            raise UserError(f"base_model: {type(self.model).__name__} has no list of {count} decoder layers")
+        prefix, layers = lists[0]
+        shapes = {}
+        for i, layer in enumerate(layers):
+            for name, module in layer.named_modules():
+                if isinstance(module, nn.Linear) and not _NOT_ADAPTED.search(name):
+                    key = (i, part_of(name))
+                    shapes[key] = (module.in_features, module.out_features)
+                    module.register_forward_hook(partial(self._add_lora, key))
+        sites = {part: (part,) for _, part in shapes}
+        return list(layers), LinearProjections(shapes, sites, prefix)
+
+    def _add_lora(self, key: tuple[int, str], module: nn.Module, given: tuple[Tensor, ...], y: Tensor) -> Tensor | None:
+        if self.lora is None:
+            return None
+        x = given[0].flatten(0, -2)
+        if len(x) != self._rows:
+            raise RuntimeError(f"projection {key} computed {len(x)} rows of a stream of {self._rows}")
+        return self.lora(*key, x, y.flatten(0, -2)).view_as(y)
+
+    @contextmanager
+    def adapted(self, lora: Lora | None, rows: int, plan: AttentionPlan | None = None) -> Iterator[None]:
+        """Passes of ``rows`` tokens within compute ``lora`` and attend by ``plan``."""
+        before = self.lora, self._rows, _Current.plan
+        self.lora, self._rows, _Current.plan = lora, rows, plan
+        try:
+            yield
+        finally:
+            self.lora, self._rows, _Current.plan = before
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        cache: DynamicCache | None = None,
+        recompute: bool = False,
+    ) -> Tensor:
+        """tokens and positions [rows, length] → hidden states [rows, length, hidden] that :meth:`logits` reads.
+        ``mask`` [rows, length] is False at padding. With ``recompute``, gradients recompute the layers."""
+        for layer in self._layers:
+            layer.training = recompute  # of the layer alone: it decides about recomputing, its parts about dropout
+        output = self.decoder(
+            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache,
+            use_cache=cache is not None,
+        )  # fmt: skip
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, hidden] → logits [n, vocab], with the model's scaling and caps. These exist as code of the whole
+        model only; so the model runs with a decoder that returns ``hidden``."""
+        output = MoeModelOutputWithPast(last_hidden_state=hidden[None])
+        self.decoder.forward = lambda *_, **__: output
+        try:
+            logits: Tensor = self.model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+        finally:
+            del self.decoder.forward
+        return logits
