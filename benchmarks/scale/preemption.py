@@ -75,13 +75,13 @@ def kills(result: Result) -> None:
     again, differing, missing = 0, 0, 0
     flushed: list[float] = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(REQUESTS) as pool:
-        with town(Path(folder) / "calm", MODEL, cache, interactive_share="1") as place:
+        with town(Path(folder) / "calm", MODEL, cache) as place:
             place.join("one")
             place.wait_serving("one")
             calm = told(ask(place, pool))
         total = sum(len(tokens) for tokens, _ in calm)
         for share in SHARES:
-            with town(Path(folder) / str(share), MODEL, cache, interactive_share="1") as place:
+            with town(Path(folder) / str(share), MODEL, cache) as place:
                 place.join("one")
                 place.wait_serving("one")
                 replies = ask(place, pool)

@@ -191,11 +191,21 @@ class EngineSettings(Section):
     context_order: bool = True
     """Of a job whose step waits for all of its groups, begin one member of each group first, then the members of the
     groups whose finished members were the longest, so that no long reply begins last."""
-    interactive_priority: bool = True
-    """Interactive requests (chat, the OpenAI API) are admitted before rollouts."""
-    interactive_share: float = Field(0.5, gt=0, le=1)
-    """Largest share of a worker's rows that interactive requests take from rollouts; rollouts resume where they
-    were."""
+    slo_gate: bool = True
+    """Interactive requests (chat, the OpenAI API) have the objectives below: rollouts and training slices of their
+    worker run only as far as these allow. Off, they are admitted before rollouts, without objectives."""
+    ttft_ms: float = Field(2000.0, gt=0)
+    """Objective of an interactive request's first token, in milliseconds. Twice the longest training slice of two
+    cores (`slice_tokens`), so that one that has just begun breaks none."""
+    tpot_ms: float = Field(250.0, gt=0)
+    """Objective of each further token, on average: the pace of a fast reader. 64 rows of a 135M model decode on two
+    cores in about that time."""
+    slo_overrides: str = ""
+    """Other objectives, comma-separated `NAME=TTFT/TPOT` in milliseconds. NAME is a base model or a class of requests:
+    `chat`, `completion` (OpenAI API), `sample` (`rookery sample`); a class goes before a model."""
+    kv_headroom: float = Field(0.2, ge=0, lt=1)
+    """Share of the KV cache that rollouts leave while interactive requests are there. When those need more, the cache
+    of rollouts is halved, once until a job's next step, and the rollouts beyond it move to other workers."""
 
 
 class TrainingSettings(Section):

@@ -400,7 +400,7 @@ async def test_nothing_decoding_moves_before_the_plateau_is_known(tmp_path: Path
 
 
 async def test_interactive_requests_are_not_moved(tmp_path: Path) -> None:
-    room = Room(tmp_path, dispatch_ahead=4, interactive_share=1.0)
+    room = Room(tmp_path, dispatch_ahead=4)
     old = await frozen(room, "old", 2)
     rollouts = [room.sample(seed) for seed in texts(2)]
     await eventually(lambda: len(old.active) == 2)

@@ -509,17 +509,19 @@ async def until_served(client: AsyncOpenAI) -> None:
             pass
 
 
-@pytest.mark.parametrize("interactive_priority", [True, False])
-async def test_interactive_priority_follows_the_setting_and_requests_end_with_the_service(
-    tmp_path: Path, interactive_priority: bool
-) -> None:
-    with served(tmp_path, interactive_priority=interactive_priority) as service, Endless(tmp_path, service) as worker:
+@pytest.mark.parametrize("slo_gate", [True, False])
+async def test_objectives_follow_the_settings_and_requests_end_with_the_service(tmp_path: Path, slo_gate: bool) -> None:
+    changes = {"slo_gate": slo_gate, "ttft_ms": 700.0, "slo_overrides": "chat=900/80, completion=400/50"}
+    with served(tmp_path, **changes) as service, Endless(tmp_path, service) as worker:
         client = AsyncOpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0)
         await until_served(client)
         stream = await client.chat.completions.create(model=MODEL, messages=HELLO, stream=True)
         whole = asyncio.create_task(client.chat.completions.create(model=MODEL, messages=HELLO))
         await eventually(lambda: len(worker.generates) == 2)  # a request runs from when it was sent
-        assert [generate.interactive for generate in worker.generates] == [interactive_priority] * 2
+        assert all(generate.interactive for generate in worker.generates)
+        assert {generate.tpot_ms for generate in worker.generates} == {80.0 if slo_gate else 0.0}
+        due = [generate.ttft_ms for generate in worker.generates]  # less the time that they waited for a worker
+        assert all(0 < ttft <= 900 for ttft in due) if slo_gate else due == [0.0, 0.0]
         stopping = asyncio.create_task(asyncio.to_thread(service.__exit__, None, None, None))
         with pytest.raises(openai.APIError, match="the service is stopping"):
             async for _ in stream:

@@ -273,6 +273,10 @@ class JobQueries:
                 "draft_tokens": sum(beat.draft_tokens for beat in beats),
                 "draft_acceptance": sum(beat.accepted_tokens for beat in beats)
                 / max(1, sum(beat.draft_tokens for beat in beats)),
+                "slo_slack_seconds": min((beat.slo_slack for beat in beats if beat.interactive), default=0.0),
+                "slo_requests": sum(beat.slo_ended for beat in beats),
+                "slo_requests_within": sum(beat.slo_met for beat in beats),
+                "slo_cache_cuts": sum(beat.cache_cuts for beat in beats),
                 "flush_seconds": context.settings.worker.flush_seconds,
                 "price_per_hour": context.usage.price(),
                 "max_flush_tokens": max((worker.max_flush_tokens for worker in serving), default=0),

@@ -97,6 +97,16 @@ class Heartbeat(Message, kw_only=True):
     """Bytes of artifacts pulled from other workers since the process began …"""
     pulled_from_service: int = 0
     """… and from the service."""
+    interactive: int = 0
+    """Requests with objectives (:class:`Generate`) that it holds now."""
+    slo_slack: float = 0.0
+    """Their least slack of the last second, in seconds: below 0 an objective is predicted to be missed."""
+    slo_met: int = 0
+    """Requests that ended within their objectives since the process began, …"""
+    slo_ended: int = 0
+    """… of so many that had any."""
+    cache_cuts: int = 0
+    """Times that interactive requests halved the cache of rollouts."""
     draft_tokens: int = 0
     """Draft tokens that decode steps verified since the process began …"""
     accepted_tokens: int = 0
@@ -214,6 +224,11 @@ class Generate(Message, kw_only=True):
     interactive: bool = False
     """Admitted before requests that are not interactive, which may lose their rows to it and resume later from the same
     token. Does not affect the text."""
+    ttft_ms: float = 0.0
+    """Milliseconds from now until its first token is due; 0: no objective. Rollouts and training slices of the worker
+    run as far as the objectives allow (:mod:`rookery.scheduling.slo`)."""
+    tpot_ms: float = 0.0
+    """The same for each further token, on average."""
     order: float = 0.0
     """Of the waiting requests of a kind, interactive or not, the least is admitted first, among equals the first to
     come: the tenant's token counter (:mod:`rookery.scheduling.queues`) when the request was assigned."""

@@ -12,8 +12,9 @@ As published, with three additions:
 * An instance without pending requests is a target only with a free row. So every move of a pending request lowers the
   sum of all pending requests by one, every move of executing ones lowers the sum of executing requests beyond B, and
   neither raises the other: without arrivals there are never more moves than these two sums, and none can oscillate.
-* Among instances with equally many pending requests, one with a free row is chosen, then the one that holds least, then
-  the first by name: the same state gives the same choice.
+* Among instances with equally many pending requests, one with a free row is chosen, then one without interactive
+  requests (ROSE, arXiv 2605.06534), then the one that holds least, then the first by name: the same state gives the
+  same choice.
 * Θ = 0 means that nothing is ever pending by choice: a request goes to a free row or waits in the controller.
 
 B, the saturation batch size, is learned from heartbeats (:class:`SaturationEstimator`).
@@ -46,6 +47,8 @@ class Instance:
     """Requests that it would begin at once."""
     saturated_rows: int | None = None
     """B: the number of rows that gives nearly all of its throughput; None while unknown."""
+    serving: bool = False
+    """It has interactive requests: rollouts go to others first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +74,10 @@ def load(rows: int, held: int, decoding: int, beats: Sequence[tuple[int, int]]) 
     return held - executing, executing, room - executing
 
 
-def order(instance: Instance) -> tuple[int, bool, int, str]:
+def order(instance: Instance) -> tuple[int, bool, bool, int, str]:
     """Sort key: the least gets the next request. Ends with the name."""
-    return instance.pending, not instance.free, instance.pending + instance.executing, instance.name
+    held = instance.pending + instance.executing
+    return instance.pending, not instance.free, instance.serving, held, instance.name
 
 
 def select(instances: Iterable[Instance], theta: int) -> str | None:
@@ -152,7 +156,7 @@ class WorkerIndex:
         self._pending.remove(_by_pending(instance))
         self._executing.remove(_by_executing(instance))
 
-    def _untag(self, key: tuple[int, bool, int, str] | None, tags: Iterable[str]) -> None:
+    def _untag(self, key: tuple[int, bool, bool, int, str] | None, tags: Iterable[str]) -> None:
         for tag in tags:
             self._by_tag[tag].remove(key)
             if not self._by_tag[tag]:

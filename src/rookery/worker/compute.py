@@ -5,7 +5,8 @@ Promises:
 * Only this thread touches engine, trainer, adapters and tensors. :meth:`Compute.call` runs a function in it, between
   two slices.
 * Engine and trainer alternate in bounded slices and get equal time while both have work; time spent idle gives no
-  credit.
+  credit. Time of interactive requests counts for neither. A training slice that would break one's objective waits;
+  rollouts wait with it, for as long as equal shares allow.
 * Without work the thread sleeps until the next call.
 * Tokens and results wait in an outbox; ``on_output`` is called, in this thread, when the outbox stops being empty.
 * An exception in a call is raised to its caller. An exception in a slice ends the thread: ``failure`` holds it, and the
@@ -31,8 +32,9 @@ from rookery.tokenization.chat import Chat
 from rookery.worker import device, memory
 from rookery.worker.engine.base import Engine
 from rookery.worker.engine.native.drafts import Speculator
-from rookery.worker.engine.native.engine import NativeEngine
+from rookery.worker.engine.native.engine import PREFILL_TOKENS, NativeEngine
 from rookery.worker.engine.native.runner import best_runner
+from rookery.worker.engine.native.slo_gate import SloGate, measure_costs
 from rookery.worker.memory import MemoryBudget, MemoryUse
 from rookery.worker.model.batch_invariance import disable_amx_if_unsafe
 from rookery.worker.model.config import SITES, DecoderConfig
@@ -66,6 +68,13 @@ class ComputeStatus:
     """Hashes of the adapters in memory."""
     memory: Mapping[str, MemoryUse] = field(default_factory=dict)
     """By part of the memory budget."""
+    interactive: int = 0
+    """Requests with objectives."""
+    slo_slack: float = 0.0
+    slo_met: int = 0
+    slo_ended: int = 0
+    cache_cuts: int = 0
+    """See ``protocol.Heartbeat``."""
 
 
 class Steppable(Protocol):
@@ -96,12 +105,15 @@ class WorkerCore:
         trainer: Trainer,
         budget: MemoryBudget | None = None,
         *,
+        gate: SloGate | None = None,
         device_name: str = "",
         dtype: str = "",
     ) -> None:
+        """``gate``: the engine's, if it has one."""
         self.engine = engine
         self.trainer = trainer
         self.budget = budget
+        self.gate = gate or SloGate(enabled=False)
         self.device_name = device_name
         self.dtype = dtype
 
@@ -123,6 +135,7 @@ class WorkerCore:
         budget = memory.divide(total, max(device.used_bytes(where), before + mapped), where.type)
         bank = LoraManager(decoder.config, decoder.dtype, decoder.device, max_rank, budget.adapters)
         kernels = settings.engine.cpu_kernels
+        gate = SloGate(enabled=settings.engine.slo_gate, headroom=settings.engine.kv_headroom)
         engine = NativeEngine(
             decoder,
             bank,
@@ -131,7 +144,10 @@ class WorkerCore:
             kv_budget_bytes=budget.kv_cache,
             runner=best_runner(decoder, bank, budget.kv_cache, kernels=kernels, cache=settings.cache),
             speculator=Speculator() if settings.engine.speculation else None,
+            gate=gate,
         )
+        if settings.engine.slo_gate:
+            measure_costs(gate.costs, engine.runner, settings.engine.max_rows, PREFILL_TOKENS)
         trainer = NativeTrainer(
             decoder,
             max_rank=max_rank,
@@ -141,7 +157,7 @@ class WorkerCore:
             memory_bytes=budget.training_states,
         )
         dtype = str(decoder.dtype).removeprefix("torch.")
-        return cls(engine, trainer, budget, device_name=str(decoder.device), dtype=dtype)
+        return cls(engine, trainer, budget, gate=gate, device_name=str(decoder.device), dtype=dtype)
 
     def memory(self) -> dict[str, MemoryUse]:
         """Use of each part of the memory budget."""
@@ -150,12 +166,14 @@ class WorkerCore:
             parts["base"] = MemoryUse(self.budget.base, self.budget.base)
         return parts
 
-    def submit(self, generate: protocol.Generate, folder: Path | None) -> bool:
-        """Submit a request to the engine; False if its adapter is neither in memory nor in ``folder``. Raises the
-        engine's error for an impossible request, ``NoRoom`` while adapters in use leave no room for its own."""
+    def submit(self, generate: protocol.Generate, folder: Path | None, arrived: float) -> bool:
+        """Submit a request to the engine; False if its adapter is neither in memory nor in ``folder``. ``arrived``:
+        when the worker got it, in monotonic seconds. Raises the engine's error for an impossible request, ``NoRoom``
+        while adapters in use leave no room for its own."""
         if generate.adapter is not None and not self._ensure_resident(generate.adapter, folder):
             return False
         self.engine.submit(generate)
+        self.gate.set_arrival(generate.request, arrived)
         return True
 
     def switch(self, request: str, ref: protocol.AdapterRef, folder: Path | None, *, recompute: bool) -> bool:
@@ -277,12 +295,18 @@ class Compute:
                         future.set_exception(error)
             if calls:
                 self._publish(core, slices, stepped=False)
-            chosen = next_slice(slices)
+            core.gate.training_waits = False
+            chosen = next_slice(slices, core.gate.allows_training)
             if chosen is not None:
                 began = time.perf_counter()
                 stepped = chosen.steppable.step()
                 spent = time.perf_counter() - began
-                chosen.clock += spent
+                if chosen is slices[1]:
+                    core.gate.costs.record("train", 1, spent)
+                if core.gate.training_waits:  # rollouts make room for training: the time is training's
+                    slices[1].clock += spent
+                else:
+                    chosen.clock += spent * (core.gate.rollout_share if chosen is slices[0] else 1)
                 chosen.seconds += spent
                 self._publish(core, slices, stepped)
 
@@ -303,6 +327,11 @@ class Compute:
             train_seconds=train.seconds,
             adapters=frozenset(core.engine.adapters()),
             memory=core.memory(),
+            interactive=len(core.gate.tracked),
+            slo_slack=core.gate.least_slack(),
+            slo_met=core.gate.met,
+            slo_ended=core.gate.ended,
+            cache_cuts=core.gate.cache_cuts,
         )
         if chunks or results:
             with self._changed:
@@ -313,13 +342,16 @@ class Compute:
                 self._on_output()
 
 
-def next_slice(slices: list[TimeSlice]) -> TimeSlice | None:
-    """The busy one that has used the least time; None if none is busy. One that was idle starts level with those that
-    worked."""
+def next_slice(slices: list[TimeSlice], allows_training: Callable[[], bool] = lambda: True) -> TimeSlice | None:
+    """The busy one of engine and trainer that has used the least time; None if none is busy. One that was idle starts
+    level with those that worked. The trainer's turn is the engine's while ``allows_training`` is False: the trainer
+    stays the next."""
     busy = [s for s in slices if s.busy()]
     level = min((s.clock for s in busy if not s.idle), default=0.0)
     for s in slices:
         if s in busy and s.idle:
             s.clock = level
         s.idle = s not in busy
-    return min(busy, key=lambda s: s.clock, default=None)
+    chosen = min(busy, key=lambda s: s.clock, default=None)
+    engine, trainer = slices
+    return engine if chosen is trainer and engine in busy and not allows_training() else chosen

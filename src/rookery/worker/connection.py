@@ -5,7 +5,8 @@ Promises:
 * It dials at once and sends heartbeats while the base model is loading; ``Ready`` follows when it is loaded.
 * Every message carries the epoch of the connection that it is sent on.
 * Every adapter that is cached, and every pull that fails, is reported to the controller.
-* Sampled tokens are sent at most one flush interval later, and at once when their request has ended.
+* Sampled tokens are sent at most one flush interval later, and at once when their request has ended or, if it is
+  interactive, has begun.
 * The end of a connection loses no token: requests stay held until a controller claims them. Training operations end,
   because the controller sends those that it still wants again; states of committed versions are offloaded. What no
   controller claims within the rejoin period is deleted.
@@ -297,6 +298,11 @@ class ServiceConnection:
             memory_parts={part: (use.used, use.budget) for part, use in status.memory.items()},
             pulled_from_peers=self._transfers.bytes_from_peers,
             pulled_from_service=self._transfers.bytes_from_service,
+            interactive=status.interactive,
+            slo_slack=status.slo_slack,
+            slo_met=status.slo_met,
+            slo_ended=status.slo_ended,
+            cache_cuts=status.cache_cuts,
         )
 
     async def _send_result(self, op: str, **fields: Any) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,7 @@ class HeldRequest:
     generate: protocol.Generate
     key: str
     """Name of this attempt in the engine: late tokens of an aborted attempt cannot be taken for its own."""
+    arrived: float = field(default_factory=time.monotonic)
     idle_since: float = 0.0
     """When the present connection was sent the end, or an earlier connection was lost; monotonic time."""
     claimed: bool = True
@@ -110,7 +112,9 @@ class HeldRequest:
 
 def _text_parameters(generate: protocol.Generate) -> protocol.Generate:
     """The parameters that determine the text, besides the adapter."""
-    return msgspec.structs.replace(generate, prefix_tokens=[], adapter=None, interactive=False, order=0.0)
+    return msgspec.structs.replace(
+        generate, prefix_tokens=[], adapter=None, interactive=False, order=0.0, ttft_ms=0, tpot_ms=0
+    )
 
 
 def _version_of(generate: protocol.Generate) -> tuple[str, int, str] | None:
@@ -186,8 +190,9 @@ class GenerationManager:
     async def _submit(self, held: HeldRequest, generate: protocol.Generate) -> None:
         """Load the adapter and submit to the engine. If the adapter cannot be pulled and a switch is pending, submit
         with the newer version."""
+        arrived = held.arrived
         try:
-            await self._with_adapter(generate.adapter, lambda core, folder: core.submit(generate, folder))
+            await self._with_adapter(generate.adapter, lambda core, folder: core.submit(generate, folder, arrived))
         except Exception as error:
             if held.pending_switch is not None:
                 ref, held.pending_switch = held.pending_switch.adapter, None
@@ -255,6 +260,7 @@ class GenerationManager:
             if held is None:
                 continue  # aborted
             assert chunk.offset == held.length, f"{chunk.request}: token {chunk.offset} follows {held.length - 1}"
+            urgent |= held.generate.interactive and not held.tokens  # a client waits for its first token
             held.tokens += chunk.tokens
             held.logprobs += chunk.logprobs
             held.versions += [chunk.version] * len(chunk.tokens)

@@ -9,7 +9,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.controller.rollout.test_scheduler import Room, check
-from tests.support.peers import eventually
+from tests.support.peers import eventually, settle
+from tests.support.room import beat
 from tests.worker.engine.test_engine import finish, make, order
 
 from rookery.scheduling.queues import PriorityQueues
@@ -50,14 +51,14 @@ def test_the_express_queue_goes_first_within_its_share_and_no_queue_starves(
 
 
 async def test_a_chat_does_not_wait_for_the_rollouts_before_it(tmp_path: Path) -> None:
-    room = Room(tmp_path, dispatch_ahead=1, interactive_share=0.5)
+    room = Room(tmp_path, dispatch_ahead=1)
     worker = await room.worker(max_rows=4)
     worker.generating.clear()
     rollouts = [room.sample(number) for number in range(8)]
     await eventually(lambda: len(worker.active) == 5)
-    chats = [room.sample(number, "b", f"chat-{number}", interactive=True, episode="") for number in range(3)]
-    await eventually(lambda: len(worker.active) == 7)
-    assert [g.request for g in worker.generates if g.interactive] == ["chat-0-0", "chat-1-1"], "half of the rows"
+    chats = [room.sample(number, "b", f"chat-{number}", interactive=True, episode="") for number in range(5)]
+    await eventually(lambda: len(worker.active) == 9)
+    assert [g.request for g in worker.generates if g.interactive] == [f"chat-{n}-{n}" for n in range(4)], "every row"
     assert not any(g.interactive for g in worker.generates[:5])
     worker.generating.set()
     for number, reply in enumerate(await asyncio.gather(*rollouts)):
@@ -67,16 +68,26 @@ async def test_a_chat_does_not_wait_for_the_rollouts_before_it(tmp_path: Path) -
     await room.close()
 
 
-async def test_many_chats_leave_rollouts_their_share(tmp_path: Path) -> None:
-    room = Room(tmp_path, dispatch_ahead=0, interactive_share=0.5)
-    chats = [room.sample(number, "b", f"chat-{number}", interactive=True, episode="") for number in range(12)]
-    rollouts = [room.sample(number) for number in range(4)]
-    worker = await room.worker(max_rows=2)
-    worker.generating.clear()
-    await eventually(lambda: len(worker.active) == 2)
-    assert {g.request: g.interactive for g in worker.generates} == {"chat-0-0": True, "job-0": False}
-    worker.generating.set()
-    await asyncio.gather(*chats, *rollouts)
+async def test_rollouts_prefer_workers_without_chats_and_avoid_those_that_miss_objectives(tmp_path: Path) -> None:
+    room = Room(tmp_path, dispatch_ahead=0)
+    serving, free = await room.worker("a", max_rows=2), await room.worker("b", max_rows=1)
+    for worker in (serving, free):
+        worker.generating.clear()
+    known = {worker.name: worker for worker in room.fleet.all()}
+    room.rollouts.on_heartbeat(known["a"], beat(interactive=1, slo_slack=0.5))
+    rollouts = [room.sample(number) for number in range(2)]
+    await eventually(lambda: [len(worker.active) for worker in (serving, free)] == [1, 1])
+    assert list(free.active) == ["job-0"], "the first one goes where no chat is, although that worker has fewer rows"
+    room.rollouts.on_heartbeat(known["a"], beat(interactive=1, slo_slack=-0.1))
+    rollouts.append(room.sample(2))
+    await settle()
+    assert len(serving.active) == 1 and room.rollouts.waiting() == 1, "a row is free, but an objective would be missed"
+    room.rollouts.on_heartbeat(known["a"], beat(interactive=0))
+    await eventually(lambda: len(serving.active) == 2)
+    for worker in (serving, free):
+        worker.generating.set()
+    for number, reply in enumerate(await asyncio.gather(*rollouts)):
+        check(reply, number)
     await room.close()
 
 

@@ -1,6 +1,7 @@
 """Direct completions of a base model or a policy: chat, the OpenAI API, samples.
 
-* They use the same engines and the same queue as rollouts; with ``interactive_priority`` they go first.
+* They use the same engines and the same queue as rollouts, and go first: each has objectives by its class and model
+  (settings ``ttft_ms``, ``tpot_ms``, ``slo_overrides``), which bound the rollouts beside it.
 * The same seed gives the same completion. A tenant sees base models and its own policies only.
 * The retention of a running job keeps the version of a running completion.
 """
@@ -19,6 +20,7 @@ from rookery.controller.rollout.request import SamplingRequest, SamplingResult
 from rookery.controller.validation import JobValidator, Target
 from rookery.controller.views import Completion
 from rookery.errors import UserError
+from rookery.scheduling.slo import parse_objectives
 from rookery.tokenization.chat import Chat
 
 Message = Mapping[str, str]
@@ -53,6 +55,7 @@ class Completions:
         self._context = context
         self._validator = validator
         self._pinned = pinned
+        self._overrides = parse_objectives(context.settings.engine.slo_overrides)
 
     async def open(self, tenant: str, target: str) -> tuple[Target, Chat]:
         """The target of that name and its chat template. Raises :class:`UserError`, :class:`NotFound`, or
@@ -100,12 +103,14 @@ class Completions:
         temperature: float,
         seed: int | None,
         stop: Sequence[str],
+        kind: str = "chat",
         on_tokens: Callable[[SamplingResult], None] | None = None,
     ) -> SamplingResult:
-        """One completion; ``on_tokens`` is called with it each time that tokens have arrived. A cancellation ends its
-        generation."""
+        """One completion of the class ``kind``; ``on_tokens`` is called with it each time that tokens have arrived. A
+        cancellation ends its generation."""
         context, target, chat = self._context, prepared.target, prepared.chat
         name = context.ids.new("sample")
+        ttft, tpot = self._objectives(kind, target.model)
         most = context.settings.server.answer_tokens if max_tokens is None else max_tokens
         generate = protocol.Generate(
             request=name,
@@ -117,7 +122,9 @@ class Completions:
             seed=seed if seed is not None else self.draw_seed(),
             stop_tokens=chat.stop_tokens,
             stop=list(stop),
-            interactive=context.settings.engine.interactive_priority,
+            interactive=True,
+            ttft_ms=ttft,
+            tpot_ms=tpot,
         )
         context.quotas.check_generation(tenant, target.model)
         self._provide(target.model)
@@ -138,6 +145,7 @@ class Completions:
             temperature=sampling["temperature"],
             seed=sampling.get("seed"),
             stop=sampling["stop"],
+            kind="sample",
         )
         ref = found.adapter
         return Completion(
@@ -149,6 +157,13 @@ class Completions:
             policy=ref.policy if ref is not None else "",
             prompt_tokens=len(prepared.prompt),
         )
+
+    def _objectives(self, kind: str, model: str) -> tuple[float, float]:
+        """(ttft_ms, tpot_ms) of a request; zeros without the gate."""
+        engine = self._context.settings.engine
+        if not engine.slo_gate:
+            return 0.0, 0.0
+        return self._overrides.get(kind) or self._overrides.get(model) or (engine.ttft_ms, engine.tpot_ms)
 
     def draw_seed(self) -> int:
         """A seed for a request without one."""

@@ -2,7 +2,9 @@
 
 * A worker gets requests while its state allows it and its gate is open. One that is catching up gets requests only for
   adapters that it has cached; one that is slow to pull a version gets none for that version. Interactive requests pass
-  the gate and have room of their own: a share of each worker's rows.
+  the gate and may take every row.
+* Rollouts go to workers without interactive requests first, then to those that keep the objectives of theirs; a worker
+  that reports a negative slack gets none.
 * The number of requests that a worker decodes follows from first tokens and from heartbeats
   (:func:`rookery.scheduling.balancing.load`).
 * The cost of a decision does not grow with the number of workers or requests; a choice looks at the different sets of
@@ -11,7 +13,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,6 +56,16 @@ class WorkerSlots:
         beats = [(beat.active, beat.waiting) for beat in self.heartbeats]
         return load(self.worker.hello.max_rows, len(self.requests), self.decoding, beats)
 
+    @property
+    def serving(self) -> bool:
+        """Whether it has interactive requests."""
+        return bool(self.express or (self.heartbeats and self.heartbeats[-1].interactive))
+
+    @property
+    def saturated(self) -> bool:
+        """Whether it is about to miss an objective, by its last heartbeat."""
+        return bool(self.heartbeats) and self.heartbeats[-1].interactive > 0 and self.heartbeats[-1].slo_slack < 0
+
 
 @dataclass(frozen=True)
 class Migration:
@@ -70,7 +81,6 @@ class WorkerPool:
         self._clock = clock
         self._turn_share = settings.engine.tenant_turn_share
         self._dispatch_ahead = settings.engine.dispatch_ahead
-        self._express_share = settings.engine.interactive_share
         self._slots: dict[str, WorkerSlots] = {}
         """By the worker's name."""
         self._common: defaultdict[str, WorkerIndex] = defaultdict(WorkerIndex)
@@ -239,11 +249,12 @@ class WorkerPool:
         """The worker's figures have changed; with ``express`` also those of its room for interactive requests."""
         worker = slots.worker
         pending, executing, free = slots.load
-        common = Instance(worker.name, pending, executing, free, self._saturation_of(worker).saturated_rows)
-        self._common[worker.hello.model].put(common, slots.tags if slots.accepts_rollouts else frozenset())
+        rows = self._saturation_of(worker).saturated_rows
+        common = Instance(worker.name, pending, executing, free, rows, slots.serving)
+        able = slots.accepts_rollouts and not slots.saturated
+        self._common[worker.hello.model].put(common, slots.tags if able else frozenset())
         if express:
-            rows = math.ceil(worker.hello.max_rows * self._express_share)
-            reserved = Instance(worker.name, 0, slots.express, max(0, rows - slots.express))
+            reserved = Instance(worker.name, 0, slots.express, max(0, worker.hello.max_rows - slots.express))
             self._express[worker.hello.model].put(reserved, slots.tags)
 
     def _saturation_of(self, worker: Worker) -> SaturationEstimator:

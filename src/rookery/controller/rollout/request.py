@@ -135,6 +135,12 @@ class InflightRequest:
         adapter = self.request.adapter
         return (adapter.policy, adapter.version) if adapter is not None else ("", 0)
 
+    @property
+    def ttft_ms(self) -> float:
+        """The objective of its first token, less the time that it has waited here; 0 is none."""
+        objective = self.request.generate.ttft_ms
+        return max(1.0, objective - 1000 * self.result.queue_seconds) if objective else 0.0
+
     def accepts_version(self, policy: str, version: int) -> bool:
         """Whether this version may have sampled tokens of the request: it was given to the worker for it; or it is an
         older one that the worker had before this controller started, and the request may change its version."""

@@ -7,7 +7,7 @@
   after a new reset of its environment, it starts over.
 * Tenants share each base model's workers by the tokens that they are served
   (:mod:`rookery.scheduling.queues`). A worker holds at most its rows and a few more; everything else waits here,
-  where it is visible. Interactive requests go first, on a bounded share of each worker's rows.
+  where it is visible. Interactive requests go first; rollouts go where their objectives leave room.
 * A chunk counts only if it comes from the request's current worker under that worker's current epoch. A request that
   returns to a worker from which it was withdrawn has another name there, so that late chunks cannot be mistaken for it.
 * The cost of a frame does not grow with the number of workers, jobs or requests.
@@ -263,6 +263,7 @@ class RolloutScheduler(FleetListener):
             prefix_tokens=inflight.result.tokens,
             interactive=express,
             order=inflight.order,
+            ttft_ms=inflight.ttft_ms,
         )
         worker.post(generate)
 

@@ -249,6 +249,7 @@ async def _generate(
                 temperature=1.0 if options.temperature is None else options.temperature,
                 seed=choice.seed,
                 stop=options.stops,
+                kind="chat" if isinstance(options, ChatRequest) else "completion",
                 on_tokens=watch(choice),
             )
         )

@@ -3,7 +3,9 @@
 * In the requests' ``order``, among equals first come, first served, up to ``max_rows`` and the cache's budget; beyond,
   requests wait. When growing texts fill the budget, the youngest request is preempted: it returns to the head of the
   queue.
-* ``interactive`` requests wait ahead of the others and preempt them, the youngest first.
+* ``interactive`` requests wait ahead of the others and preempt them, the youngest first. While there are any, rollouts
+  leave a headroom of the cache; when interactive requests need more, the rollouts' part is halved and the youngest
+  beyond it are given back, to run on other workers (:class:`rookery.scheduling.slo.CacheBudget`).
 * A group's prompt is cached once for all its members, and retained after them while there is room; so is the tail of an
   episode, for its next turn. A prompt that is computed while its group waits is retained the same way: a waiting
   request owns no memory.
@@ -19,6 +21,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rookery.scheduling.slo import CacheBudget
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.kv_cache import KVCache, KVSlot
 from rookery.worker.engine.native.request import EngineRequest, SharedPrefix
@@ -34,6 +37,11 @@ class PrefillSlice:
     work: list[tuple[EngineRequest | SharedPrefix, SequenceChunk]] = field(default_factory=list)
     _widest: int = 0
     _keys: int = 0
+
+    @property
+    def padded(self) -> int:
+        """Its tokens, padding included."""
+        return self._widest * len(self.work)
 
     def fits(self, count: int, before: int = 0) -> bool:
         """Whether there is room for ``count`` tokens that attend to each other and to ``before`` cached ones."""
@@ -72,35 +80,82 @@ class _RetainedTail:
 class Admission:
     """The queue and the running requests. It counts ``preempted`` and ``reused_tokens`` in ``stats``."""
 
-    def __init__(self, store: KVCache, bank: LoraManager, max_rows: int, stats: defaultdict[str, float]) -> None:
+    def __init__(
+        self,
+        store: KVCache,
+        bank: LoraManager,
+        max_rows: int,
+        stats: defaultdict[str, float],
+        budget: CacheBudget | None = None,
+    ) -> None:
+        """``budget``: of the rollouts' cache; None: as they come."""
         self.running: list[EngineRequest] = []
         """In order of admission."""
         self.waiting: deque[EngineRequest] = deque()
         self._store = store
         self._bank = bank
         self._max_rows = max_rows
+        self._budget = budget
         self._stats = stats
         self._prefixes: dict[tuple[str, tuple[int, ...]], SharedPrefix] = {}
 
     # --- the queue --------------------------------------------------------------------------------------------------
 
     def enqueue(self, request: EngineRequest) -> None:
+        self._on_version(request)
         interactive = self._num_interactive()
         first, place = (0, interactive) if request.params.interactive else (interactive, len(self.waiting))
         while place > first and self.waiting[place - 1].params.order > request.params.order:
             place -= 1
         self.waiting.insert(place, request)
 
-    def admit(self) -> None:
-        """Admits waiting requests as far as there are rows and memory."""
+    def admit(self) -> list[EngineRequest]:
+        """Admits waiting requests as far as there are rows and memory. Returns rollouts that leave this worker, for
+        the caller to end."""
+        leaving: list[EngineRequest] = []
         while self.waiting:
             request = self.waiting[0]
-            if len(self.running) < self._max_rows and self._allocate(request):
+            free = len(self.running) < self._max_rows
+            if free and self._within_budget(request, leaving) and self._allocate(request):
                 self.running.append(self.waiting.popleft())
             elif request.params.interactive and any(not row.params.interactive for row in self.running):
                 self._preempt(self._youngest())
             else:
-                return
+                break
+        return leaving
+
+    def _within_budget(self, request: EngineRequest, leaving: list[EngineRequest]) -> bool:
+        """Whether a rollout fits the budget of rollouts; the first one always does. An interactive request does, and
+        may cut that budget: the youngest rollouts beyond it are freed and added to ``leaving``."""
+        budget = self._budget
+        if budget is None:
+            return True
+        need = request.tail_length + request.params.shared_prefix
+        if not request.params.interactive:
+            applies = budget.frozen or any(row.params.interactive for row in self.running)
+            held = self._held(interactive=False) if applies else 0
+            return not held or held + need <= budget.rollouts
+        rollouts = [row for row in self.running if not row.params.interactive]
+        refs = [row.params.adapter for row in rollouts if row.params.adapter is not None]
+        versions = {ref.policy: ref.version for ref in sorted(refs, key=lambda ref: ref.version)}
+        if budget.cut(self._held(interactive=True) + need, versions):
+            while rollouts and self._held(interactive=False) > budget.rollouts:
+                row = rollouts.pop()
+                self.running.remove(row)
+                self._free(row)
+                leaving.append(row)
+        return True
+
+    def _held(self, *, interactive: bool) -> int:
+        """Tokens of the cache that running requests of a kind hold; a shared prompt counts once."""
+        rows = [row for row in self.running if row.params.interactive == interactive and row.slot is not None]
+        prefixes = {id(row.prefix): row.prefix for row in rows if row.prefix is not None}
+        return sum(row.slot.capacity for row in rows) + sum(prefix.slot.capacity for prefix in prefixes.values())
+
+    def _on_version(self, request: EngineRequest) -> None:
+        adapter = request.params.adapter
+        if self._budget is not None and adapter is not None and not request.params.interactive:
+            self._budget.on_version(adapter.policy, adapter.version)
 
     def _youngest(self) -> EngineRequest:
         """The request to preempt; an interactive one only if all are."""
@@ -138,6 +193,7 @@ class Admission:
         """Call after the request has another adapter. With ``keep`` it keeps the cache that its next token can follow;
         otherwise the cache is computed again, without the request leaving its row."""
         request.keeps_cache = keep
+        self._on_version(request)
         if request not in self.running:
             return
         if keep and request.tail and request.prefix_cached:
@@ -170,13 +226,14 @@ class Admission:
             yield SharedPrefix(key, slot)
 
     def plan_prefill(self, max_tokens: int, max_keys: int) -> PrefillSlice:
-        """The oldest request, then others of its adapter, since every adapter in a slice costs separate products,
-        then the remaining ones. Then the prefixes of waiting requests: rows become free one by one, and a slice for
-        each one's prompt costs twice as much as its share of one slice for several."""
+        """Interactive requests, then the oldest, then others of its adapter, since every adapter in a slice costs
+        separate products, then the remaining ones. Then the prefixes of waiting requests: rows become free one by one,
+        and a slice for each one's prompt costs twice as much as its share of one slice for several."""
         plan = PrefillSlice(max_tokens, max_keys)
         started = set()
         rows = [row for row in self.running if not row.prefilled]
-        for row in sorted(rows, key=lambda row: row.key != rows[0].key):
+        rows.sort(key=lambda row: not row.params.interactive)
+        for row in sorted(rows, key=lambda row: (not row.params.interactive, row.key != rows[0].key)):
             target: EngineRequest | SharedPrefix = row
             tokens: Sequence[int] = row.tail
             prefix = row.prefix
@@ -187,7 +244,8 @@ class Admission:
                 target, tokens, prefix = prefix, prefix.tokens, None
             start = target.filled
             count = min(len(tokens) - start, max_tokens)
-            if plan.work and not plan.fits(count, start + (len(prefix.tokens) if prefix is not None else 0)):
+            before = start + (len(prefix.tokens) if prefix is not None else 0)
+            if not count or (plan.work and not plan.fits(count, before)):
                 break
             plan.add(target, sequence_chunk(row.key, tokens[start : start + count], start, target.slot, prefix))
         if plan.work:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from rookery import protocol
+from rookery.scheduling.slo import Kind
 from rookery.worker import device
 from rookery.worker.engine.base import EngineLimits
 from rookery.worker.engine.native.admission import Admission, sequence_chunk
@@ -42,6 +43,7 @@ from rookery.worker.engine.native.drafts import Speculator, accepted_tokens
 from rookery.worker.engine.native.request import EngineRequest, SharedPrefix, StopStrings, validate
 from rookery.worker.engine.native.runner import Runner, best_runner, logits_at
 from rookery.worker.engine.native.sampler import SamplingKey
+from rookery.worker.engine.native.slo_gate import SloGate
 from rookery.worker.memory import MemoryUse
 from rookery.worker.model.adapter import read_adapter
 from rookery.worker.model.decoder import Decoder
@@ -84,9 +86,10 @@ class NativeEngine:
         prefill_keys: int = PREFILL_KEYS,
         runner: Runner | None = None,
         speculator: Speculator | None = None,
+        gate: SloGate | None = None,
     ) -> None:
         """``decode`` turns token ids into text, for stop strings. ``prefill_tokens`` and ``runner`` default to those of
-        the decoder's device. Without a ``speculator`` there are no drafts."""
+        the decoder's device. Without a ``speculator`` there are no drafts, without a ``gate`` no objectives."""
         self.decoder = decoder
         self.bank = bank
         self.limits = EngineLimits(
@@ -99,7 +102,8 @@ class NativeEngine:
         in the cache instead of computed), draft_tokens (verified), accepted_tokens (of them), preempted, switched."""
         self.runner = runner or best_runner(decoder, bank, kv_budget_bytes)
         self.store = self.runner.store
-        self.admission = Admission(self.store, bank, max_rows, self.stats)
+        self.gate = gate or SloGate(enabled=False)
+        self.admission = Admission(self.store, bank, max_rows, self.stats, self.gate.cache_budget(self.store.tokens))
         self._speculator = speculator if decoder.device.type == "cpu" else None
         self._decode = decode
         default = GPU_PREFILL_TOKENS if device.fuses(decoder.device, decoder.dtype) else PREFILL_TOKENS
@@ -171,6 +175,7 @@ class NativeEngine:
         self._requests[order.request] = request
         if request.key:
             self.bank.pin(request.key)
+        self.gate.track(request)
         request.check_finished(self.limits.max_context)
         if request.finish:
             self._finish(request)
@@ -214,13 +219,14 @@ class NativeEngine:
     def step(self) -> bool:
         """See ``Engine``."""
         with torch.no_grad():
-            self.admission.admit()
+            for request in self.admission.admit():  # the controller moves them
+                self.abort(request.params.request)
             self._start_from_prefixes()
-            if not self._must_decode() and self._timed("prefill_seconds", self._prefill):
+            if not self._must_decode() and self._timed("prefill", self._prefill):
                 self._prefills += 1
                 return True
-            self._prefills = 0
-            return self._timed("decode_seconds", self._decode_step)
+            self._prefills = 0  # where the gate leaves no rows to decode, the interactive requests need their prompts
+            return self._timed("decode", self._decode_step) or self._timed("prefill", self._prefill)
 
     def _validate(self, order: protocol.Generate) -> None:
         context = self.limits.max_context
@@ -235,12 +241,16 @@ class NativeEngine:
 
     # --- scheduling of slices ---------------------------------------------------------------------------------------
 
-    def _timed(self, counter: str, work: Callable[[], bool]) -> bool:
+    def _timed(self, kind: Kind, work: Callable[[], int]) -> bool:
+        """Whether ``work`` computed any tokens."""
         start = time.perf_counter()
-        worked = work()
+        size = work()
         device.finish(self.decoder.device)
-        self.stats[counter] += time.perf_counter() - start
-        return worked
+        seconds = time.perf_counter() - start
+        self.stats[f"{kind}_seconds"] += seconds
+        if size:
+            self.gate.costs.record(kind, size, seconds)
+        return size > 0
 
     def _must_decode(self) -> bool:
         """Prefill and decoding alternate, so that neither a stream of long prompts nor running requests starve. Several
@@ -261,11 +271,13 @@ class NativeEngine:
             logits = [row.prefix.logits for row in ready if row.prefix is not None]
             self._sample(ready, torch.stack([line for line in logits if line is not None]))
 
-    def _prefill(self) -> bool:
-        """One slice of prompt tokens, prefixes and tails of several requests together."""
-        work = self.admission.plan_prefill(self._prefill_tokens, self._prefill_keys).work
+    def _prefill(self) -> int:
+        """One slice of prompt tokens, prefixes and tails of several requests together. Returns its padded tokens."""
+        limit = self.gate.prefill_tokens(self.admission.running, self._prefill_tokens)
+        plan = self.admission.plan_prefill(limit, self._prefill_keys)
+        work = plan.work
         if not work:
-            return False
+            return 0
         self.runner.prepare_adapters(chunk.key for _, chunk in work)
         work.sort(key=lambda item: (self.bank.slot_order(item[1].key), item[1].key))
         hidden, last = self.runner.prefill([chunk for _, chunk in work])
@@ -290,7 +302,7 @@ class NativeEngine:
                         self.admission.retain_prefix(target)
             if first_tokens:
                 self._sample([row for row, _ in first_tokens], torch.stack([line for _, line in first_tokens]))
-        return True
+        return plan.padded
 
     def _score_prompt(self, request: EngineRequest, chunk: SequenceChunk, hidden: Tensor, start: int) -> None:
         """Scores the prompt tokens that ``chunk`` predicts; its first row of ``hidden`` is ``start``."""
@@ -307,12 +319,12 @@ class NativeEngine:
 
     # --- decoding ---------------------------------------------------------------------------------------------------
 
-    def _decode_step(self) -> bool:
-        """One token for every request whose prompt is cached, and those of its draft that are right."""
+    def _decode_step(self) -> int:
+        """One token of every request that the gate admits, and those of its draft that are right. Returns positions."""
         self.admission.grow_running()
-        rows = [row for row in self.admission.running if row.decodes]
+        rows = self.gate.decode_rows([row for row in self.admission.running if row.decodes])
         if not rows:
-            return False
+            return 0
         self.runner.prepare_adapters(row.key for row in rows)
         rows.sort(key=lambda row: (self.bank.slot_order(row.key), row.key))
         drafts = self._drafts(rows)
@@ -329,14 +341,14 @@ class NativeEngine:
             row.filled += 1
         self.stats["decode_steps"] += 1
         self._sample(rows, logits, drafts)
+        positions = sum(len(chunk.tokens) for chunk in chunks)
         if self._speculator is not None:
-            positions = sum(len(chunk.tokens) for chunk in chunks)
             self._speculator.observe(len(rows), positions, time.perf_counter() - began)
-        return True
+        return positions
 
     def _drafts(self, rows: Sequence[EngineRequest]) -> list[list[int]]:
-        """Of each row, with room for their keys and values in its slot."""
-        if self._speculator is None:
+        """Of each row, with room for their keys and values in its slot; none while the gate counts rows."""
+        if self._speculator is None or self.gate.tracked:
             return [[] for _ in rows]
         drafts = self._speculator.propose(rows, [row.remaining(self.limits.max_context) - 1 for row in rows])
         drafts = [draft[: self.admission.room_after(row, len(draft))] for row, draft in zip(rows, drafts, strict=True)]
@@ -366,6 +378,7 @@ class NativeEngine:
                 else:
                     row.append(token, logprob, self.limits.max_context)
                     self.generated += 1
+                    self.gate.on_token(row)
                     row.filled += i > 0
                     self.stats["accepted_tokens"] += i > 0
                 if row.finish:
@@ -377,6 +390,7 @@ class NativeEngine:
     def _finish(self, request: EngineRequest) -> None:
         """Removes a finished request; ``drain`` returns its last chunk."""
         self.admission.remove(request)
+        self.gate.end(request)
         if self._speculator is not None:
             self._speculator.end(request)
         if request.key:

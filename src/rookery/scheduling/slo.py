@@ -1,0 +1,192 @@
+"""The SLO gate: how much of a worker's next slice may be rollouts or training while clients wait for tokens.
+
+The functions are pure. An interactive request has a deadline for its next token (:func:`deadline`). Its *slack* is the
+time left when the next slice has ended, the candidate work included, and then the work that the request still needs:
+
+    S = deadline - now - T(slice with the candidate) - T(rest of the request's own work)
+
+Rollouts get the largest candidate that leaves every slack at 0 or more (:func:`admit`); where even none does, they get
+nothing. T is a :class:`CostTable`: measured at the start, corrected by every slice, with a margin for its own error.
+After ROSE (arXiv 2605.06534), which states the two slacks; that T includes the candidate, the least slack over all
+requests and the margin are additions.
+
+:class:`CacheBudget` is the same for memory: one cut when interactive requests cross a headroom, then no growth until
+the next step of a job.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from rookery.errors import UserError
+from rookery.scheduling.balancing import isotonic
+
+Kind = Literal["prefill", "decode", "train"]
+"""Kinds of slices. Sizes are tokens; a training slice has size 1."""
+
+AIM = 0.75
+"""Share of each objective that rollouts may use up: the rest is for requests that come while they run. In simulation,
+three quarters keep nearly as many requests within their objectives as serving alone does, at 97% of the rollouts."""
+
+NEWEST = 0.2
+"""Weight of the newest slice in a cost: it follows growing contexts within a few steps."""
+
+QUANTILE = 0.95
+"""Of the relative errors of the last predictions: the margin that is added to each prediction."""
+
+WINDOW = 100
+"""Errors kept of each kind."""
+
+FIRST_MARGIN = 0.25
+"""The margin until a tenth of a window is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """The work that interactive requests need for their next tokens. Times are seconds on one clock."""
+
+    prefill: int = 0
+    """Prompt tokens to be computed."""
+    decoding: int = 0
+    """Requests whose next token is one decode step away."""
+    prefill_due: float = math.inf
+    """The earliest deadline of a request that needs prompt tokens …"""
+    decode_due: float = math.inf
+    """… and of one that decodes."""
+
+
+def deadline(ttft: float, tpot: float, arrived: float, first: float | None, last: float, tokens: int) -> float:
+    """When the next token of a request is due that has had ``tokens``, the first at ``first``, the last at ``last``.
+    ``ttft`` and ``tpot`` are its objectives in seconds, of which :data:`AIM` counts; 0 is none.
+
+    The mean time per token counts, as clients measure it: token k is due ``k * tpot`` after the first, so time that a
+    request gained may be spent on others. No pause is planned longer than ``ttft``."""
+    ttft, tpot = AIM * ttft, AIM * tpot
+    if first is None:
+        return arrived + ttft if ttft else math.inf
+    due = first + tokens * tpot if tpot else math.inf
+    return min(due, last + ttft) if ttft else due
+
+
+def parse_objectives(text: str) -> dict[str, tuple[float, float]]:
+    """``NAME=TTFT/TPOT,…`` as (TTFT, TPOT) by name. Raises :class:`UserError`."""
+    found: dict[str, tuple[float, float]] = {}
+    for part in filter(None, text.split(",")):
+        matched = re.fullmatch(r"\s*([^=]+)=(\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)\s*", part)
+        if matched is None:
+            raise UserError(f"slo_overrides: {part!r} is not NAME=TTFT/TPOT in milliseconds, as in chat=1000/150")
+        found[matched[1]] = float(matched[2]), float(matched[3])
+    return found
+
+
+def slack(demand: Demand, kind: Kind, size: int, now: float, costs: CostTable) -> float:
+    """The least slack in seconds if the next slice is of this kind, with ``size`` tokens in all, those of the
+    interactive requests first; infinite without interactive requests."""
+    rest = demand.prefill - min(demand.prefill, size) if kind == "prefill" else demand.prefill
+    prefill = demand.prefill_due - costs.seconds("prefill", rest)
+    decode = demand.decode_due - (0.0 if kind == "decode" else costs.seconds("decode", demand.decoding))
+    return min(prefill, decode) - now - costs.seconds(kind, size)
+
+
+def admit(demand: Demand, kind: Kind, own: int, candidates: int, now: float, costs: CostTable) -> int:
+    """The most of ``candidates`` tokens of rollouts that may join the ``own`` tokens of interactive requests in the
+    next slice."""
+    low, high = 0, candidates + 1
+    if slack(demand, kind, own + candidates, now, costs) >= 0:
+        return candidates
+    while high - low > 1:
+        middle = (low + high) // 2
+        if slack(demand, kind, own + middle, now, costs) >= 0:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class CostTable:
+    """The seconds of a slice, by kind and size: means of recent slices by half-octaves of size, linear between them, in
+    proportion above them."""
+
+    def __init__(self) -> None:
+        self._means: defaultdict[Kind, dict[int, tuple[float, float]]] = defaultdict(dict)
+        """By kind and half-octave: (size, seconds)."""
+        self._curves: dict[Kind, tuple[list[float], list[float]]] = {}
+        self._errors: defaultdict[Kind, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
+        self._margins: dict[Kind, float] = {}
+
+    def margin(self, kind: Kind) -> float:
+        """The share by which slices of this kind take longer than predicted, at the 95th percentile."""
+        return self._margins.get(kind, FIRST_MARGIN)
+
+    def predict(self, kind: Kind, size: int) -> float:
+        """The expected seconds; 0 for a kind that was never recorded, or without tokens."""
+        sizes, seconds = self._curves.get(kind, ([], []))
+        if not sizes or size <= 0:
+            return 0.0
+        at = bisect_left(sizes, size)
+        if at == 0:
+            return seconds[0]
+        if at == len(sizes):
+            return seconds[-1] * size / sizes[-1]
+        share = (size - sizes[at - 1]) / (sizes[at] - sizes[at - 1])
+        return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
+
+    def seconds(self, kind: Kind, size: int) -> float:
+        """The prediction with its margin."""
+        return self.predict(kind, size) * (1 + self.margin(kind))
+
+    def record(self, kind: Kind, size: int, seconds: float, *, first: bool = False) -> None:
+        """A slice took so long. ``first``: measured at the start, which tells nothing of later errors."""
+        expected = self.predict(kind, size)
+        if expected and not first:
+            errors = self._errors[kind]
+            errors.append(max(0.0, seconds / expected - 1))
+            if len(errors) >= WINDOW // 10:
+                self._margins[kind] = sorted(errors)[min(len(errors) - 1, int(QUANTILE * len(errors)))]
+        means = self._means[kind]
+        octave = math.floor(2 * math.log2(size))
+        mean_size, mean = means.get(octave, (size, seconds))
+        means[octave] = mean_size + NEWEST * (size - mean_size), mean + NEWEST * (seconds - mean)
+        points = sorted(means.values())
+        self._curves[kind] = [at for at, _ in points], isotonic([took for _, took in points])
+
+
+class CacheBudget:
+    """The tokens of the KV cache that rollouts may hold while interactive requests are there. Less than the cache by a
+    headroom; halved when interactive requests need more than the rest, and then frozen until a job's next step."""
+
+    def __init__(self, tokens: int, headroom: float) -> None:
+        """``headroom``: the share of ``tokens`` that rollouts leave."""
+        self._tokens, self._headroom = tokens, int(headroom * tokens)
+        self.rollouts = tokens - self._headroom
+        self._frozen_at: Mapping[str, int] | None = None
+        self._peak = 0
+        self.cuts = 0
+
+    @property
+    def frozen(self) -> bool:
+        return self._frozen_at is not None
+
+    def cut(self, interactive: int, versions: Mapping[str, int]) -> bool:
+        """Interactive requests need so many tokens: whether the budget was cut. ``versions``: the newest version of
+        each policy that rollouts run on."""
+        self._peak = max(self._peak, interactive)
+        if interactive <= self._tokens - self.rollouts:
+            return False
+        self.rollouts //= 2
+        self._frozen_at = versions
+        self.cuts += 1
+        return True
+
+    def on_version(self, policy: str, version: int) -> None:
+        """A rollout runs on this version. A newer one than at the cut is the next step of its job: the budget follows
+        the use since then."""
+        if self._frozen_at is not None and version > self._frozen_at.get(policy, -1):
+            self.rollouts = max(0, self._tokens - self._headroom - self._peak)
+            self._frozen_at, self._peak = None, 0

@@ -1,0 +1,205 @@
+"""The SLO gate of the native engine: applies :mod:`rookery.scheduling.slo` to its requests, and counts the result.
+
+* A request with an objective (``ttft_ms``, ``tpot_ms``) is tracked from its arrival to its end. While there is none,
+  every method returns at once and everything runs.
+* The gate decides which rows a slice computes, never their tokens.
+* It belongs to the thread of the engine.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rookery.scheduling.slo import CacheBudget, CostTable, Demand, Kind, admit, deadline, slack
+from rookery.worker import device
+from rookery.worker.engine.native.attention import SequenceChunk
+from rookery.worker.engine.native.request import EngineRequest
+from rookery.worker.engine.native.runner import Runner
+
+LEAST_PREFILL = 16
+"""Prompt tokens for which a slice of rollouts is worth its fixed cost."""
+
+SLACK_SECONDS = 1.0
+"""Time over which the least slack is reported: about a heartbeat."""
+
+TRAIN_PASSES = 3
+"""Forward passes that a training slice costs until one was measured: a backward pass costs two."""
+
+
+@dataclass
+class TrackedRequest:
+    """An interactive request with objectives; monotonic times in seconds."""
+
+    request: EngineRequest
+    arrived: float
+    first: float | None = None
+    """When its first token was sampled."""
+    last: float = 0.0
+    tokens: int = 0
+    """Tokens sampled here."""
+
+    @property
+    def due(self) -> float:
+        params = self.request.params
+        ttft, tpot = params.ttft_ms / 1000, params.tpot_ms / 1000
+        return deadline(ttft, tpot, self.arrived, self.first, self.last, self.tokens)
+
+    @property
+    def prefill(self) -> int:
+        """Tokens to be computed before a decode step, 0 if the next step decodes it."""
+        left = uncomputed(self.request)
+        return 0 if left <= bool(self.request.tokens) else left
+
+    def within(self) -> bool:
+        """Whether it has met its objectives so far."""
+        params = self.request.params
+        if self.first is None:
+            return False
+        late = params.ttft_ms and self.first - self.arrived > params.ttft_ms / 1000
+        slow = params.tpot_ms and self.last - self.first > (self.tokens - 1) * params.tpot_ms / 1000
+        return not (late or slow)
+
+
+class SloGate:
+    """See the module. ``costs`` is corrected by every slice."""
+
+    def __init__(
+        self, *, enabled: bool = True, headroom: float = 0.2, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """``headroom``: the share of the KV cache that rollouts leave to interactive requests."""
+        self.costs = CostTable()
+        self.tracked: dict[str, TrackedRequest] = {}
+        """By the request's name."""
+        self.met = self.ended = 0
+        """Requests that ended within their objectives, and all that ended."""
+        self.training_waits = False
+        """A training slice waits for slack: rollouts add nothing to decode steps, so that it is there soon."""
+        self.rollout_share = 1.0
+        """Share of the tokens of the last slice that were not interactive requests'."""
+        self._enabled = enabled
+        self._headroom = headroom
+        self.budget: CacheBudget | None = None
+        """Of the rollouts' part of the KV cache."""
+        self._clock = clock
+        self._slacks: list[tuple[float, float]] = []
+
+    def cache_budget(self, tokens: int) -> CacheBudget | None:
+        """The rollouts' budget in a KV cache of so many tokens; None if the gate is off."""
+        self.budget = CacheBudget(tokens, self._headroom) if self._enabled else None
+        return self.budget
+
+    @property
+    def cache_cuts(self) -> int:
+        return self.budget.cuts if self.budget is not None else 0
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    def track(self, request: EngineRequest) -> None:
+        """The engine has the request now."""
+        if self._enabled and (request.params.ttft_ms or request.params.tpot_ms):
+            self.tracked[request.params.request] = TrackedRequest(request, self._clock())
+
+    def set_arrival(self, name: str, arrived: float) -> None:
+        """The request came to the worker before the engine had it, at this monotonic time."""
+        if (held := self.tracked.get(name)) is not None:
+            held.arrived = arrived
+
+    def on_token(self, request: EngineRequest) -> None:
+        if (held := self.tracked.get(request.params.request)) is not None:
+            held.last = self._clock()
+            held.first = held.last if held.first is None else held.first
+            held.tokens += 1
+
+    def end(self, request: EngineRequest) -> None:
+        held = self.tracked.pop(request.params.request, None)
+        if held is not None and request.finish in ("stop", "length"):
+            self.ended += 1
+            self.met += held.within()
+
+    # --- decisions ----------------------------------------------------------------------------------------------------
+
+    def decode_rows(self, rows: list[EngineRequest]) -> list[EngineRequest]:
+        """Those of ``rows`` (in order of admission) that the next decode step computes."""
+        self.rollout_share = 1.0
+        if not self.tracked:
+            return rows
+        own = [row for row in rows if row.params.interactive]
+        others = [row for row in rows if not row.params.interactive]
+        count = 0 if self.training_waits else self._admit("decode", len(own), len(others))
+        self.rollout_share = count / max(1, len(own) + count)
+        return own + others[:count]
+
+    def prefill_tokens(self, rows: Sequence[EngineRequest], limit: int) -> int:
+        """The tokens of the next prefill slice, padding included: what those of ``rows`` that are interactive need, at
+        most ``limit``, and as much more as rollouts may have."""
+        self.rollout_share = 1.0
+        if not self.tracked:
+            return limit
+        widths = [uncomputed(row) for row in rows if row.params.interactive and not row.prefilled]
+        own = min(limit, max(widths, default=0) * len(widths))
+        others = self._admit("prefill", own, limit - own)
+        self.rollout_share = others / max(1, own + others)
+        return own + others if own or others >= LEAST_PREFILL else 0
+
+    def allows_training(self) -> bool:
+        """Whether a training slice may run now."""
+        allowed = not self.tracked or slack(self.demand(), "train", 1, self._clock(), self.costs) >= 0
+        self.training_waits = not allowed
+        return allowed
+
+    def demand(self) -> Demand:
+        """Of all tracked requests."""
+        waiting = [held for held in self.tracked.values() if held.prefill]
+        decoding = [held for held in self.tracked.values() if not held.prefill]
+        return Demand(
+            sum(held.prefill for held in waiting),
+            len(decoding),
+            min((held.due for held in waiting), default=math.inf),
+            min((held.due for held in decoding), default=math.inf),
+        )
+
+    def _admit(self, kind: Kind, own: int, candidates: int) -> int:
+        demand, now = self.demand(), self._clock()
+        count = admit(demand, kind, own, candidates, now, self.costs)
+        self._slacks = [(at, left) for at, left in self._slacks if at > now - SLACK_SECONDS]
+        self._slacks.append((now, slack(demand, kind, own + count, now, self.costs)))
+        return count
+
+    def least_slack(self) -> float:
+        """Of the last second, in seconds; 0 if there was no decision."""
+        since = self._clock() - SLACK_SECONDS
+        return min((left for at, left in self._slacks if at > since and math.isfinite(left)), default=0.0)
+
+
+def uncomputed(request: EngineRequest) -> int:
+    """Tokens of prompt and answer that are not cached."""
+    cached = request.filled + (request.prefix.filled if request.prefix is not None else 0)
+    return len(request.params.prompt) + len(request.tokens) - cached
+
+
+def measure_costs(costs: CostTable, runner: Runner, max_rows: int, prefill_tokens: int) -> None:
+    """Fill the table before the first request: slices of several sizes on an empty cache, each the second of two. The
+    cost of a training slice is guessed from them."""
+    shapes: list[tuple[Kind, int, int]] = [("decode", rows, 1) for rows in (1, 4, 16, max_rows)]
+    shapes += [("prefill", 1, tokens) for tokens in (16, 128, prefill_tokens)]
+    for kind, rows, tokens in shapes:
+        slots = [slot for _ in range(rows) if (slot := runner.store.allocate(tokens)) is not None]
+        if len(slots) == rows <= max_rows:
+            chunks = [SequenceChunk("", [0] * tokens, 0, slot) for slot in slots]
+            runner.prepare_adapters([""])
+            with torch.no_grad():  # the first of two runs warms up
+                for _ in range(2):
+                    began = time.perf_counter()
+                    (runner.decode if kind == "decode" else runner.prefill)(chunks)
+                    device.finish(runner.store.k.device)
+                    seconds = time.perf_counter() - began
+            costs.record(kind, rows * tokens, seconds, first=True)
+        for slot in slots:
+            runner.store.free(slot)
+    if (passed := costs.predict("prefill", prefill_tokens)) > 0:
+        costs.record("train", 1, TRAIN_PASSES * passed, first=True)

@@ -1,0 +1,192 @@
+"""The SLO gate in the engine: which rows a slice computes, and that no text depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.support.tiny import small
+from tests.worker.engine.test_engine import finish, order, text
+
+from rookery import protocol
+from rookery.worker.engine.native.engine import NativeEngine
+from rookery.worker.engine.native.slo_gate import SloGate, measure_costs
+from rookery.worker.model.adapter import PARTS, init_adapter
+from rookery.worker.model.lora import LoraManager
+
+
+class Clock:
+    """Seconds that pass only when a test says so."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def gated(clock: Callable[[], float], *, enabled: bool = True, **options: Any) -> NativeEngine:
+    decoder = small("llama")
+    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
+    bank.add("a", init_adapter(decoder.config, 8, 16.0, list(PARTS), 0))
+    gate = SloGate(enabled=enabled, headroom=0.2, clock=clock)
+    engine = NativeEngine(decoder, bank, text, gate=gate, **{"max_rows": 8, "kv_budget_bytes": 1 << 26, **options})
+    for kind, size, seconds in (("decode", 1, 0.01), ("decode", 8, 0.08), ("prefill", 16, 0.1), ("train", 1, 1.0)):
+        gate.costs.record(kind, size, seconds, first=True)  # type: ignore[arg-type]
+    gate.costs.record = lambda *args, **options: None  # type: ignore[method-assign]  # these costs stay
+    return engine
+
+
+def chat(name: str = "chat", **changes: Any) -> protocol.Generate:
+    return order(name, **{"interactive": True, "ttft_ms": 2000.0, "tpot_ms": 100.0, "seed": 99, **changes})
+
+
+def ref(version: int) -> protocol.AdapterRef:
+    return protocol.AdapterRef(policy="p", version=version, hash="a", rank=8, alpha=16.0)
+
+
+def tokens(engine: NativeEngine) -> dict[str, int]:
+    return {row.params.request: len(row.tokens) for row in engine.admission.running}
+
+
+def filled(engine: NativeEngine, name: str) -> int:
+    return next(row.filled for row in engine.admission.running if row.params.request == name)
+
+
+def test_a_decode_step_has_as_many_rollouts_as_the_slack_of_the_chat_allows() -> None:
+    clock = Clock()
+    engine = gated(clock)
+    for number in range(7):
+        engine.submit(order(f"r{number}", seed=number, max_tokens=50))
+    engine.submit(chat(max_tokens=50))
+    engine.step()
+    assert set(tokens(engine).values()) == {0}, "their prompt is one"
+    engine.step()
+    # 75 ms after its first token the chat's second is due; a step of n rows takes n / 80 s: five rollouts, the oldest
+    assert tokens(engine) == {f"r{number}": 2 if number < 5 else 1 for number in range(7)} | {"chat": 2}
+    clock.now += 10
+    before = tokens(engine)
+    engine.step()
+    steps = {name: count - before[name] for name, count in tokens(engine).items()}
+    assert [name for name, count in steps.items() if count] == ["chat"], "it is late: nothing beside it"
+    engine.abort("chat")
+    before = tokens(engine)
+    engine.step()
+    assert all(count == before[name] + 1 for name, count in tokens(engine).items()), "nobody waits: all"
+
+
+def test_prompts_of_rollouts_wait_or_are_cut_to_the_slack() -> None:
+    clock = Clock()
+    engine = gated(clock)
+    engine.submit(chat(prompt=list(range(1, 9)), shared_prefix=8, ttft_ms=400.0, max_tokens=30))
+    engine.submit(order("r", prompt=list(range(1, 101)), shared_prefix=0))
+    for _ in range(2):
+        engine.step()
+    assert tokens(engine)["chat"] == 2 and not filled(engine, "r"), "a prompt takes longer than a token may"
+    engine.step()
+    assert 0 < filled(engine, "r") < 30, "the chat was quick: part of the prompt fits"
+
+
+def test_training_waits_for_the_slack_of_chats() -> None:
+    clock = Clock()
+    engine = gated(clock)
+    assert engine.gate.allows_training()
+    engine.submit(chat(max_tokens=100))
+    engine.submit(order("r", max_tokens=100))
+    assert engine.gate.allows_training(), "1.5 s are left to the first token, and a training slice takes 1.25"
+    clock.now += 0.3
+    assert not engine.gate.allows_training()
+    for _ in range(5):
+        engine.step()
+    assert tokens(engine) == {"chat": 5, "r": 1}, "rollouts wait with it, so that the chat gains time"
+    for _ in range(20):
+        engine.step()
+    assert engine.gate.allows_training()
+    engine.step()
+    assert tokens(engine)["r"] == 2
+
+
+def test_requests_within_their_objectives_are_counted() -> None:
+    clock = Clock()
+    engine = gated(clock)
+    engine.submit(chat("quick", max_tokens=2))
+    engine.submit(chat("late", max_tokens=2))
+    engine.gate.set_arrival("late", clock.now - 5)
+    finish(engine)
+    engine.submit(chat("gone"))
+    engine.abort("gone")
+    assert (engine.gate.met, engine.gate.ended, engine.gate.tracked) == (1, 2, {})
+
+
+def test_no_text_depends_on_the_gate() -> None:
+    texts = []
+    for enabled in (True, False):
+        clock = Clock()
+        engine = gated(clock, enabled=enabled, kv_budget_bytes=1 << 18)
+        for number in range(6):
+            engine.submit(order(f"r{number}", seed=number, max_tokens=40, prompt=list(range(1, 40)), shared_prefix=30))
+        seen: dict[str, list[int]] = {}
+        for turn in range(400):
+            if turn in (5, 30):
+                engine.submit(chat(f"chat-{turn}", max_tokens=20, seed=turn))
+            clock.now += 0.03
+            engine.step()
+            for chunk in engine.drain():
+                seen.setdefault(chunk.request, []).extend(chunk.tokens)
+                if chunk.finish == "abort":  # as the controller does
+                    name, number = chunk.request, int(chunk.request[1:])
+                    engine.submit(order(name, seed=number, max_tokens=40, prompt=list(range(1, 40)), shared_prefix=30,
+                                        prefix_tokens=seen[name]))  # fmt: skip
+        assert not engine.active and not engine.waiting
+        texts.append(seen)
+    assert texts[0] == texts[1] and len(texts[0]) == 8
+
+
+def test_chats_that_need_the_cache_send_rollouts_away_with_their_tokens() -> None:
+    clock = Clock()
+    engine = gated(clock)
+    engine = gated(clock, kv_budget_bytes=1000 * engine.store.token_bytes)
+    calm = gated(clock)
+    for each in (engine, calm):
+        for number in range(5):
+            each.submit(order(f"r{number}", seed=number, max_tokens=60, prompt=list(range(1, 91)), shared_prefix=0))
+    for _ in range(10):
+        engine.step()
+    engine.submit(chat("one", prompt=list(range(1, 150)), shared_prefix=149, max_tokens=5))
+    engine.submit(chat("two", prompt=list(range(2, 150)), shared_prefix=148, max_tokens=5))
+    seen: dict[str, list[int]] = {}
+    away = []
+    while engine.active or engine.waiting:
+        clock.now += 1.0
+        engine.step()
+        for chunk in engine.drain():
+            assert chunk.offset == len(seen.get(chunk.request, []))
+            seen.setdefault(chunk.request, []).extend(chunk.tokens)
+            away += [chunk.request] if chunk.finish == "abort" else []
+    assert engine.gate.cache_cuts == 1 and away and all(name.startswith("r") for name in away)
+    complete = {name: sampled for name, (sampled, _) in finish(calm).items()}
+    for name in away:
+        assert seen[name] == complete[name][: len(seen[name])], "what was sampled stands; another worker goes on"
+    assert all(seen[name] == complete[name] for name in complete if name not in away)
+
+
+def test_the_frozen_cache_grows_at_the_next_version() -> None:
+    clock = Clock()
+    engine = gated(clock)
+    budget = engine.gate.budget
+    assert budget is not None
+    engine.submit(order("r", adapter=ref(1)))
+    assert budget.cut(engine.store.tokens, {"p": 1}) and budget.frozen
+    engine.submit(order("r2", adapter=ref(1)))
+    assert budget.frozen
+    engine.submit(order("r3", adapter=ref(2)))
+    assert not budget.frozen
+
+
+def test_costs_are_measured_before_the_first_request(tmp_path: Path) -> None:
+    engine = gated(Clock())
+    gate = SloGate()
+    measure_costs(gate.costs, engine.runner, 8, 64)
+    assert 0 < gate.costs.predict("decode", 8) < 5 and gate.costs.predict("prefill", 64) > 0
+    assert gate.costs.predict("train", 1) == 3 * gate.costs.predict("prefill", 64)
+    assert engine.store.used_tokens == 0
