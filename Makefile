@@ -55,9 +55,9 @@ types: $(VENV)/.tests
 docs: $(VENV)/.tests
 	@$(BIN)/python docs/generate.py
 
-# `kill -9` of everything at random moments of real runs: one round of each kind, and a long run.
+# `kill -9` of everything at random moments of real runs, a disk and descriptors that run out; a long run of kills.
 test-chaos: $(VENV)/.tests
-	@$(BIN)/python -m pytest -m heavy tests/chaos/test_chaos.py --numprocesses $(PROCESSES) --dist worksteal
+	@$(BIN)/python -m pytest -m heavy tests/chaos/test_chaos.py tests/server/test_shortages.py --numprocesses $(PROCESSES) --dist worksteal
 
 chaos: $(VENV)/.tests
 	ROOKERY_CHAOS_ROUNDS=20 $(BIN)/python -m pytest -m heavy tests/chaos/test_chaos.py --timeout=3600
@@ -104,9 +104,9 @@ bench-full: $(VENV)/.tests bench-peers
 	$(BIN)/python -m benchmarks.micro.spinning
 	$(BIN)/python -m benchmarks.lib.report
 
-# Ratios that hold on any machine, with generous bounds: part of the tests.
+# Ratios that hold on any machine, with generous bounds; the GPU's checks as far as a machine without one can tell.
 bench-smoke: $(VENV)/.tests
-	@$(BIN)/python -m pytest tests/benchmarks/test_smoke.py
+	@$(BIN)/python -m pytest -m heavy tests/benchmarks
 
 # Losing workers, seeding: about half an hour.
 bench-preemption: $(VENV)/.tests

@@ -1,12 +1,10 @@
-"""What many tests need, and in which order and beside whom they run."""
+"""Fixtures of many tests."""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import hypothesis
@@ -21,34 +19,6 @@ os.environ.setdefault("NUMBA_CACHE_DIR", str(CACHE / "kernels"))  # or every wor
 
 hypothesis.settings.register_profile("rookery", deadline=None)  # how long an example takes is the machine's affair
 hypothesis.settings.load_profile("rookery")
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # outside of pytest-timeout: waiting for others does not count
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """No test of another process of the run (``pytest -n``) goes on beside one that is marked ``alone``. What fixtures
-    of whole modules have started there stays."""
-    assert item.config.cache is not None
-    folder = Path(item.config.cache.mkdir("alone"))
-    alone = item.get_closest_marker("alone") is not None
-    # who wants to be alone keeps the gate shut meanwhile, or the others could run for ever by turns
-    with (
-        _locked(folder / "gate", fcntl.LOCK_EX) as gate,
-        _locked(folder / "running", fcntl.LOCK_EX if alone else fcntl.LOCK_SH),
-    ):
-        if not alone:
-            fcntl.flock(gate, fcntl.LOCK_UN)
-        return (yield)
-
-
-@contextmanager
-def _locked(path: Path, how: int) -> Iterator[int]:
-    """The file's descriptor."""
-    with path.open("w") as file:
-        fcntl.flock(file, how)
-        try:
-            yield file.fileno()
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # also where a forked process still has it open
 
 
 @pytest.fixture

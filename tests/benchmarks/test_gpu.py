@@ -64,6 +64,7 @@ def test_the_results_say_that_it_was_not_measured(tmp_path: Path, monkeypatch: p
     assert "## GPU\n\nNot measured yet" in (tmp_path / "RESULTS.md").read_text()
 
 
+@pytest.mark.heavy
 def test_what_is_right_passes_and_what_is_wrong_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     one = dict([next(iter(gpu_check.MODELS.items()))])
     monkeypatch.setattr(gpu_check, "MODELS", one)

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.lib.contender import Contender
 from benchmarks.lib.workload import random_ids
 
-pytestmark = pytest.mark.alone
+pytestmark = pytest.mark.heavy
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 LEAST_TURNS, MOST_TURNS = 2, 8
 """What else runs on the machine for a while spoils two turns, seldom eight; what has become slow is so in all."""

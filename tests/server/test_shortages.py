@@ -38,6 +38,7 @@ def descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
+@pytest.mark.heavy
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="changing another process's limits is Linux's")
 @pytest.mark.parametrize(
     ("kind", "limit"),
