@@ -41,6 +41,27 @@ def stories(count: int) -> list[str]:
     ]
 
 
+def lists(count: int) -> list[str]:
+    """Different requests for the same shape of JSON."""
+    source = random.Random(3)
+    things = "fruits tools cars toys books birds shoes lamps games cakes chairs boats".split()
+    return [
+        f'List {source.randint(4, 9)} {source.choice(things)} of a shop as JSON. Each has "name", "color", "price" and'
+        ' "stock", like [{"name": "x", "color": "red", "price": 3, "stock": 12}]. Reply with JSON only.'
+        for _ in range(count)
+    ]
+
+
+def sums(count: int) -> list[str]:
+    """Different chains of additions, each step like the one before."""
+    source = random.Random(4)
+    return [
+        f"Add the numbers from {(start := source.randint(2, 60))} to {start + 9} one after another. Write every step on"
+        f" a line of its own, like {start} + {start + 1} = {2 * start + 1}."
+        for _ in range(count)
+    ]
+
+
 def reward(tokens: Sequence[int]) -> float:
     """The share of liked tokens: it differs within nearly every group, so that every group has a gradient."""
     return sum(token % LIKED == 0 for token in tokens) / max(1, len(tokens))

@@ -27,7 +27,7 @@ MAX_DRAFT = 8
 on two cores."""
 
 MAX_STATES = 1 << 17
-"""Of all indexes together, a token needs at most two: about 45 MB. Beyond, they do not grow."""
+"""Of all indexes together, a token needs at most two: about 40 MB. Beyond, they do not grow."""
 
 PROMPT_TOKENS = 256
 """Of a prompt's last tokens are in the index: an answer repeats what it was asked last."""
