@@ -134,7 +134,7 @@ class WorkerCore:
         mapped = (folder / WEIGHTS).stat().st_size  # on a CPU not all of it is in memory yet
         budget = memory.divide(total, max(device.used_bytes(where), before + mapped), where.type)
         bank = LoraManager(decoder.config, decoder.dtype, decoder.device, max_rank, budget.adapters)
-        kernels = settings.engine.cpu_kernels
+        compiled = settings.engine.cpu_kernels
         gate = SloGate(enabled=settings.engine.slo_gate, headroom=settings.engine.kv_headroom)
         engine = NativeEngine(
             decoder,
@@ -142,7 +142,7 @@ class WorkerCore:
             Chat.load(folder).decode,
             max_rows=settings.engine.max_rows,
             kv_budget_bytes=budget.kv_cache,
-            runner=best_runner(decoder, bank, budget.kv_cache, kernels=kernels, cache=settings.cache),
+            runner=best_runner(decoder, bank, budget.kv_cache, compiled=compiled, cache=settings.cache),
             speculator=Speculator() if settings.engine.speculation else None,
             gate=gate,
         )
@@ -153,6 +153,8 @@ class WorkerCore:
             max_rank=max_rank,
             slice_tokens=settings.training.gpu_slice_tokens if where.type == "cuda" else settings.training.slice_tokens,
             limits=limits_for(decoder, budget.activations),
+            compiled=compiled,
+            cache=settings.cache,
             base_model=model,
             memory_bytes=budget.training_states,
         )

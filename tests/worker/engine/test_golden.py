@@ -1,7 +1,7 @@
 """The engine still samples the texts that it sampled before.
 
-``tests/data/golden_texts.json`` was recorded when attention came to run by compiled kernels, whose sums round in
-another order than those of PyTorch's operations: requests (adapter, prompt, shared prefix, temperature, seed) with
+``tests/data/golden_texts.json`` was recorded when the kernels' attention came to sum by positions, wherever a shared
+prefix ends, so that training computes the same bits: requests (adapter, prompt, shared prefix, temperature, seed) with
 their tokens and their log-probabilities, rounded to six digits. bfloat16 texts are those of the kernels; they depend on
 the processor's instructions, so they are compared only where torch finds the same ones. In float32 the tokens are
 compared everywhere, with kernels and without, and the log-probabilities within ``FLOAT32_TOLERANCE``."""

@@ -43,18 +43,21 @@ HF = {
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
+    "head_dim": 16,
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
 LLAMA = transformers.LlamaConfig(**HF)
 AIPO = protocol.Loss(name="aipo", params={"rho": 4.0})
 GSPO = protocol.Loss(name="gspo", params={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
-ATTENTIONS: dict[str, AttentionFactory] = {
+ATTENTIONS: dict[str, AttentionFactory | None] = {
+    "kernels": None,
     "whole": partial(ChunkedAttention, chunks=ChunkSizes()),
     "chunked": partial(ChunkedAttention, chunks=ChunkSizes(queries=4, scores=64)),
     "fused": VarlenAttention,
 }
-"""A CPU's, in two sizes, and a GPU's, which computes by plain products here."""
+"""A CPU's, by compiled kernels (where they run, also in the other tests) and in two sizes without, and a GPU's, which
+computes by plain products here."""
 ADAM = protocol.Adam(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.1, clip=1.0)
 
 
@@ -199,14 +202,14 @@ def reference(
     "config",
     [
         LLAMA,
-        transformers.MistralConfig(**HF, sliding_window=6, head_dim=16),
-        transformers.Qwen3Config(**HF, head_dim=16),
+        transformers.MistralConfig(**HF, sliding_window=6),
+        transformers.Qwen3Config(**HF),
     ],
     ids=["llama", "mistral with a window", "qwen3"],
 )
 @pytest.mark.parametrize("attention", ATTENTIONS.values(), ids=ATTENTIONS)
 def test_gradient_equals_that_of_peft(
-    tmp_path: Path, config: transformers.PreTrainedConfig, attention: AttentionFactory
+    tmp_path: Path, config: transformers.PreTrainedConfig, attention: AttentionFactory | None
 ) -> None:
     """Shared prompts, masks, temperature and loss against a model that computes each sequence by itself."""
     if config is LLAMA:
@@ -383,7 +386,7 @@ def test_copied_prompt_keys_count_as_memory(tmp_path: Path, monkeypatch: pytest.
         (PassLimits(resident_tokens=64, max_tokens=64, copied_key_share=0.5), [40, 40, 10]),
         (PassLimits(resident_tokens=63, max_tokens=64, copied_key_share=0.5), [40, 40, 10]),
     ):
-        at, slices = trainer(decoder(), {"p": folder}, limits=limits), []
+        at, slices = trainer(decoder(), {"p": folder}, limits=limits, compiled=False), []
         at.forward_backward(forward_backward(), batch)
         while at.pending:
             before = at.trained

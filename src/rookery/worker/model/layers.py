@@ -102,13 +102,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         x, weight = ctx.saved_tensors
-        (g,) = gradients
-        wide = torch.promote_types(x.dtype, torch.float32)
-        size = x.shape[-1]
-        full, scaled = x.to(wide), g.to(wide) * weight.to(wide)
-        inverse = torch.linalg.vecdot(full, full).div_(size).add_(ctx.eps).rsqrt_()
-        along = torch.linalg.vecdot(scaled, full).mul_(inverse.pow(3)).div_(size)
-        return scaled.mul_(inverse.unsqueeze(-1)).sub_(full * along.unsqueeze(-1)).to(x.dtype), None, None
+        return rms_norm_backward(gradients[0], x, weight, ctx.eps), None, None
 
 
 class _SwiGlu(torch.autograd.Function):
@@ -121,13 +115,7 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
-        (g,) = gradients
-        gate, up = y.chunk(2, -1)
-        d = torch.empty_like(y)
-        d_gate, d_up = d.chunk(2, -1)
-        torch.mul(g, F.silu(gate), out=d_up)
-        torch.ops.aten.silu_backward.grad_input(g * up, gate, grad_input=d_gate)
-        return d
+        return swiglu_backward(gradients[0], y)
 
 
 class _Rotate(torch.autograd.Function):
@@ -150,12 +138,32 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
+def rms_norm_backward(g: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The gradient by x of ``rms_norm(x, weight, eps)``, whose own is ``g``."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    size = x.shape[-1]
+    full, scaled = x.to(wide), g.to(wide) * weight.to(wide)
+    inverse = torch.linalg.vecdot(full, full).div_(size).add_(eps).rsqrt_()
+    along = torch.linalg.vecdot(scaled, full).mul_(inverse.pow(3)).div_(size)
+    return scaled.mul_(inverse.unsqueeze(-1)).sub_(full * along.unsqueeze(-1)).to(x.dtype)
+
+
 def swiglu(y: Tensor) -> Tensor:
     """``silu(gate) · up`` of y = [gate, up] [tokens, 2 · inner] (arXiv:2002.05202)."""
     if torch.is_grad_enabled():
         return _SwiGlu.apply(y)
     gate, up = y.chunk(2, -1)
     return F.silu(gate) * up
+
+
+def swiglu_backward(g: Tensor, y: Tensor) -> Tensor:
+    """The gradient by y of ``swiglu(y)``, whose own is ``g``."""
+    gate, up = y.chunk(2, -1)
+    d = torch.empty_like(y)
+    d_gate, d_up = d.chunk(2, -1)
+    torch.mul(g, F.silu(gate), out=d_up)
+    torch.ops.aten.silu_backward.grad_input(g * up, gate, grad_input=d_gate)
+    return d
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -148,6 +148,24 @@ def test_close_to_float64_and_the_same_bits_in_any_batch(
         assert error < (0.02 if dtype == torch.bfloat16 else 2e-5)
 
 
+@settings(max_examples=15)
+@given(
+    shape=st.sampled_from([*HEADS, "mistral window"]),
+    cuts=st.tuples(st.integers(0, 60), st.integers(0, 60)),
+    length=st.integers(61, 90),
+)
+def test_same_bits_wherever_the_prefix_ends(shape: str, cuts: tuple[int, int], length: int) -> None:
+    decoder = heads_of(shape, torch.bfloat16)
+    whole = sequences(decoder, 0, [length]).tails[0]
+    ends = []
+    for cut in cuts:
+        of = Sequences(decoder, whole[:cut], [whole[cut:]])
+        if cut:
+            of.attend([(-1, 0, cut)])
+        ends.append(of.attend([(0, 0, length - cut)])[0][-(length - 60) :])
+    assert torch.equal(*ends)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_bad_numbers_of_one_row_stay_in_it(bad: float) -> None:
     decoder = heads_of("3 of 48", torch.bfloat16)

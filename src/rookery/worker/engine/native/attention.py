@@ -41,12 +41,12 @@ class SequenceChunk:
 
 
 class TokenStream:
-    """The tokens of some chunks, one after another; a lone token is doubled (``batch_invariance``).
+    """The tokens of some chunks, one after another; with ``double``, a lone token is doubled (``batch_invariance``).
 
     Arrays of int64: ``tokens``, ``positions`` in their sequences, ``owner`` (the chunk) and ``index`` in its tail
     [tokens]; ``last`` [chunks], where each chunk's last token is."""
 
-    def __init__(self, chunks: Sequence[SequenceChunk]) -> None:
+    def __init__(self, chunks: Sequence[SequenceChunk], *, double: bool = True) -> None:
         self.chunks = chunks
         counts = np.array([len(chunk.tokens) for chunk in chunks])
         self.last = np.cumsum(counts) - 1
@@ -54,7 +54,7 @@ class TokenStream:
         index = np.arange(len(owner)) + np.array([chunk.start for chunk in chunks])[owner]
         index -= (self.last + 1 - counts)[owner]
         tokens = np.concatenate([np.asarray(chunk.tokens, dtype=np.int64) for chunk in chunks])
-        if len(tokens) == 1:
+        if double and len(tokens) == 1:
             owner, index, tokens = owner.repeat(2), index.repeat(2), tokens.repeat(2)
         self.tokens, self.owner, self.index = tokens, owner, index
         self.positions = index + np.array([chunk.prefix_length for chunk in chunks])[owner]

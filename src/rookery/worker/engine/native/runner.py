@@ -15,10 +15,9 @@ from typing import Protocol
 from torch import Tensor
 
 from rookery.worker import device
+from rookery.worker.engine.native import kernels
 from rookery.worker.engine.native.attention import SegmentAttention, SequenceChunk, TokenStream
 from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
-from rookery.worker.engine.native.kernels import fits as runs_kernels
-from rookery.worker.engine.native.kernels import load as load_kernels
 from rookery.worker.engine.native.kv_cache import KVCache
 from rookery.worker.engine.native.sampler import SampledTokens, SamplingKey, sample
 from rookery.worker.model.decoder import Decoder
@@ -116,15 +115,15 @@ def _adapter_groups(streams: Sequence[SequenceChunk]) -> list[tuple[str, int]]:
 
 
 def best_runner(
-    decoder: Decoder, bank: LoraManager, kv_budget_bytes: int, *, kernels: bool = True, cache: Path | None = None
+    decoder: Decoder, bank: LoraManager, kv_budget_bytes: int, *, compiled: bool = True, cache: Path | None = None
 ) -> Runner:
     """The runner of the decoder's device. The pool needs the fused kernels: without them, every row's keys are gathered
-    at the length of the longest. On a CPU, ``kernels`` allows those of ``kernels``, whose code is cached under
-    ``cache``."""
+    at the length of the longest. On a CPU, ``compiled`` allows those of ``kernels``, whose code is cached
+    under ``cache``."""
     if device.fuses(decoder.device, decoder.dtype):
         return CudaGraphRunner(decoder, bank, kv_budget_bytes)
-    usable = kernels and decoder.device.type == "cpu" and runs_kernels(decoder.config) and load_kernels(cache)
-    return (KernelRunner if usable else DenseRunner)(decoder, bank, kv_budget_bytes)
+    runner = KernelRunner if compiled and kernels.usable(decoder, cache) else DenseRunner
+    return runner(decoder, bank, kv_budget_bytes)
 
 
 def logits_at(decoder: Decoder, hidden: Tensor, index: Tensor) -> Tensor:

@@ -179,32 +179,13 @@ class _Plans:
             plan.add_prefix(out, part)
         return out.view(shape)
 
-
-class _ChunkedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plans: _Plans, window: int) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.plans, ctx.window = plans, window
+    def gradients(self, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
+        """By q, k and v, from the output's ``d_out`` [tokens, heads, head_dim]."""
         scale = q.shape[-1] ** -0.5
-        whole, outs = plans.buffers(q)
-        for plan, out in zip(plans.blocks, outs, strict=True):
-            queries, keys, values = plan.queries(q).mul_(scale), plan.keyed(k), plan.keyed(v)
-            for part in plan.parts:
-                for start, stop in plan.cuts:
-                    rows, seen = slice(start * plan.group, stop * plan.group), plan.prefix + stop
-                    p = plan.probabilities(queries[part, rows], keys[part, :seen], part, start, window)
-                    _product(out[part, rows], p, values[part, :seen])
-        return plans.queries(whole, q.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        q, k, v = ctx.saved_tensors
-        (d_out,) = gradients
-        plans, window, scale = ctx.plans, ctx.window, q.shape[-1] ** -0.5
-        whole_q, parts_q = plans.buffers(q)
-        whole_k, parts_k = plans.buffers(k, keys=True)
-        whole_v, parts_v = plans.buffers(v, keys=True)
-        for plan, d_queries, d_keys, d_values in zip(plans.blocks, parts_q, parts_k, parts_v, strict=True):
+        whole_q, parts_q = self.buffers(q)
+        whole_k, parts_k = self.buffers(k, keys=True)
+        whole_v, parts_v = self.buffers(v, keys=True)
+        for plan, d_queries, d_keys, d_values in zip(self.blocks, parts_q, parts_k, parts_v, strict=True):
             queries, keys, values, d_block = (
                 plan.queries(q).mul_(scale),
                 plan.keyed(k),
@@ -227,12 +208,31 @@ class _ChunkedAttention(torch.autograd.Function):
                 sum_k.finish()
                 sum_v.finish()
         return (
-            plans.queries(whole_q.mul_(scale), q.shape),
-            plans.keys(whole_k, parts_k, k.shape),
-            plans.keys(whole_v, parts_v, v.shape),
-            None,
-            None,
+            self.queries(whole_q.mul_(scale), q.shape),
+            self.keys(whole_k, parts_k, k.shape),
+            self.keys(whole_v, parts_v, v.shape),
         )
+
+
+class _ChunkedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plans: _Plans, window: int) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.plans, ctx.window = plans, window
+        scale = q.shape[-1] ** -0.5
+        whole, outs = plans.buffers(q)
+        for plan, out in zip(plans.blocks, outs, strict=True):
+            queries, keys, values = plan.queries(q).mul_(scale), plan.keyed(k), plan.keyed(v)
+            for part in plan.parts:
+                for start, stop in plan.cuts:
+                    rows, seen = slice(start * plan.group, stop * plan.group), plan.prefix + stop
+                    p = plan.probabilities(queries[part, rows], keys[part, :seen], part, start, window)
+                    _product(out[part, rows], p, values[part, :seen])
+        return plans.queries(whole, q.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        return *ctx.plans.gradients(*ctx.saved_tensors, gradients[0], ctx.window), None, None
 
 
 class _Sum:
@@ -275,6 +275,10 @@ class ChunkedAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See ``AttentionBackend``. Blocks cover every row, because every token attends at least to itself."""
         return _ChunkedAttention.apply(q, k, v, self._plans, self._windows[layer])
+
+    def gradients(self, layer: int, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """By q, k and v, of an output whose gradient is ``d_out`` [tokens, heads, head_dim]."""
+        return self._plans.gradients(q, k, v, d_out, self._windows[layer])
 
 
 class _Repeat(torch.autograd.Function):

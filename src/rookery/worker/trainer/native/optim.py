@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,10 +36,11 @@ _CLIP_EPS = 1e-6
 
 @dataclass(frozen=True)
 class LoraPart:
-    """LoRA of one part of a fused projection. ``ranks`` are its rows of the projection's stacked A, ``outputs`` its
-    columns of the base's output; ``b`` [outputs, rank] is the compute copy of B times the adapter's scale, ``d_b`` the
-    float32 gradient of B."""
+    """LoRA of one part of a fused projection, the ``number``-th of that. ``ranks`` are its rows of the projection's
+    stacked A, ``outputs`` its columns of the base's output; ``b`` [outputs, rank] is the compute copy of B times the
+    adapter's scale, ``d_b`` the float32 gradient of B."""
 
+    number: int
     ranks: slice
     outputs: slice
     b: Tensor
@@ -128,13 +130,16 @@ class PolicyState:
             raise UserError(f"the optimizer's state does not fit its adapter: {error}") from None
         self._split = sum(self._sizes[: len(self._order)])
         self._compute = torch.empty_like(self.masters, dtype=dtype)
+        self.packed: Any = None
+        """The copies in the layout of the kernels (``kernel_pass``), made when they are used."""
         self.sites = self._views(model)
         self._refresh()
 
     @staticmethod
     def bytes_for(numbers: int, dtype: torch.dtype) -> int:
-        """Bytes of a state with this number of weights: four float32 vectors and a copy in ``dtype``."""
-        return numbers * (4 * 4 + dtype.itemsize)
+        """Bytes of a state with this number of weights: four float32 vectors and two copies in ``dtype``, one in
+        the kernels' layout."""
+        return numbers * (4 * 4 + 2 * dtype.itemsize)
 
     @property
     def bytes(self) -> int:
@@ -206,6 +211,7 @@ class PolicyState:
 
     def _refresh(self) -> None:
         """Compute copies of the weights."""
+        self.packed = None
         self._compute[: self._split] = self.masters[: self._split]
         torch.mul(self.masters[self._split :], self.scale, out=self._compute[self._split :])
 
@@ -229,7 +235,7 @@ class PolicyState:
             parts = []
             for index, name in enumerate(present):
                 ranks, key = slice(index * self.rank, (index + 1) * self.rank), f"{layer}.{name}.B"
-                parts.append(LoraPart(ranks, slice(*outputs[name]), copies[key], gradients[key]))
+                parts.append(LoraPart(names.index(name), ranks, slice(*outputs[name]), copies[key], gradients[key]))
             sites[layer, site] = LoraSite(
                 self._compute[at : at + size].view(-1, inputs), self.gradient[at : at + size].view(-1, inputs), parts
             )

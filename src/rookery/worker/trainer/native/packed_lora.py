@@ -49,22 +49,23 @@ class _AddLora(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         x, *inner = ctx.saved_tensors
-        (d_y,) = gradients
-        needed = ctx.needs_input_grad[1]
-        covered = sum(rows.stop - rows.start for rows, _, _ in ctx.rows) == len(x)
-        d_x = (torch.empty_like(x) if covered else torch.zeros_like(x)) if needed else None
-        site: LoraSite
+        d_x = torch.zeros_like(x) if ctx.needs_input_grad[1] else None
         for (rows, site, scale), h in zip(ctx.rows, inner, strict=True):
-            d_rows = d_y[rows]
-            d_h = torch.empty_like(h)
-            for part in site.parts:
-                d_part = d_rows[:, part.outputs]
-                torch.mm(d_part, part.b, out=d_h[:, part.ranks])
-                part.d_b.add_(d_part.t() @ h[:, part.ranks], alpha=scale)
-            site.d_a.add_(d_h.t() @ x[rows])
-            if d_x is not None:
-                torch.mm(d_h, site.a, out=d_x[rows])
-        return d_y, d_x, None, None, None
+            add_gradients(site, scale, x[rows], h, gradients[0][rows], None if d_x is None else d_x[rows])
+        return gradients[0], d_x, None, None, None
+
+
+def add_gradients(site: LoraSite, scale: float, x: Tensor, h: Tensor, d_y: Tensor, d_x: Tensor | None) -> None:
+    """Adds the gradients of one policy's rows of y = B h with h = A x: by its weights to its vectors, and by x to
+    ``d_x``. ``scale`` is its adapter's."""
+    d_h = torch.empty_like(h)
+    for part in site.parts:
+        d_part = d_y[:, part.outputs]
+        torch.mm(d_part, part.b, out=d_h[:, part.ranks])
+        part.d_b.add_(d_part.t() @ h[:, part.ranks], alpha=scale)
+    site.d_a.add_(d_h.t() @ x)
+    if d_x is not None:
+        d_x.addmm_(d_h, site.a)
 
 
 class PackedLora:

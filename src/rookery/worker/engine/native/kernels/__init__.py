@@ -1,11 +1,11 @@
-"""The engine's CPU kernels, where a machine can run them; elsewhere PyTorch's operations do the same work."""
+"""The CPU kernels of engine and trainer, where a machine can run them; elsewhere PyTorch's operations do the work."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from rookery.worker.engine.native.kernels import runtime
-from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.decoder import Decoder
 
 
 def load(folder: Path | None) -> bool:
@@ -19,7 +19,9 @@ def load(folder: Path | None) -> bool:
     return True
 
 
-def fits(config: DecoderConfig) -> bool:
-    """Whether the kernels compute this model: its widths are multiples of a vector's 16 numbers."""
-    widths = (config.hidden, config.head_dim, config.site_shape("down")[0])
-    return all(width % 16 == 0 for width in widths)
+def usable(decoder: Decoder, folder: Path | None) -> bool:
+    """Whether the kernels compute this model: on a CPU, with widths that are multiples of a vector's 16 numbers. Then
+    they are loaded (``load``)."""
+    config = decoder.config
+    widths = (config.hidden, config.head_dim, config.inner, config.heads * config.head_dim)
+    return decoder.device.type == "cpu" and all(width % 16 == 0 for width in widths) and load(folder)

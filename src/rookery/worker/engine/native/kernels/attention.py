@@ -1,11 +1,11 @@
 """Attention over cached segments, by two kernels: the first rotates and caches, the second attends.
 
-Promise: the output of (token, head) is the same bits in any batch, at prefill and at decoding. Its order of
-accumulation, in float32, is that of its own keys alone: first the shared prefix's, then the private tail's.
+Promise: the output of (token, head) is the same bits in any batch, at prefill, at decoding and in training, wherever
+the shared prefix ends. Its order of accumulation, in float32, is that of its own keys' positions alone.
 
 * A score is one chain of fused multiply-adds over the head's dimensions.
 * The softmax takes two passes: the maximum, then the exponentials, whose sum is taken lane by lane over blocks of 16
-  keys, then over the lanes.
+  positions, then over the lanes.
 * A value is one chain over the keys, divided by the sum of the exponentials at the end.
 
 Keys lie as [16-key block, head_dim, 16], so that no score needs a sum over lanes; values as [key, head_dim]. Both fill
@@ -53,8 +53,8 @@ registers, so that most reads of keys and values find them in the first cache.""
 _BLOCKS_PER_THREAD = 4
 """So many blocks of each key head are made for every thread, if there are as many tokens, so that none waits long."""
 
-(_TOKENS, _KV_HEADS, _GROUP, _SIZE, _LAYERS, _HALF, _PLACES, _BLOCKS, _NUM_BLOCKS, _KEYS, _VALUES, _QUERIES, _OUT,
- _COS, _SIN, _CONSTANTS, _SCRATCH, _ROOM, _WIDTH, _ROWS, _LAYER, _ROTATES, _WINDOW, _QKV, _Q_NORM,
+(_TOKENS, _KV_HEADS, _GROUP, _SIZE, _LAYERS, _HALF, _PLACES, _BLOCKS, _NUM_BLOCKS, _KEYS, _VALUES, _QUERIES, _COS,
+ _SIN, _CONSTANTS, _SCRATCH, _ROOM, _WIDTH, _ROWS, _LAYER, _ROTATES, _WINDOW, _QKV, _OUT, _Q_NORM,
  _K_NORM) = range(FIRST, FIRST + 26)  # fmt: skip
 """Both kernels read the same arguments. From ``_LAYER`` on, they are a layer's."""
 
@@ -159,7 +159,8 @@ def _blocks_up(keys: int) -> int:
 @device_function
 def _score(args: int, first: int, count: int, segment: int, head: int, query: int, scores: int) -> None:
     """Scores of ``count`` tokens that attend to the same segment, whose keys all lie in its blocks from the first to
-    the last that one of them attends to: ``scores`` [rows, width], of which each row starts at the segment's key 0."""
+    the last that one of them attends to: ``scores`` [rows, width], of which each row starts at the segment's key 0. It
+    writes up to the end of the last block, so the tail's scores come after the prefix's."""
     size, width = read_int(args, _SIZE), read_int(args, _WIDTH)
     begin, end = _begin(args, first, segment), _end(args, first, segment)
     for token in range(first + 1, first + count):
@@ -177,28 +178,24 @@ def _score(args: int, first: int, count: int, segment: int, head: int, query: in
 
 
 @device_function
-def _softmax(args: int, token: int, tail: int, scores: int) -> float:
-    """Replaces a row's scores by exp(score - maximum) and returns their sum. ``tail`` is where the tail's key 0 is."""
-    top = splat(-np.inf)
-    for segment in range(2):
-        begin, end, row = _begin(args, token, segment), _end(args, token, segment), scores + 4 * tail * segment
-        if begin < end:
-            for i in range(begin // LANES * LANES, begin):
-                write_float(row, i, np.float32(-np.inf))
-            for i in range(end, _blocks_up(end)):
-                write_float(row, i, np.float32(-np.inf))
-            for i in range(begin // LANES * LANES, end, LANES):
-                x = load_float(row, i)
-                top = where_less(top, x, x, top)
+def _softmax(args: int, token: int, scores: int) -> float:
+    """Replaces a row's scores, one for each position, by exp(score - maximum) and returns their sum."""
+    end, window = _place(args, token, _PREFIX_LENGTH) + _place(args, token, _INDEX) + 1, read_int(args, _WINDOW)
+    begin = max(end - window, 0) if window else 0
+    first = begin // LANES * LANES
+    for i in range(first, begin):
+        write_float(scores, i, np.float32(-np.inf))
+    for i in range(end, _blocks_up(end)):
+        write_float(scores, i, np.float32(-np.inf))
+    top, total = splat(-np.inf), splat(0.0)
+    for i in range(first, end, LANES):
+        x = load_float(scores, i)
+        top = where_less(top, x, x, top)
     highest = splat(max_lanes(top))
-    total = splat(0.0)
-    for segment in range(2):
-        begin, end, row = _begin(args, token, segment), _end(args, token, segment), scores + 4 * tail * segment
-        if begin < end:
-            for i in range(begin // LANES * LANES, end, LANES):
-                x = exp(load_float(row, i) - highest)
-                store_float(row, i, x)
-                total = total + x
+    for i in range(first, end, LANES):
+        x = exp(load_float(scores, i) - highest)
+        store_float(scores, i, x)
+        total = total + x
     return sum_lanes(total)
 
 
@@ -245,7 +242,7 @@ def _attend(args: int) -> None:
         head, block = block % kv_heads, read_int(args, _BLOCKS) + 24 * (block // kv_heads)
         first, count, one_tail = read_int(block, 0), read_int(block, 1), read_int(block, 2)
         query = read_int(args, _QUERIES) + 4 * (head * read_int(args, _TOKENS) + first) * group * size
-        tail = _blocks_up(_place(args, first, _PREFIX_LENGTH))
+        tail = _place(args, first, _PREFIX_LENGTH)
         together = count if one_tail else 1
         _score(args, first, count, 0, head, query, scores)
         for i in range(0, count, together):
@@ -255,7 +252,7 @@ def _attend(args: int) -> None:
             store_float(sums, i, splat(0.0))
         # The sums of the exponentials wait where the queries were, which have been read.
         for row in range(count * group):
-            write_float(query, row, _softmax(args, first + row // group, tail, scores + 4 * row * width))
+            write_float(query, row, _softmax(args, first + row // group, scores + 4 * row * width))
         _weigh(args, first, count, 0, head, scores, sums)
         for i in range(0, count, together):
             weights = scores + 4 * (i * group * width + tail)
@@ -272,7 +269,7 @@ ROTATE, ATTEND = Kernel(_rotate), Kernel(_attend)
 
 class KernelAttention:
     """The attention of one slice: its ``tokens`` and ``positions`` [tokens]; ``last`` [chunks] are the chunks' last
-    tokens. head_dim must be a multiple of 16."""
+    tokens. head_dim must be a multiple of 16. A cache of one layer serves all layers where nothing is read later."""
 
     def __init__(self, decoder: Decoder, cache: KVCache, stream: TokenStream) -> None:
         """Raises ``ValueError`` for slots that are not in the cache, or tokens that are not in their slots."""
@@ -288,35 +285,33 @@ class KernelAttention:
         width = int((-(-ends // LANES) * LANES).sum(1).max())
         room = max(2 * size, rows * (width + size))
         cos, sin = (x.reshape(count, size) for x in decoder.rotation(self.positions))
-        self._out = torch.empty(count, config.heads * size, dtype=dtype)
         arguments = self._arguments = Arguments()
-        for number in (count, config.kv_heads, config.group, size, config.layers, dtype == torch.bfloat16):
+        for number in (count, config.kv_heads, config.group, size, cache.config.layers, dtype == torch.bfloat16):
             arguments.number(number)
         arguments.tensor(torch.from_numpy(places), torch.int64, count, 6)
         arguments.tensor(torch.from_numpy(blocks), torch.int64, len(blocks), 3).number(len(blocks))
         for x in (cache.k, cache.v):
-            arguments.tensor(x, dtype, cache.tokens * config.layers * config.kv_heads, size)
+            arguments.tensor(x, dtype, cache.tokens * cache.config.layers * config.kv_heads, size)
         arguments.tensor(torch.empty(count, config.heads, size), torch.float32, count, config.heads, size)
-        arguments.tensor(self._out, dtype, count, config.heads * size)
         arguments.tensor(cos, dtype, count, size).tensor(sin, dtype, count, size)
         arguments.tensor(torch.tensor([config.eps, size**-0.5]), torch.float32, 2)
         arguments.tensor(torch.empty(threads, room), torch.float32, threads, room)
         for number in (room, width, rows):
             arguments.number(number)
-        self._qkv_shape = (count, (config.heads + 2 * config.kv_heads) * size)
+        self._count = count
 
     def __call__(self, layer: int, qkv: Tensor) -> Tensor:
         """A layer's projections qkv [tokens, (heads + 2 kv_heads) · head_dim], neither normalised nor rotated →
-        [tokens, heads · head_dim], valid until the next call. Writes keys and values to the cache."""
-        config, w = self._decoder.config, self._decoder.layers[layer]
-        norms = [
-            checked_address(x, qkv.dtype, (config.head_dim,)) if x is not None else 0 for x in (w.q_norm, w.k_norm)
-        ]
-        address = checked_address(qkv, self._decoder.dtype, self._qkv_shape)
-        self._arguments.replace(_LAYER, layer, int(config.rope[layer]), config.windows[layer], address, *norms)
+        [tokens, heads · head_dim]. Writes keys and values to the cache."""
+        config, w, dtype = self._decoder.config, self._decoder.layers[layer], self._decoder.dtype
+        norms = [checked_address(x, dtype, (config.head_dim,)) if x is not None else 0 for x in (w.q_norm, w.k_norm)]
+        address = checked_address(qkv, dtype, (self._count, (config.heads + 2 * config.kv_heads) * config.head_dim))
+        out = torch.empty(self._count, config.heads * config.head_dim, dtype=dtype)
+        switches = layer % self._cache.config.layers, int(config.rope[layer]), config.windows[layer]
+        self._arguments.replace(_LAYER, *switches, address, out.data_ptr(), *norms)
         ROTATE(self._arguments)
         ATTEND(self._arguments)
-        return self._out
+        return out
 
 
 def _checked_places(cache: KVCache, stream: TokenStream) -> np.ndarray:

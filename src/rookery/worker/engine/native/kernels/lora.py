@@ -246,20 +246,19 @@ Site = tuple[int, str]
 
 
 class LayerStages:
-    """The stages of one slice of tokens, in the order in which ``forward`` calls them. Each one writes the next site's
-    LoRA middle, which the stage behind that site's product reads. Widths must be multiples of 16."""
+    """The stages of one slice of tokens, in the order in which ``run_layer`` calls them. Each one writes the next
+    site's LoRA middle ``inner`` [tokens, at least parts · rank] float32, which the stage behind that site's product
+    reads. Widths must be multiples of 16."""
 
     def __init__(self, decoder: Decoder, residual: Tensor, groups: Sequence[tuple[KernelAdapter | None, int]]) -> None:
         """``residual`` [tokens, hidden] is changed in place; ``groups`` are adapters (None: the base model) with their
         numbers of consecutive tokens. Raises ``ValueError`` if they are not as many as ``residual`` has."""
         config, self._dtype = decoder.config, residual.dtype
-        self._decoder, self._tokens, self._config = decoder, len(residual), config
+        self.decoder, self.residual, self._tokens = decoder, residual, len(residual)
         self._adapted = any(adapter is not None for adapter, _ in groups)
         blocks = np.array(list(_blocks(groups, self._tokens, config.layers)), dtype=np.int64)
         stride = max((3 * adapter.rank for adapter, _ in groups if adapter is not None), default=0)
-        self._inner, self._next_inner = (torch.empty(self._tokens, stride) for _ in range(2))
-        self._normed = torch.empty_like(residual)
-        self._activated = torch.empty(self._tokens, config.site_shape("down")[0], dtype=self._dtype)
+        self.inner = torch.empty(self._tokens, stride)
         self._keep = groups
         room = BLOCK_ROWS * max(config.hidden, 2 * _COLUMNS)
         arguments = self._arguments = Arguments()
@@ -270,26 +269,28 @@ class LayerStages:
 
     def norm(self, weight: Tensor, y: Tensor | None, up: Site | None, down: Site | None) -> Tensor:
         """Adds y and the delta of its site ``up`` to the residual stream → its norm, for the site ``down``."""
-        self._run(_NORM, up, down, (self._config.hidden,), y, weight, self._normed)
-        return self._normed
+        out = torch.empty_like(self.residual)
+        self._run(_NORM, up, down, (self.decoder.config.hidden,), y, weight, out)
+        return out
 
     def expand(self, site: Site, y: Tensor) -> Tensor:
         """y plus the delta of its site, in place."""
         if self._adapted:
-            ends = [part.stop for part in output_slices(self._config, site[1]).values()]
+            ends = [part.stop for part in output_slices(self.decoder.config, site[1]).values()]
             self._run(_EXPAND, site, None, ends, y)
         return y
 
     def shrink(self, site: Site, x: Tensor) -> Tensor:
         """x itself, the input of ``site``."""
         if self._adapted:
-            self._run(_SHRINK, None, site, (self._config.site_shape(site[1])[0],), x)
+            self._run(_SHRINK, None, site, (self.decoder.config.site_shape(site[1])[0],), x)
         return x
 
-    def swiglu(self, y: Tensor, up: Site, down: Site) -> Tensor:
+    def swiglu(self, y: Tensor, up: Site | None, down: Site) -> Tensor:
         """SwiGLU of y = [gate, up] and the delta of its site ``up``, for the site ``down``."""
-        self._run(_SWIGLU, up, down, (self._activated.shape[1],), y, None, self._activated)
-        return self._activated
+        out = torch.empty(self._tokens, self.decoder.config.inner, dtype=self._dtype)
+        self._run(_SWIGLU, up, down, (self.decoder.config.inner,), y, None, out)
+        return out
 
     def _run(
         self,
@@ -301,23 +302,23 @@ class LayerStages:
         weight: Tensor | None = None,
         out: Tensor | None = None,
     ) -> None:
-        width = ends[-1] * (2 if stage == _SWIGLU else 1)
+        width, inner = ends[-1] * (2 if stage == _SWIGLU else 1), torch.empty_like(self.inner)
         self._arguments.replace(
             _STAGE,
             stage,
             _place(up) + 1 if up is not None and self._adapted else 0,
             _place(down) + 1 if down is not None and self._adapted else 0,
             len(SITES[down[1]]) if down is not None else 0,
-            *(ends if len(ends) == 3 else (ends[0], ends[0], ends[0])),
-            checked_address(weight, self._dtype, (self._config.hidden,)) if weight is not None else 0,
-            self._inner.data_ptr(),
-            self._next_inner.data_ptr(),
+            *(*ends, ends[-1], ends[-1])[:3],
+            checked_address(weight, self._dtype, (self.decoder.config.hidden,)) if weight is not None else 0,
+            self.inner.data_ptr(),
+            inner.data_ptr(),
             out.data_ptr() if out is not None else 0,
             checked_address(y, self._dtype, (self._tokens, width)) if y is not None else 0,
         )
         KERNEL(self._arguments)
         if down is not None:
-            self._inner, self._next_inner = self._next_inner, self._inner
+            self.inner = inner
 
 
 def _place(site: Site) -> int:
@@ -341,21 +342,59 @@ def _blocks(
         raise ValueError(f"adapters are given for {first} of {tokens} tokens")
 
 
+@dataclass(frozen=True)
+class LayerValues:
+    """What one layer computed [tokens, …]: the residual stream ``x`` before it, and ``middle`` of it; the norms'
+    outputs; the projections with their deltas; and of each site LoRA's middle ``inner``, see ``LayerStages``."""
+
+    x: Tensor
+    normed: Tensor
+    qkv: Tensor
+    attended: Tensor
+    middle: Tensor
+    mlp_normed: Tensor
+    gate_up: Tensor
+    activated: Tensor
+    inner: dict[str, Tensor]
+
+
+Attend = Callable[[int, Tensor], Tensor]
+"""``attend(layer, qkv)`` takes the layer's projections, neither normalised nor rotated → [tokens, heads · head_dim]."""
+
+
+def run_layer(
+    stages: LayerStages, i: int, y: Tensor | None, attend: Attend, *, keep: bool
+) -> tuple[Tensor, LayerValues | None]:
+    """Layer ``i``: ``y`` is what it returned of the layer before, None without one; ``keep`` asks for its values."""
+    w, residual, inner = stages.decoder.layers[i], stages.residual, {}
+    normed = stages.norm(w.attention_norm, y, (i - 1, "down") if y is not None else None, (i, "qkv"))
+    x, inner["qkv"] = residual.clone() if keep else residual, stages.inner
+    qkv = stages.expand((i, "qkv"), w.qkv(normed))
+    attended = stages.shrink((i, "o"), attend(i, qkv))
+    inner["o"] = stages.inner
+    mlp_normed = stages.norm(w.mlp_norm, w.o(attended), (i, "o"), (i, "gate_up"))
+    middle, inner["gate_up"] = residual.clone() if keep else residual, stages.inner
+    gate_up = w.gate_up(mlp_normed)
+    if keep:
+        gate_up = stages.expand((i, "gate_up"), gate_up)
+    activated = stages.swiglu(gate_up, None if keep else (i, "gate_up"), (i, "down"))
+    inner["down"] = stages.inner
+    values = LayerValues(x, normed, qkv, attended, middle, mlp_normed, gate_up, activated, inner) if keep else None
+    return w.down(activated), values
+
+
 def forward(
     decoder: Decoder,
     tokens: Tensor,
     groups: Sequence[tuple[KernelAdapter | None, int]],
-    attend: Callable[[int, Tensor], Tensor],
+    attend: Attend,
+    keep: Callable[[LayerValues], None] | None = None,
 ) -> Tensor:
     """``Decoder.forward`` of tokens [tokens] by kernels, without gradients: hidden states after the final norm [tokens,
-    hidden]. ``attend(layer, qkv)`` takes the layer's projections, neither normalised nor rotated, and returns [tokens,
-    heads · head_dim]; ``groups`` as in ``LayerStages``."""
-    stages = LayerStages(decoder, F.embedding(tokens, decoder.embedding), groups)
-    y, above = None, None
-    for i, w in enumerate(decoder.layers):
-        x = stages.norm(w.attention_norm, y, above, (i, "qkv"))
-        x = attend(i, stages.expand((i, "qkv"), w.qkv(x)))
-        x = stages.norm(w.mlp_norm, w.o(stages.shrink((i, "o"), x)), (i, "o"), (i, "gate_up"))
-        x = stages.swiglu(w.gate_up(x), (i, "gate_up"), (i, "down"))
-        y, above = w.down(x), (i, "down")
-    return stages.norm(decoder.norm, y, above, None)
+    hidden]. ``groups`` as in ``LayerStages``; ``keep`` gets the values of each layer."""
+    stages, y = LayerStages(decoder, F.embedding(tokens, decoder.embedding), groups), None
+    for i in range(len(decoder.layers)):
+        y, values = run_layer(stages, i, y, attend, keep=keep is not None)
+        if keep is not None and values is not None:
+            keep(values)
+    return stages.norm(decoder.norm, y, (len(decoder.layers) - 1, "down"), None)

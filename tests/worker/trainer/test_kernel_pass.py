@@ -1,0 +1,133 @@
+"""With compiled kernels, training computes the log-probabilities that sampling recorded, and the gradient of the plain
+pass.
+
+Sampling sums a row's exponentials in another order than training, so equal logits give log-probabilities within
+``SAME`` nats; a single logit that was rounded otherwise in bfloat16 is a hundred times as far away.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tests.support.tiny import COMPUTED, small, smollm2
+from tests.worker.engine.test_golden import run, trained_adapter
+
+from rookery import protocol
+from rookery.worker.engine.native import kernels
+from rookery.worker.engine.native.engine import NativeEngine
+from rookery.worker.engine.native.runner import KernelRunner
+from rookery.worker.model.adapter import Adapter
+from rookery.worker.model.decoder import Decoder
+from rookery.worker.model.lora import LoraManager
+from rookery.worker.trainer.native.backbone import PassLimits
+from rookery.worker.trainer.native.optim import AdapterExport
+from rookery.worker.trainer.native.trainer import NativeTrainer
+
+if not kernels.load(None):
+    pytest.skip(kernels.runtime.why_unavailable(), allow_module_level=True)
+
+SAME = 1e-5
+RANKS = {"a": 16, "b": 3, "c": 24}
+LOSS = protocol.Loss(name="cross_entropy")
+
+
+def adapters(decoder: Decoder, strength: float) -> dict[str, Adapter]:
+    return {policy: trained_adapter(decoder, rank, seed, strength) for seed, (policy, rank) in enumerate(RANKS.items())}
+
+
+def reference(policy: str) -> protocol.AdapterRef:
+    return protocol.AdapterRef(policy=policy, version=0, hash=policy, rank=RANKS[policy], alpha=1.0)
+
+
+def sample(decoder: Decoder, made: dict[str, Adapter], tokens: int) -> dict[str, list[protocol.SharedPrefixGroup]]:
+    """Of every policy two groups with different prompts: three texts that share it, and one that does not."""
+    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
+    for policy, adapter in made.items():
+        bank.add(policy, adapter)
+    runner = KernelRunner(decoder, bank, 1 << 26)
+    engine = NativeEngine(decoder, bank, lambda _: "", max_rows=8, kv_budget_bytes=1 << 26, runner=runner)
+    source = random.Random(1)
+    prompts = {(policy, size): [source.randrange(200) for _ in range(11 * size)] for policy in made for size in (3, 1)}
+    requests = [
+        {
+            "name": f"{policy} {size} {i}",
+            "adapter": policy,
+            "prompt": prompt,
+            "shared_prefix": len(prompt) if size > 1 else 0,
+            "max_tokens": tokens + i,
+            "temperature": 1.0,
+            "seed": i,
+        }
+        for (policy, size), prompt in prompts.items()
+        for i in range(size)
+    ]
+    texts = run(engine, requests)
+    groups: dict[str, list[protocol.SharedPrefixGroup]] = {policy: [] for policy in made}
+    for (policy, size), prompt in prompts.items():
+        members = []
+        for i in range(size):
+            found, logprobs = texts[f"{policy} {size} {i}"]
+            ones = [1.0] * len(found)
+            members.append(protocol.GroupMember(tokens=found, logprobs=logprobs, advantages=ones, weights=ones))
+        groups[policy].append(protocol.SharedPrefixGroup(prompt=prompt, members=members))
+    return groups
+
+
+def train(
+    decoder: Decoder,
+    groups: dict[str, list[protocol.SharedPrefixGroup]],
+    folders: dict[str, Path],
+    limits: PassLimits | None = None,
+    *,
+    compiled: bool = True,
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Log-probabilities and gradients by policy, all policies in one pass."""
+    trainer = NativeTrainer(decoder, max_rank=64, slice_tokens=4096, limits=limits, compiled=compiled)
+    for policy, found in groups.items():
+        trainer.load(policy, 1, reference(policy), folders[policy])
+        op = protocol.ForwardBackward(
+            op=policy, policy=policy, tenant=policy, lease=1, parent=reference(policy), steps=0, batch_ticket="",
+            loss=LOSS, temperature=1.0, zero_grad=True, logprobs=True,
+        )  # fmt: skip
+        trainer.forward_backward(op, protocol.TrainingBatch(groups=found))
+    while trainer.step():
+        pass
+    done = {finished.op: finished for finished in trainer.drain()}
+    logprobs = {policy: torch.frombuffer(bytearray(done[policy].logprobs), dtype=torch.float32) for policy in groups}
+    return logprobs, {policy: trainer.held[policy].state.gradient for policy in groups}
+
+
+def written(made: dict[str, Adapter], folder: Path) -> dict[str, Path]:
+    for policy, adapter in made.items():
+        (folder / policy).mkdir(parents=True)
+        AdapterExport(adapter).write(folder / policy)
+    return {policy: folder / policy for policy in made}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral window", "qwen3", "smollm3", "smollm2"])
+def test_logprobs_of_training_are_those_of_sampling(tmp_path: Path, family: str) -> None:
+    decoder = smollm2(COMPUTED) if family == "smollm2" else small(family)
+    made = adapters(decoder, 0.02 if family == "smollm2" else 0.1)
+    groups = sample(decoder, made, 6)
+    for limits in (None, PassLimits(resident_tokens=0, max_tokens=4096)):
+        logprobs, _ = train(decoder, groups, written(made, tmp_path / str(limits is None)), limits)
+        for policy, found in groups.items():
+            sampled = torch.tensor([x for group in found for member in group.members for x in member.logprobs])
+            assert (logprobs[policy] - sampled).abs().max() < SAME
+        if family == "smollm2":
+            break
+
+
+@pytest.mark.parametrize("family", ["llama biased", "mistral window", "qwen3", "smollm3"])
+def test_gradient_is_that_of_the_plain_pass(tmp_path: Path, family: str) -> None:
+    decoder = small(family, torch.float32)
+    made = adapters(decoder, 0.1)
+    groups, folders = sample(decoder, made, 20), written(made, tmp_path)
+    _, wanted = train(decoder, groups, folders, compiled=False)
+    for limits in (None, PassLimits(resident_tokens=0, max_tokens=4096)):
+        _, found = train(decoder, groups, folders, limits)
+        for policy, gradient in wanted.items():
+            assert (found[policy] - gradient).abs().max() < 2e-5 * gradient.abs().max()
