@@ -40,7 +40,7 @@ from rookery.aio import die_with_parent
 from rookery.errors import EXIT_REFUSED, RookeryError, Unavailable, UserError, installs
 from rookery.tokenization import registry
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.decoder import WEIGHTS
+from rookery.worker.model.decoder import WEIGHTS, output_slices
 
 log = logging.getLogger("rookery.worker")
 
@@ -56,9 +56,9 @@ _COPIED = (
 _IGNORED_WEIGHTS = ("rotary_emb.inv_freq",)
 """Buffers of old checkpoints; the decoder computes them from the config."""
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 
-_HUB_PATTERNS = ["config.json", *_COPIED, "model*.safetensors", _INDEX]
+_HUB_PATTERNS = ["config.json", *_COPIED, "model*.safetensors", INDEX]
 """Files fetched from a hub repository, which may hold the weights in several formats."""
 
 _GGUF_READERS = ("gguf", "accelerate")
@@ -135,11 +135,12 @@ def _read(source: registry.Source, target: Path, fetched: Path) -> tuple[dict[st
             shutil.copyfile(published / name, target / name)
     from transformers import AutoConfig  # seconds of import, only needed here
 
-    return AutoConfig.from_pretrained(published).to_dict(), _weights(published)
+    return AutoConfig.from_pretrained(published).to_dict(), read_published(published)
 
 
-def _weights(folder: Path) -> dict[str, Tensor]:
-    index = folder / _INDEX
+def read_published(folder: Path) -> dict[str, Tensor]:
+    """Weights of a folder of safetensors by name, mapped. Raises ``UserError`` for one that cannot be read."""
+    index = folder / INDEX
     if index.is_file():
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     else:
@@ -229,6 +230,28 @@ def fuse(config: DecoderConfig, published: Mapping[str, Tensor]) -> dict[str, Te
     if left:
         raise UserError(f"the model has a weight that its config does not explain: {next(iter(left))}")
     return {name: tensor.contiguous() for name, tensor in fused.items()}
+
+
+def unfuse(config: DecoderConfig, fused: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of :func:`fuse`: the weights under the names of a ``…ForCausalLM`` state dict, as views. A tied head
+    is left out."""
+    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    names |= {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+    published = {"model.embed_tokens.weight": fused["embed"], "model.norm.weight": fused["norm"]}
+    if not config.tied:
+        published["lm_head.weight"] = fused["head"]
+    for key, tensor in fused.items():
+        if not key.startswith("layers."):
+            continue
+        at, _, name = key.rpartition(".")
+        if name in names:
+            published[f"model.{at}.{names[name]}.weight"] = tensor
+            continue
+        site, kind = name.removesuffix("_bias"), "bias" if name.endswith("_bias") else "weight"
+        for part, rows in output_slices(config, site).items():
+            module = "self_attn" if part in "qkvo" else "mlp"
+            published[f"model.{at}.{module}.{part}_proj.{kind}"] = tensor[rows]
+    return published
 
 
 def _write(

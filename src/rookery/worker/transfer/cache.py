@@ -30,8 +30,8 @@ import psutil
 from rookery import protocol
 from rookery.errors import UserError
 
-TRAINER_STATE = "trainer_state.safetensors"
-"""The only shard that generation does not need."""
+TRAINER_STATE = "trainer_state"
+"""First part of the names of the shards that generation does not need."""
 
 ADAPTERS = "adapters"
 """Name of the cache's folder within a machine's cache folder."""
@@ -43,6 +43,11 @@ COMPLETE = ".adapter"
 
 RECENT_SECONDS = 60.0
 """Folders used this recently, perhaps by another worker of the machine, are not evicted."""
+
+
+def is_state(shard: str) -> bool:
+    """Whether only a trainer needs the shard of this name."""
+    return shard.startswith(f"{TRAINER_STATE}.")
 
 
 class AdapterCache:
@@ -119,7 +124,7 @@ class AdapterCache:
         folder = self._root / manifest.hash
         folder.mkdir(exist_ok=True)
         for shard in manifest.shards:
-            if shard.name != TRAINER_STATE:
+            if not is_state(shard.name):
                 self.insert(staging / shard.name, folder / shard.name)
         write_atomically(folder / MANIFEST, msgspec.json.encode(manifest))
         (folder / COMPLETE).touch()

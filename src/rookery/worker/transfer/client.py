@@ -32,9 +32,9 @@ from rookery.aio import client_tls, is_loopback
 from rookery.errors import NO_ROOM
 from rookery.worker.transfer.cache import (
     MANIFEST,
-    TRAINER_STATE,
     AdapterCache,
     CacheEvents,
+    is_state,
     part_of,
     sha256,
     write_atomically,
@@ -173,7 +173,7 @@ class TransferClient:
     async def _fetch(self, digest: str, folder: Path, state: bool) -> list[str]:
         """Complete the artifact on disk; the names of the shards that had to be fetched."""
         manifest = await self._manifest(digest, folder)
-        needed = [shard for shard in manifest.shards if state or shard.name != TRAINER_STATE]
+        needed = [shard for shard in manifest.shards if state or not is_state(shard.name)]
         fetched = [shard.name for shard in needed if await self._fetch_shard(digest, folder, shard)]
         self._cache.mark_complete(folder)
         return fetched
@@ -203,7 +203,7 @@ class TransferClient:
             path.unlink()
         part, fetches = part_of(path), SERVICE_FETCHES
         while fetches:
-            from_peers = shard.name != TRAINER_STATE and await self._peers.download(digest, shard, part)
+            from_peers = not is_state(shard.name) and await self._peers.download(digest, shard, part)
             if size_of(part) != shard.size:
                 url = f"/wire/artifacts/{digest}/{shard.name}"
                 await self._with_ticket(digest, partial(self._download, url, part, shard.size))

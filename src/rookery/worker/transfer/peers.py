@@ -41,7 +41,7 @@ from starlette.routing import Route
 
 from rookery import protocol
 from rookery.errors import UserError
-from rookery.worker.transfer.cache import COMPLETE, MANIFEST, TRAINER_STATE
+from rookery.worker.transfer.cache import COMPLETE, MANIFEST, is_state
 from rookery.worker.transfer.http import (
     RetryTransfer,
     TicketRefused,
@@ -128,7 +128,7 @@ class PeerServer:
 
     async def _shard(self, request: Request) -> Response:
         folder, name = self._authorized(request), request.path_params["name"]
-        if folder is None or name == TRAINER_STATE or name not in _shard_names(folder):
+        if folder is None or is_state(name) or name not in _shard_names(folder):
             return Response(status_code=404)
         return _file(folder / name)
 

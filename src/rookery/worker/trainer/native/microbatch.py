@@ -35,7 +35,7 @@ class QueuedBatch:
         self.op = op
         self.groups = deque(group for group in groups or () if group.targets)
         self.abandoned = groups is None
-        self.state: PolicyState | None = None
+        self.state: object = None
         self.metrics: dict[str, float] = {"loss:sum": 0.0, "tokens": 0.0, "seconds": 0.0}
         self._logprobs: list[bytes] = []
 
@@ -150,11 +150,11 @@ def _add_loss(item: PassItem, batch: PackedBatch, span: slice, logp: Tensor, bas
         penalty = kl_penalty(logp, base, weights)
         total = total + op.kl_weight * penalty.total
         metrics |= penalty.metrics
-    item.queued.add_metrics({"loss:sum": float(total.detach())} | metrics | _agreement(logp.detach(), q))
+    item.queued.add_metrics({"loss:sum": float(total.detach())} | metrics | agreement(logp.detach(), q))
     return total
 
 
-def _agreement(logp: Tensor, q: Tensor) -> dict[str, float]:
+def agreement(logp: Tensor, q: Tensor) -> dict[str, float]:
     """Differences between the trainer's log-probabilities and the engine's."""
     gap = logp - q
     return {
@@ -190,3 +190,14 @@ def _base_logprobs(
         chosen = None if temperatures is None else temperatures[rows]
         base[rows] = backbone.logprobs(hidden, batch.targets, chosen, derivatives=False).logp
     return base
+
+
+def check_loss(loss: protocol.Loss) -> None:
+    """Raises ``ValueError`` for a loss that does not exist or does not take these parameters."""
+    if loss.name not in LOSSES:
+        raise ValueError(f"no loss is named {loss.name!r}; there are {', '.join(LOSSES)}")
+    empty = torch.zeros(0)
+    try:
+        LOSSES[loss.name](*[empty] * 4, empty.long(), **loss.params)
+    except TypeError as error:
+        raise ValueError(f"loss {loss.name}: {error}") from None

@@ -28,9 +28,9 @@ from rookery.errors import UserError
 from rookery.worker.model.adapter import Adapter, Projections, read_adapter, write_adapter
 
 STATE_FILE = "trainer_state.safetensors"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
-_CLIP_EPS = 1e-6
+CLIP_EPS = 1e-6
 """Added to the norm before the division by it, as ``torch.nn.utils.clip_grad_norm_`` does."""
 
 
@@ -123,7 +123,7 @@ class PolicyState:
         self.nonfinite_loss = False
         """A loss of the present step was not finite."""
         try:
-            for name in _MOMENTS if export.moments else ():
+            for name in MOMENTS if export.moments else ():
                 for key, view in self._named(getattr(self, name)):
                     view.copy_(export.moments[f"{key}.{name}"])
         except (KeyError, RuntimeError) as error:
@@ -160,7 +160,7 @@ class PolicyState:
         )
         moments = {
             f"{key}.{name}": view
-            for name in _MOMENTS
+            for name in MOMENTS
             if self.step
             for key, view in self._named(getattr(self, name).to("cpu", copy=True))
         }
@@ -184,7 +184,7 @@ class PolicyState:
         skipped = self.nonfinite_loss or not math.isfinite(norm)
         if not skipped:
             if adam.clip > 0:
-                self.gradient.mul_(min(1.0, adam.clip / (norm + _CLIP_EPS)))
+                self.gradient.mul_(min(1.0, adam.clip / (norm + CLIP_EPS)))
             self._apply(adam)
             self.step += 1
             self._refresh()

@@ -100,6 +100,15 @@ class PackedGroup:
             [0] * len(datum.rows),
         )  # fmt: skip
 
+    def check(self, context: int, vocab: int) -> None:
+        """Raises ``ValueError`` if a model with this context and vocabulary cannot read it."""
+        longest = len(self.prompt) + max(map(len, self.tails), default=0)
+        if longest > context:
+            raise ValueError(f"a trajectory of {longest} tokens is longer than the model's context of {context}")
+        read = [*self.prompt, *self.targets, *(token for tail in self.tails for token in tail)]
+        if read and (min(read) < 0 or max(read) >= vocab):
+            raise ValueError(f"a token id is outside of the vocabulary of {vocab}")
+
     def split(self, max_tokens: int, max_memory: float, copied_key_share: float) -> list[PackedGroup]:
         """Pieces of consecutive members with the whole prompt each: of one member, or of at most ``max_tokens`` tokens
         and ``max_memory`` (as :meth:`memory`). A trajectory stays whole and a gradient is a sum, so the result does not

@@ -13,10 +13,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 from weakref import WeakSet
 
 from rookery.worker.memory import MemoryUse, NoRoom, require
 from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
+
+S = TypeVar("S")
 
 EXPECTED_SECONDS = 60.0
 """A state is kept this long for an operation that is on its way: its batch is fetched, or its commit waits for room."""
@@ -32,13 +35,13 @@ EXPORT_BYTES = 12
 
 
 @dataclass
-class HeldPolicy:
+class HeldPolicy(Generic[S]):
     """A policy in memory. ``versions`` maps hashes of versions that this state descends from to the number of steps
     taken when it was that version; ``steps`` counts all steps since the load, ``exported_steps`` those before the last
     export. ``accumulated`` counts operations in the gradient; ``complete`` is False if one of them is missing."""
 
     lease: int
-    state: PolicyState
+    state: S
     versions: dict[str, int]
     steps: int = 0
     exported_steps: int | None = None
@@ -58,6 +61,12 @@ class HeldPolicy:
         base = self.versions.get(parent_hash)
         return self.lease == lease and base is not None and base + steps == self.steps
 
+    def commit(self, version: str) -> None:
+        """The last export is ``version`` from now on. Operations may still name its parent."""
+        assert self.exported_steps is not None
+        newest = max(self.versions, key=lambda name: self.versions[name])
+        self.versions = {newest: self.versions[newest], version: self.exported_steps}
+
 
 class PolicyStates:
     """Belongs to the trainer's thread."""
@@ -65,7 +74,7 @@ class PolicyStates:
     def __init__(self, budget_bytes: int, in_use: Callable[[str], bool], reserved: Callable[[], int]) -> None:
         """``in_use(policy)``: whether operations of the policy are queued. ``reserved()``: bytes of copies that queued
         operations will make."""
-        self.held: dict[str, HeldPolicy] = {}
+        self.held: dict[str, HeldPolicy[PolicyState]] = {}
         self.offloaded: dict[str, AdapterExport] = {}
         """By version, the least recently used first."""
         self._budget = budget_bytes

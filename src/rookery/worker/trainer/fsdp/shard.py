@@ -1,0 +1,240 @@
+"""One process's part of a policy in training. Every process of the group calls the same methods in the same order.
+
+Promises:
+
+* Gradients are sums over all processes and all passes since :meth:`PolicyShard.zero_grad`; sequences are divided among
+  the processes, and one without a sequence computes a pass without loss.
+* A step is AdamW on the summed gradient, clipped by its norm over all processes. A loss or gradient that is not finite
+  in one process skips the step in all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from rookery import protocol
+from rookery.algorithms.losses import LOSSES, kl_penalty
+from rookery.worker.model.adapter import Adapter
+from rookery.worker.model.config import DecoderConfig
+from rookery.worker.trainer.fsdp import versions
+from rookery.worker.trainer.fsdp.module import (
+    LoraLinear,
+    PolicyModule,
+    build,
+    fill,
+    local,
+    lora_of,
+    set_weights,
+    weights_of,
+    whole,
+)
+from rookery.worker.trainer.native.microbatch import agreement
+from rookery.worker.trainer.native.optim import CLIP_EPS, MOMENTS, AdapterExport
+from rookery.worker.trainer.native.packing import PackedGroup
+
+
+@dataclass(frozen=True)
+class TrainingSequence:
+    """A trajectory as it is read, prompt included; the other lists are parallel to ``targets``, and ``rows`` are the
+    positions that predict them."""
+
+    tokens: list[int]
+    rows: list[int]
+    targets: list[int]
+    logprobs: list[float]
+    advantages: list[float]
+    weights: list[float]
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """Sums of metrics over the sequences of one process, and their log-probabilities, one tensor each."""
+
+    metrics: dict[str, float]
+    logprobs: list[Tensor]
+
+
+def sequences_of(group: PackedGroup) -> list[TrainingSequence]:
+    """The trajectories of a group, in order, each with its own copy of the prompt. Together they have the group's
+    targets in the group's order."""
+    found, start, at, length = [], len(group.prompt), 0, len(group.prompt)
+    for tail in group.tails:
+        first = at
+        while at < len(group.targets) and group.members[at] == group.members[first]:
+            at += 1
+        loss = slice(first, at)
+        rows = [source if source < length else source - start + length for source in group.sources[loss]]
+        found.append(
+            TrainingSequence(
+                tokens=[*group.prompt, *tail],
+                rows=rows,
+                targets=group.targets[loss],
+                logprobs=group.logprobs[loss],
+                advantages=group.advantages[loss],
+                weights=group.weights[loss],
+            )
+        )
+        start += len(tail)
+    return found
+
+
+class PolicyShard:
+    """See the module. Nothing is loaded at first."""
+
+    def __init__(self, model: Path, mesh: DeviceMesh, dtype: torch.dtype, *, recompute: bool) -> None:
+        """``model`` is the prepared folder of the base model; the others as in :func:`module.build`."""
+        self._model = model
+        self._config = DecoderConfig.read(model)
+        self._mesh = mesh
+        self._dtype = dtype
+        self._recompute = recompute
+        self._device = torch.device("cuda", dist.get_rank()) if mesh.device_type == "cuda" else torch.device("cpu")
+        self._module: PolicyModule | None = None
+        self._adapter: Adapter | None = None
+        self._parameters: dict[str, nn.Parameter] = {}
+        """Trained ones by name."""
+        self._nonfinite = False
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def load(self, folder: Path, lora: bool) -> None:
+        """Hold the version in ``folder``: a LoRA, or all parameters."""
+        self.unload()
+        export = AdapterExport.read(folder, self._config) if lora else None
+        self._adapter = export.adapter if export is not None else None
+        self._module = build(self._model, self._mesh, self._dtype, self._adapter, recompute=self._recompute)
+        self._parameters = dict(lora_of(self._module) if lora else weights_of(self._module))
+        self._optimizer = torch.optim.AdamW(self._parameters.values(), fused=True)
+        self._step = 0
+        for parameter in self._parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+            moments = {name: torch.zeros_like(parameter.detach()) for name in MOMENTS}
+            self._optimizer.state[parameter] = {"step": torch.tensor(0.0, device=self._device), **moments}
+        if export is not None:
+            set_weights(self._module, versions.base_weights(self._model, self._config))
+            for key, parameter in self._parameters.items():
+                layer, part, side = key.split(".")
+                fill(parameter, export.adapter.weights[int(layer), part]["AB".index(side)])
+                for name in MOMENTS if export.moments else ():
+                    fill(self._optimizer.state[parameter][name], export.moments[f"{key}.{name}"])
+            self._step = export.step
+        elif versions.has_state(folder):
+            self._step = versions.load_state(folder, self._tensors())
+        else:
+            set_weights(self._module, versions.read_weights(folder))
+
+    def unload(self) -> None:
+        """Free all memory."""
+        self._module = self._adapter = None
+        self._parameters = {}
+        self._nonfinite = False
+
+    def export(self, folder: Path) -> AdapterExport | None:
+        """Write the present version, all parameters, into ``folder``, which all processes reach; of a LoRA, the first
+        process returns it instead."""
+        assert self._module is not None
+        if self._adapter is None:
+            versions.write(folder, self._model, self._config, self._dtype, self._tensors(), self._step)
+            return None
+        weights: dict[tuple[int, str], tuple[Tensor, ...]] = {}
+        moments = {}
+        for key, parameter in self._parameters.items():
+            layer, part, _ = key.split(".")
+            weights[int(layer), part] = (*weights.get((int(layer), part), ()), whole(parameter))
+            for name in MOMENTS if self._step else ():
+                moments[f"{key}.{name}"] = whole(self._optimizer.state[parameter][name])
+        pairs = {key: (pair[0], pair[1]) for key, pair in weights.items()}
+        adapter = Adapter(self._adapter.rank, self._adapter.alpha, pairs, self._adapter.rslora)
+        return AdapterExport(adapter, moments, self._step) if dist.get_rank() == 0 else None
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Weights and moments by name."""
+        states = {key: self._optimizer.state[parameter] for key, parameter in self._parameters.items()}
+        moments = {name: {key: state[name] for key, state in states.items()} for name in MOMENTS}
+        return {"weights": {key: parameter.detach() for key, parameter in self._parameters.items()}, **moments}
+
+    # --- operations -------------------------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad(set_to_none=False)
+        self._nonfinite = False
+
+    def forward_backward(self, op: protocol.ForwardBackward, sequences: Sequence[TrainingSequence]) -> PassResult:
+        """One pass over this process's sequences; with ``op.forward_only`` no gradient is computed."""
+        assert self._module is not None
+        lengths = [len(sequence.tokens) for sequence in sequences]
+        tokens = torch.zeros(max(1, len(sequences)), max(lengths, default=1), dtype=torch.int64)
+        for row, sequence in enumerate(sequences):
+            tokens[row, : lengths[row]] = torch.tensor(sequence.tokens)
+        counts = [len(sequence.targets) for sequence in sequences]
+        row_of = torch.arange(len(sequences)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+        at = torch.stack((row_of, self._column([s.rows for s in sequences], torch.int64).cpu()), 1).to(self._device)
+        targets = self._column([s.targets for s in sequences], torch.int64)
+        tokens = tokens.to(self._device)
+        base = None
+        if op.kl_weight:  # of a LoRA only: a full policy has no base model beside it
+            with torch.no_grad():
+                self._enable(False)
+                base, _ = self._module(tokens, at, targets, op.temperature)
+                self._enable(True)
+        with torch.set_grad_enabled(not op.forward_only):
+            logp, entropy = self._module(tokens, at, targets, op.temperature)
+        leaf = logp.detach().requires_grad_()
+        columns = [self._column(values, leaf.dtype) for values in _loss_columns(sequences)]
+        out = LOSSES[op.loss.name](leaf, *columns, row_of.to(self._device), **op.loss.params)
+        total, metrics = out.total, dict(out.metrics)
+        if base is not None:
+            penalty = kl_penalty(leaf, base, columns[2])
+            total, metrics = total + op.kl_weight * penalty.total, metrics | penalty.metrics
+        metrics |= {"loss:sum": float(total.detach())} | agreement(leaf.detach(), columns[0])
+        if not op.forward_only:
+            metrics["entropy:sum"] = float(entropy.sum())
+            self._nonfinite |= not math.isfinite(metrics["loss:sum"])
+            (gradient,) = torch.autograd.grad(total, leaf)
+            logp.backward(gradient * dist.get_world_size())  # the processes' gradients are averaged
+        return PassResult(metrics, list(leaf.detach().cpu().split(counts)) if counts else [])
+
+    def optim_step(self, adam: protocol.Adam, scale: float) -> dict[str, float]:
+        """See ``native.optim.PolicyState.adamw``, whose metrics these are."""
+        gradients = [local(parameter.grad) for parameter in self._parameters.values()]
+        squares = sum(gradient.square().sum() for gradient in gradients) * scale**2
+        sums = torch.stack([torch.as_tensor(squares).double().cpu(), torch.tensor(float(self._nonfinite)).double()])
+        sums = sums.to(self._device)
+        dist.all_reduce(sums)
+        norm = math.sqrt(float(sums[0])) if math.isfinite(float(sums[0])) else math.nan
+        skipped = bool(sums[1]) or not math.isfinite(norm)
+        if not skipped:
+            factor = scale * (min(1.0, adam.clip / (norm + CLIP_EPS)) if adam.clip > 0 else 1.0)
+            for gradient in gradients:
+                gradient.mul_(factor)
+            self._optimizer.param_groups[0].update(
+                lr=adam.lr, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=adam.weight_decay
+            )
+            for state in self._optimizer.state.values():
+                state["step"].fill_(float(self._step))
+            self._optimizer.step()
+            self._step += 1
+        self.zero_grad()
+        return {"grad_norm": norm, "lr": adam.lr, "skipped": float(skipped)}
+
+    def _enable(self, enabled: bool) -> None:
+        assert self._module is not None
+        for part in self._module.modules():
+            if isinstance(part, LoraLinear):
+                part.enabled = enabled
+
+    def _column(self, values: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+        return torch.tensor([value for row in values for value in row], dtype=dtype, device=self._device)
+
+
+def _loss_columns(sequences: Sequence[TrainingSequence]) -> list[list[list[float]]]:
+    """In the order of a loss's arguments."""
+    return [[s.logprobs for s in sequences], [s.advantages for s in sequences], [s.weights for s in sequences]]

@@ -1,0 +1,362 @@
+"""The sharded trainer: one policy at a time over a :class:`~rookery.worker.trainer.fsdp.group.TrainingGroup`.
+
+Promises, in addition to those of :class:`rookery.worker.trainer.base.Trainer`:
+
+* It holds a LoRA or a full-parameter policy. Another policy's operations wait until the held one has had none for a
+  while; then its state is read again from its version's files.
+* ``step`` is one bounded slice: at most ``slice_tokens`` tokens in each process, padding included, or one trajectory,
+  or one optimizer step with its export.
+* A LoRA's versions are those of the native trainer: a policy moves between the two.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from rookery import protocol
+from rookery.errors import UserError
+from rookery.worker.memory import MemoryUse, NoRoom, require
+from rookery.worker.model.adapter import init_adapter, read_adapter
+from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.decoder import WEIGHTS
+from rookery.worker.trainer.base import Export, TrainerResult
+from rookery.worker.trainer.fsdp import versions
+from rookery.worker.trainer.fsdp.group import TrainingGroup
+from rookery.worker.trainer.fsdp.shard import PassResult, TrainingSequence, sequences_of
+from rookery.worker.trainer.native.microbatch import QueuedBatch, check_loss
+from rookery.worker.trainer.native.optim import AdapterExport
+from rookery.worker.trainer.native.packing import PackedGroup
+from rookery.worker.trainer.native.states import HeldPolicy
+from rookery.worker.trainer.native.trainer import OTHER_STATE
+
+log = logging.getLogger("rookery.worker.trainer")
+
+STATE_BYTES = 16
+"""Bytes per trained parameter in float32: weight, gradient and two moments."""
+
+Queued = QueuedBatch | protocol.OptimStep
+
+
+class FolderExport:
+    """A full-parameter version in a private folder, which is deleted with this object. See
+    :class:`~rookery.worker.trainer.base.Export`."""
+
+    def __init__(self, parent: Path, write: Callable[[Path], object]) -> None:
+        """``write`` creates the files now. ``parent`` should be on the disk where they will be needed."""
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = tempfile.TemporaryDirectory(prefix=f".{os.getpid()}.", dir=parent)
+        write(Path(self._folder.name))
+
+    def write(self, folder: Path) -> list[str]:
+        """Give the files a second name in ``folder``."""
+        for path in Path(self._folder.name).iterdir():
+            os.link(path, folder / path.name)
+        return sorted(path.name for path in folder.iterdir())
+
+
+class FsdpTrainer:
+    """See the module."""
+
+    def __init__(
+        self,
+        start: Callable[[], TrainingGroup],
+        model: Path,
+        *,
+        max_rank: int,
+        slice_tokens: int,
+        base_model: str,
+        memory_bytes: int,
+        exports: Path,
+    ) -> None:
+        """``start()`` launches the group, when the first policy is loaded. ``model`` is the prepared folder,
+        ``base_model`` its name in exported adapters. The group's states take at most ``memory_bytes``. Versions are
+        written below ``exports`` first."""
+        self._start = start
+        self._group: TrainingGroup | None = None
+        self._model = model
+        self._config = DecoderConfig.read(model)
+        self._parameters = (model / WEIGHTS).stat().st_size // 2  # stored in bfloat16
+        self._max_rank = max_rank
+        self._slice_tokens = slice_tokens
+        self._base_model = base_model
+        self._memory_bytes = memory_bytes
+        self._exports = exports
+        self._policy = ""
+        self._held: HeldPolicy[None] | None = None
+        self._offloaded: tuple[str, str] | None = None
+        """Policy and version of the state that the group still has, while no policy is held."""
+        self._bytes = 0
+        self._queue: deque[Queued] = deque()
+        self._results: list[TrainerResult] = []
+        self.trained = 0
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def initial_version(self, op: protocol.InitAdapter, source: Path | None) -> Export:
+        if not op.rank:
+            return FolderExport(self._exports, lambda folder: versions.write_base(folder, self._model, self._config))
+        if source is None:
+            adapter = init_adapter(self._config, op.rank, op.alpha, op.targets, op.seed)
+        else:
+            adapter = read_adapter(source, self._config)
+            if adapter.rank != op.rank:
+                raise UserError(f"the adapter to start from has rank {adapter.rank}, the policy asks for {op.rank}")
+        return AdapterExport(adapter, base_model=self._base_model)
+
+    def holds(self, policy: str, lease: int, parent_hash: str, steps: int) -> bool:
+        held = self._held
+        queued = sum(isinstance(op, protocol.OptimStep) and op.adam is not None for op in self._queue)
+        if held is None or policy != self._policy or not held.matches(lease, parent_hash, steps - queued):
+            return False
+        held.used, held.expected = time.monotonic(), True
+        return True
+
+    def load(self, policy: str, lease: int, parent: protocol.AdapterRef, folder: Path) -> None:
+        self._make_room(policy)
+        export = AdapterExport.read(folder, self._config) if parent.rank else None
+        if export is not None and export.adapter.rank > self._max_rank:
+            raise UserError(
+                f"the adapter's rank {export.adapter.rank} is above this worker's max_rank {self._max_rank}"
+            )
+        size = self._size(export)
+        what = "training states of a full-parameter policy" if export is None else "a sharded base and its LoRA"
+        require(what, size, self._memory_bytes)
+        if self._group is None:
+            self._group = self._start()
+        self._group.call("load", folder, bool(parent.rank))
+        self._bytes = size
+        self._hold(policy, lease, parent)
+
+    def restore(self, policy: str, lease: int, parent: protocol.AdapterRef) -> bool:
+        if self._offloaded != (policy, parent.hash):
+            return False
+        self._call("zero_grad")
+        self._hold(policy, lease, parent)
+        return True
+
+    def _hold(self, policy: str, lease: int, parent: protocol.AdapterRef) -> None:
+        self._policy, self._offloaded = policy, None
+        self._held = HeldPolicy(lease, None, {parent.hash: 0})
+
+    def _make_room(self, policy: str) -> None:
+        """Free the group's state. Raises ``NoRoom`` while another policy uses it."""
+        if self._held is not None and self._policy != policy and (self._queue or not self._held.idle(time.monotonic())):
+            raise NoRoom
+        self._free()
+
+    def _free(self) -> None:
+        self._held, self._offloaded, self._policy, self._bytes = None, None, "", 0
+        if self._group is not None:
+            self._group.call("unload")
+
+    def _size(self, export: AdapterExport | None) -> int:
+        if export is None:
+            return STATE_BYTES * self._parameters
+        return 2 * self._parameters + STATE_BYTES * export.numbers
+
+    def offload(self, policy: str) -> None:
+        held = self._held if policy == self._policy else None
+        if held is None:
+            return
+        version = next((hash for hash, steps in held.versions.items() if steps == held.steps), None)
+        self._drop_queue()
+        if version is None:
+            self._free()
+        else:
+            self._held, self._offloaded = None, (policy, version)
+
+    def evict(self, policy: str) -> None:
+        if policy == self._policy:
+            self._drop_queue()
+            self._free()
+
+    def _drop_queue(self) -> None:
+        for queued in self._queue:
+            if not (isinstance(queued, QueuedBatch) and queued.abandoned):
+                self._finish(_op(queued).op, "the policy was evicted from this worker", "lost")
+        self._queue.clear()
+
+    def discard_offloaded(self, parent_hash: str) -> None:
+        if self._offloaded is not None and self._offloaded[1] == parent_hash:
+            self._free()
+
+    def clear_offloaded(self) -> None:
+        if self._offloaded is not None:
+            self._free()
+
+    def mark_committed(self, policy: str, lease: int, ref: protocol.AdapterRef) -> None:
+        held = self._held
+        if held is None or policy != self._policy or held.lease != lease or held.exported_steps is None:
+            log.info("commit of a state that is not held here", extra={"policy": policy, "version": ref.version})
+            return
+        held.commit(ref.hash)
+
+    # --- operations -------------------------------------------------------------------------------------------------
+
+    def forward_backward(self, op: protocol.ForwardBackward, batch: protocol.TrainingBatch) -> None:
+        """A batch that cannot be computed gets its result at once."""
+        groups: list[PackedGroup] | None = None
+        try:
+            groups = [PackedGroup.from_group(group) for group in batch.groups]
+            groups += [PackedGroup.from_datum(datum) for datum in batch.data]
+            for group in groups:
+                group.check(self._config.context, self._config.vocab)
+            check_loss(op.loss)
+            if op.kl_weight and not op.parent.rank:
+                raise ValueError("kl_weight: a full-parameter policy has no base model to compare with")
+        except ValueError as error:
+            groups = None
+            self._finish(op.op, str(error), "failed")
+        self._enqueue(QueuedBatch(op, groups))
+
+    def optim_step(self, op: protocol.OptimStep) -> None:
+        self._enqueue(op)
+
+    def _enqueue(self, queued: Queued) -> None:
+        if self._held is not None:
+            self._held.expected = False
+        self._queue.append(queued)
+
+    def memory(self) -> dict[str, MemoryUse]:
+        return {"training_states": MemoryUse(self._bytes, self._memory_bytes)}
+
+    def cancel(self, op: str) -> None:
+        for queued in [queued for queued in self._queue if _op(queued).op == op]:
+            if isinstance(queued, QueuedBatch):
+                queued.abandon()
+            else:
+                self._queue.remove(queued)
+
+    def drain(self) -> list[TrainerResult]:
+        results, self._results = self._results, []
+        return results
+
+    @property
+    def pending(self) -> int:
+        return len(self._queue)
+
+    # --- slices -----------------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        if not self._queue:
+            return False
+        first = self._queue[0]
+        if isinstance(first, protocol.OptimStep):
+            self._queue.popleft()
+            self._optimise(first)
+        elif self._begin(first):
+            self._pass(first)
+        return True
+
+    def _begin(self, batch: QueuedBatch) -> bool:
+        """Whether ``batch`` can run on the state that it names; otherwise it is removed, with a result unless it was
+        abandoned."""
+        op, held = batch.op, self._held
+        matches = held is not None and op.policy == self._policy and held.matches(op.lease, op.parent.hash, op.steps)
+        if held is None or not matches or batch.abandoned or batch.state not in (None, held):
+            self._queue.popleft()
+            if not batch.abandoned:
+                self._finish(op.op, OTHER_STATE, "stale")
+            if held is not None and matches and not op.forward_only:
+                held.complete = False  # the gradient misses this operation until the next zero_grad
+            return False
+        held.used = time.monotonic()
+        if batch.state is None:
+            batch.state = held
+            if not op.forward_only:
+                if op.zero_grad:
+                    self._call("zero_grad")
+                    held.accumulated, held.complete = 0, True
+                held.accumulated += 1
+        return True
+
+    def _pass(self, batch: QueuedBatch) -> None:
+        """The next groups of ``batch``, in as many passes of the group as they need."""
+        assert self._group is not None
+        began = time.perf_counter()
+        processes, tokens = self._group.options.processes, 0
+        sequences: list[TrainingSequence] = []
+        while batch.groups and (not sequences or tokens + batch.groups[0].tokens <= self._slice_tokens * processes):
+            group = batch.groups.popleft()
+            tokens += group.tokens
+            sequences += sequences_of(group)
+        logprobs: dict[int, Tensor] = {}
+        for shares in plan_passes([len(sequence.tokens) for sequence in sequences], processes, self._slice_tokens):
+            each = [[sequences[at] for at in share] for share in shares]
+            results: list[PassResult] = self._call("forward_backward", batch.op, each=each)
+            for share, result in zip(shares, results, strict=True):
+                batch.add_metrics(result.metrics)
+                logprobs.update(zip(share, result.logprobs, strict=True))
+        if batch.op.forward_only or batch.op.logprobs:
+            for at in range(len(sequences)):
+                batch.add_logprobs(logprobs[at])
+        self.trained += sum(len(sequence.tokens) for sequence in sequences)
+        batch.add_metrics({"seconds": time.perf_counter() - began})
+        if not batch.groups:
+            self._queue.popleft()
+            self._results.append(TrainerResult(batch.op.op, metrics=batch.metrics, logprobs=batch.logprobs()))
+
+    def _optimise(self, op: protocol.OptimStep) -> None:
+        began = time.perf_counter()
+        held = self._held
+        if held is None or op.policy != self._policy or not held.matches(op.lease, op.parent.hash, op.steps):
+            self._finish(op.op, OTHER_STATE, "stale")
+            return
+        held.used = time.monotonic()
+        metrics: dict[str, float] = {}
+        if op.adam is not None:
+            if not (held.complete and held.accumulated):
+                self._finish(op.op, "the gradient of this step is not complete", "stale")
+                return
+            metrics = self._call("optim_step", op.adam, op.scale)[0]
+            held.accumulated = 0
+            if metrics["skipped"]:
+                log.warning("step skipped: loss or gradient is not finite", extra={"tenant": op.tenant})
+            else:
+                held.steps += 1
+        export = self._export(op.parent) if op.commit else None
+        if export is not None:
+            held.exported_steps = held.steps
+        metrics["seconds"] = time.perf_counter() - began
+        self._results.append(TrainerResult(op.op, metrics=metrics, export=export))
+
+    def _export(self, parent: protocol.AdapterRef) -> Export:
+        if not parent.rank:
+            return FolderExport(self._exports, lambda folder: self._call("export", folder))
+        export: AdapterExport = self._call("export", Path())[0]
+        return AdapterExport(export.adapter, export.moments, export.step, self._base_model)
+
+    # --- helpers ----------------------------------------------------------------------------------------------------
+
+    def _call(self, method: str, *args: object, each: Sequence[object] | None = None) -> list[Any]:
+        assert self._group is not None
+        return self._group.call(method, *args, each=each)
+
+    def _finish(self, op: str, error: str, category: Literal["stale", "failed", "lost"]) -> None:
+        self._results.append(TrainerResult(op, error, category))
+
+
+def plan_passes(lengths: list[int], processes: int, slice_tokens: int) -> list[list[list[int]]]:
+    """Passes that cover sequences of these ``lengths``; of each pass, the indices of each process's sequences, none for
+    some if there are too few. Sequences of a pass are of similar length, and take at most ``slice_tokens`` tokens in a
+    process, padding included, or are single."""
+    order = sorted(range(len(lengths)), key=lambda at: -lengths[at])
+    passes = []
+    while order:
+        rows = max(1, slice_tokens // max(1, lengths[order[0]])) * processes
+        taken, order = order[:rows], order[rows:]
+        passes.append([taken[rank::processes] for rank in range(processes)])
+    return passes
+
+
+def _op(queued: Queued) -> protocol.ForwardBackward | protocol.OptimStep:
+    return queued.op if isinstance(queued, QueuedBatch) else queued

@@ -1,0 +1,130 @@
+"""The files of a full-parameter version.
+
+* ``config.json`` and ``model.safetensors`` (or ``model-0000i-of-0000n.safetensors`` with their index): a folder of
+  transformers, in the compute dtype. An engine needs these.
+* ``trainer_state.*``: float32 weights and moments, written by ``torch.distributed.checkpoint``, a file per process. A
+  group of any number of processes loads it, and its next step is that of the group that wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rookery.worker.model.config import DecoderConfig
+from rookery.worker.model.convert import INDEX, read_published, unfuse
+from rookery.worker.model.decoder import WEIGHTS
+from rookery.worker.trainer.fsdp.module import whole
+from rookery.worker.transfer.cache import TRAINER_STATE
+
+CONFIG = "config.json"
+
+SHARD_BYTES = 2 << 30
+"""Largest file of weights: a transfer that fails is repeated by file."""
+
+
+def base_weights(model: Path, config: DecoderConfig) -> dict[str, Tensor]:
+    """Weights of a prepared base model under their published names, mapped."""
+    with safe_open(model / WEIGHTS, framework="pt") as file:
+        return unfuse(config, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118 (no mapping)
+
+
+def write_base(folder: Path, model: Path, config: DecoderConfig) -> None:
+    """Version 0: the weights of the prepared base model."""
+    weights = base_weights(model, config)
+    _write_weights(folder, model, {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}, weights)
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Weights of a version under their published names. Raises ``UserError`` for a file that cannot be read."""
+    return read_published(folder)
+
+
+def has_state(folder: Path) -> bool:
+    """Whether a trainer wrote the version; version 0 has no state."""
+    return (folder / f"{TRAINER_STATE}.metadata").exists()
+
+
+def write(
+    folder: Path,
+    model: Path,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    step: int,
+) -> None:
+    """Write a version of sharded ``tensors`` ("weights" and moments, by name). Every process calls it with the same
+    ``folder``; the files are complete when the call has returned in all."""
+    written = folder / "state"
+    dcp.save({**tensors, "step": torch.tensor(step)}, storage_writer=dcp.FileSystemWriter(written, sync_files=False))
+    sizes = {name: (weight.shape, dtype) for name, weight in tensors["weights"].items()}
+    gathered = _Gathered(tensors["weights"], dtype)
+    if dist.get_rank() == 0:
+        for path in written.iterdir():
+            path.rename(folder / f"{TRAINER_STATE}.{path.name.removeprefix('.')}")
+        written.rmdir()
+        _write_weights(folder, model, sizes, gathered)
+    else:
+        for name in sizes:
+            gathered[name]
+
+
+def load_state(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> int:
+    """Fill this process's shards of ``tensors`` from a version; the steps taken. Every process calls it."""
+    with tempfile.TemporaryDirectory() as linked:
+        for path in folder.glob(f"{TRAINER_STATE}.*"):
+            name = path.name.removeprefix(f"{TRAINER_STATE}.")
+            (Path(linked) / (f".{name}" if name == "metadata" else name)).symlink_to(path.absolute())
+        step = torch.tensor(0)
+        dcp.load({**tensors, "step": step}, storage_reader=dcp.FileSystemReader(linked))
+    return int(step)
+
+
+class _Gathered(Mapping[str, Tensor]):
+    """Whole weights in ``dtype``, gathered from all processes one at a time as they are read."""
+
+    def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        self._weights = weights
+        self._dtype = dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        return whole(self._weights[name]).to(self._dtype)
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def _write_weights(
+    folder: Path, model: Path, sizes: Mapping[str, tuple[torch.Size, torch.dtype]], weights: Mapping[str, Tensor]
+) -> None:
+    """Files of at most ``SHARD_BYTES`` (or one tensor) with the weights in the order of ``sizes``."""
+    files: list[list[str]] = [[]]
+    room = SHARD_BYTES
+    for name, (shape, dtype) in sizes.items():
+        size = shape.numel() * dtype.itemsize
+        if size > room and files[-1]:
+            files.append([])
+            room = SHARD_BYTES
+        files[-1].append(name)
+        room -= size
+    shutil.copyfile(model / CONFIG, folder / CONFIG)
+    names = [WEIGHTS]
+    if len(files) > 1:
+        names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+        index = {weight: name for name, listed in zip(names, files, strict=True) for weight in listed}
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    for name, listed in zip(names, files, strict=True):
+        save_file({w: weights[w].contiguous() for w in listed}, folder / name, metadata={"format": "pt"})
