@@ -215,6 +215,12 @@ class TrainingSettings(Section):
     """Tokens of one training micro-batch on a CPU: about a second on two cores, the longest that decoding waits."""
     gpu_slice_tokens: int = Field(16384, ge=16)
     """Tokens of one training micro-batch on a GPU, where a pass must outlast the launches of its kernels."""
+    trainer_processes: int = Field(1, ge=1, le=64)
+    """Processes of a training group on a worker's machine, one per GPU, over which FSDP2 shards a policy. Above 1 every
+    policy is trained there, one at a time; at 1 only full-parameter policies, and LoRA in the worker's own process."""
+    activation_checkpointing: bool = False
+    """A training group computes each layer again in the backward pass instead of keeping its activations: a third more
+    work, for the memory of one layer."""
     trainer_slots: int = Field(8, ge=1)
     """Tinker models that train on a worker at once (90 MB each at rank 16 of a 135M model; fewer where `memory_bytes`
     allows fewer). Others wait for a slot; an idle one makes room."""

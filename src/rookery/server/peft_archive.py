@@ -1,6 +1,6 @@
 """PEFT adapter folders as tar streams: packing a version for download, unpacking an upload.
 
-A download contains only the adapter's files, never the trainer state in the same artifact. Of an upload, only the two
+A download contains the adapter's files, or those of a whole model, never the trainer state in the same artifact. Of an upload, only the two
 files of an adapter are read, by name, so a hostile archive cannot write any other file and uses no more bytes than it
 has.
 """
@@ -19,7 +19,10 @@ from rookery.protocol import Manifest, Shard
 from rookery.storage.artifacts import Artifacts
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-"""The files of a PEFT folder: the content of a download, and the files that an upload must have."""
+"""The files of a PEFT folder, which an upload must have."""
+
+TRAINER_STATE = "trainer_state."
+"""First part of the names of files that only a trainer reads."""
 
 MAX_MEMBERS = 256
 """Most files in an uploaded archive. A PEFT folder has a handful of files, even with checkpoints; each uses some memory
@@ -33,9 +36,9 @@ CHUNK_BYTES = 1 << 20
 
 
 def pack(artifacts: Artifacts, manifest: Manifest, created: float) -> tuple[int, Iterator[bytes]]:
-    """The tar of a version's adapter files: its size in bytes and its chunks. The files are opened before this returns,
+    """The tar of a version's files, without its trainer state: its size in bytes and its chunks. The files are opened before this returns,
     so that a version that is deleted meanwhile still arrives complete; the iterator closes them."""
-    shards = [shard for shard in manifest.shards if shard.name in ADAPTER_FILES]
+    shards = [shard for shard in manifest.shards if not shard.name.startswith(TRAINER_STATE)]
     with ExitStack() as opened:
         try:
             files = [opened.enter_context(artifacts.path(manifest.hash, shard.name).open("rb")) for shard in shards]

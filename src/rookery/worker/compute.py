@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
@@ -41,8 +41,14 @@ from rookery.worker.model.config import SITES, DecoderConfig
 from rookery.worker.model.decoder import WEIGHTS, Decoder
 from rookery.worker.model.lora import LoraManager
 from rookery.worker.trainer.base import Trainer, TrainerResult
+from rookery.worker.trainer.fsdp.trainer import FsdpTrainer
 from rookery.worker.trainer.native.backbone import limits_for
 from rookery.worker.trainer.native.trainer import NativeTrainer
+from rookery.worker.trainer.router import TrainerRouter
+from rookery.worker.transfer.cache import ADAPTERS
+
+if TYPE_CHECKING:
+    from rookery.worker.trainer.fsdp.group import TrainingGroup
 
 log = logging.getLogger("rookery.worker")
 
@@ -148,16 +154,36 @@ class WorkerCore:
         )
         if settings.engine.slo_gate:
             measure_costs(gate.costs, engine.runner, settings.engine.max_rows, PREFILL_TOKENS)
-        trainer = NativeTrainer(
+        slice_tokens = settings.training.gpu_slice_tokens if where.type == "cuda" else settings.training.slice_tokens
+        native = NativeTrainer(
             decoder,
             max_rank=max_rank,
-            slice_tokens=settings.training.gpu_slice_tokens if where.type == "cuda" else settings.training.slice_tokens,
+            slice_tokens=slice_tokens,
             limits=limits_for(decoder, budget.activations),
             compiled=compiled,
             cache=settings.cache,
             base_model=model,
             memory_bytes=budget.training_states,
         )
+        processes = settings.training.trainer_processes
+
+        def start_group() -> TrainingGroup:
+            from rookery.worker.trainer.fsdp.group import GroupOptions, TrainingGroup  # a second, where it is needed
+
+            recompute = settings.training.activation_checkpointing
+            return TrainingGroup(GroupOptions(processes, folder, decoder.dtype, where.type, recompute))
+
+        sharded = FsdpTrainer(
+            start_group,
+            folder,
+            max_rank=max_rank,
+            slice_tokens=slice_tokens,
+            base_model=model,
+            memory_bytes=budget.training_states * (processes if where.type == "cuda" else 1),
+            exports=settings.cache / ADAPTERS,
+            claim=native.states.claim if processes == 1 else None,
+        )
+        trainer: Trainer = TrainerRouter(native, sharded) if processes == 1 else sharded
         dtype = str(decoder.dtype).removeprefix("torch.")
         return cls(engine, trainer, budget, gate=gate, device_name=str(decoder.device), dtype=dtype)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from rookery.worker.model.adapter import Adapter
 from rookery.worker.model.batch_invariance import contraction_chunks
 from rookery.worker.model.config import SITES, DecoderConfig
-from rookery.worker.model.decoder import output_slices
+from rookery.worker.model.decoder import Decoder, output_slices
 
 RANK_BUCKET = 16
 """Ranks are padded to multiples of 16: a narrower product costs as much as one of 16."""
@@ -63,10 +63,13 @@ class ResidentAdapter:
     evict_pending: bool = False
     packed: Any = None
     """In another layout (``LoraManager.packed``)."""
+    decoder: Decoder | None = None
+    """With all weights of a full-parameter version, which has no LoRA."""
 
     @property
     def bytes(self) -> int:
-        return sum(factor.nbytes for factor in (*self.a.values(), *self.b.values()))
+        whole = self.decoder.bytes if self.decoder is not None else 0
+        return whole + sum(factor.nbytes for factor in (*self.a.values(), *self.b.values()))
 
     @classmethod
     def load(

@@ -40,11 +40,11 @@ from rookery.aio import die_with_parent
 from rookery.errors import EXIT_REFUSED, RookeryError, Unavailable, UserError, installs
 from rookery.tokenization import registry
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.decoder import WEIGHTS, output_slices
+from rookery.worker.model.decoder import WEIGHTS, Decoder, output_slices
 
 log = logging.getLogger("rookery.worker")
 
-_COPIED = (
+COPIED = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -58,7 +58,7 @@ _IGNORED_WEIGHTS = ("rotary_emb.inv_freq",)
 
 INDEX = "model.safetensors.index.json"
 
-_HUB_PATTERNS = ["config.json", *_COPIED, "model*.safetensors", INDEX]
+_HUB_PATTERNS = ["config.json", *COPIED, "model*.safetensors", INDEX]
 """Files fetched from a hub repository, which may hold the weights in several formats."""
 
 _GGUF_READERS = ("gguf", "accelerate")
@@ -130,7 +130,7 @@ def _read(source: registry.Source, target: Path, fetched: Path) -> tuple[dict[st
         return _read_gguf(source, target)
     published = Path(source.where) if source.kind == "folder" else _download(source.where, fetched)
     registry.inspect(published)
-    for name in _COPIED:
+    for name in COPIED:
         if (published / name).is_file():
             shutil.copyfile(published / name, target / name)
     from transformers import AutoConfig  # seconds of import, only needed here
@@ -230,6 +230,15 @@ def fuse(config: DecoderConfig, published: Mapping[str, Tensor]) -> dict[str, Te
     if left:
         raise UserError(f"the model has a weight that its config does not explain: {next(iter(left))}")
     return {name: tensor.contiguous() for name, tensor in fused.items()}
+
+
+def read_full_version(folder: Path, base: Decoder) -> Decoder:
+    """A decoder like ``base`` with all weights of a folder of transformers. Raises ``UserError`` for weights of another
+    base model."""
+    weights = fuse(base.config, read_published(folder))
+    if weights["embed"].shape != base.embedding.shape:
+        raise UserError(f"{folder} holds weights of another base model")
+    return Decoder(base.config, {k: w.to(base.device, base.dtype) for k, w in weights.items()}, pack=base.pack)
 
 
 def unfuse(config: DecoderConfig, fused: Mapping[str, Tensor]) -> dict[str, Tensor]:

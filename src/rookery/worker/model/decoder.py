@@ -102,6 +102,9 @@ class Decoder:
         """``weights`` under the fused names that ``convert.fuse`` gives, all of one dtype and on one device; ``pack``
         as in ``PackedLinear``."""
         self.config = config
+        self.pack = pack
+        self.bytes = (1 + pack) * sum(weight.nbytes for weight in weights.values())
+        """Of the weights, packed copies included."""
         self.embedding = weights["embed"]
         self.norm = weights["norm"]
         self.head = self.embedding if config.tied else weights["head"]

@@ -31,6 +31,7 @@ from rookery.worker.model.adapter import Adapter
 from rookery.worker.model.adapter_slots import AdapterSlots, ResidentAdapter, padded_rank
 from rookery.worker.model.batch_invariance import chunked_matmul, exact_rows, pad_rows, zero_padding_is_exact
 from rookery.worker.model.config import SITES, DecoderConfig
+from rookery.worker.model.decoder import Decoder
 
 T = TypeVar("T")
 
@@ -119,6 +120,28 @@ class LoraManager:
         else:
             self.make_room(adapter.rank)
             self._residents[key] = ResidentAdapter.load(adapter, self.config, self.dtype, self.device)
+
+    def add_full(self, key: str, size: int, load: Callable[[], Decoder]) -> None:
+        """Makes a full-parameter version of ``size`` bytes resident; ``load`` is called once there is room. Raises as
+        :meth:`make_room`."""
+        if key in self._residents:
+            self._residents[key].evict_pending = False
+            return
+        used = sum(resident.bytes for resident in self._residents.values() if resident.pins)
+        require("two full-parameter versions", 2 * size, self.budget_bytes)  # the present one and the next
+        if used + size > self.budget_bytes:
+            raise NoRoom
+        self._drop_idle(self.budget_bytes - size)
+        self._residents[key] = ResidentAdapter(0, {}, {}, finite=True, decoder=load())
+
+    def lora_key(self, key: str) -> str:
+        """The key under which products know an adapter: a full-parameter version has no LoRA."""
+        return "" if self.decoder(key) is not None else key
+
+    def decoder(self, key: str) -> Decoder | None:
+        """That of a full-parameter version; None for a LoRA and for the base model."""
+        resident = self._residents.get(key)
+        return resident.decoder if resident is not None else None
 
     def evict(self, key: str) -> None:
         """Drops an adapter, at once or when its last request ends. Unknown keys are ignored."""

@@ -50,8 +50,10 @@ class TrainerResult:
 class Trainer(Protocol):
     """One worker's trainer."""
 
-    trained: int
-    """Tokens trained on so far; a shared prompt counts once per pass."""
+    @property
+    def trained(self) -> int:
+        """Tokens trained on so far; a shared prompt counts once per pass."""
+        ...
 
     @property
     def pending(self) -> int:

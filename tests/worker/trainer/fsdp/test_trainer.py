@@ -24,8 +24,8 @@ from rookery.worker.model.convert import prepare
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.trainer.base import Trainer, TrainerResult
 from rookery.worker.trainer.fsdp.group import GroupOptions, TrainingGroup
-from rookery.worker.trainer.fsdp.shard import sequences_of
-from rookery.worker.trainer.fsdp.trainer import FsdpTrainer, plan_passes
+from rookery.worker.trainer.fsdp.passes import plan_passes, sequences_of
+from rookery.worker.trainer.fsdp.trainer import FsdpTrainer
 from rookery.worker.trainer.native.packing import PackedGroup
 from rookery.worker.trainer.native.trainer import NativeTrainer
 

@@ -92,12 +92,19 @@ class Admission:
         self.running: list[EngineRequest] = []
         """In order of admission."""
         self.waiting: deque[EngineRequest] = deque()
+        self.serves: Callable[[str], bool] = lambda key: True
+        """Whether the weights in use are those of an adapter."""
         self._store = store
         self._bank = bank
         self._max_rows = max_rows
         self._budget = budget
         self._stats = stats
         self._prefixes: dict[tuple[str, tuple[int, ...]], SharedPrefix] = {}
+
+    @property
+    def served(self) -> list[EngineRequest]:
+        """Running requests that the weights in use serve, in order of admission."""
+        return [row for row in self.running if self.serves(row.key)]
 
     # --- the queue --------------------------------------------------------------------------------------------------
 
@@ -213,11 +220,12 @@ class Admission:
 
     def waiting_prefixes(self, fits: Callable[[int], bool]) -> Iterator[SharedPrefix]:
         """Shared prompts that waiting requests need first, each with a slot: for a caller that computes each one whole
-        and passes it to :meth:`retain_prefix`. Ends at the first that does not fit, or for which there is no room."""
+        and passes it to :meth:`retain_prefix`. Those of adapters with other weights are left out.
+        Ends at the first that does not fit, or for which there is no room."""
         known = set(self._prefixes)
         for request in self.waiting:
             key, length = (request.key, request.shared_tokens), request.params.shared_prefix
-            if not length or key in known or self._store.contains(key):
+            if not length or key in known or self._store.contains(key) or not self.serves(request.key):
                 continue
             slot = self._store.allocate(length) if fits(length) else None
             if slot is None:
@@ -229,9 +237,9 @@ class Admission:
         """Interactive requests, then the oldest, then others of its adapter, since every adapter in a slice costs
         separate products, then the remaining ones. Then the prefixes of waiting requests: rows become free one by one,
         and a slice for each one's prompt costs twice as much as its share of one slice for several."""
-        plan = PrefillSlice(max_tokens, max_keys)
+        plan, lora = PrefillSlice(max_tokens, max_keys), self._bank.lora_key
         started = set()
-        rows = [row for row in self.running if not row.prefilled]
+        rows = [row for row in self.served if not row.prefilled]
         rows.sort(key=lambda row: not row.params.interactive)
         for row in sorted(rows, key=lambda row: (not row.params.interactive, row.key != rows[0].key)):
             target: EngineRequest | SharedPrefix = row
@@ -247,10 +255,10 @@ class Admission:
             before = start + (len(prefix.tokens) if prefix is not None else 0)
             if not count or (plan.work and not plan.fits(count, before)):
                 break
-            plan.add(target, sequence_chunk(row.key, tokens[start : start + count], start, target.slot, prefix))
+            plan.add(target, sequence_chunk(lora(row.key), tokens[start : start + count], start, target.slot, prefix))
         if plan.work:
             for prefix in self.waiting_prefixes(plan.fits):
-                plan.add(prefix, sequence_chunk(prefix.key[0], prefix.tokens, 0, prefix.slot, None))
+                plan.add(prefix, sequence_chunk(lora(prefix.key[0]), prefix.tokens, 0, prefix.slot, None))
         return plan
 
     def retain_prefix(self, prefix: SharedPrefix) -> None:

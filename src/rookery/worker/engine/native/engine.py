@@ -18,6 +18,7 @@ Beyond what every engine promises (``engine.base``):
   it is from there bit for bit the request that starts under the newer version with these ``prefix_tokens``. With its
   cache kept, the tokens before the switch (except the last, which the newer version computes) are attended to as the
   older version computed them, as long as that cache lives. Requests that do not switch are not affected.
+* Full-parameter versions have weights of their own; rows of different weights take turns (``weights``).
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from rookery.worker.engine.native.request import EngineRequest, SharedPrefix, St
 from rookery.worker.engine.native.runner import Runner, best_runner, logits_at
 from rookery.worker.engine.native.sampler import SamplingKey
 from rookery.worker.engine.native.slo_gate import SloGate
+from rookery.worker.engine.native.weights import WeightSets
 from rookery.worker.memory import MemoryUse
 from rookery.worker.model.adapter import read_adapter
 from rookery.worker.model.decoder import Decoder
@@ -101,9 +103,11 @@ class NativeEngine:
         """Counters: decode_seconds, prefill_seconds, decode_steps, prefill_slices, prefill_tokens, reused_tokens (found
         in the cache instead of computed), draft_tokens (verified), accepted_tokens (of them), preempted, switched."""
         self.runner = runner or best_runner(decoder, bank, kv_budget_bytes)
+        self.weights = WeightSets(decoder, bank, self.runner)
         self.store = self.runner.store
         self.gate = gate or SloGate(enabled=False)
         self.admission = Admission(self.store, bank, max_rows, self.stats, self.gate.cache_budget(self.store.tokens))
+        self.admission.serves = self.weights.serves
         self._speculator = speculator if decoder.device.type == "cpu" else None
         self._decode = decode
         default = GPU_PREFILL_TOKENS if device.fuses(decoder.device, decoder.dtype) else PREFILL_TOKENS
@@ -154,7 +158,11 @@ class NativeEngine:
 
     def add_adapter(self, ref: protocol.AdapterRef, folder: Path) -> None:
         """See ``Engine``."""
-        if ref.hash not in self.bank:
+        if ref.hash in self.bank:
+            return
+        if not ref.rank:
+            self.weights.add(ref, folder)
+        else:
             self.bank.make_room(ref.rank)  # before reading: a caller without room tries again
             self.bank.add(ref.hash, read_adapter(folder, self.decoder.config))
 
@@ -213,6 +221,7 @@ class NativeEngine:
         """See ``Engine``."""
         requests, self._undrained = self._undrained, {}
         self.admission.discard_adapters(self.bank.dropped)
+        self.weights.discard(self.bank.dropped)
         self.bank.dropped.clear()
         return [chunk for request in requests.values() for chunk in request.chunks()]
 
@@ -221,6 +230,7 @@ class NativeEngine:
         with torch.no_grad():
             for request in self.admission.admit():  # the controller moves them
                 self.abort(request.params.request)
+            self.weights.choose(row.key for row in self.admission.running)
             self._start_from_prefixes()
             if not self._must_decode() and self._timed("prefill", self._prefill):
                 self._prefills += 1
@@ -257,7 +267,7 @@ class NativeEngine:
         prefill slices follow each other while a decode step would leave most rows out."""
         if not self._prefills:
             return False
-        rows = self.admission.running
+        rows = self.admission.served
         decoding = sum(row.decodes for row in rows)
         few = 2 * decoding < len(rows)
         return bool(decoding) and self._prefills >= (CONSECUTIVE_PREFILLS if few else 1)
@@ -266,7 +276,7 @@ class NativeEngine:
 
     def _start_from_prefixes(self) -> None:
         """Samples the first token of requests whose whole prompt is a complete prefix, from its logits."""
-        ready = [row for row in self.admission.running if row.tail_length == 0 and row.prefix_cached]
+        ready = [row for row in self.admission.served if row.tail_length == 0 and row.prefix_cached]
         if ready:
             logits = [row.prefix.logits for row in ready if row.prefix is not None]
             self._sample(ready, torch.stack([line for line in logits if line is not None]))
@@ -291,7 +301,8 @@ class NativeEngine:
             if target.filled == (len(target.tokens) if isinstance(target, SharedPrefix) else target.tail_length):
                 done.append((i, target))
         if done:
-            logits = logits_at(self.decoder, hidden, last[torch.tensor([i for i, _ in done], device=hidden.device)])
+            ends = last[torch.tensor([i for i, _ in done], device=hidden.device)]
+            logits = logits_at(self.weights.decoder, hidden, ends)
             first_tokens = []
             for (_, target), line in zip(done, logits, strict=False):
                 if isinstance(target, EngineRequest):
@@ -310,7 +321,7 @@ class NativeEngine:
         for first in range(0, len(wanted), SCORED_ROWS):
             part = wanted[first : first + SCORED_ROWS]
             rows = torch.tensor([start + at - 1 - chunk.start for at in part], device=hidden.device)
-            logp = logits_at(self.decoder, hidden, rows).float().log_softmax(-1)
+            logp = logits_at(self.weights.decoder, hidden, rows).float().log_softmax(-1)
             values, tokens = logp.topk(min(request.params.top_logprobs, logp.shape[1]))
             for at, line, likely, ids in zip(part, logp, values.tolist(), tokens.tolist(), strict=False):
                 logprob = float(line[request.params.prompt[at]])
@@ -322,19 +333,19 @@ class NativeEngine:
     def _decode_step(self) -> int:
         """One token of every request that the gate admits, and those of its draft that are right. Returns positions."""
         self.admission.grow_running()
-        rows = self.gate.decode_rows([row for row in self.admission.running if row.decodes])
+        rows = self.gate.decode_rows([row for row in self.admission.served if row.decodes])
         if not rows:
             return 0
-        self.runner.prepare_adapters(row.key for row in rows)
+        self.runner.prepare_adapters(self.bank.lora_key(row.key) for row in rows)
         rows.sort(key=lambda row: (self.bank.slot_order(row.key), row.key))
         drafts = self._drafts(rows)
         began = time.perf_counter()
         chunks = [
-            sequence_chunk(row.key, [row.tokens[-1], *draft], row.filled, row.slot, row.prefix)
+            sequence_chunk(self.bank.lora_key(row.key), [row.tokens[-1], *draft], row.filled, row.slot, row.prefix)
             for row, draft in zip(rows, drafts, strict=True)
         ]
         if any(drafts):
-            logits = self.decoder.compute_logits(self.runner.prefill(chunks)[0])
+            logits = self.weights.decoder.compute_logits(self.runner.prefill(chunks)[0])
         else:
             logits = self.runner.decode(chunks)
         for row in rows:

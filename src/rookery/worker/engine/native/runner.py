@@ -31,6 +31,11 @@ class Runner(Protocol):
     @property
     def store(self) -> KVCache: ...
 
+    def use(self, decoder: Decoder) -> None:
+        """Compute with other weights of the same base model from the next slice on. Raises ``UserError`` where they
+        cannot be replaced."""
+        ...
+
     def prepare_adapters(self, keys: Iterable[str]) -> None:
         """Called before each slice with the adapters that it uses."""
         ...
@@ -56,6 +61,10 @@ class DenseRunner:
         self.store = KVCache(decoder.config, decoder.dtype, decoder.device, kv_budget_bytes)
         self._decoder = decoder
         self._bank = bank
+
+    def use(self, decoder: Decoder) -> None:
+        """See ``Runner``."""
+        self._decoder = decoder
 
     def prepare_adapters(self, keys: Iterable[str]) -> None:
         """Nothing to do: ``BatchLora`` takes rows in any order."""
@@ -87,6 +96,10 @@ class KernelRunner:
         self._decoder = decoder
         self._bank = bank
         self._attention, self._lora, self._sampler = attention, lora, sampler
+
+    def use(self, decoder: Decoder) -> None:
+        """See ``Runner``."""
+        self._decoder = decoder
 
     def prepare_adapters(self, keys: Iterable[str]) -> None:
         """Nothing to do: blocks take rows in any order."""

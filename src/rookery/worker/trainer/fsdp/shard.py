@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,6 +25,7 @@ from rookery.worker.model.adapter import Adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.trainer.fsdp import versions
 from rookery.worker.trainer.fsdp.module import (
+    GatheredWeights,
     LoraLinear,
     PolicyModule,
     build,
@@ -36,54 +36,9 @@ from rookery.worker.trainer.fsdp.module import (
     weights_of,
     whole,
 )
+from rookery.worker.trainer.fsdp.passes import PassResult, TrainingSequence
 from rookery.worker.trainer.native.microbatch import agreement
 from rookery.worker.trainer.native.optim import CLIP_EPS, MOMENTS, AdapterExport
-from rookery.worker.trainer.native.packing import PackedGroup
-
-
-@dataclass(frozen=True)
-class TrainingSequence:
-    """A trajectory as it is read, prompt included; the other lists are parallel to ``targets``, and ``rows`` are the
-    positions that predict them."""
-
-    tokens: list[int]
-    rows: list[int]
-    targets: list[int]
-    logprobs: list[float]
-    advantages: list[float]
-    weights: list[float]
-
-
-@dataclass(frozen=True)
-class PassResult:
-    """Sums of metrics over the sequences of one process, and their log-probabilities, one tensor each."""
-
-    metrics: dict[str, float]
-    logprobs: list[Tensor]
-
-
-def sequences_of(group: PackedGroup) -> list[TrainingSequence]:
-    """The trajectories of a group, in order, each with its own copy of the prompt. Together they have the group's
-    targets in the group's order."""
-    found, start, at, length = [], len(group.prompt), 0, len(group.prompt)
-    for tail in group.tails:
-        first = at
-        while at < len(group.targets) and group.members[at] == group.members[first]:
-            at += 1
-        loss = slice(first, at)
-        rows = [source if source < length else source - start + length for source in group.sources[loss]]
-        found.append(
-            TrainingSequence(
-                tokens=[*group.prompt, *tail],
-                rows=rows,
-                targets=group.targets[loss],
-                logprobs=group.logprobs[loss],
-                advantages=group.advantages[loss],
-                weights=group.weights[loss],
-            )
-        )
-        start += len(tail)
-    return found
 
 
 class PolicyShard:
@@ -142,7 +97,9 @@ class PolicyShard:
         process returns it instead."""
         assert self._module is not None
         if self._adapter is None:
-            versions.write(folder, self._model, self._config, self._dtype, self._tensors(), self._step)
+            tensors = self._tensors()
+            gathered = GatheredWeights(tensors["weights"], self._dtype)
+            versions.write(folder, self._model, self._dtype, tensors, gathered, self._step)
             return None
         weights: dict[tuple[int, str], tuple[Tensor, ...]] = {}
         moments = {}

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -30,13 +30,15 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import WEIGHTS
 from rookery.worker.trainer.base import Export, TrainerResult
 from rookery.worker.trainer.fsdp import versions
-from rookery.worker.trainer.fsdp.group import TrainingGroup
-from rookery.worker.trainer.fsdp.shard import PassResult, TrainingSequence, sequences_of
+from rookery.worker.trainer.fsdp.passes import PassResult, TrainingSequence, plan_passes, sequences_of
 from rookery.worker.trainer.native.microbatch import QueuedBatch, check_loss
 from rookery.worker.trainer.native.optim import AdapterExport
 from rookery.worker.trainer.native.packing import PackedGroup
 from rookery.worker.trainer.native.states import HeldPolicy
 from rookery.worker.trainer.native.trainer import OTHER_STATE
+
+if TYPE_CHECKING:  # a second of imports, which only a group needs
+    from rookery.worker.trainer.fsdp.group import TrainingGroup
 
 log = logging.getLogger("rookery.worker.trainer")
 
@@ -76,10 +78,11 @@ class FsdpTrainer:
         base_model: str,
         memory_bytes: int,
         exports: Path,
+        claim: Callable[[int], None] | None = None,
     ) -> None:
         """``start()`` launches the group, when the first policy is loaded. ``model`` is the prepared folder,
-        ``base_model`` its name in exported adapters. The group's states take at most ``memory_bytes``. Versions are
-        written below ``exports`` first."""
+        ``base_model`` its name in exported adapters. The group's states take at most ``memory_bytes``, each size
+        after ``claim(size)``, which may raise ``NoRoom``. Versions are written below ``exports`` first."""
         self._start = start
         self._group: TrainingGroup | None = None
         self._model = model
@@ -90,6 +93,7 @@ class FsdpTrainer:
         self._base_model = base_model
         self._memory_bytes = memory_bytes
         self._exports = exports
+        self._claim = claim
         self._policy = ""
         self._held: HeldPolicy[None] | None = None
         self._offloaded: tuple[str, str] | None = None
@@ -130,6 +134,8 @@ class FsdpTrainer:
         size = self._size(export)
         what = "training states of a full-parameter policy" if export is None else "a sharded base and its LoRA"
         require(what, size, self._memory_bytes)
+        if self._claim is not None:
+            self._claim(size)
         if self._group is None:
             self._group = self._start()
         self._group.call("load", folder, bool(parent.rank))
@@ -155,6 +161,8 @@ class FsdpTrainer:
 
     def _free(self) -> None:
         self._held, self._offloaded, self._policy, self._bytes = None, None, "", 0
+        if self._claim is not None:
+            self._claim(0)
         if self._group is not None:
             self._group.call("unload")
 
@@ -343,19 +351,6 @@ class FsdpTrainer:
 
     def _finish(self, op: str, error: str, category: Literal["stale", "failed", "lost"]) -> None:
         self._results.append(TrainerResult(op, error, category))
-
-
-def plan_passes(lengths: list[int], processes: int, slice_tokens: int) -> list[list[list[int]]]:
-    """Passes that cover sequences of these ``lengths``; of each pass, the indices of each process's sequences, none for
-    some if there are too few. Sequences of a pass are of similar length, and take at most ``slice_tokens`` tokens in a
-    process, padding included, or are single."""
-    order = sorted(range(len(lengths)), key=lambda at: -lengths[at])
-    passes = []
-    while order:
-        rows = max(1, slice_tokens // max(1, lengths[order[0]])) * processes
-        taken, order = order[:rows], order[rows:]
-        passes.append([taken[rank::processes] for rank in range(processes)])
-    return passes
 
 
 def _op(queued: Queued) -> protocol.ForwardBackward | protocol.OptimStep:

@@ -1,6 +1,6 @@
 """The files of a full-parameter version.
 
-* ``config.json`` and ``model.safetensors`` (or ``model-0000i-of-0000n.safetensors`` with their index): a folder of
+* ``config.json``, the tokenizer's files and ``model.safetensors`` (or ``model-0000i-of-0000n.safetensors`` with their index): a folder of
   transformers, in the compute dtype. An engine needs these.
 * ``trainer_state.*``: float32 weights and moments, written by ``torch.distributed.checkpoint``, a file per process. A
   group of any number of processes loads it, and its next step is that of the group that wrote it.
@@ -16,15 +16,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rookery.worker.model.config import DecoderConfig
-from rookery.worker.model.convert import INDEX, read_published, unfuse
+from rookery.worker.model.convert import COPIED, INDEX, read_published, unfuse
 from rookery.worker.model.decoder import WEIGHTS
-from rookery.worker.trainer.fsdp.module import whole
 from rookery.worker.transfer.cache import TRAINER_STATE
 
 CONFIG = "config.json"
@@ -58,17 +56,19 @@ def has_state(folder: Path) -> bool:
 def write(
     folder: Path,
     model: Path,
-    config: DecoderConfig,
     dtype: torch.dtype,
     tensors: Mapping[str, Mapping[str, Tensor]],
+    gathered: Mapping[str, Tensor],
     step: int,
 ) -> None:
-    """Write a version of sharded ``tensors`` ("weights" and moments, by name). Every process calls it with the same
-    ``folder``; the files are complete when the call has returned in all."""
+    """Write a version of sharded ``tensors`` ("weights" and moments, by name); ``gathered`` has the whole weights in
+    ``dtype``, and reading one needs all processes. Every process calls this with the same ``folder``; the files are
+    complete when the call has returned in all."""
+    import torch.distributed.checkpoint as dcp  # half a second, which a worker without a group saves
+
     written = folder / "state"
     dcp.save({**tensors, "step": torch.tensor(step)}, storage_writer=dcp.FileSystemWriter(written, sync_files=False))
     sizes = {name: (weight.shape, dtype) for name, weight in tensors["weights"].items()}
-    gathered = _Gathered(tensors["weights"], dtype)
     if dist.get_rank() == 0:
         for path in written.iterdir():
             path.rename(folder / f"{TRAINER_STATE}.{path.name.removeprefix('.')}")
@@ -81,6 +81,8 @@ def write(
 
 def load_state(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> int:
     """Fill this process's shards of ``tensors`` from a version; the steps taken. Every process calls it."""
+    import torch.distributed.checkpoint as dcp
+
     with tempfile.TemporaryDirectory() as linked:
         for path in folder.glob(f"{TRAINER_STATE}.*"):
             name = path.name.removeprefix(f"{TRAINER_STATE}.")
@@ -88,23 +90,6 @@ def load_state(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> int
         step = torch.tensor(0)
         dcp.load({**tensors, "step": step}, storage_reader=dcp.FileSystemReader(linked))
     return int(step)
-
-
-class _Gathered(Mapping[str, Tensor]):
-    """Whole weights in ``dtype``, gathered from all processes one at a time as they are read."""
-
-    def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        self._weights = weights
-        self._dtype = dtype
-
-    def __getitem__(self, name: str) -> Tensor:
-        return whole(self._weights[name]).to(self._dtype)
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
 
 
 def _write_weights(
@@ -120,7 +105,9 @@ def _write_weights(
             room = SHARD_BYTES
         files[-1].append(name)
         room -= size
-    shutil.copyfile(model / CONFIG, folder / CONFIG)
+    for name in (CONFIG, *COPIED):
+        if (model / name).exists():
+            shutil.copyfile(model / name, folder / name)
     names = [WEIGHTS]
     if len(files) > 1:
         names = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]

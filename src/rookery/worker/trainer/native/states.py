@@ -82,6 +82,8 @@ class PolicyStates:
         self._reserved = reserved
         self._exports: WeakSet[AdapterExport] = WeakSet()
         """Copies on their way to files."""
+        self._claimed = 0
+        """Bytes of the budget that another trainer takes."""
 
     def memory(self) -> dict[str, MemoryUse]:
         """Bytes of held states and of all others, which share one budget."""
@@ -101,7 +103,8 @@ class PolicyStates:
     def make_room(self, needed: int, keep: str = "") -> None:
         """Evict until ``needed`` bytes fit; not the policy ``keep``. Raises :class:`NoRoom` (and nothing changes) while
         what is in use leaves no room."""
-        excess = self.memory()["training_states"].used + self._reserved() + needed - self._budget
+        used = self.memory()["training_states"].used + self._claimed + self._reserved()
+        excess = used + needed - self._budget
         if excess <= 0:
             return
         now = time.monotonic()
@@ -120,6 +123,13 @@ class PolicyStates:
             if excess > 0:
                 del self.held[policy]
                 excess -= size
+
+    def claim(self, size: int) -> None:
+        """Another trainer takes ``size`` bytes of the budget, instead of those that it took before. Raises
+        :class:`NoRoom`; then it takes none."""
+        self._claimed = 0
+        self.make_room(size)
+        self._claimed = size
 
     def track(self, export: AdapterExport) -> AdapterExport:
         """Count ``export`` as long as it exists."""

@@ -65,6 +65,13 @@ class CudaGraphRunner:
         self._capture_stream = torch.cuda.Stream(decoder.device) if on_gpu else None
         """The stream of all warm-ups: libraries keep a workspace for every stream that they have seen."""
 
+    def use(self, decoder: Decoder) -> None:
+        """See ``Runner``. Captured graphs know the weights' addresses."""
+        self._decoder = decoder
+        self.graphs.clear()
+        if self._memory is not None:
+            self._memory = torch.cuda.graph_pool_handle()
+
     def prepare_adapters(self, keys: Iterable[str]) -> None:
         """See ``Runner``."""
         self._slots = self._bank.assign_slots(dict.fromkeys(keys))
