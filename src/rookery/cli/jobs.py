@@ -53,7 +53,8 @@ def show(cli: Cli, job: Name) -> None:
         ("tokens", f"{view.tokens:,}"),
         ("rewards", sparkline(view.rewards, 64)),
         *cost_lines(view.cost),
-        *((f"policy {p.name}", f"version {p.version}, rank {p.rank}, alpha {p.alpha:g}") for p in view.policies),
+        *((f"policy {p.name}", f"version {p.version}, " + (f"rank {p.rank}, alpha {p.alpha:g}" if p.rank else
+           "all parameters")) for p in view.policies),
         *((name.replace("_", " "), count) for name, count in view.counters.items() if count and name != "tokens"),
         *((f"evaluation of version {e.version}", f"{e.mean:.3f} ± {e.stderr:.3f} ({e.prompts} prompts)")
           for e in evaluations),

@@ -69,7 +69,7 @@ class JobValidator:
         except UserError as error:
             problems.append(str(error))
         name, policy = spec.policy
-        if policy.rank > context.settings.engine.max_rank:
+        if policy.lora_rank > context.settings.engine.max_rank:
             problems.append(
                 f"policies.{name}.rank: given {policy.rank}, allowed: at most {context.settings.engine.max_rank}"
                 " (the service's ROOKERY_MAX_RANK)"
@@ -86,8 +86,8 @@ class JobValidator:
             raise SpecError(problems)
         spec = await self.store_rows(tenant, spec.model_copy(update={"base_model": model}))
         new = PolicyRow(
-            id=context.ids.new("policy"), tenant=tenant, name=name, rank=policy.rank, alpha=policy.scale_alpha,
-            targets=list(policy.targets),
+            id=context.ids.new("policy"), tenant=tenant, name=name, rank=policy.lora_rank, alpha=policy.scale_alpha,
+            targets=[] if policy.full else list(policy.targets),
         )  # fmt: skip
         await self.warm_start(tenant, spec, new)
         return spec, [new]

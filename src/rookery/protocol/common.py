@@ -33,7 +33,7 @@ class Shard(Struct, kw_only=True):
 
 
 class Manifest(Struct, kw_only=True):
-    """An artifact: a PEFT adapter folder, with or without the trainer's state.
+    """An artifact: a PEFT adapter folder or a whole model's, with or without the trainer's state.
 
     ``hash`` is the SHA-256 over the sorted shards' (name, size, sha256) and names the artifact everywhere.
     """
@@ -50,7 +50,8 @@ def manifest_of(shards: Iterable[Shard]) -> Manifest:
 
 
 class AdapterRef(Struct, kw_only=True):
-    """One immutable version of a policy and where a worker reads it. ``hash`` names its manifest."""
+    """One immutable version of a policy and where a worker reads it. ``hash`` names its manifest. ``rank`` 0 is a
+    full-parameter version: a whole model instead of an adapter."""
 
     policy: str
     version: int

@@ -365,7 +365,8 @@ class EvictArtifacts(Message, kw_only=True):
 
 class InitAdapter(Message, kw_only=True):
     """Creates version 0: a LoRA with B = 0 and A drawn from ``seed`` (or the weights of ``source``, a PEFT artifact
-    with a read ticket), no optimizer state. Uploaded under ``commit``; :class:`OperationDone` brings the manifest."""
+    with a read ticket), no optimizer state; with ``rank`` 0 the whole base model. Uploaded under ``commit``;
+    :class:`OperationDone` brings the manifest."""
 
     op: str
     policy: str

@@ -1,8 +1,8 @@
 """PEFT adapter folders as tar streams: packing a version for download, unpacking an upload.
 
-A download contains the adapter's files, or those of a whole model, never the trainer state in the same artifact. Of an upload, only the two
-files of an adapter are read, by name, so a hostile archive cannot write any other file and uses no more bytes than it
-has.
+A download contains the adapter's files, or those of a whole model, never the trainer state in the same artifact. Of an
+upload, only the two files of an adapter are read, by name, so a hostile archive cannot write any other file and uses no
+more bytes than it has.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ CHUNK_BYTES = 1 << 20
 
 
 def pack(artifacts: Artifacts, manifest: Manifest, created: float) -> tuple[int, Iterator[bytes]]:
-    """The tar of a version's files, without its trainer state: its size in bytes and its chunks. The files are opened before this returns,
-    so that a version that is deleted meanwhile still arrives complete; the iterator closes them."""
+    """The tar of a version's files, without its trainer state: its size in bytes and its chunks. The files are opened
+    before this returns, so that a version that is deleted meanwhile still arrives complete; the iterator closes
+    them."""
     shards = [shard for shard in manifest.shards if not shard.name.startswith(TRAINER_STATE)]
     with ExitStack() as opened:
         try:

@@ -248,6 +248,8 @@ class JobSpec(StrictModel):
                 f" algorithm.max_staleness + 1 = {self.algorithm.max_staleness + 1}"
             )
         for name, policy in self.policies.items():
+            if policy.full and self.algorithm.kl_weight:
+                raise ValueError(f"algorithm.kl_weight: not with policies.{name}.full: no base model is kept beside it")
             schedule = policy.optimizer.schedule
             bounded = schedule.total_steps is not None or self.stop.steps is not None
             if schedule.name in ("linear", "cosine", "uba") and not bounded:

@@ -116,7 +116,8 @@ def _targets(value: Any) -> Any:
 
 
 class PolicySpec(StrictModel):
-    """One adapter and how it is optimised. ``policies`` maps a name to a policy; a job has exactly one for now."""
+    """One adapter, or with ``full`` a whole model, and how it is optimised. ``policies`` maps a name to a policy; a job
+    has exactly one for now."""
 
     rank: int = Field(16, ge=1, le=512)
     """Rank of the LoRA, at most the service's `max_rank` setting."""
@@ -132,6 +133,25 @@ class PolicySpec(StrictModel):
     """The [optimizer](#optimizer)."""
     warm_start: WarmStart | None = None
     """Start from existing weights: [warm start](#warm_start)."""
+    full: bool = False
+    """Train all parameters instead of a LoRA: `rank`, `alpha`, `targets` and `warm_start` stay away, and
+    `optimizer.lr` is given. A version is a whole model, and its training state takes 16 bytes per parameter."""
+
+    @model_validator(mode="after")
+    def _whole_model(self) -> PolicySpec:
+        if self.full:
+            fields = type(self).model_fields
+            for name in ("rank", "alpha", "warm_start", "targets"):
+                if getattr(self, name) != (list(TARGETS) if name == "targets" else fields[name].default):
+                    raise ValueError(f"{name}: not with full: true, which trains all parameters of the base model")
+            if "lr" not in self.optimizer.model_fields_set:
+                raise ValueError("optimizer.lr: give one; all parameters need a lower one than a LoRA, such as 1e-5")
+        return self
+
+    @property
+    def lora_rank(self) -> int:
+        """0 for a whole model, as in references to its versions."""
+        return 0 if self.full else self.rank
 
     @property
     def scale_alpha(self) -> float:

@@ -1,7 +1,7 @@
 """The files of a full-parameter version.
 
-* ``config.json``, the tokenizer's files and ``model.safetensors`` (or ``model-0000i-of-0000n.safetensors`` with their index): a folder of
-  transformers, in the compute dtype. An engine needs these.
+* ``config.json``, the tokenizer's files and ``model.safetensors`` (or ``model-0000i-of-0000n.safetensors`` with their
+  index): a folder of transformers, in the compute dtype. An engine needs these.
 * ``trainer_state.*``: float32 weights and moments, written by ``torch.distributed.checkpoint``, a file per process. A
   group of any number of processes loads it, and its next step is that of the group that wrote it.
 """
