@@ -24,14 +24,13 @@ from typing import Literal
 import torch
 
 from rookery import protocol
-from rookery.algorithms.losses import LOSSES
 from rookery.errors import UserError
 from rookery.scheduling.queues import TokenCounters
 from rookery.worker.device import finish
 from rookery.worker.memory import MemoryUse, NoRoom
 from rookery.worker.model.adapter import WEIGHTS_FILE, adapter_numbers, init_adapter, read_adapter
 from rookery.worker.trainer.base import TrainerResult
-from rookery.worker.trainer.native.microbatch import PassItem, QueuedBatch, run_pass
+from rookery.worker.trainer.native.microbatch import PassItem, QueuedBatch, check_loss, run_pass
 from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
 from rookery.worker.trainer.native.packing import PackedGroup
 from rookery.worker.trainer.native.states import EXPORT_BYTES, HeldPolicy, PolicyStates
@@ -155,8 +154,7 @@ class PackedTrainer:
         if held is None or held.lease != lease or held.exported_steps is None:
             log.info("commit of a state that is not held here", extra={"policy": policy, "version": ref.version})
             return
-        newest = max(held.versions, key=lambda name: held.versions[name])
-        held.versions = {newest: held.versions[newest], ref.hash: held.exported_steps}
+        held.commit(ref.hash)
 
     # --- operations -------------------------------------------------------------------------------------------------
 
@@ -168,7 +166,7 @@ class PackedTrainer:
             packed = [PackedGroup.from_group(group) for group in batch.groups]
             packed += [PackedGroup.from_datum(datum) for datum in batch.data]
             groups = [piece for group in packed if group.targets for piece in self._split(self._checked(group))]
-            _check_loss(op.loss)
+            check_loss(op.loss)
         except ValueError as error:
             groups = None
             self._finish(op.op, str(error), "failed")
@@ -330,16 +328,11 @@ class PackedTrainer:
 
     def _checked(self, group: PackedGroup) -> PackedGroup:
         """``group``. Raises ``ValueError`` if this model cannot read it, ``MemoryError`` if memory does not hold it."""
-        context, vocab = self._backbone.context, self._backbone.vocab
+        group.check(self._backbone.context, self._backbone.vocab)
         longest = len(group.prompt) + max(map(len, group.tails), default=0)
-        if longest > context:
-            raise ValueError(f"a trajectory of {longest} tokens is longer than the model's context of {context}")
         if longest > self._limits.max_tokens:
             limit = f"the {self._limits.max_tokens} that fit this worker's memory"
             raise MemoryError(f"a trajectory of {longest} tokens is longer than {limit}")
-        read = [*group.prompt, *group.targets, *(token for tail in group.tails for token in tail)]
-        if min(read) < 0 or max(read) >= vocab:
-            raise ValueError(f"a token id is outside of the vocabulary of {vocab}")
         return group
 
     def _split(self, group: PackedGroup) -> list[PackedGroup]:
@@ -377,14 +370,3 @@ class PackedTrainer:
 
 def _op(queued: Queued) -> protocol.ForwardBackward | protocol.OptimStep:
     return queued.op if isinstance(queued, QueuedBatch) else queued
-
-
-def _check_loss(loss: protocol.Loss) -> None:
-    """Raises ``ValueError`` for a loss that does not exist or does not take these parameters."""
-    if loss.name not in LOSSES:
-        raise ValueError(f"no loss is named {loss.name!r}; there are {', '.join(LOSSES)}")
-    empty = torch.zeros(0)
-    try:
-        LOSSES[loss.name](*[empty] * 4, empty.long(), **loss.params)
-    except TypeError as error:
-        raise ValueError(f"loss {loss.name}: {error}") from None

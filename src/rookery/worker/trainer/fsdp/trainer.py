@@ -35,7 +35,7 @@ from rookery.worker.trainer.native.microbatch import QueuedBatch, check_loss
 from rookery.worker.trainer.native.optim import AdapterExport
 from rookery.worker.trainer.native.packing import PackedGroup
 from rookery.worker.trainer.native.states import HeldPolicy
-from rookery.worker.trainer.native.trainer import OTHER_STATE
+from rookery.worker.trainer.packed_trainer import OTHER_STATE
 
 if TYPE_CHECKING:  # a second of imports, which only a group needs
     from rookery.worker.trainer.fsdp.group import TrainingGroup
