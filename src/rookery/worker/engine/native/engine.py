@@ -47,7 +47,6 @@ from rookery.worker.engine.native.sampler import SamplingKey
 from rookery.worker.engine.native.slo_gate import SloGate
 from rookery.worker.engine.native.weights import WeightSets
 from rookery.worker.memory import MemoryUse
-from rookery.worker.model.adapter import read_adapter
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
 
@@ -62,8 +61,7 @@ GPU_PREFILL_TOKENS = 4096
 
 PREFILL_KEYS = 1 << 17
 """Cached tokens that the requests of a slice attend to, a shared prompt counted for each: a GPU's prefill copies them,
-layer by layer, 512 MB where a token's keys and values take 4 kB. One context of 128 k tokens, or the tails of 32 texts
-after a prompt of 4,000."""
+layer by layer, 512 MB where a token's keys and values take 4 kB, for the tails of 32 texts after 4,000 tokens."""
 
 CONSECUTIVE_PREFILLS = 4
 """Slices for which running requests may wait: about a second on the 135M model with two cores."""
@@ -94,11 +92,9 @@ class NativeEngine:
         the decoder's device. Without a ``speculator`` there are no drafts, without a ``gate`` no objectives."""
         self.decoder = decoder
         self.bank = bank
-        self.limits = EngineLimits(
-            max_rows, min(max_context or decoder.config.context, decoder.config.context), bank.max_rank
-        )
+        context = decoder.config.context
+        self.limits = EngineLimits(max_rows, min(max_context or context, context), bank.max_rank)
         self.generated = 0
-        """Tokens sampled since the start."""
         self.stats: defaultdict[str, float] = defaultdict(float)
         """Counters: decode_seconds, prefill_seconds, decode_steps, prefill_slices, prefill_tokens, reused_tokens (found
         in the cache instead of computed), draft_tokens (verified), accepted_tokens (of them), preempted, switched."""
@@ -158,13 +154,8 @@ class NativeEngine:
 
     def add_adapter(self, ref: protocol.AdapterRef, folder: Path) -> None:
         """See ``Engine``."""
-        if ref.hash in self.bank:
-            return
-        if not ref.rank:
+        if ref.hash not in self.bank:
             self.weights.add(ref, folder)
-        else:
-            self.bank.make_room(ref.rank)  # before reading: a caller without room tries again
-            self.bank.add(ref.hash, read_adapter(folder, self.decoder.config))
 
     def evict_adapter(self, key: str) -> None:
         """See ``Engine``."""
@@ -221,8 +212,7 @@ class NativeEngine:
         """See ``Engine``."""
         requests, self._undrained = self._undrained, {}
         self.admission.discard_adapters(self.bank.dropped)
-        self.weights.discard(self.bank.dropped)
-        self.bank.dropped.clear()
+        self.weights.clear_dropped()
         return [chunk for request in requests.values() for chunk in request.chunks()]
 
     def step(self) -> bool:
@@ -301,8 +291,8 @@ class NativeEngine:
             if target.filled == (len(target.tokens) if isinstance(target, SharedPrefix) else target.tail_length):
                 done.append((i, target))
         if done:
-            ends = last[torch.tensor([i for i, _ in done], device=hidden.device)]
-            logits = logits_at(self.weights.decoder, hidden, ends)
+            ends = torch.tensor([i for i, _ in done], device=hidden.device)
+            logits = logits_at(self.weights.decoder, hidden, last[ends])
             first_tokens = []
             for (_, target), line in zip(done, logits, strict=False):
                 if isinstance(target, EngineRequest):

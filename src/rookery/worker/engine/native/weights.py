@@ -6,11 +6,12 @@ Promise: a slice computes rows of one set. Rows of another set wait for at most 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from rookery import protocol
 from rookery.worker.engine.native.runner import Runner
+from rookery.worker.model.adapter import read_adapter
 from rookery.worker.model.convert import read_full_version
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
@@ -34,8 +35,11 @@ class WeightSets:
         """With the weights in use."""
 
     def add(self, ref: protocol.AdapterRef, folder: Path) -> None:
-        """Load the full-parameter version ``ref``. Raises as ``LoraManager.make_room``, and ``UserError`` for weights
-        of another model."""
+        """Attach the adapter or the full-parameter version ``ref``; see ``Engine.add_adapter``."""
+        if ref.rank:
+            self._bank.make_room(ref.rank)  # before reading: a caller without room tries again
+            self._bank.add(ref.hash, read_adapter(folder, self._base.config))
+            return
         self._bank.add_full(ref.hash, self._base.bytes, lambda: read_full_version(folder, self._base))
 
     def of(self, key: str) -> str:
@@ -56,10 +60,11 @@ class WeightSets:
         following = sets.index(self._current) + 1 if self._current in sets else 0
         self._use(sets[following % len(sets)])
 
-    def discard(self, keys: Collection[str]) -> None:
-        """These adapters left memory."""
-        if self._current in keys:
+    def clear_dropped(self) -> None:
+        """Use no weights that have left memory; clears the list of the adapters that have."""
+        if self._current in self._bank.dropped:
             self._use("")
+        self._bank.dropped.clear()
 
     def _use(self, name: str) -> None:
         self._current, self._since = name, time.monotonic()
