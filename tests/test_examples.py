@@ -55,6 +55,12 @@ def test_sums_learns(client: Client) -> None:
     check_learned(client, best_constant=0.16)
 
 
+def test_all_parameters_learn(client: Client) -> None:
+    file = ROOT / "examples" / "full_parameter.yaml"
+    client.submit(read_job(file), folder=file.parent).wait()
+    check_learned(client, best_constant=0.16)
+
+
 def test_example_of_the_environments_page_learns_the_form_of_a_reply(client: Client) -> None:
     """A model of 135M parameters learns to reply with a number, not to search: the best constant answer earns more."""
     page = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
