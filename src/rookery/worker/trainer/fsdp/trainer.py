@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import tempfile
 import time
 from collections import deque
@@ -59,9 +60,12 @@ class FolderExport:
         write(Path(self._folder.name))
 
     def write(self, folder: Path) -> list[str]:
-        """Give the files a second name in ``folder``."""
+        """Give the files a second name in ``folder``, or copy them where the disk has no hard links."""
         for path in Path(self._folder.name).iterdir():
-            os.link(path, folder / path.name)
+            try:
+                os.link(path, folder / path.name)
+            except OSError:
+                shutil.copyfile(path, folder / path.name)
         return sorted(path.name for path in folder.iterdir())
 
 
