@@ -17,7 +17,7 @@ PROCESSES ?= 2
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo docs test test-learning test-chaos test-examples test-ray test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo docs test test-learning test-chaos test-examples test-ray test-s3 test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/rookery demo
@@ -38,6 +38,10 @@ test-examples: $(VENV)/.tests
 # Workers on a real Ray cluster with several nodes on this machine; manifests against their schemas: two minutes.
 test-ray: $(VENV)/.ray
 	@$(BIN)/python -m pytest -m heavy tests/cluster/test_ray.py tests/test_deploy.py
+
+# Artifacts on an S3 server, which has an environment of its own: its packages clash with constraints.txt.
+test-s3: $(VENV)/.tests .bench/moto/.installed
+	@$(BIN)/python -m pytest -m heavy tests/storage/test_object_artifacts.py
 
 # The whole flow of a Tinker client with other versions of the SDK: make test-sdks SDKS="0.25.0 0.30.4"
 test-sdks: $(SDKS:%=$(VENV)/sdks/%)
@@ -146,6 +150,11 @@ controller-scaling: $(VENV)/.tests
 	@$(PYTHON) -m venv .bench/trl
 	@.bench/trl/bin/pip install --quiet torch==2.13.0
 	@.bench/trl/bin/pip install --quiet -r $<
+	@touch $@
+
+.bench/moto/.installed:
+	@$(PYTHON) -m venv .bench/moto
+	@.bench/moto/bin/pip install --quiet 'moto[server]==5.2.5'
 	@touch $@
 
 .bench/skyrl/.installed: benchmarks/peers/skyrl.txt

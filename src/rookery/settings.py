@@ -35,6 +35,11 @@ class ServerSettings(Section):
 
     database: str = ""
     """A SQLAlchemy URL. Empty is SQLite in the data folder."""
+    artifacts_url: str = ""
+    """Where artifacts are kept: a folder, or an object store such as `s3://bucket/prefix`. Empty is the data folder.
+    A service whose PostgreSQL database is in use waits as standby if this is set."""
+    artifacts_endpoint: str = ""
+    """Address of the object store that speaks S3, such as `http://minio:9000`. Empty is Amazon's."""
     host: str = "127.0.0.1"
     """Address on which the service listens."""
     port: int = Field(7077, ge=0, le=65535)
@@ -87,6 +92,11 @@ class ServerSettings(Section):
     @classmethod
     def _upper(cls, given: Any) -> Any:
         return given.upper() if isinstance(given, str) else given
+
+    @property
+    def artifacts(self) -> tuple[str, str]:
+        """Where artifacts are kept: URL and endpoint."""
+        return self.artifacts_url, self.artifacts_endpoint
 
 
 class ClusterSettings(Section):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rookery.cli.app import app
 from rookery.client import Client
 from rookery.errors import CorruptArtifact, UserError
-from rookery.storage.artifacts import Artifacts
+from rookery.storage.artifacts import Artifacts, Place
 from rookery.storage.backup import back_up, restore
 from rookery.storage.data_dir import DATABASE_FILE, DataFolder, sqlite_url
 from rookery.storage.db import Database
@@ -141,3 +141,15 @@ def test_the_commands(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, [command, str(tmp_path / "backup"), "--data", str(tmp_path / data)])
         assert result.exit_code == 0 and "1 artifacts" in result.output, result.output
     assert everything(sqlite_url(tmp_path / "restored")) == everything(sqlite_url(tmp_path / "data"))
+
+
+def test_artifacts_of_another_place_are_backed_up_and_restored_to_another_place(tmp_path: Path) -> None:
+    stored(tmp_path / "data")
+    local = Artifacts(tmp_path / "data" / "artifacts")
+    local.root.rename(tmp_path / "shared")
+    local.root.mkdir()
+    assert back_up(tmp_path / "data", "", tmp_path / "backup", Place(str(tmp_path / "shared"))) == 1
+    assert restore(tmp_path / "backup", tmp_path / "restored", "", Place(str(tmp_path / "new"))) == 1
+    shared = Artifacts(tmp_path / "new")
+    assert {shared.verify(digest).hash for digest in shared.hashes()} == Artifacts(tmp_path / "shared").hashes()
+    assert Artifacts(tmp_path / "restored" / "artifacts").hashes() == set()

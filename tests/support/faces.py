@@ -119,7 +119,7 @@ class ScriptedWorker:
             for task in (*working, stopping):
                 task.cancel()
             for result in await asyncio.gather(*working, return_exceptions=True):
-                if isinstance(result, Exception) and not isinstance(result, ConnectionClosed):
+                if isinstance(result, Exception) and not isinstance(result, ConnectionClosed | httpx.TransportError):
                     raise result
 
     async def _beat(self, socket: ClientConnection, welcome: protocol.Welcome) -> None:

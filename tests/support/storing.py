@@ -84,7 +84,6 @@ def sampler_row(id: str, tenant: str = "alice", session: str = "one", digest: st
     return SamplerRow(
         id=id, tenant=tenant, session=session, base_model="tiny", asked_model="tiny", path="", model=None,
         inflight=False, policy="", version=0, hash=digest, rank=0, alpha=0.0, created=0.0, used=used, kept=True,
-        clones=0,
     )  # fmt: skip
 
 

@@ -152,10 +152,11 @@ def backup(
     data: DataOption = None,
 ) -> None:
     """Back up database and artifacts, while the service runs or not. The backup contains keys: keep it private."""
+    from rookery.storage.artifacts import Place
     from rookery.storage.backup import back_up
 
     settings = Settings.load(data=data)
-    count = back_up(settings.data, settings.server.database, folder.absolute())
+    count = back_up(settings.data, settings.server.database, folder.absolute(), Place(*settings.server.artifacts))
     console().print(f"{folder}: the database and {count} artifacts of {settings.data}", markup=False)
 
 
@@ -164,10 +165,11 @@ def restore(
     data: DataOption = None,
 ) -> None:
     """Restore a backup into a new data folder (and the empty database that ROOKERY_DATABASE names)."""
+    from rookery.storage.artifacts import Place
     from rookery.storage.backup import restore
 
     settings = Settings.load(data=data)
-    count = restore(folder.absolute(), settings.data, settings.server.database)
+    count = restore(folder.absolute(), settings.data, settings.server.database, Place(*settings.server.artifacts))
     shown = (
         f"{settings.data}: the database and {count} artifacts; rookery serve --data {settings.data} resumes the jobs"
     )

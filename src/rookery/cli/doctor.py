@@ -41,6 +41,7 @@ EXTRAS = {
     "math": "the math verifier",
     "reasoning-gym": "the reasoning-gym environments",
     "postgres": "PostgreSQL",
+    "s3": "artifacts in an object store",
     "tinker": "clients of the tinker SDK",
     "tensorboard": "metrics in TensorBoard",
     "wandb": "metrics in Weights & Biases",
@@ -211,6 +212,8 @@ def _service(settings: Settings) -> list[Finding]:
     workers: list[Record] = []
     try:
         with Client(settings=settings) as client:
+            if client.health()["status"] == "standby":
+                return [Finding("service", "good", f"standby at {settings.base_url}: another one has the database")]
             client.views()
             with contextlib.suppress(RookeryError):
                 workers = client.workers()

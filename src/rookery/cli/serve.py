@@ -46,7 +46,9 @@ def serve(
 
 
 def worker(
-    connect: Annotated[str, typer.Option(help="The service's address.", envvar="ROOKERY_URL")],
+    connect: Annotated[
+        str, typer.Option(help="The service's address; with commas, also its standbys'.", envvar="ROOKERY_URL")
+    ],
     model: Annotated[str, typer.Option(help="The base model to load.")] = "smollm2-135m-instruct",
     roles: Annotated[str, typer.Option(help="rollout, train, or both, comma-separated.")] = "rollout,train",
     preemptible: Annotated[bool, typer.Option("--preemptible", help="This machine may vanish.")] = False,

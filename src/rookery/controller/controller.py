@@ -85,7 +85,7 @@ class Controller:
         self.tickets = Tickets(artifacts, clock, settings.server.ticket_seconds, random_bytes)
         fleet = Fleet(settings, clock)
         peers = PeerDirectory(self.tickets, clock, settings.server.ticket_seconds)
-        residency = AdapterResidency(fleet, peers, artifacts, store.run, clock)
+        residency = AdapterResidency(fleet, peers, artifacts, store.transfer, clock)
         residency.in_use = self.jobs.versions_in_use
         collector = ArtifactCollector(store, artifacts, residency)
         refused: Counter[str] = Counter()
@@ -93,7 +93,7 @@ class Controller:
         quotas.models_in_use = lambda tenant: self.jobs.models(tenant) | self.sessions.models_in_use(tenant)
         rollouts = scheduler(fleet, residency, settings, clock, quotas.weights)
         training = TrainingDispatcher(
-            fleet, residency, collector, self.tickets, settings, clock, ids, store.run, quotas.weights
+            fleet, residency, collector, self.tickets, settings, clock, ids, store.transfer, quotas.weights
         )
         self.context = ControllerContext(
             settings=settings,

@@ -139,7 +139,7 @@ class JobValidator:
                 digest = str(options.pop(field))
                 try:
                     await context.store.get_upload(tenant, "dataset", digest)
-                    options[path] = str(await context.store.run(context.artifacts.path, digest, DATASET))
+                    options[path] = str(await context.store.transfer(context.artifacts.path, digest, DATASET))
                 except NotFound:
                     raise UserError(f"{field}: no dataset {digest!r} of yours; upload it first") from None
         return options
@@ -261,9 +261,13 @@ class JobValidator:
 
     async def _keep(self, tenant: str, kind: UploadKind, staging: Staging) -> str:
         """Commit an upload of the tenant; returns its hash."""
-        manifest = await self._context.store.run(staging.commit)
-        size = sum(shard.size for shard in manifest.shards)
-        await self._context.store.add_upload(tenant, kind, manifest.hash, size, self._context.clock.time())
+        context = self._context
+        manifest = await context.store.transfer(context.collector.commit, staging)
+        try:
+            size = sum(shard.size for shard in manifest.shards)
+            await context.store.add_upload(tenant, kind, manifest.hash, size, context.clock.time())
+        finally:
+            context.collector.named(manifest.hash)
         return manifest.hash
 
 

@@ -17,6 +17,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from itertools import cycle
 from typing import Any, Generic, Protocol, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -200,7 +201,11 @@ class DialledConnection:
 class Channel(Generic[M]):
     """A welcomed connection as a worker or host uses it: typed messages of its epoch."""
 
-    def __init__(self, connection: Connection, decoder: Decoder[M], welcome: Welcome | HostWelcome) -> None:
+    def __init__(
+        self, connection: Connection, decoder: Decoder[M], welcome: Welcome | HostWelcome, base: str = ""
+    ) -> None:
+        self.base = base
+        """Address of the service that this process is connected to."""
         self.epoch = welcome.epoch
         self.heartbeat_seconds = welcome.heartbeat_seconds
         self.welcome = welcome
@@ -258,14 +263,15 @@ async def stay_connected(
     ping_timeout: float,
 ) -> None:
     """Dial ``path`` of the service at ``base`` with the key ``token``, introduce this process with ``hello()``, run
-    ``converse(channel)`` until the connection ends, and dial again, until cancelled. Raises
+    ``converse(channel)`` until the connection ends, and dial again, until cancelled. ``base`` may be several addresses,
+    comma-separated, of a service and its standbys: each attempt takes the next one. Raises
     :class:`RegistrationRefused` where the service refuses the key or the process. ``ca_file`` is as in
     :func:`~rookery.aio.client_tls`. A silent other end is noticed within ``ping_seconds + ping_timeout``."""
-    target, tls = socket_url(base, path), client_tls(base, ca_file)
+    targets = [(each, socket_url(each, path), client_tls(each, ca_file)) for each in base.split(",")]
     headers = {"Authorization": f"Bearer {token}"}
     shortest, longest = BACKOFF_SECONDS
     pause = shortest
-    while True:
+    for address, target, tls in cycle(targets):
         welcomed = None
         try:
             async with connect(
@@ -275,7 +281,7 @@ async def stay_connected(
                 max_size=MAX_FRAME,
                 compression=None,
                 open_timeout=OPEN_SECONDS,
-                proxy=None if is_loopback(base) else True,
+                proxy=None if is_loopback(address) else True,
                 ping_interval=ping_seconds,
                 ping_timeout=ping_timeout,
             ) as socket:
@@ -288,7 +294,7 @@ async def stay_connected(
                 if not isinstance(answer, Welcome | HostWelcome):
                     raise BadFrame(f"{type(answer).__name__} arrived before the welcome")
                 welcomed = time.monotonic()
-                await converse(Channel(connection, decoder, answer))
+                await converse(Channel(connection, decoder, answer, address))
         except (OSError, TimeoutError, websockets.WebSocketException, ConnectionClosed, BadFrame) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             if isinstance(error, websockets.InvalidStatus):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Response, WebSocket
 
+from rookery.errors import Unavailable
 from rookery.server import responses
 from rookery.server.auth import Service, ServiceContext
 from rookery.server.bodies import BodyLimit, SecurityHeaders
+from rookery.server.connections import Connections
 from rookery.server.routes import admin, gateway, jobs, openai
 from rookery.spec.job import JobSpec
 from rookery.telemetry.metrics import CONTENT_TYPE, ServiceMetrics
@@ -41,6 +44,28 @@ def build(context: ServiceContext) -> FastAPI:
     app.add_api_route("/metrics", prometheus, tags=["service"], response_class=Response, include_in_schema=False)
     _document_jobs(app)
     _mount_tinker(app, context)
+    return app
+
+
+def standby(connections: Connections) -> FastAPI:
+    """The application of a service that waits for its database: its health, and 503 for everything else."""
+    app = FastAPI(title="Rookery", version=VERSION, openapi_url=None)
+    app.state.context = SimpleNamespace(connections=connections)
+    responses.add_exception_handlers(app)
+    refused = Unavailable("this service is a standby: another one has the database")
+
+    async def health() -> dict[str, str]:
+        return {"status": "standby", "service": "rookery", "version": VERSION}
+
+    async def refuse(path: str) -> None:
+        raise refused
+
+    async def refuse_socket(socket: WebSocket, path: str) -> None:
+        await socket.send_denial_response(responses.refusal(refused))
+
+    app.add_api_route("/healthz", health)
+    app.add_api_route("/{path:path}", refuse, methods=list(responses.METHODS))
+    app.add_api_websocket_route("/{path:path}", refuse_socket)
     return app
 
 

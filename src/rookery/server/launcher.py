@@ -32,14 +32,14 @@ from rookery.cluster.local import ProcessCluster
 from rookery.controller.controller import Controller
 from rookery.environments.builtins import find
 from rookery.errors import Unavailable, UserError
-from rookery.server.app import build
+from rookery.server.app import build, standby
 from rookery.server.auth import REFUSALS, FailedKeys, ServiceContext
 from rookery.server.base_models import BaseModels
 from rookery.server.connections import ACCEPTED_AT_ONCE, BoundedHttp, BoundedWebSocket, Connections
 from rookery.settings import ServerSettings, Settings
-from rookery.storage.artifacts import Artifacts
+from rookery.storage.artifacts import Artifacts, Place, open_artifacts
 from rookery.storage.data_dir import ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DataFolder, hash_key
-from rookery.storage.db import Database
+from rookery.storage.db import Database, DatabaseInUse
 from rookery.storage.models import KeyRole
 from rookery.storage.store import StorageWriter, Store
 from rookery.telemetry.log import file_handler, logging_to, terminal_handler
@@ -134,19 +134,24 @@ class Service:
 
         database = Database(settings.server.database or folder.database_url)
         opened.callback(database.close)
+        refusals = Counter(dict.fromkeys(REFUSALS, 0))
+        connections = Connections(settings.edge, refusals, tls)
+        await self._claim(database, folder, connections, listening)
         await asyncio.to_thread(database.create)
-        await asyncio.to_thread(database.claim)
+        artifacts = await asyncio.to_thread(_open_artifacts, settings, folder, database)
         clock, ids, writer = SystemClock(), RandomIds(), StorageWriter()
         opened.callback(writer.close)
         self.admin_key, worker_token = folder.admin_key(), folder.worker_token()
         await asyncio.to_thread(_register_keys, database, folder, ids.new("tenant"), clock.time())
-        artifacts = Artifacts(folder.artifacts)
+        transfers = StorageWriter() if artifacts.remote else None
+        if transfers is not None:
+            opened.callback(transfers.close)
         base_models = BaseModels(settings)
         opened.push_async_callback(base_models.close)
 
         cluster: Cluster = ProcessCluster(settings, self.url, worker_token)
         controller = Controller(
-            Store(database, writer),
+            Store(database, writer, transfers),
             artifacts,
             settings,
             clock=clock,
@@ -160,7 +165,6 @@ class Service:
         opened.push_async_callback(controller.stop)
         await controller.start()
 
-        refusals = Counter(dict.fromkeys(REFUSALS, 0))
         context = ServiceContext(
             controller=controller,
             database=database,
@@ -169,19 +173,44 @@ class Service:
             clock=clock,
             ids=ids,
             prometheus=Prometheus(),
-            connections=Connections(settings.edge, refusals, tls),
+            connections=connections,
             failed_keys=FailedKeys(settings.edge.failed_keys_per_minute, map(hash_key, (self.admin_key, worker_token))),
             refusals=refusals,
             closing=self._closing,
         )
-        await self._serve(build(context), listening)
-        self._claiming = asyncio.create_task(self._claim(database), name="claim")
+        self._serving = await self._serve(opened, build(context), listening)
+        self._claiming = asyncio.create_task(self._renew_claim(database), name="claim")
         opened.push_async_callback(_cancel, self._claiming)
         opened.push_async_callback(cluster.stop)  # runs first, so that workers can send their results
         await cluster.start()
 
+    async def _claim(
+        self, database: Database, folder: DataFolder, connections: Connections, listening: socket.socket
+    ) -> None:
+        """Claim the database. Where another service has it and artifacts are shared, wait until that one ends."""
+        try:
+            await asyncio.to_thread(database.claim)
+            return
+        except DatabaseInUse:
+            if not self.settings.server.artifacts_url:
+                raise
+        place = Place(*self.settings.server.artifacts)
+        await asyncio.to_thread(open_artifacts, place, folder.artifacts, database.identity)
+        log.warning("standby at %s: another service has the database; this one takes over when it ends", self.url)
+        async with AsyncExitStack() as waiting:
+            await self._serve(waiting, standby(connections), listening)
+            while True:
+                try:
+                    await asyncio.to_thread(database.claim)  # waits for the other service for a while
+                    break
+                except DatabaseInUse:
+                    continue
+                except Unavailable:
+                    await asyncio.sleep(CLAIM_SECONDS)
+        log.warning("the other service has ended: this one takes over")
+
     @staticmethod
-    async def _claim(database: Database) -> None:
+    async def _renew_claim(database: Database) -> None:
         """Renew the claim on the database. Raises :class:`UserError` when another service has claimed it while it could
         not be reached from here."""
         while True:
@@ -189,7 +218,8 @@ class Service:
             with contextlib.suppress(Unavailable):  # callers of the database report it
                 await asyncio.to_thread(database.claim)
 
-    async def _serve(self, app: Any, listening: socket.socket) -> None:
+    async def _serve(self, opened: AsyncExitStack, app: Any, listening: socket.socket) -> asyncio.Task[None]:
+        """Serve ``app`` on the listening socket, which stays open, until ``opened`` ends."""
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -204,13 +234,13 @@ class Service:
             timeout_graceful_shutdown=max(1, round(self.settings.server.stop_seconds)),
         )
         server = _Server(config)
-        self._serving = serving = asyncio.create_task(server.serve([listening]), name="http")
+        serving = asyncio.create_task(server.serve([listening.dup()]), name="http")
 
         async def end() -> None:
             server.should_exit = True
             await asyncio.gather(serving, return_exceptions=True)
 
-        self._stack.push_async_callback(end)
+        opened.push_async_callback(end)
         up = asyncio.create_task(server.up.wait())
         await asyncio.wait({up, serving}, return_when=asyncio.FIRST_COMPLETED)
         if not up.done():
@@ -218,6 +248,7 @@ class Service:
             serving.result()
             raise RuntimeError("the HTTP server did not start")
         listening.listen(BACKLOG)  # uvicorn has set both, this and how many connections it accepts at once
+        return serving
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:
@@ -279,6 +310,19 @@ def _register_keys(database: Database, folder: DataFolder, id: str, now: float) 
             database.add_key(hash_key(key), admin.id, file, now, role)
         elif row.revoked is not None:
             raise UserError(f"the key in {file} was revoked; delete the file, and the next start creates a new key")
+
+
+def _open_artifacts(settings: Settings, folder: DataFolder, database: Database) -> Artifacts:
+    """Raises :class:`UserError` where shared artifacts are not those of the database."""
+    artifacts = open_artifacts(Place(*settings.server.artifacts), folder.artifacts, database.identity)
+    if settings.server.artifacts_url:
+        named = database.live_hashes()
+        if named and not named & artifacts.hashes():
+            raise UserError(
+                f"artifacts_url {settings.server.artifacts_url} has none of the {len(named)} artifacts that the"
+                " database names; give the place where they are"
+            )
+    return artifacts
 
 
 def _tls(settings: ServerSettings) -> ssl.SSLContext | None:

@@ -1,4 +1,4 @@
-"""PEFT adapter folders as tar streams: packing a version for download, unpacking an upload.
+"""PEFT adapter folders as tar streams: packing a version for download, unpacking an upload; single files.
 
 A download contains the adapter's files, or those of a whole model, never the trainer state in the same artifact. Of an
 upload, only the two files of an adapter are read, by name, so a hostile archive cannot write any other file and uses no
@@ -8,13 +8,16 @@ more bytes than it has.
 from __future__ import annotations
 
 import json
+import re
 import tarfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from io import BufferedReader
 from pathlib import Path
 
-from rookery.errors import NotFound, UserError
+from fastapi import Response
+from fastapi.responses import StreamingResponse
+
+from rookery.errors import UserError
 from rookery.protocol import Manifest, Shard
 from rookery.storage.artifacts import Artifacts
 
@@ -32,7 +35,10 @@ BROKEN = (tarfile.TarError, EOFError, OSError, ValueError, ArithmeticError, Look
 """Exceptions of :mod:`tarfile` for bytes that are not an archive, or a broken one."""
 
 CHUNK_BYTES = 1 << 20
-"""Bytes read from the disk at a time during a download."""
+"""Bytes of an uploaded file that are read at once."""
+
+RANGE = re.compile(r"bytes=(\d{1,18})-")
+"""The ranges that are served: a download that goes on where it broke. For others the whole file is sent."""
 
 
 def pack(artifacts: Artifacts, manifest: Manifest, created: float) -> tuple[int, Iterator[bytes]]:
@@ -41,23 +47,40 @@ def pack(artifacts: Artifacts, manifest: Manifest, created: float) -> tuple[int,
     them."""
     shards = [shard for shard in manifest.shards if not shard.name.startswith(TRAINER_STATE)]
     with ExitStack() as opened:
-        try:
-            files = [opened.enter_context(artifacts.path(manifest.hash, shard.name).open("rb")) for shard in shards]
-        except FileNotFoundError:
-            raise NotFound("this version's adapter has been deleted") from None
+        files = [opened.enter_context(artifacts.reading(manifest.hash, shard)) for shard in shards]
         held = opened.pop_all()
     size = sum(512 + shard.size + _padding(shard.size) for shard in shards) + 1024
     return size, _chunks(shards, files, held, created)
 
 
-def _chunks(shards: list[Shard], files: list[BufferedReader], held: ExitStack, created: float) -> Iterator[bytes]:
+def stream(artifacts: Artifacts, digest: str, name: str, range: str | None) -> Response:
+    """The response with one file of an artifact, or with its end for a ``Range`` header ``bytes=N-``. Blocks. Raises
+    :class:`NotFound`."""
+    shard = artifacts.shard(digest, name)
+    found = RANGE.fullmatch(range or "")
+    start = int(found[1]) if found else 0
+    headers = {"Content-Length": str(max(0, shard.size - start)), "Accept-Ranges": "bytes"}
+    if start >= shard.size > 0:
+        return Response(status_code=416, headers={"Content-Range": f"bytes */{shard.size}"})
+    if found:
+        headers["Content-Range"] = f"bytes {start}-{shard.size - 1}/{shard.size}"
+    held = ExitStack()
+    content = held.enter_context(artifacts.reading(digest, shard, start))
+
+    def chunks() -> Iterator[bytes]:
+        with held:
+            yield from content
+
+    return StreamingResponse(chunks(), 206 if found else 200, headers, media_type="application/octet-stream")
+
+
+def _chunks(shards: list[Shard], files: list[Iterator[bytes]], held: ExitStack, created: float) -> Iterator[bytes]:
     with held:
-        for shard, file in zip(shards, files, strict=True):
+        for shard, content in zip(shards, files, strict=True):
             header = tarfile.TarInfo(shard.name)
             header.size, header.mtime, header.mode = shard.size, int(created), 0o644
             yield header.tobuf(tarfile.USTAR_FORMAT)
-            while chunk := file.read(CHUNK_BYTES):
-                yield chunk
+            yield from content
             yield bytes(_padding(shard.size))
         yield bytes(1024)
 

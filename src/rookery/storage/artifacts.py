@@ -1,4 +1,5 @@
-"""Artifacts: folders of hashed files, named by the hash of their manifest, in one local folder.
+"""Artifacts: folders of hashed files, named by the hash of their manifest, in one local folder. Those of an object
+store (:mod:`rookery.storage.object_artifacts`) have the same methods.
 
 * An artifact that :meth:`Artifacts.open` finds is whole: it is written to a staging folder, every file and the manifest
   are fsynced, and one rename makes it visible. A crash at any point leaves either all of it or a leftover that
@@ -21,9 +22,10 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import msgspec
 
@@ -36,6 +38,9 @@ MAX_ARTIFACT_BYTES = 64 << 30
 """Of all shards together. An upload ticket is given for one adapter with its trainer state; this is far above the
 largest, and keeps a broken or hostile worker from filling the disk."""
 
+READ_BYTES = 1 << 20
+"""Bytes of a file that are read at once: a switch of threads costs more than reading less."""
+
 _DISK = "the disk of the artifacts"
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -43,7 +48,10 @@ _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 class Artifacts:
-    """The artifacts below ``root``, which is made if missing. Methods may be called from any thread."""
+    """The artifacts below ``root``, which is made if missing. Methods block and may be called from any thread."""
+
+    remote = False
+    """Whether calls wait for a network."""
 
     def __init__(self, root: Path, max_bytes: int = MAX_ARTIFACT_BYTES) -> None:
         self.root = root
@@ -63,11 +71,29 @@ class Artifacts:
         Raises :class:`NotFound`, or :class:`CorruptArtifact` if manifest or sizes are not what the hash says."""
         return self._whole(hash, _same_size)
 
+    def shard(self, hash: str, name: str) -> Shard:
+        """One file of an artifact. Raises :class:`NotFound`, :class:`CorruptArtifact`."""
+        for shard in self.open(hash).shards:
+            if shard.name == name:
+                return shard
+        raise NotFound(f"no {name} in artifact {hash}")
+
+    @contextmanager
+    def reading(self, hash: str, shard: Shard, start: int = 0) -> Iterator[Iterator[bytes]]:
+        """The content of a file from byte ``start`` on, in pieces. It arrives whole, also if the artifact is deleted
+        meanwhile. Raises :class:`NotFound`."""
+        try:
+            file = (self._folder(hash) / shard.name).open("rb")
+        except FileNotFoundError:
+            raise NotFound(f"artifact {hash} was deleted meanwhile") from None
+        with file:
+            file.seek(start)
+            yield iter(partial(file.read, READ_BYTES), b"")
+
     def path(self, hash: str, shard: str) -> Path:
-        """The path of one file. Raises :class:`NotFound`, :class:`CorruptArtifact`."""
-        if not any(known.name == shard for known in self.open(hash).shards):
-            raise NotFound(f"no {shard} in artifact {hash}")
-        return self._folder(hash) / shard
+        """A local path of one file, for other processes of this machine. Raises :class:`NotFound`,
+        :class:`CorruptArtifact`."""
+        return self._folder(hash) / self.shard(hash, shard).name
 
     def verify(self, hash: str) -> Manifest:
         """Read and hash everything. Raises :class:`NotFound`, or :class:`CorruptArtifact` naming the bad file."""
@@ -79,7 +105,7 @@ class Artifacts:
         folder = self._folder(hash)
         while (there := _identity(folder)) is not None:
             try:
-                manifest = _manifest(folder, hash)
+                manifest = decode_manifest((folder / MANIFEST).read_bytes(), hash)
                 for shard in manifest.shards:
                     check(folder / shard.name, shard)
             except FileNotFoundError as error:
@@ -141,12 +167,10 @@ class Artifacts:
         return dead
 
     def _folder(self, hash: str) -> Path:
-        if not _HASH.fullmatch(hash):
-            raise NotFound("no such artifact: a hash is 64 hexadecimal digits")
-        return self.root / hash
+        return self.root / check_hash(hash)
 
-    def _publish(self, folder: Path, manifest: Manifest) -> None:
-        """Renames a complete, synced folder to where it is visible, durably."""
+    def publish(self, folder: Path, manifest: Manifest) -> None:
+        """Move a complete, synced folder to where it is visible, durably."""
         target = self._folder(manifest.hash)
         try:
             self.verify(manifest.hash)
@@ -203,19 +227,23 @@ class Staging:
         """The file of that name, which was written before."""
         return self._folder / self._shards[name].name
 
+    def manifest(self) -> Manifest:
+        """That of the files so far. Raises :class:`Conflict` if nothing was written."""
+        if not self._shards:
+            raise Conflict("an artifact has at least one file")
+        return manifest_of(self._shards.values())
+
     def commit(self) -> Manifest:
         """Makes the artifact visible; it is durable when this returns. Raises :class:`Conflict` if nothing was written,
         :class:`StorageFull`."""
-        if not self._shards:
-            raise Conflict("an artifact has at least one file")
-        manifest = manifest_of(self._shards.values())
+        manifest = self.manifest()
         with disk_errors(_DISK), _known_upload():
             with (self._folder / MANIFEST).open("wb") as file:
                 file.write(msgspec.json.encode(manifest))
                 file.flush()
                 os.fsync(file.fileno())
             _sync_folder(self._folder)
-            self._artifacts._publish(self._folder, manifest)
+            self._artifacts.publish(self._folder, manifest)
         return manifest
 
     def abandon(self) -> None:
@@ -272,6 +300,31 @@ class ShardWriter:
         self._part.unlink(missing_ok=True)
 
 
+class Place(NamedTuple):
+    """Where artifacts are kept, as the settings ``artifacts_url`` and ``artifacts_endpoint`` say."""
+
+    url: str = ""
+    endpoint: str = ""
+
+
+DATA_FOLDER = Place()
+"""The artifacts in the data folder."""
+
+
+def open_artifacts(place: Place, folder: Path, owner: Callable[[], str]) -> Artifacts:
+    """The artifacts at ``place``: a folder, also of a disk that machines share, or an object store, which is checked
+    and claimed for the database ``owner()``. ``folder`` has those being written; all of them where ``place`` is empty.
+    Raises :class:`UserError`."""
+    url, endpoint = place
+    if "://" not in url or url.startswith("file://"):
+        return Artifacts(Path(url.removeprefix("file://")).expanduser().absolute() if url else folder)
+    from rookery.storage.object_artifacts import ObjectArtifacts, open_store  # only they need the library
+
+    artifacts = ObjectArtifacts(open_store(url, endpoint), url, folder)
+    artifacts.claim(owner())
+    return artifacts
+
+
 @contextmanager
 def _known_upload() -> Iterator[None]:
     try:
@@ -280,9 +333,17 @@ def _known_upload() -> Iterator[None]:
         raise Conflict("this artifact was committed or abandoned meanwhile") from error
 
 
-def _manifest(folder: Path, hash: str) -> Manifest:
+def check_hash(hash: str) -> str:
+    """``hash``, which names an artifact. Raises :class:`NotFound` for any other text."""
+    if not _HASH.fullmatch(hash):
+        raise NotFound("no such artifact: a hash is 64 hexadecimal digits")
+    return hash
+
+
+def decode_manifest(content: bytes, hash: str) -> Manifest:
+    """Raises :class:`CorruptArtifact` unless ``content`` is a manifest with that hash."""
     try:
-        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode(content, type=Manifest)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise CorruptArtifact(f"artifact {hash}: {MANIFEST} cannot be read") from None
     if manifest != manifest_of(manifest.shards) or manifest.hash != hash:

@@ -6,6 +6,7 @@
   where one was deleted before it was pinned, another snapshot is taken. No writer waits for a backup.
 * A restore fills an empty data folder, and an empty PostgreSQL database where one is given; it hashes every artifact
   and leaves nothing behind if one is damaged. Jobs resume at the last commits of the snapshot.
+* Artifacts are taken from, and restored to, the place that the settings name.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from pathlib import Path
 from sqlalchemy import Connection, TypeDecorator, column, delete, func, insert, select, table
 
 from rookery.errors import NO_ROOM, NotFound, UserError, disk_errors
+from rookery.protocol import Manifest
 from rookery.storage import migrations
-from rookery.storage.artifacts import Artifacts
+from rookery.storage.artifacts import DATA_FOLDER, Artifacts, Place, open_artifacts
 from rookery.storage.columns import Base
 from rookery.storage.data_dir import ADMIN_KEY_FILE, DATABASE_FILE, WORKER_TOKEN_FILE, DataFolder, sqlite_url
 from rookery.storage.db import Database
@@ -36,15 +38,16 @@ ROWS_AT_ONCE = 1000
 """Rows of a table that are held in memory."""
 
 
-def back_up(data: Path, url: str, target: Path) -> int:
-    """Back up the data folder ``data`` and its database to the new folder ``target``; returns the number of artifacts.
-    ``url``: the database, where it is not the one in the data folder. Raises :class:`UserError`, :class:`Unavailable`,
-    :class:`StorageFull`; then there is no ``target``."""
+def back_up(data: Path, url: str, target: Path, place: Place = DATA_FOLDER) -> int:
+    """Back up the data folder ``data``, its database and the artifacts at ``place`` to the new folder ``target``;
+    returns the number of artifacts. ``url``: the database, where it is not the one in the data folder. Raises
+    :class:`UserError`, :class:`Unavailable`, :class:`StorageFull`; then there is no ``target``."""
     if target.exists():
         raise UserError(f"{target} exists; give the backup a new folder")
     if not (data / "artifacts").is_dir() or not (url or (data / DATABASE_FILE).is_file()):
         raise UserError(f"{data} has no database; give the service's data folder with --data, or its ROOKERY_DATABASE")
-    artifacts = Artifacts(data / "artifacts")
+    with _one_line(f"backup to {target}"), closing(Database(url or sqlite_url(data))) as database:
+        artifacts = open_artifacts(place, data / "artifacts", database.identity)
     with _one_line(f"backup to {target}"), artifacts.scratch() as pins:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=".backup-") as name:
@@ -61,9 +64,9 @@ def back_up(data: Path, url: str, target: Path) -> int:
     return len(named)
 
 
-def restore(backup: Path, data: Path, url: str) -> int:
-    """Restore ``backup`` into the empty or missing data folder ``data`` and, where ``url`` is given, that empty
-    database; returns the number of artifacts. Raises :class:`UserError` where either is not empty,
+def restore(backup: Path, data: Path, url: str, place: Place = DATA_FOLDER) -> int:
+    """Restore ``backup`` into the empty or missing data folder ``data``, its artifacts to ``place`` and, where ``url``
+    is given, that empty database; returns the number of artifacts. Raises :class:`UserError` where either is not empty,
     :class:`CorruptArtifact`, :class:`StorageFull`; then the data folder is as it was."""
     if not (backup / DATABASE_FILE).is_file():
         raise UserError(f"{backup} is no backup: it has no {DATABASE_FILE}")
@@ -75,13 +78,16 @@ def restore(backup: Path, data: Path, url: str) -> int:
                 shutil.copytree(backup / name, data / name, dirs_exist_ok=True)
             for name in (ADMIN_KEY_FILE, WORKER_TOKEN_FILE, DATABASE_FILE):
                 shutil.copy2(backup / name, data / name)
-            artifacts = Artifacts(folder.artifacts)
+            local = Artifacts(folder.artifacts)
             with closing(Database(folder.database_url)) as database:
                 database.create()  # migrates that of an earlier version
+                artifacts = open_artifacts(place, folder.artifacts, database.identity)
                 with database.reading() as connection:
                     named = live_hashes(connection)
                     for digest in named:
-                        artifacts.verify(digest)
+                        manifest = local.verify(digest)
+                        if place.url:
+                            _move(local, artifacts, manifest)
                     if url:
                         _fill(url, connection)
             if url:
@@ -142,6 +148,15 @@ def _copy_rows(source: Connection, target: Connection) -> None:
     if target.dialect.name == "postgresql":
         newest = select(func.coalesce(func.max(EventRow.id), 0) + 1).scalar_subquery()
         target.execute(select(func.setval(func.pg_get_serial_sequence("events", "id"), newest, False)))
+
+
+def _move(source: Artifacts, target: Artifacts, manifest: Manifest) -> None:
+    with target.begin() as staging:
+        for shard in manifest.shards:
+            with source.reading(manifest.hash, shard) as chunks:
+                staging.write(shard.name, chunks)
+        staging.commit()
+    source.delete(manifest.hash)
 
 
 @contextmanager

@@ -7,20 +7,23 @@
 * Within ``batch_transaction`` the calls of one thread share a transaction: one wait for the disk for all of them.
 * A full disk is :class:`~rookery.errors.StorageFull`, a lost server :class:`~rookery.errors.Unavailable`; both leave
   the database as it was, except that a connection lost during the commit itself leaves its outcome to be read back.
-* A PostgreSQL database that one service has claimed refuses every other service until that connection ends. (The
-  data folder's lock protects the SQLite database in it.)
+* A PostgreSQL database that one service has claimed refuses every other service until that connection ends: with its
+  process, with its machine, or where the process stands still. Each claim is a new epoch, which every writing
+  transaction checks: a service that lost its claim changes nothing. (The data folder's lock protects the SQLite
+  database in it.)
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Connection, create_engine, event, func, select
+from sqlalchemy import Connection, create_engine, event, func, insert, inspect, select, update
 from sqlalchemy.engine import Engine, make_url
 from sqlalchemy.exc import (
     ArgumentError,
@@ -34,14 +37,19 @@ from sqlalchemy.pool import StaticPool
 
 from rookery.errors import StorageFull, Unavailable, UserError, installs
 from rookery.storage import migrations
+from rookery.storage.models import Fact
 from rookery.storage.store import Transactions
 
 LOCK_WAIT_SECONDS = 30.0
 """Timeout of a SQLite writer that waits for another one: far longer than any transaction here."""
 
 CLAIM_IDLE_SECONDS, CLAIM_PROBE_SECONDS, CLAIM_PROBES = 15, 5, 3
-"""TCP keepalive of a claim's connection: half a minute after its machine has vanished, another service gets the
+"""TCP keepalive of the connections: half a minute after a service's machine has vanished, another one gets the
 database."""
+
+CLAIM_SILENT_SECONDS = 30
+"""A claim that its process has not renewed for so long ends, in PostgreSQL 14 or later. So does a transaction in which
+nothing happened: the next epoch waits for it."""
 
 CLAIM_WAIT_SECONDS = 2
 """How long a new service waits for the claim of one that has just ended."""
@@ -52,8 +60,14 @@ _CLAIM = int.from_bytes(b"rookery\0", "big")
 _SQLITE_TEMPORARY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_NOMEM)
 """Another process writes, or the machine lacks descriptors, memory or a working disk for now."""
 
+_EPOCH = select(Fact.value).where(Fact.name == "epoch")
+
 _POSTGRES_DISK_FULL = "53100"
 _POSTGRES_LOCK_TIMEOUT = "55P03"
+
+
+class DatabaseInUse(UserError):
+    """Another service has claimed the database."""
 
 
 class Database(Transactions):
@@ -67,6 +81,8 @@ class Database(Transactions):
         """
         self._shared = threading.local()
         self._claimed: Connection | None = None
+        self._epoch: str | None = None
+        """That of the claim; None without one."""
         try:
             parsed = make_url(url)
             if parsed.drivername in ("postgres", "postgresql"):
@@ -86,6 +102,7 @@ class Database(Transactions):
             event.listen(self.engine, "begin", _begin_sqlite)
             self._reader = self.engine.execution_options(begin="BEGIN")
         elif self.engine.dialect.name == "postgresql":
+            event.listen(self.engine, "connect", _prepare_postgresql)
             self._reader = self.engine.execution_options(isolation_level="REPEATABLE READ")
         else:
             raise UserError(f"database: {self.engine.dialect.name} is not supported; use SQLite or PostgreSQL")
@@ -98,15 +115,27 @@ class Database(Transactions):
             self._make_private()
             with self.writing() as connection:
                 problem = migrations.upgrade(connection)
+                if not problem and self._claimed is not None and self._epoch is None:
+                    self._epoch = _next_epoch(connection)
         except (DBAPIError, Unavailable, OSError) as error:
             reason = str(getattr(error, "orig", error)).strip().splitlines()[0]
             raise UserError(f"database {self._shown_url()} cannot be opened: {reason}") from None
         if problem:
             raise UserError(f"database {self._shown_url()} {problem}")
 
+    def identity(self) -> str:
+        """A random name of this database, which its backups keep."""
+        with self.writing() as connection:
+            found = connection.execute(select(Fact.value).where(Fact.name == "identity")).scalar()
+            if found is None:
+                found = secrets.token_hex(16)
+                connection.execute(insert(Fact).values(name="identity", value=found))
+            return found
+
     def claim(self) -> None:
-        """Reserve the database for this service until :meth:`close`; a second call checks that it still is. On SQLite
-        nothing is done. Raises :class:`UserError` where another service has it, :class:`Unavailable`."""
+        """Reserve the database for this service until :meth:`close`; further calls renew the claim. It may be called
+        before :meth:`create`. On SQLite nothing is done. Raises :class:`DatabaseInUse` where another service has it and
+        does not end within :data:`CLAIM_WAIT_SECONDS`, :class:`Unavailable`."""
         if self.engine.dialect.name != "postgresql":
             return
         with _plain_errors():
@@ -119,27 +148,28 @@ class Database(Transactions):
             connection = self.engine.connect().execution_options(isolation_level="AUTOCOMMIT")
             free = False
             try:
-                for name, value in (
-                    ("tcp_keepalives_idle", f"{CLAIM_IDLE_SECONDS}s"),
-                    ("tcp_keepalives_interval", f"{CLAIM_PROBE_SECONDS}s"),
-                    ("tcp_keepalives_count", str(CLAIM_PROBES)),
-                    ("lock_timeout", f"{CLAIM_WAIT_SECONDS}s"),
-                ):
-                    connection.execute(select(func.set_config(name, value, False)))
+                connection.execute(select(func.set_config("lock_timeout", f"{CLAIM_WAIT_SECONDS}s", False)))
                 connection.execute(select(func.pg_advisory_lock(_CLAIM)))
+                if (self.engine.dialect.server_version_info or (0,)) >= (14,):
+                    silent = f"{CLAIM_SILENT_SECONDS}s"
+                    connection.execute(select(func.set_config("idle_session_timeout", silent, False)))
+                if inspect(connection).has_table(Fact.__tablename__):
+                    with self.engine.begin() as other:
+                        self._epoch = _next_epoch(other)
                 free = True
             except OperationalError as error:
                 if getattr(error.orig, "sqlstate", None) != _POSTGRES_LOCK_TIMEOUT:
                     raise
             finally:
                 if not free:
+                    connection.invalidate()  # it may have the lock already
                     connection.close()
         if free:
             self._claimed = connection
             return
-        raise UserError(
-            f"database {self._shown_url()} is in use by another service; stop that one, or set ROOKERY_DATABASE to a"
-            " database of this one's own"
+        raise DatabaseInUse(
+            f"database {self._shown_url()} is in use by another service; stop that one, set ROOKERY_DATABASE to a"
+            " database of this one's own, or give both the same ROOKERY_ARTIFACTS_URL: then this one waits as standby"
         )
 
     def _give_up_claim(self) -> None:
@@ -157,7 +187,7 @@ class Database(Transactions):
         """Calls of this thread within become durable at the end, all at once. A call that raises is undone alone. A
         full disk or a lost server, in a call or at the end, is raised at the end, and all calls are undone."""
         shared = self._shared
-        with _plain_errors(), self.engine.begin() as connection:
+        with self._begin() as connection:
             shared.connection, shared.failure = connection, None
             try:
                 yield
@@ -202,7 +232,17 @@ class Database(Transactions):
                     part.rollback()
                     raise
             return
+        with self._begin() as connection:
+            yield connection
+
+    @contextmanager
+    def _begin(self) -> Iterator[Connection]:
+        """A writing transaction. Raises :class:`Unavailable` where another service has claimed the database since."""
         with _plain_errors(), self.engine.begin() as connection:
+            if self._epoch is not None:
+                epoch = connection.execute(_EPOCH.with_for_update(read=True)).scalar()
+                if epoch != self._epoch:
+                    raise Unavailable(f"the database has another service since (epoch {epoch}, not {self._epoch})")
             yield connection
 
     @contextmanager
@@ -251,6 +291,30 @@ def _prepare_sqlite(connection: sqlite3.Connection, record: object) -> None:
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")
     connection.execute("PRAGMA foreign_keys=ON")
+
+
+def _prepare_postgresql(connection: Any, record: object) -> None:
+    values = {
+        "tcp_keepalives_idle": f"{CLAIM_IDLE_SECONDS}s",
+        "tcp_keepalives_interval": f"{CLAIM_PROBE_SECONDS}s",
+        "tcp_keepalives_count": str(CLAIM_PROBES),
+        "idle_in_transaction_session_timeout": f"{CLAIM_SILENT_SECONDS}s",
+    }
+    with connection.cursor() as cursor:
+        for name, value in values.items():
+            cursor.execute("SELECT set_config(%s, %s, false)", (name, value))
+    connection.commit()
+
+
+def _next_epoch(connection: Connection) -> str:
+    """The epoch of a new claim. Returns once transactions of earlier ones have ended."""
+    found = connection.execute(_EPOCH.with_for_update()).scalar()
+    epoch = str(int(found or 0) + 1)
+    if found is None:
+        connection.execute(insert(Fact).values(name="epoch", value=epoch))
+    else:
+        connection.execute(update(Fact).where(Fact.name == "epoch").values(value=epoch))
+    return epoch
 
 
 def _begin_sqlite(connection: Connection) -> None:

@@ -312,8 +312,6 @@ class SamplerRow(Base, kw_only=True):
     used: Mapped[float]
     kept: Mapped[bool] = mapped_column(default=True)
     """False: its weights may be gone."""
-    clones: Mapped[Small] = mapped_column(default=0)
-    """Clients that joined it."""
 
 
 class CheckpointRow(Base):

@@ -293,9 +293,12 @@ class Transactions:
 class Store(Transactions):
     """``database`` behind ``writer``."""
 
-    def __init__(self, database: Database, writer: Writer) -> None:
+    def __init__(self, database: Database, writer: Writer, transfers: Writer | None = None) -> None:
+        """``transfers`` runs calls of artifacts that lie behind a network; else the writer does."""
         self.database = database
         self._writer = writer
+        self.transfer: Writer = transfers or writer
+        """Runs calls that read or write whole artifacts, one after another."""
 
     def run(self, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> Coroutine[Any, Any, T]:
         """Run any blocking call in the writer, such as one of the artifact store or several of :attr:`database`."""

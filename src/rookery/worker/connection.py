@@ -46,7 +46,7 @@ log = logging.getLogger("rookery.worker.connection")
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Options of the command line. ``base`` is the service's HTTP address."""
+    """Options of the command line. ``base`` is the service's HTTP address, or those of several, comma-separated."""
 
     base: str
     token: str
@@ -141,6 +141,7 @@ class ServiceConnection:
         """One connection, from its welcome to its end."""
         assert isinstance(channel.welcome, protocol.Welcome)
         self._channel = channel
+        self._transfers.use(channel.base)
         self._name = channel.welcome.name
         log.info("connected as %s, epoch %d", self._name, channel.epoch)
         resume_seconds = self._settings.worker.resume_seconds

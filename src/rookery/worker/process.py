@@ -124,7 +124,9 @@ def base_url(address: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run a worker; the exit code."""
     parser = argparse.ArgumentParser(prog="rookery worker", description="Serve a base model to a Rookery service.")
-    parser.add_argument("--connect", required=True, help="the service's address, such as http://host:7077")
+    parser.add_argument(
+        "--connect", required=True, help="the service's address, or several of a service and its standbys"
+    )
     parser.add_argument("--model", required=True, help="a catalogue name, a local folder or a hub id")
     parser.add_argument("--cache", type=Path, help="folder for base models and adapters")
     parser.add_argument("--roles", default="rollout,train", help="roles of this worker (default: rollout,train)")
@@ -144,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         settings = Settings.load(cache=given.cache, max_rows=given.max_rows)
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("rookery").setLevel(settings.server.log_level)  # others log requests with their keys
-        base = base_url(given.connect)
+        base = ",".join(map(base_url, given.connect.split(",")))
         roles = given.roles.split(",")
         if not set(roles) <= {"rollout", "train"}:
             raise UserError(f"--roles: given {given.roles!r}, allowed are rollout, train, or both with a comma")
@@ -154,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
         if known.state == "refused":
             raise UserError(known.reason)
         log.info("base model %s is %s", given.model, known.state)
-        listening, address = listen(base, given.address, given.peer_port)
+        listening, address = listen(base.split(",")[0], given.address, given.peer_port)
         options = WorkerOptions(
             base=base,
             token=token_of(),

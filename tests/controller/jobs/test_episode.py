@@ -272,6 +272,21 @@ async def test_call_too_large_for_a_frame_fails_alone(service: Service) -> None:
     assert host.connected and set(peer.episodes) == {"small"}
 
 
+async def test_a_host_that_answers_with_another_message_fails_the_episode_alone(service: Service) -> None:
+    peer = await service.host().join()
+    hosts = service.controller.context.hosts
+    task = EnvironmentRef("job", "alice", EnvironmentSpec(hosted="task"), {})
+    host, usual = await hosts.host_for(task), peer.observe
+    peer.observe = lambda message: protocol.Prompts(epoch=0, call="")  # type: ignore[assignment, method-assign, return-value]
+    with pytest.raises(EnvironmentFailed, match="reset was answered with Prompts: the host is faulty"):
+        await hosts.observe(host, task, task.reset("one", b"1", 0))
+    peer.observe = usual  # type: ignore[method-assign]
+    peer.prompts = lambda message: protocol.Observation(epoch=0, call="", episode="")  # type: ignore[assignment, method-assign, return-value]
+    with pytest.raises(EnvironmentFailed, match="getprompts was answered with Observation: the host is faulty"):
+        await hosts.prompts(task, "train", 0, 1, seed=0, shuffle=False)
+    assert (await hosts.observe(host, task, task.reset("two", b"1", 0))).messages
+
+
 # --- hosts that go and come -------------------------------------------------------------------------------------------
 
 

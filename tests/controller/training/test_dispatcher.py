@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -258,6 +259,20 @@ async def test_operation_that_cannot_succeed_is_not_retried(room: Room) -> None:
         await step(trainer, ref, 1, commit=True)
     assert len(worker.operations) == 2
     assert room.staged() == 0
+
+
+@pytest.mark.parametrize("sent", [0, 1, 3])
+async def test_results_have_one_log_probability_per_target(room: Room, sent: int) -> None:
+    worker = await room.worker()
+    trainer = room.trainer()
+    ref = await room.begin(trainer)
+
+    async def answer(op: Any) -> protocol.OperationDone:
+        return protocol.OperationDone(epoch=0, op=op.op, logprobs=bytes(4 * sent))
+
+    worker.answer = answer
+    with pytest.raises(TrainingFailed, match=f"worker worker sent {sent} log-probabilities for 2 targets"):
+        await trainer.forward(ref, dataclasses.replace(forward(1), targets=2))
 
 
 @pytest.mark.parametrize("lie", ["nothing uploaded", "other bytes", "no manifest"])

@@ -31,6 +31,7 @@ from rookery.settings import Settings
 from rookery.spec.job import EnvironmentSpec
 
 T = TypeVar("T")
+A = TypeVar("A", protocol.Prompts, protocol.Observation)
 
 log = logging.getLogger("rookery.controller.fleet.env_hosts")
 
@@ -268,21 +269,19 @@ class EnvironmentHosts:
         while True:
             host = await self.host_for(environment)
             try:
-                answer = await self._call(host, environment, message)
+                answer = await self._call(host, environment, message, protocol.Prompts)
             except HostLost:
                 continue
             if answer.error:
                 raise EnvironmentFailed(f"prompts({split!r}): {answer.error}")
-            prompts: list[bytes] = answer.prompts
-            return prompts
+            return answer.prompts
 
     async def observe(
         self, host: EnvironmentHost, environment: EnvironmentRef, message: protocol.Reset | protocol.StepEpisode
     ) -> protocol.Observation:
         """The answer of the episode's environment. Raises :class:`EnvironmentFailed` or :class:`HostLost`."""
         host.episodes.add(message.episode)
-        answer = await self._call(host, environment, message)
-        assert isinstance(answer, protocol.Observation)
+        answer = await self._call(host, environment, message, protocol.Observation)
         if answer.error:
             raise EnvironmentFailed(answer.error)
         return answer
@@ -303,7 +302,8 @@ class EnvironmentHosts:
         host: EnvironmentHost,
         environment: EnvironmentRef,
         message: protocol.GetPrompts | protocol.Reset | protocol.StepEpisode,
-    ) -> Any:
+        expected: type[A],
+    ) -> A:
         message = msgspec.structs.replace(message, call=self._ids.new("call"))
         kind = type(message).__name__.removesuffix("Episode").lower()
         frame, timeout = protocol.encode(message), environment.spec.step_timeout
@@ -320,8 +320,10 @@ class EnvironmentHosts:
                         answer = await future
                 except TimeoutError:
                     raise EnvironmentFailed(f"{kind} was not answered within {timeout:g} s") from None
-                if answer is not None:
+                if isinstance(answer, expected):
                     return answer
+                if answer is not None:
+                    raise EnvironmentFailed(f"{kind} was answered with {type(answer).__name__}: the host is faulty")
         finally:
             host.calls.pop(message.call, None)
 

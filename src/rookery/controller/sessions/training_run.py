@@ -15,6 +15,7 @@ import asyncio
 import logging
 from collections import deque
 from functools import partial
+from math import prod
 
 import msgspec
 
@@ -381,4 +382,6 @@ class TrainingRun:
 
 
 def _forward_request(operation: operations.ForwardBackwardOperation) -> ForwardRequest:
-    return ForwardRequest(operation.batch, operation.loss, forward_only=operation.forward_only, logprobs=True)
+    cells = operation.cells
+    targets = sum(len(cells[n]) if n in cells else prod(shape) for n, shape in enumerate(operation.shapes))
+    return ForwardRequest(operation.batch, operation.loss, forward_only=operation.forward_only, targets=targets)

@@ -33,6 +33,8 @@ from rookery.storage.store import Writer
 
 log = logging.getLogger("rookery.controller.training.dispatcher")
 
+FLOAT32_BYTES = 4
+
 T = TypeVar("T")
 Operation = protocol.ForwardBackward | protocol.OptimStep | protocol.InitAdapter
 
@@ -47,7 +49,7 @@ class _RetryElsewhere(Exception):
 
 @dataclass
 class _Upload:
-    """An artifact that a worker uploads. Only the writer thread changes it, so it stays right when the caller is
+    """An artifact that a worker uploads. Only the thread of transfers changes it, so it stays right when the caller is
     cancelled."""
 
     ticket: str = ""
@@ -68,7 +70,7 @@ class TrainingDispatcher(FleetListener):
         settings: Settings,
         clock: Clock,
         ids: IdGenerator,
-        writer: Writer,
+        transfer: Writer,
         weights: Mapping[str, float],
     ) -> None:
         """``weights``: shares of tenants that have another one than 1."""
@@ -82,7 +84,7 @@ class TrainingDispatcher(FleetListener):
         self._settings = settings
         self._clock = clock
         self._ids = ids
-        self._writer = writer
+        self._transfer = transfer
         self._in_flight: dict[Worker, dict[str, asyncio.Future[protocol.OperationDone]]] = {}
         """By worker and operation, those without an answer."""
         self._assigned: dict[str, Worker] = {}
@@ -188,8 +190,9 @@ class TrainingDispatcher(FleetListener):
                 log.warning("training of %s moves to another worker: %s", policy, reason, extra=extra)
         raise Unavailable(f"training failed {self._settings.training.retry_limit + 1} times, the last: {reason}")
 
-    async def call(self, worker: Worker, message: Operation) -> protocol.OperationDone:
-        """The worker's answer. Raises :class:`TrainingFailed`; within :meth:`retrying`, other failures are retried."""
+    async def call(self, worker: Worker, message: Operation, targets: int | None = None) -> protocol.OperationDone:
+        """The worker's answer, with the log-probabilities of so many ``targets`` where they were asked for. Raises
+        :class:`TrainingFailed`; within :meth:`retrying`, other failures are retried."""
         future: asyncio.Future[protocol.OperationDone] = asyncio.get_running_loop().create_future()
         in_flight = self._in_flight.setdefault(worker, {})
         in_flight[message.op] = future
@@ -216,6 +219,9 @@ class TrainingDispatcher(FleetListener):
             raise _RetryElsewhere(f"worker {worker.name}: {done.error}")
         if done.error:
             raise TrainingFailed(f"worker {worker.name}: {done.error}")
+        if targets is not None and len(done.logprobs) != FLOAT32_BYTES * targets:
+            sent = len(done.logprobs) // FLOAT32_BYTES
+            raise TrainingFailed(f"worker {worker.name} sent {sent} log-probabilities for {targets} targets")
         self._notify(worker, message, done)
         return done
 
@@ -243,17 +249,17 @@ class TrainingDispatcher(FleetListener):
         :class:`~rookery.errors.StorageFull` where the disk was full."""
         upload = _Upload()
         try:
-            await self._writer(self._open, upload)
+            await self._transfer(self._open, upload)
             done = await self.call(worker, msgspec.structs.replace(message, commit=upload.ticket))
             self._tickets.collect(upload.ticket)
             try:
-                manifest = await self._writer(self._publish, message.policy, upload)
+                manifest = await self._transfer(self._publish, message.policy, upload)
             except Conflict:
                 raise _RetryElsewhere(f"worker {worker.name} uploaded nothing") from None
             if done.manifest is None or manifest.hash != done.manifest.hash:
                 raise _RetryElsewhere(f"worker {worker.name} uploaded other bytes than it reported")
         except BaseException as error:
-            full = await self._writer(self._abandon, upload)  # it is carried out, whatever ends this wait
+            full = await self._transfer(self._abandon, upload)  # it is carried out, whatever ends this wait
             if full is not None and isinstance(error, TrainingFailed | _RetryElsewhere):
                 raise full from None  # no fault of the worker's
             raise
@@ -266,11 +272,11 @@ class TrainingDispatcher(FleetListener):
         try:
             yield
         except BaseException:  # the commit may have succeeded all the same: drop() finds out
-            await self._writer(self._collector.drop, policy, digest)
+            await self._transfer(self._collector.drop, policy, digest)
             raise
         self._collector.named(digest)
 
-    # In the writer thread, where nothing comes between the lines of these:
+    # In the thread of transfers, where these keep their order:
 
     def _open(self, upload: _Upload) -> None:
         upload.ticket = self._tickets.upload()
@@ -278,8 +284,7 @@ class TrainingDispatcher(FleetListener):
 
     def _publish(self, policy: str, upload: _Upload) -> protocol.Manifest:
         assert upload.staging is not None
-        manifest = upload.staging.commit()
-        self._collector.hold(manifest.hash)
+        manifest = self._collector.commit(upload.staging)
         upload.published = (policy, manifest.hash)
         return manifest
 

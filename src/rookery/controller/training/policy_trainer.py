@@ -29,8 +29,8 @@ class ForwardRequest:
     temperature: float = 1.0
     kl_weight: float = 0.0
     forward_only: bool = False
-    logprobs: bool = False
-    """Return the log-probabilities too."""
+    targets: int | None = None
+    """Return the log-probabilities too, of so many targets."""
 
 
 @dataclass(frozen=True)
@@ -244,10 +244,10 @@ class PolicyTrainer:
         with self._training.published_batch(entry.batch) as ticket:
             message = protocol.ForwardBackward(
                 batch_ticket=ticket, loss=entry.loss, temperature=entry.temperature, kl_weight=entry.kl_weight,
-                forward_only=entry.forward_only, zero_grad=zero_grad, logprobs=entry.logprobs,
+                forward_only=entry.forward_only, zero_grad=zero_grad, logprobs=entry.targets is not None,
                 **self._target(worker, parent),
             )  # fmt: skip
-            return await self._training.call(worker, message)
+            return await self._training.call(worker, message, entry.targets)
 
     def _optim(self, parent: protocol.AdapterRef, worker: Worker, entry: OptimRequest) -> protocol.OptimStep:
         return protocol.OptimStep(adam=entry.adam, scale=entry.scale, **self._target(worker, parent))

@@ -53,7 +53,7 @@ class PolicyVersions:
         self.head = self._versions[self.row.head_version] if self.row.head_version is not None else None
         if self.head is not None:
             try:
-                await world.store.run(world.artifacts.verify, self.head.hash)
+                await world.store.transfer(world.artifacts.verify, self.head.hash)
             except NotFound as error:
                 raise CorruptArtifact(str(error)) from None
 

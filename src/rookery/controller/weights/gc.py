@@ -9,8 +9,11 @@ or upload) and nothing in memory pins it:
 
 Rows disappear in :meth:`ArtifactCollector.delete_unnamed`; an artifact that is pinned then is deleted when its last pin
 ends. An upload that no version came to name is deleted by :meth:`ArtifactCollector.drop`. At the start of the service
-:meth:`ArtifactCollector.collect_all` deletes everything that a crash left behind. The check and the deletion run in the
-writer thread, between other database calls: no commit can name the artifact in the meantime.
+:meth:`ArtifactCollector.collect_all` deletes everything that a crash left behind.
+
+No transaction can come to name an artifact that is being deleted. The rows disappear in the writer thread, between
+other database calls; an upload is pinned before it is stored (:meth:`ArtifactCollector.commit`), and neither happens
+during a deletion. A service that lost its database to another one deletes nothing: its transactions are refused.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from typing import Any
 from rookery import protocol
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.errors import StorageFull, Unavailable
-from rookery.storage.artifacts import Artifacts
+from rookery.storage.artifacts import Artifacts, Staging
 from rookery.storage.store import Store
 
 log = logging.getLogger("rookery.controller.weights.gc")
@@ -41,7 +44,9 @@ class ArtifactCollector:
         self._artifacts = artifacts
         self._residency = residency
         self._lock = threading.Lock()
-        """Guards ``pins`` and ``deferred``: the event loop and the writer thread change them."""
+        """Guards ``pins`` and ``deferred``: the event loop and threads change them."""
+        self._deletion = threading.RLock()
+        """Held from the check whether an artifact may be deleted to its deletion, which may wait for a network."""
 
     # --- pins ---------------------------------------------------------------------------------------------------------
 
@@ -63,17 +68,29 @@ class ArtifactCollector:
         with self._lock:
             self.pins[digest] += 1
 
+    def commit(self, staging: Staging) -> protocol.Manifest:
+        """Store an upload; it is pinned, and durable when this returns. Runs in :meth:`Store.transfer`."""
+        digest = staging.manifest().hash
+        with self._deletion:
+            self.hold(digest)
+        try:
+            return staging.commit()
+        except BaseException:
+            self._release(digest)
+            raise
+
     def named(self, digest: str) -> None:
         """A version names the artifact now: end its pin."""
         self._release(digest)
 
     def drop(self, policy: str, digest: str) -> None:
-        """Runs in the writer thread: end the pin of an artifact that was uploaded for ``policy`` and, as far as known,
-        never named; delete it if so. Where that cannot be established, it stays until the next start."""
-        self._release(digest)
+        """Runs in :meth:`Store.transfer`: end the pin of an artifact that was uploaded for ``policy`` and, as far as
+        known, never named; delete it if so. Where that cannot be established, it stays until the next start."""
         try:
-            if not self._store.database.names(policy, digest):
-                self._delete(digest)
+            with self._deletion:
+                self._release(digest)
+                if not self._store.database.names(policy, digest):
+                    self._delete(digest)
         except (StorageFull, Unavailable, OSError) as error:  # the error that ended the step is the one to report
             log.warning("artifact %s of %s stays until the next start: %s", digest, policy, error,
                         extra={"policy": policy})  # fmt: skip
@@ -104,19 +121,20 @@ class ArtifactCollector:
 
     async def collect_all(self) -> None:
         """Delete half-written uploads and every artifact that nothing names. Only at start, before new uploads."""
-        await self._store.run(self._artifacts.sweep)
+        await self._store.transfer(self._artifacts.sweep)
         live = await self._store.live_hashes()
-        for digest in await self._store.run(self._artifacts.prune, live):
+        for digest in await self._store.transfer(self._artifacts.prune, live):
             log.info("deleted artifact %s, which no commit names", digest)
 
     def _unless_named(self, digest: str) -> str | None:
         return None if digest in self._store.database.live_hashes() else digest
 
     def _delete(self, digest: str) -> bool:
-        """Runs in the writer thread. Whether the artifact was deleted: not while it is pinned."""
-        with self._lock:
-            if digest in self.pins:
-                self.deferred.add(digest)
-                return False
-        self._artifacts.delete(digest)
-        return True
+        """Whether the artifact was deleted: not while it is pinned."""
+        with self._deletion:
+            with self._lock:
+                if digest in self.pins:
+                    self.deferred.add(digest)
+                    return False
+            self._artifacts.delete(digest)
+            return True

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Request, Response, WebSocket
-from fastapi.responses import FileResponse
 from starlette.requests import ClientDisconnect
 from starlette.websockets import WebSocketDisconnect
 
@@ -24,6 +23,7 @@ from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.errors import NotFound, RookeryError
 from rookery.protocol.connection import ConnectionClosed
 from rookery.server.auth import Caller, Service, authenticate
+from rookery.server.peft_archive import stream
 from rookery.server.responses import json_response, refusal
 from rookery.storage.models import KeyRole
 
@@ -67,12 +67,6 @@ class WebSocketConnection:
             return  # it is already closed
 
 
-class ArtifactFile(FileResponse):
-    """A file or the requested range of it, in chunks large enough that thread switches between them do not matter."""
-
-    chunk_size = HOP_BYTES
-
-
 routes = APIRouter(prefix="/wire", include_in_schema=False)
 
 Ticket = Annotated[str, Header(alias="X-Rookery-Ticket")]
@@ -112,11 +106,12 @@ async def manifest(service: Service, digest: str, ticket: Ticket = "") -> Respon
 
 
 @routes.get("/artifacts/{digest}/{name}")
-async def shard(service: Service, digest: str, name: str, ticket: Ticket = "") -> Response:
+async def shard(
+    service: Service, digest: str, name: str, ticket: Ticket = "", range: Annotated[str | None, Header()] = None
+) -> Response:
     if not service.controller.tickets.reads(ticket, digest):
         raise NotFound("no such artifact, or the ticket has expired")
-    path = await asyncio.to_thread(service.artifacts.path, digest, name)
-    return ArtifactFile(path, media_type="application/octet-stream")
+    return await asyncio.to_thread(stream, service.artifacts, digest, name, range)
 
 
 @routes.get("/offers/{ticket}")

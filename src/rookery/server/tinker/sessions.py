@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 
 from rookery.controller.sessions.samplers import find_checkpoint
 from rookery.errors import NotFound, UserError
 from rookery.server.auth import Owner, Service
-from rookery.server.peft_archive import ADAPTER_FILES, pack
+from rookery.server.peft_archive import ADAPTER_FILES, pack, stream
 from rookery.server.responses import json_response
 from rookery.server.tinker import schemas
 from rookery.server.tinker.protobuf import OLDEST, SUPPORTED, supported
@@ -196,12 +196,15 @@ async def _grant(service: Service, owner: Owner, path: str, request: Request) ->
 
 
 @routes.get("/external/{ticket}/{digest}/{file}")
-async def external(service: Service, ticket: str, digest: str, file: str) -> Response:
+async def external(
+    service: Service, ticket: str, digest: str, file: str, range: Annotated[str | None, Header()] = None
+) -> Response:
     if file not in (*ADAPTER_FILES, ARCHIVE) or not service.controller.tickets.reads(ticket, digest):
         raise NotFound("no such file, or its address has expired")
     if file != ARCHIVE:
-        return FileResponse(service.artifacts.path(digest, file), media_type="application/octet-stream")
-    size, pieces = pack(service.artifacts, service.artifacts.open(digest), service.clock.time())
+        return await asyncio.to_thread(stream, service.artifacts, digest, file, range)
+    manifest = await asyncio.to_thread(service.artifacts.open, digest)
+    size, pieces = await asyncio.to_thread(pack, service.artifacts, manifest, service.clock.time())
     return StreamingResponse(pieces, media_type="application/x-tar", headers={"Content-Length": str(size)})
 
 

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, inspect, select, text
 from rookery.storage.columns import add
 from rookery.storage.models import Base, Fact
 
-HEAD = "0005"
+HEAD = "0006"
 """The newest revision."""
 
 BASELINE_SCHEMA = "3"

@@ -86,12 +86,14 @@ class TransferClient:
         peer_seconds: float,
         ca_file: str = "",
     ) -> None:
-        """``base`` is the service's HTTP address, ``root`` the folder of the cache. ``renew_ticket(hash)`` requests a
-        new ticket and may raise :class:`TransferFailed`. The service may send nothing for ``timeout_seconds``, a peer
-        for ``peer_seconds``. ``ca_file`` is as in :func:`~rookery.aio.client_tls`."""
-        tls = client_tls(base, ca_file) or True
+        """``base`` is the service's HTTP address, or several, comma-separated, until :meth:`use`; ``root`` is the
+        cache's folder. ``renew_ticket(hash)`` requests a new ticket and may raise :class:`TransferFailed`. The service
+        may send nothing for ``timeout_seconds``, a peer for ``peer_seconds``. ``ca_file`` is as in
+        :func:`~rookery.aio.client_tls`."""
+        bases = base.split(",")
+        tls = client_tls(bases[0], ca_file) or True
         self._http = httpx.AsyncClient(
-            base_url=base, timeout=timeout_seconds, trust_env=not is_loopback(base), verify=tls
+            base_url=bases[0], timeout=timeout_seconds, trust_env=not all(map(is_loopback, bases)), verify=tls
         )
         self._peers = PeerClient(peer_seconds)
         self._events = events
@@ -104,6 +106,10 @@ class TransferClient:
         """Bytes of artifacts received from the service."""
         self.corrupt = 0
         """Shards and manifests that arrived, or were on disk, with a wrong hash."""
+
+    def use(self, base: str) -> None:
+        """From now on the service at the HTTP address ``base`` is asked: a standby has taken over."""
+        self._http.base_url = base
 
     async def close(self) -> None:
         for task in self._pulls.values():

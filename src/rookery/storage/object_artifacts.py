@@ -1,0 +1,208 @@
+"""Artifacts in an object store by URL: S3 and services that speak it.
+
+* An artifact is visible once its ``manifest.json`` is, which is put last and only where there is none. Its name is the
+  hash of its content, so a second writer of it is harmless.
+* Files are written to a local folder first, because their hashes name them, and sent in parts; reads are streams of a
+  range. No file is held whole in memory.
+* A bucket and prefix belong to one database: :meth:`ObjectArtifacts.claim` refuses those of another.
+* A store that does not answer raises :class:`~rookery.errors.Unavailable`: what asked pauses, and resumes by itself.
+
+Credentials and region are those of the usual ``AWS_…`` variables.
+
+Layout: ``<prefix>/<hash>/{manifest.json, shards…}``; ``<prefix>/owner``.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rookery.errors import CorruptArtifact, NotFound, Unavailable, UserError, disk_errors, installs
+from rookery.protocol import Manifest, Shard
+from rookery.storage.artifacts import MANIFEST, READ_BYTES, Artifacts, check_hash, decode_manifest
+
+try:
+    import obstore
+    from obstore.exceptions import (
+        AlreadyExistsError,
+        BaseError,
+        PermissionDeniedError,
+        UnauthenticatedError,
+    )
+    from obstore.store import ObjectStore, from_url
+except ModuleNotFoundError:
+    raise UserError(f"artifacts_url: obstore is missing; {installs('s3')}") from None
+
+OWNER = "owner"
+
+PARTS_AT_ONCE = 4
+"""Parts of 5 MiB of one file that are sent at once."""
+
+RETRIES, RETRY_SECONDS, REQUEST_SECONDS = 5, 20, 600
+"""Failed requests are repeated so often and for so long; one may take so long, as a large file on a slow line does."""
+
+
+def open_store(url: str, endpoint: str = "") -> ObjectStore:
+    """The store at ``url``; ``endpoint``: the address of a service that speaks S3, where it is not Amazon's. Raises
+    :class:`UserError` for a URL of no store."""
+    config: Any = {"endpoint": endpoint, "virtual_hosted_style_request": False} if endpoint else None
+    client: Any = {"timeout": timedelta(seconds=REQUEST_SECONDS), "allow_http": endpoint.startswith("http:")}
+    retry: Any = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_SECONDS)}
+    try:
+        return from_url(url, config=config, client_options=client, retry_config=retry)
+    except (BaseError, ValueError) as error:
+        raise UserError(f"artifacts_url {url}: {_line(error)}; give one like s3://bucket/prefix") from None
+
+
+class ObjectArtifacts(Artifacts):
+    """The artifacts in ``store``. ``spool`` is a local folder for those that are being written."""
+
+    remote = True
+
+    def __init__(self, store: ObjectStore, url: str, spool: Path) -> None:
+        super().__init__(spool)
+        self._store = store
+        self._url = url
+
+    def claim(self, owner: str) -> None:
+        """Check that the store can be read and written, and belongs to the database ``owner``; the first one gets it.
+        Raises :class:`UserError`."""
+        try:
+            try:
+                obstore.put(self._store, OWNER, owner.encode(), mode="create")
+                obstore.get(self._store, OWNER)
+            except AlreadyExistsError:
+                found = bytes(obstore.get(self._store, OWNER).bytes()).decode(errors="replace")
+                if found != owner:
+                    raise UserError(
+                        f"artifacts_url {self._url} holds the artifacts of another database; give another prefix"
+                    ) from None
+        except (PermissionDeniedError, UnauthenticatedError) as error:
+            raise UserError(
+                f"artifacts_url {self._url}: permission denied; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY to keys"
+                " that may read, write, list and delete there"
+            ) from error
+        except FileNotFoundError:
+            raise UserError(f"artifacts_url {self._url}: there is no such bucket; create it first") from None
+        except (BaseError, ValueError) as error:
+            raise UserError(f"artifacts_url {self._url} cannot be used: {_line(error)}") from None
+
+    def open(self, hash: str) -> Manifest:
+        with self._errors(hash):
+            sizes = {Path(found["path"]).name: found["size"] for found in self._objects(hash)}
+            manifest = self._manifest(hash)
+            for shard in manifest.shards:
+                if sizes.get(shard.name) != shard.size:
+                    raise CorruptArtifact(f"artifact {hash}: {shard.name} does not have {shard.size} bytes")
+            return manifest
+
+    def verify(self, hash: str) -> Manifest:
+        manifest = self.open(hash)
+        for shard in manifest.shards:
+            digest = sha256()
+            with self.reading(hash, shard) as chunks:
+                for chunk in chunks:
+                    digest.update(chunk)
+            if digest.hexdigest() != shard.sha256:
+                raise CorruptArtifact(f"artifact {hash}: {shard.name} does not have the hash in its manifest")
+        return manifest
+
+    @contextmanager
+    def reading(self, hash: str, shard: Shard, start: int = 0) -> Iterator[Iterator[bytes]]:
+        with self._errors(hash):
+            if start >= shard.size:
+                yield iter(())
+                return
+            found = obstore.get(self._store, f"{check_hash(hash)}/{shard.name}", options={"range": (start, shard.size)})
+            yield map(bytes, found.stream(min_chunk_size=READ_BYTES))
+
+    def path(self, hash: str, shard: str) -> Path:
+        """A local path of one file: of a copy that stays until the artifact is deleted or the service starts again."""
+        copy = self.root / ".staging" / hash
+        if not copy.exists():
+            with self.scratch() as folder:
+                self.link(hash, folder / hash)
+                (folder / hash).rename(copy)
+        return copy / self.shard(hash, shard).name
+
+    def delete(self, hash: str) -> None:
+        shutil.rmtree(self.root / ".staging" / check_hash(hash), ignore_errors=True)
+        with self._errors(hash):
+            names = [found["path"] for found in self._objects(hash)]
+            for path in sorted(names, key=lambda path: not path.endswith(f"/{MANIFEST}")):  # the manifest first
+                obstore.delete(self._store, path)
+
+    def link(self, hash: str, folder: Path) -> None:
+        """Copy the artifact's files to the new ``folder``."""
+        manifest = self.open(hash)
+        with disk_errors("the disk"):
+            folder.mkdir(mode=0o700)
+            try:
+                for shard in manifest.shards:
+                    with (folder / shard.name).open("wb") as file, self.reading(hash, shard) as chunks:
+                        file.writelines(chunks)
+                (folder / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+            except NotFound:
+                shutil.rmtree(folder)
+                raise
+
+    def hashes(self) -> set[str]:
+        with self._errors(""):
+            return {
+                prefix for prefix in obstore.list_with_delimiter(self._store)["common_prefixes"] if _is_hash(prefix)
+            }
+
+    def publish(self, folder: Path, manifest: Manifest) -> None:
+        try:
+            self.open(manifest.hash)
+        except NotFound:
+            self._send(folder, manifest)
+        except CorruptArtifact:
+            self.delete(manifest.hash)
+            self._send(folder, manifest)
+        shutil.rmtree(folder)
+
+    def _send(self, folder: Path, manifest: Manifest) -> None:
+        with self._errors(manifest.hash):
+            for shard in manifest.shards:
+                path = f"{manifest.hash}/{shard.name}"
+                obstore.put(self._store, path, folder / shard.name, max_concurrency=PARTS_AT_ONCE)
+            try:
+                content = msgspec.json.encode(manifest)
+                obstore.put(self._store, f"{manifest.hash}/{MANIFEST}", content, mode="create")
+            except AlreadyExistsError:  # another writer's, with the same content
+                return
+
+    def _manifest(self, hash: str) -> Manifest:
+        return decode_manifest(bytes(obstore.get(self._store, f"{hash}/{MANIFEST}").bytes()), hash)
+
+    def _objects(self, hash: str) -> list[Any]:
+        return [found for part in obstore.list(self._store, check_hash(hash)) for found in part]
+
+    @contextmanager
+    def _errors(self, hash: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise NotFound(f"no artifact {hash}") from error
+        except BaseError as error:
+            raise Unavailable(f"the artifacts at {self._url} do not answer: {_line(error)}") from error
+
+
+def _is_hash(prefix: str) -> bool:
+    try:
+        return bool(check_hash(prefix))
+    except NotFound:
+        return False
+
+
+def _line(error: Exception) -> str:
+    """The first line of an error of the library, whose other lines are its own debugging text."""
+    return " ".join(str(error).split("\n\n")[0].split())[:300]

@@ -1,0 +1,229 @@
+"""Artifacts in an object store: the library's own store in memory, and S3 by moto's server (``make test-s3``)."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import obstore
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from obstore.store import MemoryStore, ObjectStore
+from tests.storage.test_artifacts import contents, store
+from tests.support.faces import ScriptedWorker, job, served, tokenizer
+
+from rookery.client import Client
+from rookery.errors import CorruptArtifact, NotFound, Unavailable, UserError
+from rookery.storage.artifacts import Artifacts
+from rookery.storage.object_artifacts import ObjectArtifacts, open_store
+
+MOTO = Path(".bench/moto/bin/moto_server")
+LARGE = 24 << 20
+"""Bytes that are sent in parts."""
+
+Opener = Callable[..., ObjectArtifacts]
+
+
+@contextmanager
+def moto() -> Iterator[str]:
+    """The address of an S3 server with the bucket ``rookery``."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen([MOTO, "-p", str(port)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        assert server.stdout is not None
+        while b"Running on" not in server.stdout.readline():
+            assert server.poll() is None
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("PUT", "/rookery")
+        assert connection.getresponse().status == 200
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.fixture(params=["memory", pytest.param("s3", marks=pytest.mark.heavy)])
+def opened(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
+    """Opens the same empty store again and again, for one owner or another."""
+    if request.param == "memory":
+        yield opener(MemoryStore(), tmp_path / "spool")
+        return
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    with moto() as endpoint:
+        yield opener(open_store(f"s3://rookery/{uuid.uuid4().hex}/more", endpoint), tmp_path / "spool")
+
+
+def opener(objects: ObjectStore, spool: Path) -> Opener:
+    def opened(owner: str = "owner") -> ObjectArtifacts:
+        artifacts = ObjectArtifacts(objects, "memory:///", spool)
+        artifacts.claim(owner)
+        return artifacts
+
+    return opened
+
+
+@settings(max_examples=30)
+@given(files=contents, data=st.data())
+def test_what_was_written_is_what_is_read_from_any_byte_on(files: dict[str, list[bytes]], data: st.DataObject) -> None:
+    artifacts = opener(MemoryStore(), Path(os.environ.get("TMPDIR", "/tmp")) / f"rookery-{uuid.uuid4().hex}")()
+    try:
+        manifest = store(artifacts, {name: b"".join(chunks) for name, chunks in files.items()})
+        assert artifacts.verify(manifest.hash) == artifacts.open(manifest.hash) == manifest
+        assert artifacts.hashes() == {manifest.hash}
+        for shard in manifest.shards:
+            content, start = b"".join(files[shard.name]), data.draw(st.integers(0, shard.size))
+            with artifacts.reading(manifest.hash, shard, start) as chunks:
+                assert b"".join(chunks) == content[start:]
+        artifacts.delete(manifest.hash)
+        assert artifacts.hashes() == set()
+    finally:
+        shutil.rmtree(artifacts.root)
+
+
+def test_only_whole_artifacts_are_visible_and_a_damaged_one_is_mended(opened: Opener) -> None:
+    artifacts, files = opened(), {"a.bin": b"a" * 1000, "b.json": b"{}"}
+    manifest = store(artifacts, files)
+    objects = artifacts._store
+    for damage, error in (
+        (lambda: obstore.put(objects, f"{manifest.hash}/a.bin", b"short"), "does not have 1000 bytes"),
+        (lambda: obstore.delete(objects, f"{manifest.hash}/b.json"), "does not have 2 bytes"),
+        (lambda: obstore.put(objects, f"{manifest.hash}/manifest.json", b"{"), "cannot be read"),
+    ):
+        damage()
+        with pytest.raises(CorruptArtifact, match=error):
+            artifacts.open(manifest.hash)
+        assert store(artifacts, files) == manifest
+        assert artifacts.verify(manifest.hash) == manifest
+    obstore.put(objects, f"{manifest.hash}/a.bin", b"b" * 1000)
+    with pytest.raises(CorruptArtifact, match="does not have the hash"):
+        artifacts.verify(manifest.hash)
+    obstore.delete(objects, f"{manifest.hash}/manifest.json")
+    for call in (artifacts.open, artifacts.verify):
+        with pytest.raises(NotFound):
+            call(manifest.hash)
+    assert artifacts.prune([]) == [manifest.hash]
+    assert [found["path"] for found in obstore.list(objects).collect()] == ["owner"]
+
+
+def test_the_same_content_from_many_writers_is_one_artifact(opened: Opener) -> None:
+    artifacts, found = opened(), set()
+    threads = [threading.Thread(target=lambda: found.add(store(opened(), {"a": b"same"}).hash)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert artifacts.hashes() == found and len(found) == 1
+    artifacts.verify(*found)
+    assert list((artifacts.root / ".staging").iterdir()) == []
+
+
+def test_a_place_belongs_to_one_database(opened: Opener) -> None:
+    opened("one")
+    opened("one")
+    with pytest.raises(UserError, match="of another database; give another prefix"):
+        opened("two")
+
+
+def test_a_large_file_is_never_held_whole(opened: Opener, tmp_path: Path) -> None:
+    artifacts = opened()
+    with artifacts.begin() as staging:
+        shard = staging.write("large", (bytes([number % 251]) * (1 << 20) for number in range(LARGE >> 20)))
+        manifest = staging.commit()
+    copies = Artifacts(tmp_path / "copies")
+    artifacts.link(manifest.hash, copies.root / manifest.hash)
+    assert copies.verify(manifest.hash) == manifest
+    if not isinstance(artifacts._store, MemoryStore):  # it gives a whole file at once
+        with artifacts.reading(manifest.hash, shard) as chunks:
+            assert max(map(len, chunks)) <= LARGE // 4
+
+
+class Refusing(BaseHTTPRequestHandler):
+    status = 403
+
+    def do_PUT(self) -> None:
+        self.send_response(self.status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_PUT  # noqa: N815
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        return
+
+
+@pytest.mark.parametrize(("status", "match"), [(403, "permission denied; set AWS_"), (404, "no such bucket")])
+def test_a_bucket_that_cannot_be_used_is_refused_at_start_in_one_line(
+    status: int, match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Refusing, "status", status)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        try:
+            with pytest.raises(UserError, match=match) as refused:
+                served(tmp_path, artifacts_url="s3://bucket/prefix", artifacts_endpoint=endpoint).__enter__()
+        finally:
+            server.shutdown()
+            thread.join()
+    assert len(str(refused.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("url", ["s3://", "nowhere://bucket"])
+def test_a_url_of_no_store_is_refused(url: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="give one like s3://bucket/prefix"):
+        served(tmp_path, artifacts_url=url).__enter__()
+
+
+def test_a_store_that_does_not_answer_is_unavailable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.setattr("rookery.storage.object_artifacts.RETRIES", 0)
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    artifacts = ObjectArtifacts(open_store("s3://bucket", f"http://127.0.0.1:{port}"), "s3://bucket", tmp_path)
+    with pytest.raises(Unavailable, match="do not answer"):
+        artifacts.hashes()
+
+
+@pytest.mark.parametrize("place", ["memory", pytest.param("s3", marks=pytest.mark.heavy)])
+def test_a_service_keeps_its_artifacts_there(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job trains, its worker resumes a broken download, its adapter is downloaded, old versions are deleted."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    if place == "memory":
+        train(tmp_path, "memory:///")
+    else:
+        with moto() as endpoint:
+            train(tmp_path, "s3://rookery/prefix", endpoint)
+            train(tmp_path, "s3://rookery/prefix", endpoint)  # the next service on the same data folder
+
+
+def train(root: Path, url: str, endpoint: str = "") -> None:
+    with (
+        served(root, artifacts_url=url, artifacts_endpoint=endpoint) as service,
+        Client(service.url, service.key) as client,
+        ScriptedWorker(service.url, (root / "data" / "worker.token").read_text().strip(), tokenizer(root)) as worker,
+    ):
+        trained = client.submit(job(stop={"steps": 3}, checkpoints={"keep_last": 1, "keep_best": False}))
+        trained.wait(60)
+        assert trained.show().step == 3
+        trained.adapter().download(root / trained.id)
+        assert (root / trained.id / "adapter_model.safetensors").stat().st_size > 0
+        ranged = [name for name in worker.read if name.endswith("from byte 10")]
+        assert ranged and all(worker.read[name] == worker.read[name.split()[0]][10:] for name in ranged)
+    assert {path.name for path in (root / "data" / "artifacts").iterdir()} == {".staging"}

@@ -1,0 +1,180 @@
+"""A second service on the same PostgreSQL database and the same artifacts takes over when the first dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from sqlalchemy import select, text
+from tests.support.faces import ScriptedWorker, job, served, tokenizer, write_model
+from tests.support.storing import connected, new_database, running_postgres
+from typer.testing import CliRunner
+from websockets.asyncio.client import connect
+from websockets.exceptions import InvalidStatus
+
+from rookery.cli.app import app
+from rookery.client import Client
+from rookery.errors import Unavailable, UserError
+from rookery.storage.db import Database
+from rookery.storage.models import GroupRow, VersionRow
+
+STEPS = 5
+
+CUT = text(
+    "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND database ="
+    " (SELECT oid FROM pg_database WHERE datname = current_database())"
+)
+"""Ends the connection of a claim, as a network does."""
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[str]:
+    with running_postgres() as server:
+        yield server
+
+
+class Serving:
+    """A ``rookery serve`` process. ``url`` is set by :meth:`until`."""
+
+    def __init__(self, root: Path, name: str, database: str) -> None:
+        self.data = root / name
+        self.url = ""
+        environment = {
+            **os.environ, "ROOKERY_DATA": str(self.data), "ROOKERY_CACHE": str(root / "cache"), "ROOKERY_PORT": "0",
+            "ROOKERY_DATABASE": database, "ROOKERY_ARTIFACTS_URL": str(root / "shared"), "ROOKERY_MODELS": "",
+            "ROOKERY_WORKERS": "0", "ROOKERY_HEARTBEAT_SECONDS": "0.2",
+        }  # fmt: skip
+        command = [sys.executable, "-m", "rookery.cli", "serve"]
+        self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+    def until(self, line: str) -> None:
+        """Wait for a line of its log. What it logs later waits in the pipe, which has room for a thousand lines."""
+        assert self.process.stderr is not None
+        shown = []
+        while found := self.process.stderr.readline():
+            shown.append(found)
+            if address := re.search(r"https?://[\d.]+:\d+", found):
+                self.url = address[0]
+            if line in found:
+                return
+        raise AssertionError("".join(shown))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@contextmanager
+def serving(root: Path, name: str, database: str) -> Iterator[Serving]:
+    service = Serving(root, name, database)
+    try:
+        yield service
+    finally:
+        service.kill()
+
+
+def test_a_standby_takes_over_from_a_killed_service(postgres: str, tmp_path: Path) -> None:
+    """The job continues there from its last commit: every step once, every group in one of them."""
+    url = new_database(postgres)
+    write_model(tmp_path / "cache")
+    endless = job(stop={"steps": 1_000_000}, checkpoints={"keep_last": 2, "keep_best": False})
+    with ExitStack() as opened:
+        first = opened.enter_context(serving(tmp_path, "one", url))
+        first.until("Rookery serves")
+        second = opened.enter_context(serving(tmp_path, "two", url))
+        second.until("standby at")
+        token = (first.data / "worker.token").read_text().strip()
+        check_standby(second, token)
+        client = opened.enter_context(Client(first.url, (first.data / "admin.key").read_text().strip()))
+        with ScriptedWorker(first.url, token, tokenizer(tmp_path)):
+            submitted = client.submit(endless)
+            before = [row.step for row, _ in zip(submitted.metrics(), range(STEPS), strict=False)]
+            first.kill()
+        second.until("Rookery serves")
+        assert httpx.get(f"{second.url}/healthz").json()["status"] == "ok"
+        client = opened.enter_context(Client(second.url, (second.data / "admin.key").read_text().strip()))
+        again = client.job(submitted.id)
+        committed = again.show().step
+        assert committed >= before[-1]
+        with ScriptedWorker(second.url, token, tokenizer(tmp_path)):  # the first one's key
+            steps = [row.step for row, _ in zip(again.metrics(), range(committed + STEPS), strict=False)]
+            again.cancel()
+        assert steps == list(range(1, committed + STEPS + 1))
+    check_history(url)
+
+
+def check_standby(second: Serving, token: str) -> None:
+    """It says that it is one, and refuses everything else, for which a client tries again."""
+    assert httpx.get(f"{second.url}/healthz").json()["status"] == "standby"
+    answer = httpx.get(f"{second.url}/api/v1/jobs")
+    assert answer.status_code == 503 and "standby" in answer.json()["error"]
+    environment = {"ROOKERY_URL": second.url, "ROOKERY_DATA": str(second.data), "ROOKERY_MODELS": ""}
+    assert "standby" in CliRunner().invoke(app, ["doctor"], env=environment).output
+
+    async def dial() -> int:
+        address = second.url.replace("http", "ws", 1) + "/wire/worker"
+        with pytest.raises(InvalidStatus) as refused:
+            async with connect(address, additional_headers={"Authorization": f"Bearer {token}"}):
+                pass
+        return refused.value.response.status_code
+
+    assert asyncio.run(dial()) == 503
+
+
+def check_history(url: str) -> None:
+    """Versions are a chain without gaps, and as many groups were consumed as their steps took."""
+    with connected(url) as connection:
+        chain = connection.execute(select(VersionRow.version, VersionRow.parent).order_by(VersionRow.version)).all()
+        consumed = connection.execute(select(GroupRow.consumed_by).where(GroupRow.state == "consumed")).scalars().all()
+    assert [tuple(row) for row in chain] == [(n, n - 1 if n else None) for n in range(len(chain))]
+    assert all(consumed.count(version) == 2 for version in set(consumed)) and len(set(consumed)) == len(chain) - 1
+
+
+def test_artifacts_that_the_database_does_not_know_are_refused(postgres: str, tmp_path: Path) -> None:
+    url = new_database(postgres)
+    with (
+        served(tmp_path, database=url, artifacts_url=str(tmp_path / "shared")) as service,
+        Client(service.url, service.key) as client,
+    ):
+        client.submit(job())
+    with pytest.raises(UserError, match="has none of the 2 artifacts that the database names"):
+        served(tmp_path, database=url, artifacts_url=str(tmp_path / "elsewhere")).__enter__()
+
+
+def test_a_service_that_lost_its_claim_changes_nothing(postgres: str) -> None:
+    url = new_database(postgres)
+    with closing(Database(url)) as one, closing(Database(url)) as other:
+        one.claim()
+        one.create()
+        one.create_tenant("alice", "Alice", 0.0)
+        with connected(url) as connection:
+            connection.execute(CUT)
+        other.claim()
+        other.create()
+        with pytest.raises(Unavailable, match="has another service since"):
+            one.create_tenant("bob", "Bob", 0.0)
+        with pytest.raises(Unavailable, match="has another service since"), one.batch_transaction():
+            one.create_tenant("bob", "Bob", 0.0)
+        other.create_tenant("carol", "Carol", 0.0)
+        assert {row.name for row in one.list_tenants()} == {"Alice", "Carol"}
+
+
+def test_a_service_that_stands_still_loses_its_claim(postgres: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process keeps its connections: PostgreSQL ends that of a claim which is not renewed."""
+    monkeypatch.setattr("rookery.storage.db.CLAIM_SILENT_SECONDS", 1)
+    monkeypatch.setattr("rookery.storage.db.CLAIM_WAIT_SECONDS", 60)
+    url = new_database(postgres)
+    with closing(Database(url)) as one, closing(Database(url)) as other:
+        one.claim()
+        one.create()
+        other.claim()
+        with pytest.raises(Unavailable):
+            one.create_tenant("bob", "Bob", 0.0)
