@@ -68,7 +68,7 @@ MUTATIONS = [
     ),
     _one(
         "commit what is not durable yet", TrainingDispatcher, "uploading",
-        "manifest = await self._writer(self._publish, message.policy, upload)", "manifest = done.manifest", "durable",
+        "manifest = await self._transfer(self._publish, message.policy, upload)", "manifest = done.manifest", "durable",
         "raises",
     ),
     _one(

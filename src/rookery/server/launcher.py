@@ -191,6 +191,8 @@ class Service:
         try:
             await asyncio.to_thread(database.claim)
             return
+        except Unavailable as error:
+            raise UserError(f"the database cannot be opened: {error}") from None
         except DatabaseInUse:
             if not self.settings.server.artifacts_url:
                 raise
