@@ -136,6 +136,7 @@ def run_job(service: Dialled, link: Connection, name: str, rng: random.Random) -
     policy.end()
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.heavy)])
 def test_memory_does_not_grow_from_job_to_job(tmp_path: Path, count: int) -> None:
     """Where the kernels of all shapes were kept, the first 30 jobs took 740 MB. Below 10 kB a job over many."""

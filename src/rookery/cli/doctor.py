@@ -41,7 +41,6 @@ EXTRAS = {
     "math": "the math verifier",
     "reasoning-gym": "the reasoning-gym environments",
     "postgres": "PostgreSQL",
-    "s3": "artifacts in an object store",
     "tinker": "clients of the tinker SDK",
     "tensorboard": "metrics in TensorBoard",
     "wandb": "metrics in Weights & Biases",
