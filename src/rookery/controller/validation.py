@@ -164,7 +164,7 @@ class JobValidator:
                     raise SpecError([f"{where}.job: trained {row.spec['base_model']}, this job {spec.base_model}"])
                 _, found = await find_version(context.store, tenant, start.job, start.policy, start.version)
                 digest = found.hash
-            config = await context.store.run(context.artifacts.path, digest, "adapter_config.json")
+            config = await context.store.transfer(context.artifacts.path, digest, "adapter_config.json")
             problems = _differences(await asyncio.to_thread(config.read_bytes), name, asked)
         except NotFound as error:
             raise SpecError([f"{where}: {error}"]) from None
