@@ -1,4 +1,4 @@
-"""The tensors of the adapters that recent batches used, stacked so that one product serves several of them.
+"""Resident adapters; on a GPU also tensors of those that recent batches used, stacked so that one product serves all.
 
 Promises:
 
@@ -6,30 +6,28 @@ Promises:
 * A slot is zeroed before an adapter is written into it.
 * The tensors take at most ``max_bytes``, if the adapters of one batch fit in there (:meth:`AdapterSlots.bytes_for`).
 * An adapter keeps its slot while batches use it. Slots that no recent batch used are given to other adapters; when most
-  slots are idle, or the adapters of batches lie scattered, all are assigned again.
+  slots are idle, all are assigned again.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from cachetools import LRUCache
 from torch import Tensor
 
 from rookery.worker.model.adapter import Adapter
-from rookery.worker.model.batch_invariance import contraction_chunks
 from rookery.worker.model.config import SITES, DecoderConfig
 from rookery.worker.model.decoder import Decoder, output_slices
 
+if TYPE_CHECKING:
+    from rookery.worker.engine.native.kernels.lora import KernelAdapter
+
 RANK_BUCKET = 16
 """Ranks are padded to multiples of 16: a narrower product costs as much as one of 16."""
-
-_VIEWS_KEPT = 64
-"""Ranges of slots whose views are cached: some hundred small objects each."""
 
 _FIRST_SLOTS = 4
 """Slots of new tensors, the zero slot included."""
@@ -37,10 +35,6 @@ _FIRST_SLOTS = 4
 _IDLE_BATCHES = 16
 """Batches after which an unused adapter may lose its slot: more than the prefill slices of other adapters that come
 between two decode steps."""
-
-_SCATTERED_BATCHES = 4
-"""Consecutive batches whose adapters do not lie side by side before these are assigned again: loading one adapter costs
-about as much as adjacency saves in two decode steps."""
 
 
 def padded_rank(rank: int) -> int:
@@ -56,20 +50,19 @@ class ResidentAdapter:
     rank: int
     a: dict[str, Tensor]
     b: dict[str, Tensor]
-    finite: bool
-    """Whether all its weights are finite, so that its product with zeros is zero."""
     pins: int = 0
     """Requests that use it."""
     evict_pending: bool = False
-    packed: Any = None
-    """In another layout (``LoraManager.packed``)."""
+    packed: KernelAdapter | None = None
+    """In the kernels' layout; then ``a`` and ``b`` are empty until a plain product needs them."""
     decoder: Decoder | None = None
     """With all weights of a full-parameter version, which has no LoRA."""
 
     @property
     def bytes(self) -> int:
         whole = self.decoder.bytes if self.decoder is not None else 0
-        return whole + sum(factor.nbytes for factor in (*self.a.values(), *self.b.values()))
+        packed = self.packed.bytes if self.packed is not None else 0
+        return whole + packed + sum(factor.nbytes for factor in (*self.a.values(), *self.b.values()))
 
     @classmethod
     def load(
@@ -86,26 +79,12 @@ class ResidentAdapter:
                     up[layer, outputs[part], : adapter.rank] = adapter_b * adapter.scale
             if any(part in parts for _, part in adapter.weights):
                 a[site], b[site] = down.to(device, dtype), up.to(device, dtype)
-        return cls(rank, a, b, all(bool(factor.isfinite().all()) for factor in (*a.values(), *b.values())))
-
-
-@dataclass(frozen=True)
-class SlotViews:
-    """A range of slots in one layer and site. ``a`` factors come in chunks of ``in`` (``contraction_chunks``)."""
-
-    a: Sequence[Tensor]
-    """[slots, in, parts · rank]"""
-    b: Tensor
-    """[slots, parts · rank, out]"""
-    wide_a: Sequence[Tensor]
-    """All slots' A side by side: [in, slots · parts · rank]"""
-    wide_b: Tensor
-    """[slots · parts · rank, out]"""
+        return cls(rank, a, b)
 
 
 class AdapterSlots:
-    """Per site A [layers, slots, parts · rank, in], in chunks of ``in``, and B [layers, slots, parts · rank, out]. All
-    slots have the highest rank and all sites of the adapters in them."""
+    """Per site A [layers, slots, parts · rank, in] and B [layers, slots, parts · rank, out]. All slots have the highest
+    rank and all sites of the adapters in them."""
 
     def __init__(
         self,
@@ -120,21 +99,16 @@ class AdapterSlots:
         self.device = device
         self.rank = 0
         self.sites: set[str] = set()
-        self.a: dict[str, list[Tensor]] = {}
+        self.a: dict[str, Tensor] = {}
         self.b: dict[str, Tensor] = {}
         self.slots = 0
         """Slots of the tensors, the zero slot included."""
         self.layout_version = 0
         """Changes whenever the tensors are replaced."""
-        self.finite: list[bool] = []
-        """Of each slot that was ever used."""
         self._last_used: list[int] = []
         """Of each slot that was ever used, the batch."""
         self._slot_of: dict[str, int] = {}
         self._batch = 0
-        self._scattered = 0
-        """Consecutive batches whose adapters did not lie side by side."""
-        self._views: LRUCache[tuple[int, int], dict[str, list[SlotViews]]] = LRUCache(_VIEWS_KEPT)
 
     @property
     def bytes(self) -> int:
@@ -150,21 +124,7 @@ class AdapterSlots:
 
     def slot(self, key: str) -> int:
         """An adapter's slot; the number of slots in use for one that has none."""
-        return self._slot_of.get(key, len(self.finite))
-
-    def views(self, first: int, end: int) -> dict[str, list[SlotViews]]:
-        """By site and layer, of the slots from ``first`` to before ``end``. Cached: making a view costs a good part of
-        a small product."""
-        found = self._views.get((first, end))
-        if found is None:
-            found = self._views[first, end] = {
-                site: [
-                    SlotViews([x.transpose(1, 2) for x in a], b, [x.flatten(0, 1).t() for x in a], b.flatten(0, 1))
-                    for *a, b in zip(*(x[:, first:end] for x in (*self.a[site], self.b[site])), strict=True)
-                ]
-                for site in self.sites
-            }
-        return found
+        return self._slot_of.get(key, len(self._last_used))
 
     def remove(self, key: str) -> None:
         """Frees an adapter's slot, if it has one."""
@@ -172,42 +132,33 @@ class AdapterSlots:
         if slot is not None:
             self._last_used[slot] = -_IDLE_BATCHES
 
-    def assign(self, wanted: dict[str, ResidentAdapter], *, pinned: bool = False) -> dict[str, int]:
-        """Slots of the adapters of one batch. With ``pinned``, tensors and slots stay where they are if the adapters
-        fit in."""
+    def assign(self, wanted: dict[str, ResidentAdapter]) -> None:
+        """Gives the adapters of one batch slots. Tensors and slots stay where they are if the adapters fit in."""
         self._batch += 1
         fits = all(adapter.rank <= self.rank and adapter.a.keys() <= self.sites for adapter in wanted.values())
         wanted_slots = {self._slot_of[key] for key in wanted if key in self._slot_of}
         idle = [slot for slot, used in enumerate(self._last_used) if self._batch - used > _IDLE_BATCHES]
-        free = [slot for slot in idle if slot not in wanted_slots]
-        scattered = self._scattered >= _SCATTERED_BATCHES and len(wanted) > 1 and not pinned
+        free, used = [slot for slot in idle if slot not in wanted_slots], len(self._last_used)
         added = len(wanted) - len(wanted_slots) - len(free)
-        full = added > 0 and self.bytes_for(len(self.finite) + added + 1, self.rank, self.sites) > self.max_bytes
-        if not fits or scattered or full or 2 * len(free) > len(self.finite):
-            self._reset(wanted, pinned)
+        full = added > 0 and self.bytes_for(used + added + 1, self.rank, self.sites) > self.max_bytes
+        if not fits or full or 2 * len(free) > used:
+            self._reset(wanted)
             free = []
         for key, adapter in wanted.items():
             if key not in self._slot_of:
-                self._load(free.pop(0) if free else len(self.finite), key, adapter)
-        slots = {key: self._slot_of[key] for key in wanted}
-        adjacent = max(slots.values()) - min(slots.values()) < len(slots)
-        self._scattered = 0 if adjacent else self._scattered + 1
-        for slot in slots.values():
-            self._last_used[slot] = self._batch
-        return slots
+                self._load(free.pop(0) if free else len(self._last_used), key, adapter)
+            self._last_used[self._slot_of[key]] = self._batch
 
-    def _reset(self, wanted: dict[str, ResidentAdapter], pinned: bool) -> None:
-        """Frees all slots; the tensors stay if they have the wanted shape, with ``pinned`` also if they are larger."""
+    def _reset(self, wanted: dict[str, ResidentAdapter]) -> None:
+        """Frees all slots; the tensors stay if they are large enough, unless they are too large for the budget."""
         rank = max(adapter.rank for adapter in wanted.values())
         sites = set().union(*(adapter.a for adapter in wanted.values()))
-        if pinned:
-            larger = max(rank, self.rank), sites | self.sites
-            if self.bytes_for(len(wanted) + 1, *larger) <= self.max_bytes:
-                rank, sites = larger
-        self._slot_of, self._last_used, self.finite = {}, [], []
+        larger = max(rank, self.rank), sites | self.sites
+        if self.bytes_for(len(wanted) + 1, *larger) <= self.max_bytes:
+            rank, sites = larger
+        self._slot_of, self._last_used = {}, []
         if (rank, sites) != (self.rank, self.sites):
             self.rank, self.sites, self.a, self.b, self.slots = rank, sites, {}, {}, 0
-            self._views.clear()
 
     def _load(self, slot: int, key: str, adapter: ResidentAdapter) -> None:
         layers = self.config.layers
@@ -215,39 +166,29 @@ class AdapterSlots:
             self._grow()
         for site in self.sites:
             parts, outputs = SITES[site], output_slices(self.config, site)
-            a = [chunk[:, slot].view(layers, len(parts), self.rank, -1) for chunk in self.a[site]]
-            b = self.b[site][:, slot].view(layers, len(parts), self.rank, -1)
-            for tensor in (*a, b):
-                tensor.zero_()
+            a, b = (x[site][:, slot].view(layers, len(parts), self.rank, -1) for x in (self.a, self.b))
+            a.zero_()
+            b.zero_()
             if site in adapter.a:
-                sizes = [chunk.shape[-1] for chunk in a]
-                for chunk, source in zip(a, adapter.a[site].split(sizes, -1), strict=True):
-                    chunk[:, :, : adapter.rank] = source
+                a[:, :, : adapter.rank] = adapter.a[site]
                 for i, rows in enumerate(outputs.values()):
                     b[:, i, : adapter.rank, rows] = adapter.b[site][:, rows].transpose(1, 2)
-        if slot == len(self.finite):
+        if slot == len(self._last_used):
             self._last_used.append(self._batch)
-            self.finite.append(adapter.finite)
         else:
             self._slot_of = {other: taken for other, taken in self._slot_of.items() if taken != slot}
-            self.finite[slot] = adapter.finite
         self._slot_of[key] = slot
 
     def _grow(self) -> None:
         """Adds a quarter of the slots in use: an idle slot costs more memory than an adapter."""
-        used = len(self.finite)
+        used = len(self._last_used)
         most = self.max_bytes // self.bytes_for(1, self.rank, self.sites)
         self.slots = max(min(max(_FIRST_SLOTS, used + used // 4 + 2), most), used + 2)
         self.layout_version += 1
-        self._views.clear()
         for site in self.sites:
             parts, outputs = SITES[site], output_slices(self.config, site)
-            chunks = contraction_chunks(self.config.site_shape(parts[0])[0], self.dtype, self.device)
-            old = [*self.a[site], self.b[site]] if site in self.b else [None] * (len(chunks) + 1)
-            *self.a[site], self.b[site] = (
-                self._grown(len(parts) * self.rank, size, used, tensor)
-                for size, tensor in zip((*chunks, outputs[parts[-1]].stop), old, strict=True)
-            )
+            for x, size in ((self.a, self.config.site_shape(parts[0])[0]), (self.b, outputs[parts[-1]].stop)):
+                x[site] = self._grown(len(parts) * self.rank, size, used, x.get(site))
 
     def _grown(self, ranks: int, size: int, used: int, old: Tensor | None) -> Tensor:
         """[layers, slots, ranks, size] of zeros with the first ``used`` slots of ``old``."""

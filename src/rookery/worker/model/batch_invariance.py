@@ -15,8 +15,8 @@ avoid the exceptions:
   (``layers.PackedLinear``); with few columns it is not → chunks of the contraction (``contraction_chunks``);
 * the same: a contraction of less than 32 uses another kernel where a thread has one row → rows for all threads;
 * float32: rows beyond the last whole block are added in another order where a thread has no others → whole blocks;
-* float32: a contraction is split at places that depend on its length → ``exact_key_capacity`` and
-  ``zero_padding_is_exact`` keep to lengths that are split alike;
+* float32: a contraction is split at places that depend on its length → ``exact_key_capacity`` keeps
+  to lengths that are split alike;
 * a softmax adds lane by lane, so a key must keep its lane → key ranges start and end at multiples of ``LANES``.
 
 Tests check the rules, bit for bit, on random models and on SmolLM2, in the type that the machine's workers compute in.
@@ -125,14 +125,6 @@ def exact_rows(dtype: torch.dtype, rows: int, *products: tuple[int, int]) -> int
 def pad_rows(x: Tensor, rows: int) -> Tensor:
     """x [..., n, size] with zeros appended → [..., rows, size]; ``x`` itself where it has them."""
     return x if x.shape[-2] == rows else F.pad(x, (0, 0, 0, rows - x.shape[-2]))
-
-
-def zero_padding_is_exact(dtype: torch.dtype, inner: int) -> bool:
-    """Whether a few numbers in a row, zeros before and behind them, are added in a contraction of ``inner`` as they
-    are by themselves, wherever they stand."""
-    if dtype == torch.bfloat16 and _amx_enabled():
-        return inner <= TILE_DEPTH
-    return dtype != torch.float32 or inner <= _DEPTH
 
 
 def key_capacity(length: int) -> int:

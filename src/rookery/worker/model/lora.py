@@ -9,9 +9,9 @@ Promises:
 * All adapters and their slots stay within ``budget_bytes``: the least recently used ones that no request uses are
   dropped, and :meth:`LoraManager.make_room` refuses more than fit.
 
-Two classes implement ``LoraProduct`` for generation (the trainer has one with gradients): ``BatchLora`` plans its
-products for the batch at hand; ``GroupedLora`` has shapes that do not depend on the batch and never waits for the
-device, so that a CUDA graph can hold it.
+Two classes implement ``LoraProduct`` for generation (the trainer has one with gradients): ``BatchLora`` multiplies each
+adapter's rows by themselves; ``GroupedLora`` has shapes that do not depend on the batch and never waits for the device,
+so that a CUDA graph can hold it. Compiled kernels have their own product.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -29,23 +29,16 @@ from rookery.errors import UserError
 from rookery.worker.memory import NoRoom, require
 from rookery.worker.model.adapter import Adapter
 from rookery.worker.model.adapter_slots import AdapterSlots, ResidentAdapter, padded_rank
-from rookery.worker.model.batch_invariance import chunked_matmul, exact_rows, pad_rows, zero_padding_is_exact
+from rookery.worker.model.batch_invariance import chunked_matmul, contraction_chunks, exact_rows, pad_rows
 from rookery.worker.model.config import SITES, DecoderConfig
-from rookery.worker.model.decoder import Decoder
+from rookery.worker.model.decoder import Decoder, output_slices
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from rookery.worker.engine.native.kernels.lora import KernelAdapter
 
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 """x [rows, in], w [slots, in, out], ends [slots] int32 → [rows, out]: the rows from ``ends[i - 1]`` to before
 ``ends[i]`` times ``w[i]``."""
-
-_ADAPTER_ROWS, _PRODUCT_ROWS, _GATHER_ROWS = 15, 45, 45
-"""Costs of one more adapter in a product, of one more product, and of gathering rows into groups and back, in rows of
-work: measured on SmolLM2's shapes; over all layers a row takes 0.08 ms, an adapter 1.2 ms, a product 3 to 4 ms."""
-
-_FOREIGN_ROW = 0.4
-"""Cost of a row times an adapter that is not its own, in rows of work: one large product is faster than many small
-ones."""
 
 _SLOT_SHARE = 0.35
 """Share of the budget for the slots of one batch's adapters. Half is for the adapters themselves; the rest for the copy
@@ -132,7 +125,7 @@ class LoraManager:
         if used + size > self.budget_bytes:
             raise NoRoom
         self._drop_idle(self.budget_bytes - size)
-        self._residents[key] = ResidentAdapter(0, {}, {}, finite=True, decoder=load())
+        self._residents[key] = ResidentAdapter(0, {}, {}, decoder=load())
 
     def lora_key(self, key: str) -> str:
         """The key under which products know an adapter: a full-parameter version has no LoRA."""
@@ -178,18 +171,20 @@ class LoraManager:
         self._slots.remove(key)
         self.dropped.append(key)
 
-    def packed(self, key: str, layout: Callable[[ResidentAdapter], T]) -> T:
-        """An adapter in the layout of other products than those below; made once, it replaces the tensors that these
-        read."""
+    def packed(self, key: str, layout: Callable[[ResidentAdapter], KernelAdapter]) -> KernelAdapter:
+        """An adapter in the layout of the kernels; made once, it replaces the tensors that the products below read."""
         resident = self._residents[key]
         if resident.packed is None:
             resident.packed = layout(resident)
             resident.a, resident.b = {}, {}
-        packed: T = resident.packed
-        return packed
+        return resident.packed
 
     def _wanted(self, keys: Iterable[str]) -> dict[str, ResidentAdapter]:
-        return {key: self._residents[key] for key in keys if key}
+        wanted = {key: self._residents[key] for key in keys if key}
+        for resident in wanted.values():
+            if resident.packed is not None:  # a runner with kernels was here before
+                (resident.a, resident.b), resident.packed = resident.packed.unpack(), None
+        return wanted
 
     # --- products ---------------------------------------------------------------------------------------------------
 
@@ -197,14 +192,11 @@ class LoraManager:
         """Sort key of a batch's rows: the adapter's slot, the base model last. Sorted rows need no rearrangement."""
         return self._slots.slot(key)
 
-    def batch_product(self, keys: Sequence[str], counts: Sequence[int], *, pinned: bool = False) -> BatchLora | None:
+    def batch_product(self, keys: Sequence[str], counts: Sequence[int]) -> BatchLora | None:
         """The ``LoraProduct`` of a stream whose first ``counts[0]`` tokens belong to ``keys[0]`` and so on; the empty
-        key is the base model, each key appears once. None when all tokens belong to the base model. With ``pinned``,
-        adapters that have slots keep them."""
-        if not any(keys):
-            return None
-        slots = self._slots.assign(self._wanted(keys), pinned=pinned)
-        return BatchLora(self._slots, [slots[key] if key else -1 for key in keys], counts)
+        key is the base model. None when all tokens belong to the base model."""
+        wanted = self._wanted(keys)
+        return BatchLora(self.config, [wanted.get(key) for key in keys], counts) if wanted else None
 
     @property
     def layout_version(self) -> int:
@@ -217,7 +209,7 @@ class LoraManager:
         wanted = self._wanted(keys)
         if not wanted:
             return 0
-        self._slots.assign(wanted, pinned=True)
+        self._slots.assign(wanted)
         return self._slots.slots
 
     def slot_ends(self, keys: Sequence[str], counts: Sequence[int], rows: int) -> list[int]:
@@ -236,115 +228,36 @@ class LoraManager:
 
 
 class BatchLora:
-    """``LoraProduct`` of one stream sorted by adapter. It changes ``y`` in place and has no backward pass.
+    """``LoraProduct`` of one stream sorted by adapter. It changes ``y`` in place and has no backward pass."""
 
-    It takes the cheapest of three ways, which give the same bits. *Shared*: groups of about equal size share one
-    batched product over the slots from their first to their last one, padded to the largest group. *Alone*: a group far
-    larger than the others has a separate product. *Wide*: every row is multiplied by all of these slots, and the
-    columns of other adapters are zeroed between the two factors; only where all adapters are finite (zero times
-    infinity is NaN) and the number of zeros around a row's numbers cannot change their sum."""
-
-    def __init__(self, slots: AdapterSlots, slot_of_group: Sequence[int], counts: Sequence[int]) -> None:
-        """``slot_of_group`` and ``counts`` of the groups in the order of the stream; slot -1 is the base model."""
-        starts = list(accumulate(counts, initial=0))[:-1]
-        groups = sorted(
-            (
-                (count, slot, start)
-                for slot, count, start in zip(slot_of_group, counts, starts, strict=True)
-                if slot >= 0
-            ),
-            reverse=True,
-        )
-        first = min(slot for _, slot, _ in groups)
-        self._width = width = max(slot for _, slot, _ in groups) + 1 - first
-        total, rank = sum(counts), slots.rank
-        self._views = slots.views(first, first + width)
-        # oneDNN's threshold depends on the site; the narrowest decides
-        thinnest = min(chunk.shape[-2] for layers in self._views.values() for chunk in layers[0].a)
-
-        def exact(rows: int) -> int:
-            return exact_rows(slots.dtype, rows, (thinnest, rank), (rank, slots.config.hidden))
-
-        self.foreign: dict[int, Tensor] = {}
-        """Of the wide product, by its number of columns: the columns that are not the row's own [rows, columns]."""
-        costs = [_cost(groups, alone, width, total) for alone in range(len(groups) + 1)]
-        deepest = width * rank * max(len(SITES[site]) for site in slots.sites)
-        can_mix = all(slots.finite[first : first + width]) and zero_padding_is_exact(slots.dtype, deepest)
-        if can_mix and _PRODUCT_ROWS + total + _FOREIGN_ROW * total * width < min(costs):
-            self._rows = exact(total)
-            own = torch.tensor(slot_of_group).sub(first).repeat_interleave(torch.tensor(counts))
-            for ranks in {len(SITES[site]) * rank for site in slots.sites}:
-                owner = torch.arange(width).repeat_interleave(ranks)
-                self.foreign[width * ranks] = (owner != own[:, None]).to(slots.device)
-            return
-        alone = costs.index(min(costs))
-        self._alone = [(slot - first, start, start + count, exact(count)) for count, slot, start in groups[:alone]]
-        shared = [(count, slot - first, start) for count, slot, start in groups[alone:]]
-        self._rows = exact(max(count for count, _, _ in shared)) if shared else 0
-        self._even = _even(shared, width, self._rows, total)
-        if shared and not self._even:
-            take = torch.zeros(width, self._rows, dtype=torch.int64)
-            source: list[int] = []
-            target: list[int] = []
-            for count, slot, start in shared:
-                take[slot, :count] = torch.arange(start, start + count)
-                target.extend(range(start, start + count))
-                source.extend(range(slot * self._rows, slot * self._rows + count))
-            self._take = take.view(-1).to(slots.device)
-            self._source, self._target = (torch.tensor(x, device=slots.device) for x in (source, target))
-            self._covers_all = target == list(range(total))
+    def __init__(
+        self, config: DecoderConfig, adapters: Sequence[ResidentAdapter | None], counts: Sequence[int]
+    ) -> None:
+        """``counts`` of consecutive rows for each of ``adapters``; None is the base model."""
+        ends = list(accumulate(counts))
+        self._outputs = {site: output_slices(config, site) for site in SITES}
+        self._groups = [
+            (slice(end - count, end), adapter)
+            for adapter, count, end in zip(adapters, counts, ends, strict=True)
+            if adapter is not None
+        ]
 
     def __call__(self, layer: int, site: str, x: Tensor, y: Tensor) -> Tensor:
         """See ``LoraProduct``."""
-        if site not in self._views:
-            return y
-        views = self._views[site][layer]
-        if self.foreign:
-            inner = chunked_matmul(pad_rows(x, self._rows), views.wide_a)
-            inner[: len(x)].masked_fill_(self.foreign[inner.shape[1]], 0.0)
-            return _add_product(y, inner, views.wide_b)
-        if self._rows:
-            shape = (self._width, self._rows, -1)
-            if self._even:
-                y.view(shape).baddbmm_(chunked_matmul(x.view(shape), views.a), views.b)
-                return y
-            inner = chunked_matmul(x.index_select(0, self._take).view(shape), views.a)
-            sums = torch.baddbmm(y.index_select(0, self._take).view(shape), inner, views.b).flatten(0, 1)
-            picked = sums.index_select(0, self._source)
-            if self._covers_all:
-                return picked
-            y.index_copy_(0, self._target, picked)
-        for slot, start, end, rows in self._alone:
-            inner = chunked_matmul(pad_rows(x[start:end], rows), [chunk[slot] for chunk in views.a])
-            _add_product(y[start:end], inner, views.b[slot])
+        outputs = self._outputs[site]
+        narrowest = min(part.stop - part.start for part in outputs.values())
+        for rows, adapter in self._groups:
+            if site not in adapter.a:
+                continue
+            rank, a = adapter.rank, adapter.a[site][layer].flatten(0, 1).t()
+            pieces = a.split(contraction_chunks(len(a), x.dtype, x.device))
+            count = rows.stop - rows.start
+            padded = exact_rows(x.dtype, count, (len(pieces[-1]), a.shape[1]), (rank, narrowest))
+            inner = chunked_matmul(pad_rows(x[rows], padded), pieces)
+            for i, part in enumerate(outputs.values()):
+                middle, b = inner[:, i * rank : (i + 1) * rank], adapter.b[site][layer, part]
+                y[rows, part] = torch.addmm(pad_rows(y[rows, part], padded), middle, b.t())[:count]
         return y
-
-
-def _add_product(y: Tensor, inner: Tensor, b: Tensor) -> Tensor:
-    """Adds the first n rows of ``inner`` [at least n, rank] · b to ``y`` [n, out], in place."""
-    if len(inner) == len(y):
-        return y.addmm_(inner, b)
-    return y.copy_(torch.addmm(pad_rows(y, len(inner)), inner, b)[: len(y)])
-
-
-def _even(groups: Sequence[tuple[int, int, int]], width: int, rows: int, total: int) -> bool:
-    """Whether the stream consists of these groups, one after another in the order of their slots, of ``rows`` each."""
-    in_order = sorted(groups, key=lambda group: group[1])
-    return (
-        len(groups) == width
-        and total == width * rows
-        and [(count, start) for count, _, start in in_order] == [(rows, i * rows) for i in range(width)]
-    )
-
-
-def _cost(groups: list[tuple[int, int, int]], alone: int, width: int, total: int) -> float:
-    """Rows of work when the ``alone`` largest groups have products of their own and the others share one."""
-    solo = sum(count + _ADAPTER_ROWS + _PRODUCT_ROWS for count, _, _ in groups[:alone])
-    rest = groups[alone:]
-    if not rest:
-        return solo
-    gather = 0 if _even(rest, width, rest[0][0], total) else _GATHER_ROWS
-    return solo + _PRODUCT_ROWS + gather + width * (rest[0][0] + _ADAPTER_ROWS)
 
 
 class GroupedLora:
@@ -353,8 +266,7 @@ class GroupedLora:
 
     def __init__(self, slots: AdapterSlots, ends: Tensor, product: GroupedMatmul) -> None:
         """``ends`` [slots] int32: see ``LoraManager.slot_ends``."""
-        self._a = {site: a for site, (a,) in slots.a.items()}  # a GPU's contractions have one chunk
-        self._b = dict(slots.b)
+        self._a, self._b = dict(slots.a), dict(slots.b)
         self._ends = ends
         self._product = product
 

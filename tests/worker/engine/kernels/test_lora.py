@@ -17,6 +17,7 @@ from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.adapter_slots import ResidentAdapter
 from rookery.worker.model.config import SITES
 from rookery.worker.model.decoder import Decoder, output_slices
+from rookery.worker.model.lora import LoraManager
 
 if not kernels.load(None):
     pytest.skip(kernels.runtime.why_unavailable(), allow_module_level=True)
@@ -158,3 +159,18 @@ def test_stages_raise_for_what_does_not_fit() -> None:
         stages.swiglu(torch.zeros(4, 64, dtype=decoder.dtype), (0, "gate_up"), (0, "down"))
     with pytest.raises(ValueError, match="a kernel needs"):
         stages.norm(decoder.norm, torch.zeros(5, 64, dtype=decoder.dtype), None, None)
+
+
+def test_a_bank_that_kernels_used_serves_plain_products() -> None:
+    decoder = small("llama", torch.float32)
+    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, 64)
+    bank.add("a", adapter(decoder, 20, ["q", "v", "down"], 1))
+    x, y = torch.randn(5, 64), torch.randn(5, 128)
+    product = bank.batch_product(["a"], [5])
+    assert product is not None
+    wanted, size = product(1, "qkv", x, y.clone()), bank.bytes
+    bank.packed("a", KernelAdapter.pack)
+    assert bank.bytes == size
+    again = bank.batch_product(["a"], [5])
+    assert again is not None
+    assert torch.equal(again(1, "qkv", x, y.clone()), wanted) and bank.bytes == size

@@ -25,9 +25,6 @@ NEAR_NATS = 8.0
 """Tokens at least e⁻⁸ times as likely as the likeliest get their own noise: some hundreds of a vocabulary, while the
 pseudo-token, which costs a pass over the vocabulary, wins in about one draw of a hundred."""
 
-_BLOCK = 128
-"""Tokens that are searched together; vocabularies are padded to multiples of it (where not, blocks are smaller)."""
-
 STEP = np.uint64(0x9E3779B97F4A7C15)
 MIX = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 """Multipliers of SplitMix64's finaliser."""
@@ -86,19 +83,9 @@ def sample(logits: Tensor, keys: Sequence[SamplingKey]) -> SampledTokens:
 
 
 def _near(p: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the likely tokens are ([n, 2], in order of rows) and their probabilities [n]. Blocks are tested first:
-    most hold no likely token, and a pass over single tokens is the most expensive part of sampling."""
-    rows, vocabulary = p.shape
-    size = math.gcd(vocabulary, _BLOCK)
-    blocks = p.view(rows, -1, size)
-    tops = blocks.amax(-1)
-    threshold = tops.amax(-1, keepdim=True) * math.exp(-NEAR_NATS)
-    hits = (tops >= threshold).nonzero()
-    candidates = blocks[hits[:, 0], hits[:, 1]]
-    found = (candidates >= threshold[hits[:, 0]]).nonzero()
-    block = hits[found[:, 0]]
-    at = torch.stack((block[:, 0], block[:, 1] * size + found[:, 1]), 1)
-    return at, candidates[found[:, 0], found[:, 1]]
+    """Where the likely tokens are ([n, 2], in order of rows) and their probabilities [n]."""
+    at = (p >= p.amax(-1, keepdim=True) * math.exp(-NEAR_NATS)).nonzero()
+    return at, p[at[:, 0], at[:, 1]]
 
 
 def _sample_rest(rest: Tensor, key: np.uint64) -> tuple[int, float]:

@@ -133,7 +133,7 @@ def _packed(decoder: Decoder, policy: PolicyState) -> KernelAdapter:
                 for part in found.parts:
                     a[site][i, part.number, : policy.rank] = found.a[part.ranks]
                     b[site][i, part.outputs, : policy.rank] = part.b
-    return KernelAdapter.pack(ResidentAdapter(rank, a, b, finite=True))
+    return KernelAdapter.pack(ResidentAdapter(rank, a, b))
 
 
 def _attention(decoder: Decoder, batch: PackedBatch) -> KernelAttention:

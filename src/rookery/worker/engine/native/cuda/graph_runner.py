@@ -94,7 +94,7 @@ class CudaGraphRunner:
                 on_device = torch.tensor(ends, dtype=torch.int32, device=self._decoder.device)
                 lora = self._bank.grouped_product(on_device, grouped_matmul)
             else:  # with so many rows, padding each group is cheaper than multiplying all rows by all slots
-                lora = self._bank.batch_product(keys, counts, pinned=True)  # captured graphs know the slots
+                lora = self._bank.batch_product(keys, counts)
         hidden = self._decoder.forward(attend.tokens, attend.positions, attend, lora)
         return hidden, attend.last
 

@@ -66,21 +66,33 @@ class KernelAdapter:
 
     rank: int
     table: Tensor
-    tensors: list[Tensor]
+    factors: dict[str, tuple[Tensor, Tensor]]
+
+    @property
+    def bytes(self) -> int:
+        return sum(factor.nbytes for pair in self.factors.values() for factor in pair)
 
     @classmethod
     def pack(cls, adapter: ResidentAdapter) -> KernelAdapter:
         """Copies the factors into the kernel's layout."""
         layers = len(next(iter(adapter.a.values())))
-        table, tensors = torch.zeros(layers, len(SITES), 2, dtype=torch.int64), []
+        table, factors = torch.zeros(layers, len(SITES), 2, dtype=torch.int64), {}
         for i, site in enumerate(SITES):
             if site in adapter.a:
                 a = adapter.a[site].reshape(layers, -1, LANES, adapter.a[site].shape[-1]).transpose(2, 3).contiguous()
                 b = adapter.b[site].reshape(layers, -1, LANES, adapter.rank).transpose(2, 3).contiguous()
-                for j, tensor in enumerate((a, b)):
-                    table[:, i, j] = tensor.data_ptr() + torch.arange(layers) * tensor[0].nbytes
-                    tensors.append(tensor)
-        return cls(adapter.rank, table, tensors)
+                factors[site] = a, b
+                for j, factor in enumerate((a, b)):
+                    table[:, i, j] = factor.data_ptr() + torch.arange(layers) * factor[0].nbytes
+        return cls(adapter.rank, table, factors)
+
+    def unpack(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """``a`` and ``b`` of a ``ResidentAdapter``."""
+        a, b, layers = {}, {}, len(self.table)
+        for site, (down, up) in self.factors.items():
+            a[site] = down.transpose(2, 3).reshape(layers, len(SITES[site]), self.rank, down.shape[2])
+            b[site] = up.transpose(2, 3).reshape(layers, -1, self.rank)
+        return a, b
 
 
 @device_function
