@@ -22,7 +22,8 @@ from rookery.worker.model.lora import LoraManager
 if not kernels.load(None):
     pytest.skip(kernels.runtime.why_unavailable(), allow_module_level=True)
 
-from rookery.worker.engine.native.kernels.lora import KernelAdapter, LayerStages, forward
+from rookery.worker.engine.native.kernels.layer_pass import forward
+from rookery.worker.engine.native.kernels.lora import KernelAdapter, LayerStages
 
 Group = tuple[Adapter | None, int]
 TARGETS = st.sampled_from([list(PARTS), ["q", "v"], ["o"], ["gate", "down"], ["k", "up"]])

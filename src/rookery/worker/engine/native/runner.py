@@ -90,12 +90,12 @@ class KernelRunner:
     """A CPU's with compiled kernels (``kernels.load`` comes first)."""
 
     def __init__(self, decoder: Decoder, bank: LoraManager, kv_budget_bytes: int) -> None:
-        from rookery.worker.engine.native.kernels import attention, lora, sampler
+        from rookery.worker.engine.native.kernels import attention, layer_pass, lora, sampler
 
         self.store = KVCache(decoder.config, decoder.dtype, decoder.device, kv_budget_bytes)
         self._decoder = decoder
         self._bank = bank
-        self._attention, self._lora, self._sampler = attention, lora, sampler
+        self._attention, self._lora, self._pass, self._sampler = attention, lora, layer_pass, sampler
 
     def use(self, decoder: Decoder) -> None:
         """See ``Runner``."""
@@ -109,7 +109,7 @@ class KernelRunner:
         attend = self._attention.KernelAttention(self._decoder, self.store, TokenStream(streams))
         pack = self._lora.KernelAdapter.pack
         groups = [(self._bank.packed(key, pack) if key else None, count) for key, count in _adapter_groups(streams)]
-        return self._lora.forward(self._decoder, attend.tokens, groups, attend), attend.last
+        return self._pass.forward(self._decoder, attend.tokens, groups, attend), attend.last
 
     def decode(self, streams: Sequence[SequenceChunk]) -> Tensor:
         """See ``Runner``."""

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from rookery.worker.engine.native.attention import SequenceChunk, TokenStream
 from rookery.worker.engine.native.kernels.attention import KernelAttention
-from rookery.worker.engine.native.kernels.lora import KernelAdapter, LayerStages, LayerValues, forward, run_layer
+from rookery.worker.engine.native.kernels.layer_pass import LayerValues, forward, run_layer
+from rookery.worker.engine.native.kernels.lora import KernelAdapter, LayerStages
 from rookery.worker.engine.native.kv_cache import KVCache
 from rookery.worker.model.adapter_slots import ResidentAdapter, padded_rank
 from rookery.worker.model.batch_invariance import key_capacity
