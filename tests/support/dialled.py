@@ -37,8 +37,13 @@ class Connection:
         self._socket = socket
 
     def send(self, *messages: protocol.Message) -> None:
-        for message in messages:
-            self.service.run(self._socket.send_bytes(protocol.encode(message)))
+        """Sends them without a pause, so that the worker answers none before it has all."""
+
+        async def send() -> None:
+            for message in messages:
+                await self._socket.send_bytes(protocol.encode(message))
+
+        self.service.run(send())
 
     def drop(self) -> None:
         """End the connection from this side."""

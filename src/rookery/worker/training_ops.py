@@ -113,7 +113,7 @@ class TrainingOps:
         if running is None:
             return
         running.task.cancel()
-        if running.result is not None:
+        if running.result is not None and not running.result.done():
             self._compute.call(lambda core: core.trainer.cancel(op))
         elif not isinstance(running.op, protocol.InitAdapter):
             self._queue(running.op.policy).incomplete = f"operation {op} of this step was cancelled"
@@ -243,7 +243,9 @@ class TrainingOps:
         self, op: TrainerOperation, enqueue: Callable[[WorkerCore], None]
     ) -> asyncio.Future[TrainerResult]:
         result = self._running[op.op].result = asyncio.get_running_loop().create_future()
-        await self._call(enqueue)
+        # From here on the trainer must know the operation: one cancelled before that would leave the gradient
+        # incomplete without anybody's notice.
+        await asyncio.shield(self._call(enqueue))
         return result
 
     async def _commit(self, op: str, ticket: str, export: Export, metrics: dict[str, float]) -> None:
