@@ -30,10 +30,24 @@ from rookery.worker.device import finish
 from rookery.worker.memory import MemoryUse, NoRoom
 from rookery.worker.model.adapter import WEIGHTS_FILE, adapter_numbers, init_adapter, read_adapter
 from rookery.worker.trainer.base import TrainerResult
-from rookery.worker.trainer.native.microbatch import PassItem, QueuedBatch, check_loss, run_pass
+from rookery.worker.trainer.native.microbatch import (
+    PassItem,
+    Queued,
+    QueuedBatch,
+    check_loss,
+    operation_of,
+    run_pass,
+)
 from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
 from rookery.worker.trainer.native.packing import PackedGroup
-from rookery.worker.trainer.native.states import EXPORT_BYTES, HeldPolicy, PolicyStates
+from rookery.worker.trainer.native.states import (
+    EXPORT_BYTES,
+    OTHER_STATE,
+    HeldPolicy,
+    PolicyStates,
+    StaleOperation,
+    mark_committed,
+)
 from rookery.worker.trainer.packed_pass import Backbone
 
 log = logging.getLogger("rookery.worker.trainer")
@@ -45,10 +59,6 @@ bounds them all the same."""
 
 OPTIMIZER_TOKENS = 64
 """An optimizer step in trained tokens, by its time."""
-
-OTHER_STATE = "this worker holds another state of the policy"
-
-Queued = QueuedBatch | protocol.OptimStep
 
 
 class PackedTrainer:
@@ -130,7 +140,7 @@ class PackedTrainer:
     def offload(self, policy: str) -> None:
         held = self.held.get(policy)
         if held is not None:
-            version = next((hash for hash, steps in held.versions.items() if steps == held.steps), None)
+            version = held.version
             if version is not None:
                 self.states.offloaded.pop(version, None)
                 self.states.offloaded[version] = held.state.export(self._base_model)
@@ -140,7 +150,7 @@ class PackedTrainer:
         for queued in list(self._queue(policy)):
             self._remove(queued)
             if not (isinstance(queued, QueuedBatch) and queued.abandoned):
-                self._finish(_op(queued).op, "the policy was evicted from this worker", "lost")
+                self._finish(operation_of(queued).op, "the policy was evicted from this worker", "lost")
         self.held.pop(policy, None)
 
     def discard_offloaded(self, parent_hash: str) -> None:
@@ -150,11 +160,7 @@ class PackedTrainer:
         self.states.offloaded.clear()
 
     def mark_committed(self, policy: str, lease: int, ref: protocol.AdapterRef) -> None:
-        held = self.held.get(policy)
-        if held is None or held.lease != lease or held.exported_steps is None:
-            log.info("commit of a state that is not held here", extra={"policy": policy, "version": ref.version})
-            return
-        held.commit(ref.hash)
+        mark_committed(self.held.get(policy), policy, lease, ref)
 
     # --- operations -------------------------------------------------------------------------------------------------
 
@@ -184,7 +190,7 @@ class PackedTrainer:
 
     def cancel(self, op: str) -> None:
         for queued in [q for policies in self._queues.values() for queue in policies.values() for q in queue]:
-            if _op(queued).op != op:
+            if operation_of(queued).op != op:
                 continue
             if isinstance(queued, QueuedBatch):
                 queued.abandon()
@@ -222,7 +228,7 @@ class PackedTrainer:
 
     def _rotate(self, queued: Queued) -> None:
         """Move the operation's tenant, and its policy within the tenant, to the end of the line."""
-        op = _op(queued)
+        op = operation_of(queued)
         policies = self._queues.pop(op.tenant)
         policies[op.policy] = policies.pop(op.policy)
         self._queues[op.tenant] = policies
@@ -275,45 +281,25 @@ class PackedTrainer:
     def _begin(self, batch: QueuedBatch) -> bool:
         """Whether ``batch`` can run on the state that it names; otherwise it is removed, with a result unless it was
         abandoned."""
-        op = batch.op
-        held = self.held.get(op.policy)
-        matches = held is not None and held.matches(op.lease, op.parent.hash, op.steps)
-        if held is None or not matches or batch.abandoned or batch.state not in (None, held.state):
-            self._remove(batch)
-            if not batch.abandoned:
-                self._finish(op.op, OTHER_STATE, "stale")
-            if held is not None and matches and not op.forward_only:
-                held.complete = False  # the gradient misses this operation until the next zero_grad
-            return False
-        held.used = time.monotonic()
-        if batch.state is None:
-            batch.state = held.state
-            if not op.forward_only:
-                if op.zero_grad:
-                    held.state.zero_grad()
-                    held.accumulated, held.complete = 0, True
-                held.accumulated += 1
-        return True
+        held = self.held.get(batch.op.policy)
+        if held is not None and held.begin(batch, held.state.zero_grad):
+            return True
+        self._remove(batch)
+        if not batch.abandoned:
+            self._finish(batch.op.op, OTHER_STATE, "stale")
+        return False
 
     def _optimise(self, op: protocol.OptimStep) -> None:
         began = time.perf_counter()
         self._remove(op)
         held = self.held.get(op.policy)
-        if held is None or not held.matches(op.lease, op.parent.hash, op.steps):
-            self._finish(op.op, OTHER_STATE, "stale")
+        try:
+            if held is None:
+                raise StaleOperation(OTHER_STATE)
+            metrics = held.optim_step(op, held.state.adamw)
+        except StaleOperation as error:
+            self._finish(op.op, str(error), "stale")
             return
-        held.used = time.monotonic()
-        metrics: dict[str, float] = {}
-        if op.adam is not None:
-            if not (held.complete and held.accumulated):
-                self._finish(op.op, "the gradient of this step is not complete", "stale")
-                return
-            metrics = held.state.adamw(op.adam, op.scale)
-            held.accumulated = 0
-            if metrics["skipped"]:
-                log.warning("step skipped: loss or gradient is not finite", extra={"tenant": op.tenant})
-            else:
-                held.steps += 1
         export = None
         if op.commit:
             export, held.exported_steps = self.states.track(held.state.export(self._base_model)), held.steps
@@ -350,7 +336,7 @@ class PackedTrainer:
         return next((policies[policy] for policies in self._queues.values() if policy in policies), deque())
 
     def _enqueue(self, queued: Queued) -> None:
-        op = _op(queued)
+        op = operation_of(queued)
         self._weights[op.tenant] = op.weight
         if op.tenant not in self._queues:
             self._counters.lift(op.tenant)
@@ -359,14 +345,10 @@ class PackedTrainer:
         self._queues.setdefault(op.tenant, {}).setdefault(op.policy, deque()).append(queued)
 
     def _remove(self, queued: Queued) -> None:
-        op = _op(queued)
+        op = operation_of(queued)
         policies = self._queues[op.tenant]
         policies[op.policy].remove(queued)
         if not policies[op.policy]:
             del policies[op.policy]
         if not policies:
             del self._queues[op.tenant]
-
-
-def _op(queued: Queued) -> protocol.ForwardBackward | protocol.OptimStep:
-    return queued.op if isinstance(queued, QueuedBatch) else queued

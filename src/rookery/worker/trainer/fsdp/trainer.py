@@ -32,11 +32,10 @@ from rookery.worker.model.decoder import WEIGHTS
 from rookery.worker.trainer.base import Export, TrainerResult
 from rookery.worker.trainer.fsdp import versions
 from rookery.worker.trainer.fsdp.passes import PassResult, TrainingSequence, plan_passes, sequences_of
-from rookery.worker.trainer.native.microbatch import QueuedBatch, check_loss
+from rookery.worker.trainer.native.microbatch import Queued, QueuedBatch, check_loss, operation_of
 from rookery.worker.trainer.native.optim import AdapterExport
 from rookery.worker.trainer.native.packing import PackedGroup
-from rookery.worker.trainer.native.states import HeldPolicy
-from rookery.worker.trainer.packed_trainer import OTHER_STATE
+from rookery.worker.trainer.native.states import OTHER_STATE, HeldPolicy, StaleOperation, mark_committed
 
 if TYPE_CHECKING:  # a second of imports, which only a group needs
     from rookery.worker.trainer.fsdp.group import TrainingGroup
@@ -45,8 +44,6 @@ log = logging.getLogger("rookery.worker.trainer")
 
 STATE_BYTES = 16
 """Bytes per trained parameter in float32: weight, gradient and two moments."""
-
-Queued = QueuedBatch | protocol.OptimStep
 
 
 class FolderExport:
@@ -121,9 +118,9 @@ class FsdpTrainer:
         return AdapterExport(adapter, base_model=self._base_model)
 
     def holds(self, policy: str, lease: int, parent_hash: str, steps: int) -> bool:
-        held = self._held
+        held = self._held_by(policy)
         queued = sum(isinstance(op, protocol.OptimStep) and op.adam is not None for op in self._queue)
-        if held is None or policy != self._policy or not held.matches(lease, parent_hash, steps - queued):
+        if held is None or not held.matches(lease, parent_hash, steps - queued):
             return False
         held.used, held.expected = time.monotonic(), True
         return True
@@ -153,6 +150,9 @@ class FsdpTrainer:
         self._hold(policy, lease, parent)
         return True
 
+    def _held_by(self, policy: str) -> HeldPolicy[None] | None:
+        return self._held if policy == self._policy else None
+
     def _hold(self, policy: str, lease: int, parent: protocol.AdapterRef) -> None:
         self._policy, self._offloaded = policy, None
         self._held = HeldPolicy(lease, None, {parent.hash: 0})
@@ -176,10 +176,10 @@ class FsdpTrainer:
         return 2 * self._parameters + STATE_BYTES * export.numbers
 
     def offload(self, policy: str) -> None:
-        held = self._held if policy == self._policy else None
+        held = self._held_by(policy)
         if held is None:
             return
-        version = next((hash for hash, steps in held.versions.items() if steps == held.steps), None)
+        version = held.version
         self._drop_queue()
         if version is None:
             self._free()
@@ -194,7 +194,7 @@ class FsdpTrainer:
     def _drop_queue(self) -> None:
         for queued in self._queue:
             if not (isinstance(queued, QueuedBatch) and queued.abandoned):
-                self._finish(_op(queued).op, "the policy was evicted from this worker", "lost")
+                self._finish(operation_of(queued).op, "the policy was evicted from this worker", "lost")
         self._queue.clear()
 
     def discard_offloaded(self, parent_hash: str) -> None:
@@ -206,11 +206,7 @@ class FsdpTrainer:
             self._free()
 
     def mark_committed(self, policy: str, lease: int, ref: protocol.AdapterRef) -> None:
-        held = self._held
-        if held is None or policy != self._policy or held.lease != lease or held.exported_steps is None:
-            log.info("commit of a state that is not held here", extra={"policy": policy, "version": ref.version})
-            return
-        held.commit(ref.hash)
+        mark_committed(self._held_by(policy), policy, lease, ref)
 
     # --- operations -------------------------------------------------------------------------------------------------
 
@@ -242,7 +238,7 @@ class FsdpTrainer:
         return {"training_states": MemoryUse(self._bytes, self._memory_bytes)}
 
     def cancel(self, op: str) -> None:
-        for queued in [queued for queued in self._queue if _op(queued).op == op]:
+        for queued in [queued for queued in self._queue if operation_of(queued).op == op]:
             if isinstance(queued, QueuedBatch):
                 queued.abandon()
             else:
@@ -272,24 +268,13 @@ class FsdpTrainer:
     def _begin(self, batch: QueuedBatch) -> bool:
         """Whether ``batch`` can run on the state that it names; otherwise it is removed, with a result unless it was
         abandoned."""
-        op, held = batch.op, self._held
-        matches = held is not None and op.policy == self._policy and held.matches(op.lease, op.parent.hash, op.steps)
-        if held is None or not matches or batch.abandoned or batch.state not in (None, held):
-            self._queue.popleft()
-            if not batch.abandoned:
-                self._finish(op.op, OTHER_STATE, "stale")
-            if held is not None and matches and not op.forward_only:
-                held.complete = False  # the gradient misses this operation until the next zero_grad
-            return False
-        held.used = time.monotonic()
-        if batch.state is None:
-            batch.state = held
-            if not op.forward_only:
-                if op.zero_grad:
-                    self._call("zero_grad")
-                    held.accumulated, held.complete = 0, True
-                held.accumulated += 1
-        return True
+        held = self._held_by(batch.op.policy)
+        if held is not None and held.begin(batch, lambda: self._call("zero_grad")):
+            return True
+        self._queue.popleft()
+        if not batch.abandoned:
+            self._finish(batch.op.op, OTHER_STATE, "stale")
+        return False
 
     def _pass(self, batch: QueuedBatch) -> None:
         """The next groups of ``batch``, in as many passes of the group as they need."""
@@ -319,22 +304,14 @@ class FsdpTrainer:
 
     def _optimise(self, op: protocol.OptimStep) -> None:
         began = time.perf_counter()
-        held = self._held
-        if held is None or op.policy != self._policy or not held.matches(op.lease, op.parent.hash, op.steps):
-            self._finish(op.op, OTHER_STATE, "stale")
+        held = self._held_by(op.policy)
+        try:
+            if held is None:
+                raise StaleOperation(OTHER_STATE)
+            metrics = held.optim_step(op, lambda adam, scale: self._call("optim_step", adam, scale)[0])
+        except StaleOperation as error:
+            self._finish(op.op, str(error), "stale")
             return
-        held.used = time.monotonic()
-        metrics: dict[str, float] = {}
-        if op.adam is not None:
-            if not (held.complete and held.accumulated):
-                self._finish(op.op, "the gradient of this step is not complete", "stale")
-                return
-            metrics = self._call("optim_step", op.adam, op.scale)[0]
-            held.accumulated = 0
-            if metrics["skipped"]:
-                log.warning("step skipped: loss or gradient is not finite", extra={"tenant": op.tenant})
-            else:
-                held.steps += 1
         export = self._export(op.parent) if op.commit else None
         if export is not None:
             held.exported_steps = held.steps
@@ -355,7 +332,3 @@ class FsdpTrainer:
 
     def _finish(self, op: str, error: str, category: Literal["stale", "failed", "lost"]) -> None:
         self._results.append(TrainerResult(op, error, category))
-
-
-def _op(queued: Queued) -> protocol.ForwardBackward | protocol.OptimStep:
-    return queued.op if isinstance(queued, QueuedBatch) else queued

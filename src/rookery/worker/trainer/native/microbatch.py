@@ -60,6 +60,13 @@ class QueuedBatch:
         return b"".join(self._logprobs)
 
 
+Queued = QueuedBatch | protocol.OptimStep
+
+
+def operation_of(queued: Queued) -> protocol.ForwardBackward | protocol.OptimStep:
+    return queued.op if isinstance(queued, QueuedBatch) else queued
+
+
 @dataclass(frozen=True)
 class PassItem:
     """The groups of one operation in a pass."""

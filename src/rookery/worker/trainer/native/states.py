@@ -10,16 +10,23 @@ written to files now.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 from weakref import WeakSet
 
+from rookery import protocol
 from rookery.worker.memory import MemoryUse, NoRoom, require
+from rookery.worker.trainer.native.microbatch import QueuedBatch
 from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
 
+log = logging.getLogger("rookery.worker.trainer")
+
 S = TypeVar("S")
+
+OTHER_STATE = "this worker holds another state of the policy"
 
 EXPECTED_SECONDS = 60.0
 """A state is kept this long for an operation that is on its way: its batch is fetched, or its commit waits for room."""
@@ -34,7 +41,14 @@ EXPORT_BYTES = 12
 """Bytes of a copy per weight: weight and moments in float32."""
 
 
-@dataclass
+Metrics = dict[str, float]
+
+
+class StaleOperation(Exception):
+    """The operation does not continue the state that is held here."""
+
+
+@dataclass(eq=False)
 class HeldPolicy(Generic[S]):
     """A policy in memory. ``versions`` maps hashes of versions that this state descends from to the number of steps
     taken when it was that version; ``steps`` counts all steps since the load, ``exported_steps`` those before the last
@@ -61,11 +75,55 @@ class HeldPolicy(Generic[S]):
         base = self.versions.get(parent_hash)
         return self.lease == lease and base is not None and base + steps == self.steps
 
-    def commit(self, version: str) -> None:
-        """The last export is ``version`` from now on. Operations may still name its parent."""
-        assert self.exported_steps is not None
-        newest = max(self.versions, key=lambda name: self.versions[name])
-        self.versions = {newest: self.versions[newest], version: self.exported_steps}
+    @property
+    def version(self) -> str | None:
+        """The version that this state equals, if it is one."""
+        return next((hash for hash, steps in self.versions.items() if steps == self.steps), None)
+
+    def begin(self, batch: QueuedBatch, zero_grad: Callable[[], object]) -> bool:
+        """Whether ``batch`` can run on this state; otherwise, if it names the state, the gradient misses it until the
+        next ``zero_grad``."""
+        op = batch.op
+        matches = self.matches(op.lease, op.parent.hash, op.steps)
+        if not matches or batch.abandoned or batch.state not in (None, self):
+            self.complete = self.complete and (not matches or op.forward_only)
+            return False
+        self.used = time.monotonic()
+        if batch.state is None:
+            batch.state = self
+            if not op.forward_only:
+                if op.zero_grad:
+                    zero_grad()
+                    self.accumulated, self.complete = 0, True
+                self.accumulated += 1
+        return True
+
+    def optim_step(self, op: protocol.OptimStep, adamw: Callable[[protocol.Adam, float], Metrics]) -> Metrics:
+        """The metrics of ``adamw(op.adam, op.scale)``, if the operation has a step. Raises :class:`StaleOperation`."""
+        if not self.matches(op.lease, op.parent.hash, op.steps):
+            raise StaleOperation(OTHER_STATE)
+        self.used = time.monotonic()
+        if op.adam is None:
+            return {}
+        if not (self.complete and self.accumulated):
+            raise StaleOperation("the gradient of this step is not complete")
+        metrics = adamw(op.adam, op.scale)
+        self.accumulated = 0
+        if metrics["skipped"]:
+            log.warning("step skipped: loss or gradient is not finite", extra={"tenant": op.tenant})
+        else:
+            self.steps += 1
+        return metrics
+
+
+def mark_committed(held: HeldPolicy[S] | None, policy: str, lease: int, ref: protocol.AdapterRef) -> None:
+    """The last export of the policy's state ``held`` is version ``ref`` from now on. Operations may still name its
+    parent."""
+    if held is None or held.lease != lease or held.exported_steps is None:
+        log.info("commit of a state that is not held here", extra={"policy": policy, "version": ref.version})
+        return
+    newest = max(held.versions, key=lambda name: held.versions[name])
+    held.versions = {newest: held.versions[newest], ref.hash: held.exported_steps}
 
 
 class PolicyStates:
