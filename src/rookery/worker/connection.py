@@ -32,7 +32,8 @@ from rookery import protocol
 from rookery.aio import wait_event
 from rookery.protocol.connection import Channel, ConnectionClosed, stay_connected
 from rookery.settings import Settings
-from rookery.worker.compute import Compute, ComputeStatus, WorkerCore
+from rookery.worker.compute import Compute, ComputeStatus
+from rookery.worker.core import WorkerCore
 from rookery.worker.generation import GenerationManager
 from rookery.worker.training_ops import TrainingOps
 from rookery.worker.transfer.cache import ADAPTERS, CacheEvents

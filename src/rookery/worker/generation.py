@@ -30,7 +30,8 @@ from typing import Literal
 import msgspec
 
 from rookery import protocol
-from rookery.worker.compute import Compute, WorkerCore
+from rookery.worker.compute import Compute
+from rookery.worker.core import WorkerCore
 from rookery.worker.memory import MemoryQueue
 from rookery.worker.transfer.client import TransferClient
 from rookery.worker.transfer.http import Unreachable, is_plain, one_line

@@ -31,8 +31,9 @@ from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.protocol.connection import RegistrationRefused
 from rookery.settings import Settings, token_of
 from rookery.tokenization import registry
-from rookery.worker.compute import Compute, WorkerCore
+from rookery.worker.compute import Compute
 from rookery.worker.connection import ServiceConnection, WorkerOptions
+from rookery.worker.core import WorkerCore
 from rookery.worker.model.convert import prepare
 from rookery.worker.transfer.cache import ADAPTERS
 from rookery.worker.transfer.peers import PeerServer, listen

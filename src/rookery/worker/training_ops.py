@@ -28,7 +28,8 @@ from typing import Literal, Protocol, TypeVar
 import torch
 
 from rookery import protocol
-from rookery.worker.compute import Compute, WorkerCore
+from rookery.worker.compute import Compute
+from rookery.worker.core import WorkerCore
 from rookery.worker.memory import MemoryQueue
 from rookery.worker.trainer.base import Export, TrainerResult
 from rookery.worker.transfer.client import TransferClient

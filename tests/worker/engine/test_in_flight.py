@@ -22,7 +22,7 @@ from tests.support.peers import settle
 from tests.support.tiny import reference, small
 
 from rookery import protocol
-from rookery.worker.compute import WorkerCore
+from rookery.worker.core import WorkerCore
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.generation import GenerationManager
 from rookery.worker.model.adapter import Adapter, init_adapter, write_adapter
