@@ -17,7 +17,7 @@ PROCESSES ?= 2
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo docs test test-learning test-chaos test-examples test-ray test-s3 test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo docs test test-learning test-chaos test-examples test-avx2 test-ray test-s3 test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/rookery demo
@@ -38,6 +38,11 @@ test-examples: $(VENV)/.tests
 # Workers on a real Ray cluster with several nodes on this machine; manifests against their schemas: two minutes.
 test-ray: $(VENV)/.ray
 	@$(BIN)/python -m pytest -m heavy tests/cluster/test_ray.py tests/test_deploy.py
+
+# The engine's tests with kernels compiled for a processor without AVX-512: one minute.
+AVX2 := NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+sse4.2,+popcnt
+test-avx2: $(VENV)/.tests
+	@$(AVX2) $(BIN)/python -m pytest tests/worker/engine/kernels tests/worker/engine/test_golden.py tests/worker/engine/test_exactness.py
 
 # Artifacts on an S3 server, which has an environment of its own: its packages clash with constraints.txt.
 test-s3: $(VENV)/.tests .bench/moto/.installed
