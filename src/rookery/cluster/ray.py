@@ -8,7 +8,7 @@ Promises:
 * Reserved workers (``workers``) lie in a placement group on nodes without ``ray_spot_label``, spread over them;
   preemptible ones (``ray_spot_workers``) on nodes with it. One that has no node waits, and starts when a node joins.
 * A node that Ray drains, because its machine is about to be taken away, has its workers drained by SIGTERM.
-* The process is a Ray driver of its own, because Ray ends a driver that has lost the head: the service lives on, starts
+* The process is a separate Ray driver, because Ray ends a driver that has lost the head: the service lives on, starts
   this process again, and the workers return with the head. The actors end with it, their processes with them.
 """
 
@@ -44,7 +44,7 @@ LOG_LINES = 20
 DRAIN_LOOK_SECONDS = 1.0
 """Interval at which Ray is asked for draining nodes: it sends no event, and a spot notice leaves 30 s or more."""
 HEAD_PORT = 6379
-"""Where a head listens unless it is told otherwise."""
+"""Default address of a head."""
 CONNECT_SECONDS = 5.0
 """Longest wait for the head to accept a connection. Ray itself would try for minutes."""
 
@@ -117,7 +117,7 @@ class RayProcess:
 
 
 class RayActors:
-    """Processes on Ray's nodes, each in an actor that has a place of its own."""
+    """Processes on Ray's nodes, each in an actor with a separate placement."""
 
     def __init__(self, settings: Settings, reserved: list[Child], spot: list[Child], hosts: list[Child]) -> None:
         """``reserved`` are placed together and spread; ``spot`` wait for nodes that may vanish; ``hosts`` need no CPU

@@ -30,7 +30,7 @@ OUTLIER = 2.0
 """A step counts as at most so many times as long as its estimate: another process may have had the processor."""
 
 FORGET = 2000
-"""Steps after which an estimate that no step has corrected is dropped and measured anew: texts have grown since."""
+"""Steps after which an estimate that no step has corrected is dropped and measured again: texts have grown since."""
 
 REACH = 2.0
 """How far beyond the longest step that was measured, in positions, the next may go; costs are extrapolated there."""

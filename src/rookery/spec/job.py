@@ -249,7 +249,7 @@ class JobSpec(StrictModel):
             )
         for name, policy in self.policies.items():
             if policy.full and self.algorithm.kl_weight:
-                raise ValueError(f"algorithm.kl_weight: not with policies.{name}.full: no base model is kept beside it")
+                raise ValueError(f"algorithm.kl_weight: not with policies.{name}.full, which keeps no base model")
             schedule = policy.optimizer.schedule
             bounded = schedule.total_steps is not None or self.stop.steps is not None
             if schedule.name in ("linear", "cosine", "uba") and not bounded:

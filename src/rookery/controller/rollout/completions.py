@@ -1,7 +1,7 @@
 """Direct completions of a base model or a policy: chat, the OpenAI API, samples.
 
 * They use the same engines and the same queue as rollouts, and go first: each has objectives by its class and model
-  (settings ``ttft_ms``, ``tpot_ms``, ``slo_overrides``), which bound the rollouts beside it.
+  (settings ``ttft_ms``, ``tpot_ms``, ``slo_overrides``), which bound the rollouts that run with it.
 * The same seed gives the same completion. A tenant sees base models and its own policies only.
 * The retention of a running job keeps the version of a running completion.
 """

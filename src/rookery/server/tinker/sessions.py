@@ -1,4 +1,4 @@
-"""Routes beside operations: configuration, session and heartbeat, capabilities; listings of the tenant's sessions,
+"""Routes other than operations: configuration, session and heartbeat, capabilities; listings of the tenant's sessions,
 training runs and checkpoints, and what can be done with a checkpoint."""
 
 from __future__ import annotations

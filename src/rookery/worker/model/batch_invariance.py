@@ -1,11 +1,11 @@
 """Batch invariance on CPU: a token's result does not depend on which other tokens are in its batch.
 
 As in the field's use of the term, a kernel is batch-invariant if a row's result is the same bits for any number of
-rows beside it. A matrix product is not by itself: the number of rows decides which kernel runs and in which order it
-adds. Here zeros appended to the contraction must not change the result either. In bfloat16 all products go through
-oneDNN, whose kernels, except those named below, add along the contraction in one fixed order. In float32 only the base
-model's linear layers do (``layers``); the others go through PyTorch's BLAS, whose kernels take rows by the block, on
-Intel's processors only in reproducible mode (``worker/__init__.py``). The engine shapes every product to
+other rows of its batch. A matrix product is not by itself: the number of rows decides which kernel runs and in which
+order it adds. Here zeros appended to the contraction must not change the result either. In bfloat16 all products go
+through oneDNN, whose kernels, except those named below, add along the contraction in one fixed order. In float32 only
+the base model's linear layers do (``layers``); the others go through PyTorch's BLAS, whose kernels take rows by the
+block, on Intel's processors only in reproducible mode (``worker/__init__.py``). The engine shapes every product to
 avoid the exceptions:
 
 * bfloat16: a lone row is multiplied by another kernel → at least two rows;

@@ -55,7 +55,7 @@ class AttentionPlan(Protocol):
 
 
 class Lora(Protocol):
-    """The adapters of a stream, each projection a site of its own; as ``decoder.LoraProduct``."""
+    """The adapters of a stream, each projection a separate site; as ``decoder.LoraProduct``."""
 
     def __call__(self, layer: int, site: str, x: Tensor, y: Tensor) -> Tensor: ...
 
@@ -91,7 +91,7 @@ AttentionInterface.register(_ATTENTION, _attention)
 
 @dataclass(frozen=True)
 class LinearProjections:
-    """See ``adapter.Projections``: each linear module is a site of its own."""
+    """See ``adapter.Projections``: each linear module is a separate site."""
 
     shapes: Mapping[tuple[int, str], tuple[int, int]]
     sites: Mapping[str, tuple[str, ...]]

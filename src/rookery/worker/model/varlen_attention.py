@@ -144,7 +144,7 @@ def merge_attention(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor])
 @cache
 def fused_varlen_attention() -> Callable[..., Any]:
     """PyTorch's own attention over sequences of unlike length. Imported by who runs it: it brings the compiler along,
-    which is a third of a worker's start. Fewer key/value heads than query heads: later releases want to be told,
+    which is a third of a worker's start. Fewer key/value heads than query heads: later releases need it stated,
     earlier ones take it."""
     from torch.nn.attention.varlen import varlen_attn
 

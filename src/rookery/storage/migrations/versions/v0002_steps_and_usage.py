@@ -1,4 +1,4 @@
-"""Metrics of steps in a table of their own; usage in seconds and price units; names of counters.
+"""Metrics of steps in a separate table; usage in seconds and price units; names of counters.
 
 * ``steps`` gets the metrics that the versions carried, of the head and its ancestors; a version keeps its best reward.
 * ``bills`` becomes ``usage``: nanoseconds and billionths of the price unit become seconds and price units.

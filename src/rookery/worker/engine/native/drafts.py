@@ -106,7 +106,7 @@ class SuffixIndex:
         return len(self._next) - 1
 
     def _split(self, before: int, token: int, state: int) -> int:
-        """A state of its own for the substrings of ``state`` that are no longer than those of ``before`` and a token:
+        """A separate state for the substrings of ``state`` that are no longer than those of ``before`` and a token:
         they end at one more place from now on."""
         length, count = self._length[before] + 1, self._count[state]
         short = self._add(dict(self._next[state]), self._link[state], length, count)
@@ -220,9 +220,9 @@ class Speculator:
 
     def _compare(self, row: EngineRequest, text: _Text) -> None:
         """Records how far the draft was right, verified or not, once that is known."""
-        said = text.tokens[text.drafted_at : text.drafted_at + len(text.draft)]
-        right = accepted_tokens([token for token, _, _ in text.draft][: len(said)], said)
-        if right == len(said) < len(text.draft):
+        sampled = text.tokens[text.drafted_at : text.drafted_at + len(text.draft)]
+        right = accepted_tokens([token for token, _, _ in text.draft][: len(sampled)], sampled)
+        if right == len(sampled) < len(text.draft):
             return
         for i, (_, matched, share) in enumerate(text.draft[: right + 1]):
             self._accepted(row).record(kind_of(matched, share), right=i < right)

@@ -18,7 +18,7 @@ Beyond what every engine promises (``engine.base``):
   it is from there bit for bit the request that starts under the newer version with these ``prefix_tokens``. With its
   cache kept, the tokens before the switch (except the last, which the newer version computes) are attended to as the
   older version computed them, as long as that cache lives. Requests that do not switch are not affected.
-* Full-parameter versions have weights of their own; rows of different weights take turns (``weights``).
+* Full-parameter versions have separate weights; rows of different weights take turns (``weights``).
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class PolicyShard:
         targets = self._column([s.targets for s in sequences], torch.int64)
         tokens = tokens.to(self._device)
         base = None
-        if op.kl_weight:  # of a LoRA only: a full policy has no base model beside it
+        if op.kl_weight:  # of a LoRA only: a full policy keeps no base model
             with torch.no_grad():
                 self._enable(False)
                 base, _ = self._module(tokens, at, targets, op.temperature)

@@ -138,7 +138,7 @@ def _packed(decoder: Decoder, policy: PolicyState) -> KernelAdapter:
 
 
 def _attention(decoder: Decoder, batch: PackedBatch) -> KernelAttention:
-    """Over a cache of one layer, which every layer writes anew."""
+    """Over a cache of one layer, which every layer overwrites."""
     spans = batch.spans()
     config = replace(decoder.config, layers=1)
     token_bytes = 2 * config.kv_heads * config.head_dim * decoder.dtype.itemsize
