@@ -201,6 +201,9 @@ class EngineSettings(Section):
     context_order: bool = True
     """Of a job whose step waits for all of its groups, begin one member of each group first, then the members of the
     groups whose finished members were the longest, so that no long reply begins last."""
+    rollout_chunk_tokens: int = Field(64, ge=0)
+    """Each time that a rollout has had this many tokens, it may continue on another worker: where that saves more time
+    than the prefill costs. 0 leaves it where it began."""
     slo_gate: bool = True
     """Interactive requests (chat, the OpenAI API) have the objectives below: rollouts and training slices of their
     worker run only as far as these allow. Off, they are admitted before rollouts, without objectives."""

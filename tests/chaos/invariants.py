@@ -200,7 +200,7 @@ class Requests(FleetListener):
         match message:
             case protocol.Generate():
                 self._given(connection, message)
-            case protocol.Abort():
+            case protocol.Abort(resume=False):
                 account = connection.requests.pop(message.request, None)
                 if account is not None:
                     account.holder = None

@@ -152,10 +152,11 @@ class SpotMachine:
         random, plan = world.random, world.plan
         self.slow = random.chance(SLOW_SHARE)
         speed = 1 if self.slow else random.random.randint(2, 8)
+        step = plan.flush / speed
         self._machine = Machine(
-            rows=random.random.choice((4, 8, 16)), context=CONTEXT, decode=[(1, plan.flush / speed)], prefill_token=0.0,
-            prefill_slice=512, train_token=0.0, train_slice=512, optimizer=0.05, adapter_bytes=0, state_bytes=0,
-            download=1e9, upload=1e9, load=random.around(1.0), latency=0.0,
+            rows=random.random.choice((4, 8, 16)), context=CONTEXT, decode=[(1, step), (16, 2 * step)],
+            prefill_token=1e-6, prefill_slice=512, train_token=0.0, train_slice=512, optimizer=0.05, adapter_bytes=0,
+            state_bytes=0, download=1e9, upload=1e9, load=random.around(1.0), latency=0.0,
         )  # fmt: skip
         self._disk: list[str] = []
         """Adapters that the last process had."""

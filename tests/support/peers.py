@@ -223,7 +223,12 @@ class ScriptedWorker(Peer):
                 self._work.set()
                 return
             case protocol.Abort():
-                self.active.pop(message.request, None)
+                generate, at = self.active.pop(message.request, (None, 0))
+                if message.resume and generate is not None:
+                    end = protocol.TokenChunk(
+                        request=message.request, offset=at, tokens=[], logprobs=[], version=0, finish="abort"
+                    )
+                    self._tasks.append(asyncio.create_task(self.say(protocol.Output(epoch=0, chunks=[end]))))
                 return
             case protocol.ForwardBackward() | protocol.OptimStep() | protocol.InitAdapter():
                 self.operations.append(message)

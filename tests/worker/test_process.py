@@ -461,6 +461,25 @@ def test_aborted_request_may_start_again_under_its_name(service: Dialled, start:
     service.until(lambda: (beat := link.of(protocol.Heartbeat)[-1]).active + beat.waiting == 0)
 
 
+def test_a_request_that_continues_elsewhere_leaves_every_sampled_token(service: Dialled, start: Start) -> None:
+    """The controller asks for it at the end of a chunk; the next worker's text is as if it had never moved."""
+    start(before=SLOW)
+    link = service.connection(0)
+    link.send(generate("r", seed=6), generate("whole", seed=6))
+    link.some("r", 5)
+    link.send(*(protocol.Abort(request=name, resume=True) for name in ("r", "unknown")))
+    service.until(lambda: link.stream("r").finish)
+    first = link.stream("r")
+    assert first.finish == "abort" and 5 <= len(first.tokens) < LONG
+    link.send(generate("elsewhere", seed=6, prefix_tokens=first.tokens))
+    rest = link.finished("elsewhere")
+    assert first.tokens + rest.tokens == link.finished("whole").tokens
+    service.until(lambda: link.of(protocol.Heartbeat)[-1].generated >= 2 * LONG)
+    beat = link.of(protocol.Heartbeat)[-1]
+    assert beat.generated == 2 * LONG, "no token is sampled twice"
+    assert beat.free_tokens > 0 and beat.costs["decode"]
+
+
 def test_sigterm_sends_sampled_tokens_and_draining(service: Dialled, start: Start) -> None:
     worker = start(before=SLOW)
     service.flush_seconds = 60  # nothing leaves by itself

@@ -23,10 +23,12 @@ from rookery.protocol.codec import (
 )
 from rookery.protocol.common import (
     PROTOCOL,
+    Adam,
     AdapterRef,
     Datum,
     GroupMember,
     HelloRejected,
+    Loss,
     Manifest,
     Message,
     Shard,
@@ -52,7 +54,6 @@ from rookery.protocol.envhost import (
 )
 from rookery.protocol.worker import (
     Abort,
-    Adam,
     AdaptersCached,
     CancelOperation,
     Draining,
@@ -63,7 +64,6 @@ from rookery.protocol.worker import (
     Heartbeat,
     Hello,
     InitAdapter,
-    Loss,
     OperationDone,
     OptimStep,
     Output,

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the protocol. Both ends of a connection must use the same one."""
 
 
@@ -112,3 +112,23 @@ class TrainingBatch(Struct, kw_only=True):
 
     groups: list[SharedPrefixGroup] = msgspec.field(default_factory=list)
     data: list[Datum] = msgspec.field(default_factory=list)
+
+
+class Loss(Struct, kw_only=True):
+    """A loss by name with its parameters (algorithms/losses). A pure sum over tokens."""
+
+    name: str
+    params: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class Adam(Struct, kw_only=True):
+    """Parameters of one AdamW step."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled (AdamW)."""
+    clip: float = 0.0
+    """Global gradient norm; 0 is off."""

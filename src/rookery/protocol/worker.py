@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from rookery.protocol.common import AdapterRef, HelloRejected, Manifest, Message, Struct
+from rookery.protocol.common import Adam, AdapterRef, HelloRejected, Loss, Manifest, Message, Struct
 
 # --- worker → controller --------------------------------------------------------------------------------------------
 
@@ -111,6 +111,10 @@ class Heartbeat(Message, kw_only=True):
     """Draft tokens that decode steps verified since the process began …"""
     accepted_tokens: int = 0
     """… and those that became part of a text."""
+    free_tokens: int = 0
+    """Of the KV cache: those that no running request occupies."""
+    costs: dict[Literal["prefill", "decode", "train"], list[tuple[float, float]]] = msgspec.field(default_factory=dict)
+    """(tokens, seconds) of slices by kind, as measured lately (:class:`rookery.scheduling.slo.CostTable`)."""
 
 
 class PromptLogprob(Struct, kw_only=True):
@@ -235,9 +239,11 @@ class Generate(Message, kw_only=True):
 
 
 class Abort(Message, kw_only=True):
-    """Stops a request; its last chunk has ``finish`` ``abort``."""
+    """Stops a request, of which nothing more is sent."""
 
     request: str
+    resume: bool = False
+    """It continues elsewhere: the tokens sampled are sent, the last chunk has ``finish`` ``abort``."""
 
 
 class SwitchAdapter(Message, kw_only=True):
@@ -272,13 +278,6 @@ class TicketGrant(Message, kw_only=True):
     peers: list[str] = msgspec.field(default_factory=list)
 
 
-class Loss(Struct, kw_only=True):
-    """A loss by name with its parameters (algorithms/losses). A pure sum over tokens."""
-
-    name: str
-    params: dict[str, float] = msgspec.field(default_factory=dict)
-
-
 class ForwardBackward(Message, kw_only=True):
     """Adds the gradient of Σ weight·term over the batch to the policy's accumulated gradient.
 
@@ -304,19 +303,6 @@ class ForwardBackward(Message, kw_only=True):
     tenant: str = ""
     weight: float = 1.0
     """The tenant's share of the trainer, relative to those of the others."""
-
-
-class Adam(Struct, kw_only=True):
-    """Parameters of one AdamW step."""
-
-    lr: float
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    """Decoupled (AdamW)."""
-    clip: float = 0.0
-    """Global gradient norm; 0 is off."""
 
 
 class OptimStep(Message, kw_only=True):

@@ -20,7 +20,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +29,8 @@ from rookery.scheduling.balancing import isotonic
 
 Kind = Literal["prefill", "decode", "train"]
 """Kinds of slices. Sizes are tokens; a training slice has size 1."""
+
+Curves = Mapping[Kind, Sequence[tuple[float, float]]]
 
 AIM = 0.75
 """Share of each objective that rollouts may use up: the rest is for requests that come while they run. In simulation,
@@ -119,6 +121,19 @@ class CostTable:
         self._curves: dict[Kind, tuple[list[float], list[float]]] = {}
         self._errors: defaultdict[Kind, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
         self._margins: dict[Kind, float] = {}
+
+    @classmethod
+    def of(cls, curves: Curves) -> CostTable:
+        """The table of another process, which reports its :attr:`curves`."""
+        table = cls()
+        for kind, points in curves.items():
+            table._curves[kind] = [size for size, _ in points], [seconds for _, seconds in points]
+        return table
+
+    @property
+    def curves(self) -> Curves:
+        """(size, expected seconds) in order of size, by kind."""
+        return {kind: list(zip(*curve, strict=True)) for kind, curve in self._curves.items()}
 
     def margin(self, kind: Kind) -> float:
         """The share by which slices of this kind take longer than predicted, at the 95th percentile."""

@@ -6,6 +6,7 @@ No speed has a default: every one stands in a file, with where it comes from.
 from __future__ import annotations
 
 from bisect import bisect_left
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -44,6 +45,8 @@ class Machine(_Part):
     """Of an hour of it, reserved, in any unit that is the same for all machines of a profile."""
     rows: int = Field(ge=1)
     """Sequences that decode together at most."""
+    cache_tokens: int = Field(1 << 40, ge=1)
+    """Tokens that its KV cache holds."""
     context: int = Field(ge=2)
     """The longest sequence, in tokens."""
     decode: list[tuple[Annotated[int, Field(ge=1)], Positive]] = Field(min_length=1)
@@ -87,6 +90,12 @@ class Machine(_Part):
         at = min(max(bisect_left(points, (rows, 0.0)), 1), len(points) - 1)
         (low, first), (high, second) = points[at - 1], points[at]
         return first + (second - first) * (rows - low) / (high - low)
+
+    @cached_property
+    def costs(self) -> dict[Literal["prefill", "decode", "train"], list[tuple[float, float]]]:
+        """As a worker reports them."""
+        prefill = [(1.0, self.prefill_token), (float(self.prefill_slice), self.prefill_slice * self.prefill_token)]
+        return {"decode": [(float(rows), seconds) for rows, seconds in self.decode], "prefill": prefill}
 
     def pull(self, *, state: bool = False) -> float:
         """Seconds until a version is here, ``state`` and all where it is to be trained on."""

@@ -26,6 +26,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from rookery import protocol
+from rookery.scheduling.slo import Curves
 from rookery.settings import Settings
 from rookery.worker.core import WorkerCore, load_core
 from rookery.worker.memory import MemoryUse
@@ -59,6 +60,8 @@ class ComputeStatus:
     slo_met: int = 0
     slo_ended: int = 0
     cache_cuts: int = 0
+    free_tokens: int = 0
+    costs: Curves = field(default_factory=dict)
     """See ``protocol.Heartbeat``."""
 
 
@@ -209,6 +212,8 @@ class Compute:
             slo_met=core.gate.met,
             slo_ended=core.gate.ended,
             cache_cuts=core.gate.cache_cuts,
+            free_tokens=core.engine.free_tokens,
+            costs=core.gate.costs.curves,
         )
         if chunks or results:
             with self._changed:

@@ -177,7 +177,7 @@ class ServiceConnection:
             case protocol.Generate():
                 self._generation.generate(message)
             case protocol.Abort():
-                self._generation.abort(message.request)
+                (self._generation.release if message.resume else self._generation.abort)(message.request)
             case protocol.SwitchAdapter():
                 self._generation.switch(message)
             case protocol.TicketGrant():
@@ -305,6 +305,8 @@ class ServiceConnection:
             slo_met=status.slo_met,
             slo_ended=status.slo_ended,
             cache_cuts=status.cache_cuts,
+            free_tokens=status.free_tokens,
+            costs={kind: list(points) for kind, points in status.costs.items()},
         )
 
     async def _send_result(self, op: str, **fields: Any) -> None:

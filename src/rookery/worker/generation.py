@@ -177,6 +177,13 @@ class GenerationManager:
         if not held.finish:
             self._compute.call(lambda core: core.engine.abort(held.key))
 
+    def release(self, request: str) -> None:
+        """End a request that continues elsewhere: its tokens are sent, and then its end. One that has ended, or that
+        the engine does not have yet, is not changed."""
+        held = self.held.get(request)
+        if held is not None and held.submitted and not held.finish:
+            self._compute.call(lambda core: core.engine.abort(held.key))
+
     def _resume(self, held: HeldRequest, claim: protocol.Generate) -> None:
         held.claimed, held.end_sent, held.sent = True, False, len(claim.prefix_tokens)
         latest = held.generate.adapter if held.pending_switch is None else held.pending_switch.adapter

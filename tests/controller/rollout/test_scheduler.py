@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.peers import ManualClock, ScriptedWorker, eventually, settle, text_of
+from tests.support.room import beat
 
 from rookery import protocol
 from rookery.controller.fleet.fleet import Fleet
@@ -25,6 +26,7 @@ from rookery.settings import Settings
 from rookery.simulation.clock import InlineWriter
 from rookery.storage.artifacts import Artifacts
 
+LINEAR = {"decode": [(1, 0.01), (64, 0.64)], "prefill": [(1, 1e-5), (512, 5e-3)]}
 ADAPTER = protocol.AdapterRef(policy="p", version=7, hash="0" * 64, rank=8, alpha=16.0)
 
 
@@ -635,6 +637,47 @@ async def test_migrated_requests_resume_elsewhere_with_their_tokens(tmp_path: Pa
     await room.close()
 
 
+@pytest.mark.parametrize("why_not", ["", "off", "no gain", "no memory", "no adapter", "gone"])
+async def test_a_chunk_continues_where_that_saves_time(tmp_path: Path, why_not: str) -> None:
+    """From the tokens received, under the same version; no token is sampled twice."""
+    room = Room(tmp_path, rollout_chunk_tokens=0 if why_not == "off" else 4)
+    one = await room.worker("one", chunk=1)
+    one.generating.clear()
+    seeds = [seed for seed in range(200) if len(text_of(seed, 12)[0]) == 12][:8]
+    replies = [room.sample(seed) for seed in seeds]
+    await eventually(lambda: len(one.active) == 8)
+    for seed in seeds:
+        await one.say(protocol.Output(epoch=0, chunks=parts(seed, (0, 3))))
+        one.active[f"job-{seed}"] = (one.active[f"job-{seed}"][0], 3)
+    two = await room.worker("two", chunk=1)
+    two.generating.clear()
+    fields = {"costs": {} if why_not == "no gain" else LINEAR, "free_tokens": 2 if why_not == "no memory" else 1000}
+    for worker in (one, two):
+        await worker.say(beat(active=len(worker.active), **fields))
+        if why_not != "no adapter":
+            await worker.say(protocol.AdaptersCached(epoch=0, hashes=[ADAPTER.hash]))
+    await settle()
+    for seed in seeds[:6]:
+        await one.say(protocol.Output(epoch=0, chunks=parts(seed, (3, 4))))
+        if f"job-{seed}" in one.active:
+            one.active[f"job-{seed}"] = (one.active[f"job-{seed}"][0], 4)
+        await settle()
+        if why_not == "gone" and seed == seeds[2]:
+            await two.die()
+    moved = {"": 4, "gone": 3}.get(why_not, 0)  # then both have as many
+    assert room.rollouts.requeues["divided"] == moved
+    if not why_not:
+        assert [len(g.prefix_tokens) for g in two.generates] == [4] * moved
+        assert {g.adapter.version for g in two.generates if g.adapter is not None} == {7}
+    for worker in (one, two):
+        worker.generating.set()
+    for seed, reply in zip(seeds, await asyncio.gather(*replies), strict=True):
+        check(reply, seed)
+    assert room.rollouts.sampled_tokens == 12 * len(seeds), "no token is regenerated"
+    assert not any(room.rollouts.pool.executing(worker) for worker in room.fleet.all())
+    await room.close()
+
+
 async def test_a_worker_that_catches_up_gets_requests_for_cached_adapters(tmp_path: Path) -> None:
     room = Room(tmp_path)
     room.residency.in_use = lambda model: [ADAPTER, NEWER]
@@ -661,7 +704,7 @@ def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Pa
 
     async def run() -> None:
         random = Random(seed)
-        room = Room(tmp_path, dispatch_ahead=random.randint(0, 3))
+        room = Room(tmp_path, dispatch_ahead=random.randint(0, 3), rollout_chunk_tokens=random.randint(0, 3))
         rollouts, closed = room.rollouts, set[str]()
         rollouts.gate = lambda worker: worker.name not in closed
         asked: dict[int, dict[str, Any]] = {}
@@ -709,12 +752,9 @@ def test_every_request_ends_once_with_its_own_text_whatever_happens(tmp_path: Pa
                 case 7 if alive:
                     worker = random.choice(alive)
                     active = random.randint(0, len(worker.active))
-                    await worker.say(
-                        protocol.Heartbeat(
-                            epoch=0, progress=0, active=active, waiting=len(worker.active) - active, training=0,
-                            adapters=0, generated=0, trained=0, decode_seconds=0.0, train_seconds=0.0, memory_bytes=0,
-                        )
-                    )  # fmt: skip
+                    fields = {"active": active, "waiting": len(worker.active) - active}
+                    await worker.say(beat(**fields, costs=LINEAR, free_tokens=random.choice([0, 1000])))
+                    await worker.say(protocol.AdaptersCached(epoch=0, hashes=[ADAPTER.hash, head.hash]))
                 case 8 if replies and random.random() < 0.4:
                     number = random.choice(list(replies))
                     if not replies[number].done():

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +22,11 @@ from rookery import protocol
 from rookery.aio import BusyTime, Clock
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.request import InflightRequest
-from rookery.scheduling.balancing import BEATS, Instance, SaturationEstimator, WorkerIndex, balance, load, select
+from rookery.controller.rollout.request_queues import RequestQueues
+from rookery.scheduling.balancing import BEATS, Instance, SaturationEstimator, WorkerIndex, balance, load, order, select
+from rookery.scheduling.division import Site, moves
 from rookery.scheduling.queues import TokenCounters
+from rookery.scheduling.slo import CostTable
 from rookery.settings import Settings
 
 ANY, BASE = "any", "base"
@@ -49,12 +53,25 @@ class WorkerSlots:
     """Of a serving worker: adapters for which it gets no requests."""
     accepts_rollouts: bool = True
     heartbeats: deque[protocol.Heartbeat] = field(default_factory=lambda: deque(maxlen=BEATS))
+    costs: CostTable = field(default_factory=CostTable)
+    """As it reports them."""
+    leaving: int = 0
+    """Of its requests, those that it was asked to return …"""
+    arriving: int = 0
+    """… and those of others that will continue here."""
 
     @property
     def load(self) -> tuple[int, int, int]:
         """Its (pending, executing, free) requests."""
         beats = [(beat.active, beat.waiting) for beat in self.heartbeats]
-        return load(self.worker.hello.max_rows, len(self.requests), self.decoding, beats)
+        held, decoding = len(self.requests) - self.leaving + self.arriving, self.decoding - self.leaving
+        return load(self.worker.hello.max_rows, held, decoding, beats)
+
+    @property
+    def site(self) -> Site:
+        """Its figures for :func:`rookery.scheduling.division.moves`."""
+        pending, executing, free = self.load
+        return Site(self.costs, executing, pending, free, self.heartbeats[-1].free_tokens if self.heartbeats else 0)
 
     @property
     def serving(self) -> bool:
@@ -81,6 +98,7 @@ class WorkerPool:
         self._clock = clock
         self._turn_share = settings.engine.tenant_turn_share
         self._dispatch_ahead = settings.engine.dispatch_ahead
+        self._chunk = settings.engine.rollout_chunk_tokens or math.inf
         self._slots: dict[str, WorkerSlots] = {}
         """By the worker's name."""
         self._common: defaultdict[str, WorkerIndex] = defaultdict(WorkerIndex)
@@ -133,6 +151,7 @@ class WorkerPool:
             seconds = beat.decode_seconds - last.decode_seconds
             self._saturation_of(worker).add(last.active, beat.active, beat.generated - last.generated, seconds)
         slots.heartbeats.append(beat)
+        slots.costs = CostTable.of(beat.costs)
         self._reindex(slots)
 
     # --- their requests -----------------------------------------------------------------------------------------------
@@ -160,6 +179,7 @@ class WorkerPool:
         slots = self._slots[worker.name]
         slots.busy.add(1)
         inflight.worker, inflight.express, inflight.decoding = worker, express, False
+        inflight.chunk_end = len(inflight.result.tokens) + self._chunk
         slots.requests[inflight] = None
         tenant = inflight.request.tenant
         slots.counters.lift(tenant)
@@ -182,7 +202,9 @@ class WorkerPool:
     def release(self, inflight: InflightRequest) -> None:
         """Its worker has the request no more."""
         slots = self._find(inflight.worker) if inflight.worker is not None else None
-        inflight.worker = None
+        if inflight.target is not None:
+            self._reserve(inflight, inflight.target, -1)
+        inflight.worker = inflight.target = None
         if slots is not None:
             del slots.requests[inflight]
             slots.busy.add(-1)
@@ -199,6 +221,34 @@ class WorkerPool:
     def choose(self, inflight: InflightRequest, express: bool) -> Worker | None:
         """The worker for a request, in the common room or in that of interactive requests."""
         return self._select(inflight.request.model, express, self._tags_for(inflight))
+
+    def begin_move(self, inflight: InflightRequest, queues: RequestQueues) -> bool:
+        """Whether the request is at the end of a chunk and should continue elsewhere, under the same version: room is
+        reserved there, its worker is to be asked to return it. A worker that has not its adapter is no target."""
+        tokens, request, source = len(inflight.result.tokens), inflight.request, inflight.worker
+        if tokens < inflight.chunk_end or inflight.express or inflight.target is not None:
+            return False
+        inflight.chunk_end = tokens + self._chunk
+        index = self._common[request.model]
+        first = min(index.first(self._tags_for(inflight)), key=order, default=None)
+        if source is None or first is None or first.name == source.name:
+            return False
+        target = self._slots[first.name]
+        if request.adapter is not None and request.adapter.hash not in target.worker.cached:
+            return False
+        left = queues.remaining(inflight, int(self._chunk))
+        if not moves(self._slots[source.name].site, target.site, len(request.generate.prompt) + tokens, left):
+            return False
+        inflight.target = target.worker
+        self._reserve(inflight, target.worker, 1)
+        return True
+
+    def _reserve(self, inflight: InflightRequest, target: Worker, count: int) -> None:
+        for worker, leaving in ((inflight.worker, count), (target, 0)):
+            if worker is not None and (slots := self._find(worker)) is not None:
+                slots.leaving += leaving
+                slots.arriving += count - leaving
+                self._reindex(slots)
 
     def find_migration(self, model: str) -> Migration | None:
         """Requests that another worker would begin at once, by :func:`rookery.scheduling.balancing.balance`; of the

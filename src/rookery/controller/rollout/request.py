@@ -7,6 +7,7 @@ job and the base model, and tracks which worker has the request and which tokens
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -16,9 +17,9 @@ from rookery import protocol
 from rookery.controller.fleet.worker import Worker
 from rookery.errors import RookeryError
 
-REASONS = ("lost", "rejected", "offloaded", "balanced")
+REASONS = ("lost", "rejected", "offloaded", "balanced", "divided")
 """Why a request moved: its worker was lost or drains; the worker rejected it; :meth:`RolloutScheduler.migrate` took it;
-another worker could begin it sooner."""
+another worker could begin it sooner; its next chunk saves time elsewhere (:mod:`rookery.scheduling.division`)."""
 
 REASSIGNED = "~"
 """Separates a request's id from the number of its reassignment, in its name at a worker that had it before."""
@@ -120,6 +121,10 @@ class InflightRequest:
     """Whether tokens have arrived since it was assigned to its worker."""
     allowed_versions: set[int] = field(default_factory=set)
     """Versions that its worker was given for it."""
+    chunk_end: float = math.inf
+    """Number of tokens from which it may move to another worker."""
+    target: Worker | None = None
+    """Where it continues when its worker has returned it."""
     resumed: bool = False
     """Whether its worker had it before this controller started."""
     waiting_since: float = 0.0

@@ -75,6 +75,15 @@ class RequestQueues:
         request = inflight.request
         self._of(request).remove(request.tenant, request.job, inflight)
 
+    def remaining(self, inflight: InflightRequest, least: int) -> int:
+        """Tokens that the request is expected to have still, at least ``least`` as far as its limit allows: by its
+        group's estimate, where that decides about the order, else by its tenant's recent results."""
+        request, tokens = inflight.request, len(inflight.result.tokens)
+        order = self.orders.get(request.job)
+        estimate = order.estimate(inflight) if order is not None and order.active else None
+        expected = estimate if estimate is not None else self._lengths.get(request.tenant, 0.0)
+        return min(request.generate.max_tokens - tokens, max(least, round(expected) - tokens))
+
     def on_assigned(self, inflight: InflightRequest) -> None:
         self._charge(inflight, max(inflight.expected, len(inflight.result.tokens)))
 

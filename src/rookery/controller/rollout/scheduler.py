@@ -2,9 +2,9 @@
 
 * Every request ends exactly once: with its result, with an error, or by its caller's cancellation.
 * Received tokens are never generated again. When a worker is lost, rejects a request, or another worker could begin it
-  sooner, the request moves there with the tokens received so far, ahead of requests that never ran. A cancelled request
-  of an episode keeps its tokens and resumes from them when it is submitted again; submitted with another prompt, as
-  after a new reset of its environment, it starts over.
+  sooner or continue it faster, the request moves there with the tokens received so far, ahead of requests that never
+  ran. A cancelled request of an episode keeps its tokens and resumes from them when it is submitted again; submitted
+  with another prompt, as after a new reset of its environment, it starts over.
 * Tenants share each base model's workers by the tokens that they are served
   (:mod:`rookery.scheduling.queues`). A worker holds at most its rows and a few more; everything else waits here,
   where it is visible. Interactive requests go first; rollouts go where their objectives leave room.
@@ -308,6 +308,10 @@ class RolloutScheduler(FleetListener):
                 continue
             self._on_chunk(inflight, worker, chunk)
         self._dispatch(worker.hello.model)
+        for chunk in message.chunks:
+            inflight = self._assigned.get(chunk.request)
+            if inflight is not None and inflight.worker is worker and self.pool.begin_move(inflight, self.queues):
+                worker.post(protocol.Abort(request=inflight.wire_name, resume=True))
 
     def _on_chunk(self, inflight: InflightRequest, worker: Worker, chunk: protocol.TokenChunk) -> None:
         result = inflight.result
@@ -332,7 +336,7 @@ class RolloutScheduler(FleetListener):
             for listener in self._fleet.listeners:
                 listener.on_tokens(worker, inflight.request, len(tokens))
         if chunk.finish == "abort":  # the worker's decision: a request that this side aborts is not in flight any more
-            self._requeue(inflight, "rejected")
+            self._requeue(inflight, "rejected" if inflight.target is None else "divided")
         elif chunk.finish:
             result.finish, result.prompt_logprobs = chunk.finish, chunk.prompt_logprobs
             inflight.done.set_result(result)

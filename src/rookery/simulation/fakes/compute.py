@@ -60,6 +60,7 @@ class FakeCompute:
         self._loop = asyncio.get_running_loop()
         self._woken: asyncio.Future[None] = self._loop.create_future()
         self._switches: list[protocol.SwitchAdapter] = []
+        self._releases: list[str] = []
         self._queues: dict[str, deque[QueuedOperation]] = {}
         """Operations by tenant, whose shares are those of the native trainer, in seconds instead of tokens."""
         self._weights: dict[str, float] = {}
@@ -76,6 +77,11 @@ class FakeCompute:
     def switch(self, message: protocol.SwitchAdapter) -> None:
         """Between two slices the request continues with another adapter, which is here."""
         self._switches.append(message)
+        self.wake()
+
+    def release(self, request: str) -> None:
+        """Between two slices the request ends, to continue elsewhere."""
+        self._releases.append(request)
         self.wake()
 
     def stop(self) -> None:
@@ -149,6 +155,9 @@ class FakeCompute:
             for switch in self._switches:
                 self.engine.switch(switch.request, switch.adapter, recompute=switch.recompute)
             self._switches.clear()
+            for request in self._releases:
+                self.engine.release(request)
+            self._releases.clear()
             if self.engine.finished or self._loop.time() - self._flushed >= self.flush_seconds:
                 self._flushed = self._loop.time()
                 await self._flush()

@@ -6,8 +6,9 @@ texts of :mod:`rookery.simulation.fakes.text`.
   for every running request. The two kinds alternate.
 * Consecutive decode steps between which no request begins or ends can be taken together: they cost one event.
 * A request whose connection ended is held with its tokens until it is claimed by a ``Generate`` or expires.
+* Where the running texts fill the KV cache, the youngest waits: it loses its cache, and computes it again.
 
-Not modelled: the KV cache never runs out, and a step's time does not grow with the length of the texts.
+Not modelled: a step's time does not grow with the length of the texts, and cached prompts take no memory.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from typing import Literal
 from rookery import protocol
 from rookery.simulation.fakes.text import Length, logprobs_of, tokens_of
 from rookery.simulation.profiles import Machine
+
+WATERMARK = 100
+"""The part of the KV cache, one in so many tokens, that a request which begins leaves free for those that run."""
 
 Finish = Literal["", "stop", "length", "error", "abort"]
 
@@ -72,6 +76,8 @@ class FakeEngine:
         """Tokens sampled."""
         self.prefilled = 0
         """Prompt tokens computed."""
+        self.preempted = 0
+        """Times that a request lost its cache to others."""
         self.policies: Counter[str] = Counter()
         """Running requests per policy."""
         self._length = length
@@ -97,6 +103,12 @@ class FakeEngine:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def free_tokens(self) -> int:
+        """Of the KV cache."""
+        rows = (*self._prefilling, *self._decoding.values())
+        return self.machine.cache_tokens - sum(len(row.request.prompt) + self._position(row) for row in rows)
 
     @property
     def busy(self) -> bool:
@@ -140,6 +152,14 @@ class FakeEngine:
             self._stop(row)
             if row in self._finished:
                 self._finished.remove(row)
+
+    def release(self, request: str) -> None:
+        """The request ends here: its tokens are sent with ``finish`` ``abort``."""
+        row = self._requests.get(request)
+        if row is not None and not row.finish:
+            self._stop(row)
+            row.finish = "abort"
+            self._finished.append(row)
 
     def suspend(self, now: float) -> None:
         """The connection ended: every request stops and is held for a later claim."""
@@ -194,9 +214,11 @@ class FakeEngine:
                 self._batch.append((row, count))
             return self.machine.prefill_token * (self.machine.prefill_slice - room), 1
         self._slice, self._prefilled_last = "decode", False
+        while (free := self.free_tokens) < len(self._decoding) > 1:
+            self._preempt()
         if not self._decoding:
             return 0.0, 1
-        steps = 1 if self._prefilling else min(self._ends) - self._steps
+        steps = 1 if self._prefilling else min(min(self._ends) - self._steps, max(1, free // len(self._decoding)))
         return self.machine.decode_step(len(self._decoding)), steps
 
     def end(self, slices: int = 1) -> None:
@@ -233,6 +255,9 @@ class FakeEngine:
 
     def _admit(self) -> None:
         while self._waiting and self.active < self.rows:
+            size = len(self._waiting[0].request.prompt) + self._waiting[0].position
+            if self.active and self.free_tokens < size + max(self.active, self.machine.cache_tokens // WATERMARK):
+                return
             row = self._waiting.pop(0)
             self.policies[row.policy] += 1
             row.prefill = 0 if row.cached else self._uncached(row)
@@ -241,6 +266,16 @@ class FakeEngine:
                 self._prefilling.append(row)
             else:
                 self._decode(row)
+
+    def _preempt(self) -> None:
+        """The youngest that decodes loses its cache and waits."""
+        row = next(reversed(self._decoding.values()))
+        self._leave_batch(row)
+        self.policies[row.policy] -= 1
+        self.preempted += 1
+        row.cached = False
+        self._cached[row.adapter.hash if row.adapter is not None else ""].pop(row.request.episode, None)
+        self._waiting.insert(0, row)
 
     def _uncached(self, row: Row) -> int:
         """Tokens of prompt and text that are not in the cache; they are from now on."""
@@ -331,6 +366,7 @@ def _continues(row: Row, claim: protocol.Generate, position: int) -> bool:
     same = (held.hash if held is not None else None) == (wanted.hash if wanted is not None else None)
     return (
         not row.error
+        and row.finish != "abort"
         and same
         and row.request.seed == claim.seed
         and (row.start <= len(claim.prefix_tokens) <= position)

@@ -229,7 +229,8 @@ class FakeWorker:
                 waiting=self.engine.waiting + len(self._pulling), training=self.compute.pending,
                 adapters=len(self._adapters), generated=self.engine.generated, trained=self.trainer.trained,
                 decode_seconds=self.compute.decoded, train_seconds=self.compute.trained, memory_bytes=0,
-                pulled_from_service=self.pulled_bytes,
+                pulled_from_service=self.pulled_bytes, free_tokens=self.engine.free_tokens,
+                costs=self.machine.costs,
             )  # fmt: skip
             if not await self.send(heartbeat):
                 return
@@ -248,6 +249,8 @@ class FakeWorker:
         match message:
             case protocol.Generate():
                 self._generate(message)
+            case protocol.Abort(resume=True):
+                self.compute.release(message.request)
             case protocol.Abort():
                 self._abort(message.request)
             case protocol.SwitchAdapter():

@@ -90,6 +90,11 @@ class Engine(Protocol):
         """Bytes of each part of the memory budget that this engine uses: ``kv_cache`` and ``adapters``."""
         ...
 
+    @property
+    def free_tokens(self) -> int:
+        """Tokens of the KV cache that no request occupies; 0 for an engine that does not say."""
+        ...
+
     def evict_adapter(self, key: str) -> None:
         """Removes an adapter: at once, or when the last request that uses it ends. Unknown keys are ignored."""
         ...

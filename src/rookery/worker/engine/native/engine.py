@@ -8,8 +8,7 @@ Beyond what every engine promises (``engine.base``):
   budget, the youngest is preempted: it returns to the head of the queue and resumes later.
 * ``interactive`` requests wait ahead of the others and preempt them, the youngest first.
 * One ``step`` computes at most ``prefill_tokens`` prompt tokens that attend to at most ``prefill_keys`` keys (or those
-  of one request), or one token of every running request, with
-  drafts some more.
+  of one request), or one token of every running request, with drafts some more.
 * Logits that are not finite numbers end their own request only.
 * With a ``Speculator``, a decode step on a CPU also computes draft tokens after a row's last one. Each is kept if it is
   the token that is sampled in its place, so that texts and log-probabilities are the same bits as without drafts. A GPU
@@ -90,8 +89,7 @@ class NativeEngine:
     ) -> None:
         """``decode`` turns token ids into text, for stop strings. ``prefill_tokens`` and ``runner`` default to those of
         the decoder's device. Without a ``speculator`` there are no drafts, without a ``gate`` no objectives."""
-        self.decoder = decoder
-        self.bank = bank
+        self.decoder, self.bank = decoder, bank
         context = decoder.config.context
         self.limits = EngineLimits(max_rows, min(max_context or context, context), bank.max_rank)
         self.generated = 0
@@ -105,10 +103,9 @@ class NativeEngine:
         self.admission = Admission(self.store, bank, max_rows, self.stats, self.gate.cache_budget(self.store.tokens))
         self.admission.serves = self.weights.serves
         self._speculator = speculator if decoder.device.type == "cpu" else None
-        self._decode = decode
+        self._decode, self._prefill_keys = decode, prefill_keys
         default = GPU_PREFILL_TOKENS if device.fuses(decoder.device, decoder.dtype) else PREFILL_TOKENS
         self._prefill_tokens = prefill_tokens or default
-        self._prefill_keys = prefill_keys
         self._requests: dict[str, EngineRequest] = {}
         self._undrained: dict[str, EngineRequest] = {}
         """Requests with tokens, or an end, that ``drain`` has not returned."""
@@ -147,15 +144,18 @@ class NativeEngine:
 
     def memory(self) -> dict[str, MemoryUse]:
         """See ``Engine``."""
-        return {
-            "kv_cache": MemoryUse(self.store.bytes, self.store.budget),
-            "adapters": MemoryUse(self.bank.bytes, self.bank.budget_bytes),
-        }
+        kv_cache = MemoryUse(self.store.bytes, self.store.budget)
+        return {"kv_cache": kv_cache, "adapters": MemoryUse(self.bank.bytes, self.bank.budget_bytes)}
 
     def add_adapter(self, ref: protocol.AdapterRef, folder: Path) -> None:
         """See ``Engine``."""
         if ref.hash not in self.bank:
             self.weights.add(ref, folder)
+
+    @property
+    def free_tokens(self) -> int:
+        """See ``Engine``."""
+        return self.store.tokens - self.store.used_tokens
 
     def evict_adapter(self, key: str) -> None:
         """See ``Engine``."""
