@@ -27,6 +27,9 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 TRAINER_STATE = "trainer_state."
 """First part of the names of files that only a trainer reads."""
 
+CANARY = "canary."
+"""The same of the file that engines compare themselves with."""
+
 MAX_MEMBERS = 256
 """Most files in an uploaded archive. A PEFT folder has a handful of files, even with checkpoints; each uses some memory
 while the archive is read."""
@@ -42,10 +45,10 @@ RANGE = re.compile(r"bytes=(\d{1,18})-")
 
 
 def pack(artifacts: Artifacts, manifest: Manifest, created: float) -> tuple[int, Iterator[bytes]]:
-    """The tar of a version's files, without its trainer state: its size in bytes and its chunks. The files are opened
-    before this returns, so that a version that is deleted meanwhile still arrives complete; the iterator closes
-    them."""
-    shards = [shard for shard in manifest.shards if not shard.name.startswith(TRAINER_STATE)]
+    """The tar of a version's files, without its trainer state and its canary: its size in bytes and its chunks. The
+    files are opened before this returns, so that a version that is deleted meanwhile still arrives complete; the
+    iterator closes them."""
+    shards = [shard for shard in manifest.shards if not shard.name.startswith((TRAINER_STATE, CANARY))]
     with ExitStack() as opened:
         files = [opened.enter_context(artifacts.reading(manifest.hash, shard)) for shard in shards]
         held = opened.pop_all()

@@ -34,6 +34,7 @@ from rookery.worker.trainer.native.microbatch import (
     PassItem,
     Queued,
     QueuedBatch,
+    canary_logprobs,
     check_loss,
     operation_of,
     run_pass,
@@ -302,7 +303,8 @@ class PackedTrainer:
             return
         export = None
         if op.commit:
-            export, held.exported_steps = self.states.track(held.state.export(self._base_model)), held.steps
+            canary = canary_logprobs(self._backbone, held.state)
+            export, held.exported_steps = self.states.track(held.state.export(self._base_model, canary)), held.steps
         finish(self._backbone.device)
         metrics["seconds"] = time.perf_counter() - began
         self._results.append(TrainerResult(op.op, metrics=metrics, export=export))

@@ -19,6 +19,7 @@ from torch import Tensor
 from rookery import protocol
 from rookery.algorithms.losses import LOSSES, kl_penalty
 from rookery.worker.device import finish
+from rookery.worker.model.canary import canary_tokens
 from rookery.worker.trainer.native.optim import PolicyState
 from rookery.worker.trainer.native.packed_lora import PolicyRows
 from rookery.worker.trainer.native.packing import PackedBatch, PackedGroup, pack_groups
@@ -197,6 +198,17 @@ def _base_logprobs(
         chosen = None if temperatures is None else temperatures[rows]
         base[rows] = backbone.logprobs(hidden, batch.targets, chosen, derivatives=False).logp
     return base
+
+
+def canary_logprobs(backbone: Backbone, policy: PolicyState) -> list[float]:
+    """The canary's log-probabilities under ``policy`` as it is now."""
+    tokens = canary_tokens(backbone.vocab)
+    rows = len(tokens) - 1
+    zeros = [0.0] * rows
+    group = PackedGroup(tokens[:-1], [[]], list(range(rows)), tokens[1:], zeros, zeros, zeros, [0] * rows)
+    batch = pack_groups([group], backbone.device)
+    hidden = backbone.infer(batch, [PolicyRows(0, len(batch.tokens), policy)])[batch.sources]
+    return [float(x) for x in backbone.logprobs(hidden, batch.targets, None, derivatives=False).logp]
 
 
 def check_loss(loss: protocol.Loss) -> None:

@@ -12,7 +12,7 @@ Promises:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -26,6 +26,7 @@ from torch import Tensor
 from rookery import protocol
 from rookery.errors import UserError
 from rookery.worker.model.adapter import Adapter, Projections, read_adapter, write_adapter
+from rookery.worker.model.canary import write_canary
 
 STATE_FILE = "trainer_state.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -65,6 +66,8 @@ class AdapterExport:
     moments: dict[str, Tensor] = field(default_factory=dict)
     step: int = 0
     base_model: str = ""
+    canary: Sequence[float] = ()
+    """See :mod:`rookery.worker.model.canary`."""
 
     @property
     def numbers(self) -> int:
@@ -79,6 +82,8 @@ class AdapterExport:
     def write(self, folder: Path) -> list[str]:
         """Write into the existing ``folder``; the file names, sorted. Any thread may call it."""
         write_adapter(folder, self.adapter, self.base_model)
+        if self.canary:
+            write_canary(folder, self.canary)
         if self.moments:
             # One entry: the order of several differs between processes, and the file's hash with it.
             save_file(self.moments, folder / STATE_FILE, metadata={"step": str(self.step)})
@@ -145,7 +150,7 @@ class PolicyState:
     def bytes(self) -> int:
         return self.bytes_for(self.masters.numel(), self._compute.dtype)
 
-    def export(self, base_model: str = "") -> AdapterExport:
+    def export(self, base_model: str = "", canary: Sequence[float] = ()) -> AdapterExport:
         """A copy of weights and moments as they are now, in main memory; each vector is copied at once."""
         weights: dict[tuple[int, str], list[Tensor]] = {}
         for key, view in self._named(self.masters.to("cpu", copy=True)):
@@ -164,7 +169,7 @@ class PolicyState:
             if self.step
             for key, view in self._named(getattr(self, name).to("cpu", copy=True))
         }
-        return AdapterExport(adapter, moments, self.step, base_model)
+        return AdapterExport(adapter, moments, self.step, base_model, canary)
 
     def zero_grad(self) -> None:
         """Clear the accumulated gradient and ``nonfinite_loss``."""

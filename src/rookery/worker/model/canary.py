@@ -1,0 +1,52 @@
+"""The canary of a version: a fixed text whose log-probabilities the trainer writes next to the weights, so that an
+engine of another kind finds out whether it computes the same version.
+
+An engine that applied no adapter, the wrong one, another scale or another base model samples tokens that look right and
+train badly. The numbers are a file of the version: they reach every engine by the way of the weights, at any staleness.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rookery.errors import UserError
+
+CANARY_FILE = "canary.json"
+
+CANARY_TOKENS = 32
+"""Enough for the mean to be steady; the pass costs a trainer some milliseconds per version."""
+
+_STEP = 7919
+"""A prime: the tokens are spread over any vocabulary."""
+
+
+def canary_tokens(vocabulary: int) -> list[int]:
+    """The text for models with so many tokens."""
+    return [(1 + _STEP * i) % vocabulary for i in range(CANARY_TOKENS)]
+
+
+def write_canary(folder: Path, logprobs: Sequence[float]) -> None:
+    """Write the log-probabilities at temperature 1 of every token but the first."""
+    (folder / CANARY_FILE).write_text(json.dumps({"logprobs": [round(logprob, 4) for logprob in logprobs]}) + "\n")
+
+
+def read_canary(folder: Path) -> list[float]:
+    """Those of the version in ``folder``; empty for one that has none, such as an uploaded adapter. Raises
+    ``UserError`` for a broken file."""
+    path = folder / CANARY_FILE
+    if not path.is_file():
+        return []
+    try:
+        logprobs = [float(value) for value in json.loads(path.read_text())["logprobs"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no canary: {error}") from None
+    if len(logprobs) != CANARY_TOKENS - 1:
+        raise UserError(f"{path} is no canary: it has {len(logprobs)} numbers, not {CANARY_TOKENS - 1}")
+    return logprobs
+
+
+def mean_difference(first: Sequence[float], second: Sequence[float]) -> float:
+    """Mean absolute difference in nats per token."""
+    return sum(abs(a - b) for a, b in zip(first, second, strict=True)) / len(first)
