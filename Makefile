@@ -17,7 +17,7 @@ PROCESSES ?= 2
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo docs test test-learning test-chaos test-examples test-avx2 test-ray test-s3 test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo docs test test-learning test-chaos test-examples test-avx2 test-ray test-vllm test-s3 test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/rookery demo
@@ -43,6 +43,10 @@ test-ray: $(VENV)/.ray
 AVX2 := NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+sse4.2,+popcnt
 test-avx2: $(VENV)/.tests
 	@$(AVX2) $(BIN)/python -m pytest tests/worker/engine/kernels tests/worker/engine/test_golden.py tests/worker/engine/test_exactness.py
+
+# The promises of engines, kept by vLLM in an environment of its own; most of the time is its starts.
+test-vllm: .bench/vllm/.installed
+	@.bench/vllm/bin/python -m pytest -m "heavy or not heavy" tests/worker/engine/test_conformance.py --timeout=900
 
 # Artifacts on an S3 server, which has an environment of its own: its packages clash with constraints.txt.
 test-s3: $(VENV)/.tests .bench/moto/.installed
@@ -147,7 +151,7 @@ controller-scaling: $(VENV)/.tests
 .bench/vllm/.installed: benchmarks/peers/vllm.txt
 	@$(PYTHON) -m venv .bench/vllm
 	@.bench/vllm/bin/pip install --quiet torch==2.13.0
-	@.bench/vllm/bin/pip install --quiet -r $<
+	@.bench/vllm/bin/pip install --quiet -r $< --editable '.[gguf]' 'pytest>=9' 'pytest-asyncio>=1.2' 'pytest-timeout>=2.4' 'hypothesis>=6.140'
 	@.bench/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

@@ -174,6 +174,13 @@ class WorkerSettings(Section):
 class EngineSettings(Section):
     """Generation: batch size, caches, and how requests share them."""
 
+    inference_engine: Literal["native", "vllm"] = "native"
+    """Engine of a worker. `vllm` needs the `vllm` extra, and an environment whose packages agree with it."""
+    vllm_url: str = ""
+    """Address of a running `vllm serve` that a worker with the engine `vllm` fronts instead of starting its own."""
+    vllm_adapters: int = Field(8, ge=2)
+    """Adapters that vLLM holds at once (`max_loras`); requests of further versions wait. At least two: a policy's next
+    version is loaded while requests run on the present one. Each takes the memory of rank `max_rank`."""
     max_rows: int = Field(64, ge=1)
     """Sequences that decode together. On two cores throughput is flat from about 64 on; a GPU needs more, such as
     256."""
@@ -190,6 +197,11 @@ class EngineSettings(Section):
     """On a CPU, verify draft tokens (what a request's own text or its group's went on with in such a place) in decode
     steps where measured times and acceptance promise more tokens per second. Texts and log-probabilities stay the
     same."""
+    engine_gap_alarm: float = Field(0.2, gt=0)
+    """Mean difference, in nats per token, between the log-probabilities of vLLM and of the trainer on a version's
+    canary text above which a worker logs a warning."""
+    engine_gap_limit: float = Field(1.0, gt=0)
+    """The same above which a worker refuses the version, so that its job pauses with that reason."""
     dispatch_ahead: int = Field(16, ge=0)
     """Requests that may wait in a worker for a row (theta of RLBoost's Algorithm 2): enough that freed rows are filled
     without a round trip."""

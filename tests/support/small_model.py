@@ -16,7 +16,7 @@ TEMPLATE = (
 SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 
 
-def save_small_model(folder: Path, seed: int = 0) -> Path:
+def save_small_model(folder: Path, seed: int = 0, hidden: int = 64) -> Path:
     """Writes config, weights, tokenizer and chat template; the context is 512 tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
@@ -26,7 +26,7 @@ def save_small_model(folder: Path, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=64,
+        hidden_size=hidden,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,

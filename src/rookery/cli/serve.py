@@ -61,6 +61,8 @@ def worker(
         typer.Option(help="The port that serves adapters to other workers; 0 takes a free one.", min=0, max=65535),
     ] = None,
     max_rows: Annotated[int | None, typer.Option(help="Most sequences in a decode batch.")] = None,
+    engine: Annotated[str | None, typer.Option(help="native, or vllm.")] = None,
+    vllm_url: Annotated[str | None, typer.Option(help="A running vllm serve to front, with --engine vllm.")] = None,
     name: Annotated[str | None, typer.Option(help="The worker's name; by default the machine's.")] = None,
     cache: Annotated[Path | None, typer.Option(help="The folder of base models.", envvar="ROOKERY_CACHE")] = None,
 ) -> None:
@@ -69,7 +71,8 @@ def worker(
     settings = Settings.load(cache=cache)
     options = {
         "connect": connect, "model": model, "roles": roles, "cache": settings.cache, "price": price or None,
-        "address": address, "peer-port": peer_port, "max-rows": max_rows, "name": name,
+        "address": address, "peer-port": peer_port, "max-rows": max_rows, "name": name, "engine": engine,
+        "vllm-url": vllm_url,
     }  # fmt: skip
     arguments = [text for option, value in options.items() if value is not None for text in (f"--{option}", str(value))]
     if preemptible:

@@ -273,6 +273,7 @@ class JobQueries:
                 "draft_tokens": sum(beat.draft_tokens for beat in beats),
                 "draft_acceptance": sum(beat.accepted_tokens for beat in beats)
                 / max(1, sum(beat.draft_tokens for beat in beats)),
+                "engine_gap_nats": max((beat.engine_gap for beat in beats), default=0.0),
                 "slo_slack_seconds": min((beat.slo_slack for beat in beats if beat.interactive), default=0.0),
                 "slo_requests": sum(beat.slo_ended for beat in beats),
                 "slo_requests_within": sum(beat.slo_met for beat in beats),

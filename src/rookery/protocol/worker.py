@@ -94,9 +94,8 @@ class Heartbeat(Message, kw_only=True):
     memory_parts: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
     """(used, budget) in bytes of each part of the budget."""
     pulled_from_peers: int = 0
-    """Bytes of artifacts pulled from other workers since the process began …"""
+    """Bytes of artifacts pulled from other workers since the process began; likewise from the service."""
     pulled_from_service: int = 0
-    """… and from the service."""
     interactive: int = 0
     """Requests with objectives (:class:`Generate`) that it holds now."""
     slo_slack: float = 0.0
@@ -115,6 +114,8 @@ class Heartbeat(Message, kw_only=True):
     """Of the KV cache: those that no running request occupies."""
     costs: dict[Literal["prefill", "decode", "train"], list[tuple[float, float]]] = msgspec.field(default_factory=dict)
     """(tokens, seconds) of slices by kind, as measured lately (:class:`rookery.scheduling.slo.CostTable`)."""
+    engine_gap: float = 0.0
+    """Largest difference between its engine's log-probabilities and the trainers', in nats per token."""
 
 
 class PromptLogprob(Struct, kw_only=True):

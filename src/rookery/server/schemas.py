@@ -180,6 +180,9 @@ class HeartbeatView(BaseModel):
     pulled_from_service: int = Field(description="Bytes of artifacts pulled from the service")
     draft_tokens: int = Field(description="Draft tokens that decode steps verified")
     accepted_tokens: int = Field(description="Draft tokens that became part of a text")
+    engine_gap: float = Field(
+        description="Largest difference of its engine's log-probabilities from a trainer's, in nats"
+    )
 
 
 class WorkerView(BaseModel):

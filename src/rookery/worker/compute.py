@@ -47,6 +47,7 @@ class ComputeStatus:
     generated: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    engine_gap: float = 0.0
     trained: int = 0
     decode_seconds: float = 0.0
     train_seconds: float = 0.0
@@ -88,11 +89,18 @@ class Compute:
     """The thread. Methods are for other threads."""
 
     def __init__(
-        self, prepare: Callable[[], Path], settings: Settings, model: str, on_output: Callable[[], object]
+        self,
+        prepare: Callable[[], Path],
+        settings: Settings,
+        model: str,
+        on_output: Callable[[], object],
+        *,
+        trains: bool = True,
     ) -> None:
         """``prepare()`` returns the base model's folder and creates it if needed; it runs in the thread, and its
-        exception ends the thread as :attr:`failure`."""
+        exception ends the thread as :attr:`failure`. ``trains``: whether the worker has that role."""
         self._prepare = prepare
+        self._trains = trains
         self._model = model
         self._settings = settings
         self._on_output = on_output
@@ -142,9 +150,12 @@ class Compute:
         try:
             if self._settings.worker.threads:
                 torch.set_num_threads(self._settings.worker.threads)
-            core = load_core(self._prepare(), self._settings, self._model)
+            core = load_core(self._prepare(), self._settings, self._model, trains=self._trains)
             self.ready.set_result(core)
-            self._run(core)
+            try:
+                self._run(core)
+            finally:
+                core.engine.close()
         except BaseException as error:
             self.failure = error
             if not self.ready.done():
@@ -202,6 +213,7 @@ class Compute:
             generated=core.engine.generated,
             draft_tokens=core.engine.draft_tokens,
             accepted_tokens=core.engine.accepted_tokens,
+            engine_gap=core.engine.gap,
             trained=core.trainer.trained,
             decode_seconds=decode.seconds,
             train_seconds=train.seconds,

@@ -292,6 +292,7 @@ class ServiceConnection:
             generated=status.generated,
             draft_tokens=status.draft_tokens,
             accepted_tokens=status.accepted_tokens,
+            engine_gap=status.engine_gap,
             trained=status.trained,
             decode_seconds=status.decode_seconds,
             train_seconds=status.train_seconds,

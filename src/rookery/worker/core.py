@@ -18,13 +18,15 @@ from rookery.worker.engine.native.drafts import Speculator
 from rookery.worker.engine.native.engine import PREFILL_TOKENS, NativeEngine
 from rookery.worker.engine.native.runner import best_runner
 from rookery.worker.engine.native.slo_gate import SloGate, measure_costs
+from rookery.worker.engine.vllm.loading import cache_alone, load_vllm
 from rookery.worker.memory import MemoryBudget, MemoryUse
 from rookery.worker.model.batch_invariance import disable_amx_if_unsafe
 from rookery.worker.model.config import SITES, DecoderConfig
-from rookery.worker.model.decoder import WEIGHTS, Decoder
+from rookery.worker.model.decoder import WEIGHTS, Decoder, best_dtype
 from rookery.worker.model.lora import LoraManager
 from rookery.worker.trainer.base import Trainer
 from rookery.worker.trainer.fsdp.trainer import FsdpTrainer
+from rookery.worker.trainer.idle import IdleTrainer
 from rookery.worker.trainer.native.backbone import limits_for
 from rookery.worker.trainer.native.trainer import NativeTrainer
 from rookery.worker.trainer.router import TrainerRouter
@@ -112,11 +114,16 @@ class _Place:
         return training.gpu_slice_tokens if self.device.type == "cuda" else training.slice_tokens
 
 
-def load_core(folder: Path, settings: Settings, model: str) -> WorkerCore:
-    """With the base model of ``folder``; ``model`` is its name in exported adapters. Raises ``UserError`` if it does
-    not fit the memory budget."""
+def load_core(folder: Path, settings: Settings, model: str, *, trains: bool = True) -> WorkerCore:
+    """With the base model of ``folder``; ``model`` is its name in exported adapters. A vLLM worker that does not train
+    loads the model in vLLM only. Raises ``UserError`` if it does not fit the memory budget."""
     where = device.choose(settings.worker.device)
     total, before = memory.total_bytes(settings, where), device.used_bytes(where)
+    vllm = settings.engine.inference_engine == "vllm"
+    if vllm and not trains:
+        dtype = str(best_dtype()).removeprefix("torch.")
+        cache = cache_alone(folder, where.type, before, total)
+        return WorkerCore(load_vllm(folder, settings, dtype, cache), IdleTrainer(), device_name=str(where), dtype=dtype)
     if where.type == "cpu" and not _use_amx(DecoderConfig.read(folder), settings.engine.max_rank):
         log.warning(
             "AMX is off: with %d threads and ranks up to %d, texts of this model would depend on their batch",
@@ -128,8 +135,13 @@ def load_core(folder: Path, settings: Settings, model: str) -> WorkerCore:
     budget = memory.divide(total, max(device.used_bytes(where), before + mapped), where.type)
     gate = SloGate(enabled=settings.engine.slo_gate, headroom=settings.engine.kv_headroom)
     place = _Place(folder, settings, model, where, budget, gate)
-    engine, trainer = _native_engine(place, decoder), _native_trainer(place, decoder)
     dtype = str(decoder.dtype).removeprefix("torch.")
+    engine: Engine = (
+        load_vllm(folder, settings, dtype, budget.kv_cache if where.type == "cpu" else None)
+        if vllm
+        else _native_engine(place, decoder)
+    )
+    trainer = _native_trainer(place, decoder)
     return WorkerCore(engine, trainer, budget, gate=gate, device_name=str(where), dtype=dtype)
 
 

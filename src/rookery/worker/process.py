@@ -52,7 +52,13 @@ async def run(options: WorkerOptions, settings: Settings, listening: socket.sock
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled.set)
     prepare_model = partial(prepare, options.model, settings.cache)
-    compute = Compute(prepare_model, settings, options.model, lambda: loop.call_soon_threadsafe(output.set))
+    compute = Compute(
+        prepare_model,
+        settings,
+        options.model,
+        lambda: loop.call_soon_threadsafe(output.set),
+        trains="train" in options.roles,
+    )
     peer_server = PeerServer(settings.cache / ADAPTERS, listening) if listening is not None else None
     connection = ServiceConnection(options, settings, compute, peer_server)
     compute.start()
@@ -135,6 +141,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--price", type=float, default=0.0, help="price of an hour of this machine, in any unit")
     parser.add_argument("--address", help="HOST[:PORT] where other workers may pull adapters from this one")
     parser.add_argument("--peer-port", type=int, help="port that serves adapters to other workers; 0: any free port")
+    parser.add_argument("--engine", help="native, or vllm")
+    parser.add_argument("--vllm-url", help="a running vllm serve to front, with --engine vllm")
     parser.add_argument("--max-rows", type=int, help="sequences that decode at the same time")
     parser.add_argument(
         "--name", default=f"{socket.gethostname()}-{os.getpid()}", help="the worker's name in the service"
@@ -144,7 +152,9 @@ def main(argv: list[str] | None = None) -> int:
     if given.die_with_parent:
         die_with_parent(lambda: os._exit(FAILED))  # no process is left to send output to
     try:
-        settings = Settings.load(cache=given.cache, max_rows=given.max_rows)
+        settings = Settings.load(
+            cache=given.cache, max_rows=given.max_rows, inference_engine=given.engine, vllm_url=given.vllm_url
+        )
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         logging.getLogger("rookery").setLevel(settings.server.log_level)  # others log requests with their keys
         base = ",".join(map(base_url, given.connect.split(",")))

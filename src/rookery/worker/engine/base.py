@@ -70,6 +70,12 @@ class Engine(Protocol):
         """Of them, those that became part of a text."""
         ...
 
+    @property
+    def gap(self) -> float:
+        """Of the attached adapters, the largest mean difference between this engine's log-probabilities and their
+        trainer's on the canary, in nats per token; 0 for an engine whose arithmetic is the trainer's."""
+        ...
+
     # --- adapters ---------------------------------------------------------------------------------------------------
 
     def adapters(self) -> list[str]:
@@ -114,6 +120,10 @@ class Engine(Protocol):
         """Samples ``request`` with ``ref``, another version of its policy, from its next token on. With ``recompute``
         its cache is computed again under the new version, else it is kept. False (and nothing changes) for a request
         that has ended or is unknown. Raises ``ValueError`` when ``ref`` is not attached or of another policy."""
+        ...
+
+    def close(self) -> None:
+        """End the engine's processes and connections; the last call."""
         ...
 
     # --- compute ----------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rookery.aio import die_with_parent
@@ -261,6 +261,32 @@ def unfuse(config: DecoderConfig, fused: Mapping[str, Tensor]) -> dict[str, Tens
             module = "self_attn" if part in "qkvo" else "mlp"
             published[f"model.{at}.{module}.{part}_proj.{kind}"] = tensor[rows]
     return published
+
+
+def published(folder: Path) -> Path:
+    """The model of the prepared ``folder`` as transformers and vLLM read it, written once next to it."""
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        if "embed" not in file.keys():  # noqa: SIM118 (no mapping)
+            return folder
+    target = folder.with_name(folder.name + ".published")
+    with _locked(folder.with_name(folder.name + ".lock")):
+        if not target.is_dir():
+            part = folder.with_name(f".{target.name}")
+            shutil.rmtree(part, ignore_errors=True)  # left by a killed attempt
+            part.mkdir(0o700)
+            for name in COPIED:
+                if (folder / name).is_file():
+                    shutil.copyfile(folder / name, part / name)
+            from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+            about = json.loads((folder / "config.json").read_text())
+            config = DecoderConfig.from_hf(about)
+            about |= {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]], "dtype": "bfloat16"}
+            (part / "config.json").write_text(json.dumps(about, indent=2) + "\n")
+            weights = {name: w.contiguous() for name, w in unfuse(config, load_file(folder / WEIGHTS)).items()}
+            save_file(weights, part / WEIGHTS, metadata={"format": "pt"})
+            part.rename(target)
+    return target
 
 
 def _write(

@@ -72,6 +72,8 @@ SCORED_ROWS = 128
 class NativeEngine:
     """See the module and ``Engine``."""
 
+    gap = 0.0
+
     def __init__(
         self,
         decoder: Decoder,
@@ -116,22 +118,18 @@ class NativeEngine:
 
     @property
     def active(self) -> int:
-        """See ``Engine``."""
         return len(self.admission.running)
 
     @property
     def waiting(self) -> int:
-        """See ``Engine``."""
         return len(self.admission.waiting)
 
     @property
     def draft_tokens(self) -> int:
-        """See ``Engine``."""
         return int(self.stats["draft_tokens"])
 
     @property
     def accepted_tokens(self) -> int:
-        """See ``Engine``."""
         return int(self.stats["accepted_tokens"])
 
     def adapters(self) -> list[str]:
@@ -154,7 +152,6 @@ class NativeEngine:
 
     @property
     def free_tokens(self) -> int:
-        """See ``Engine``."""
         return self.store.tokens - self.store.used_tokens
 
     def evict_adapter(self, key: str) -> None:
@@ -207,6 +204,9 @@ class NativeEngine:
         if held is not None:
             held.finish = "abort"
             self._finish(held)
+
+    def close(self) -> None:
+        """See ``Engine``: it has neither."""
 
     def drain(self) -> list[protocol.TokenChunk]:
         """See ``Engine``."""

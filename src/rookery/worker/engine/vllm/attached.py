@@ -1,0 +1,226 @@
+"""A running ``vllm serve`` as a backend, through its HTTP API and its run-time LoRA endpoints.
+
+Promises:
+
+* A server that does not answer, serves no completions or allows no adapters is refused with one line that says how to
+  start it. Its other users are not affected, except by the load.
+* Adapters are loaded under names that begin with ``rookery-`` and unloaded when they are not needed. The server reads
+  them from this worker's cache folder: it runs on this machine, or mounts that folder at the same path.
+* Log-probabilities are those at temperature 1, since a server reports no others: requests at other temperatures than 1
+  and 0 are refused.
+* Where the server has the keyed sampler (``keyed_sampler``; probed at the start), the same seed gives the same text and
+  a resumed text continues in its stream. Elsewhere vLLM's generator samples, seeded with (seed, position of the first
+  token): a resumed text is a sample from the same distribution, but another one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+
+from rookery.errors import Unavailable, UserError, short
+from rookery.settings import Settings
+from rookery.worker.engine.base import EngineLimits
+from rookery.worker.engine.native.sampler import SamplingKey, row_keys
+from rookery.worker.engine.vllm.backend import (
+    POSITION,
+    SEED,
+    TEMPERATURE,
+    LoadedAdapter,
+    SampledPart,
+    SamplingTask,
+    TaskFailed,
+    scores_of,
+)
+from rookery.worker.memory import MemoryUse
+
+log = logging.getLogger("rookery.engine")
+
+CONNECT_SECONDS = 10.0
+"""Time in which a server begins to answer; texts may take any time."""
+
+METRICS_SECONDS = 2.0
+"""Age of the reported use of the cache."""
+
+PROBE_TEMPERATURE = 1e6
+"""At which every token is nearly as likely: two seeds that sample the same one are no keys."""
+
+START = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"
+
+
+class Attached:
+    """See the module and :class:`~rookery.worker.engine.vllm.backend.Backend`."""
+
+    tempered = False
+
+    def __init__(self, settings: Settings) -> None:
+        self.url = settings.engine.vllm_url.rstrip("/")
+        self.max_adapters = settings.engine.vllm_adapters
+        self.keyed = False
+        self._max_rows, self._max_rank = settings.engine.max_rows, settings.engine.max_rank
+        self._model = ""
+        self._use = MemoryUse(0, 0)
+        self._free_tokens = 0
+        self._use_read = 0.0
+
+    async def start(self) -> None:
+        """See ``Backend``."""
+        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+        limits = httpx.Limits(max_connections=None)
+        self._http = httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits, trust_env=False)
+        try:
+            models = (await self._http.get("/v1/models", timeout=CONNECT_SECONDS)).raise_for_status().json()["data"]
+            card = next(card for card in models if not card.get("parent"))
+            context = int(card["max_model_len"])
+            lora = await self._http.post("/v1/unload_lora_adapter", json={"lora_name": "rookery-probe"})
+        except httpx.TransportError as error:
+            raise Unavailable(f"no vLLM server answers at {self.url} ({type(error).__name__})") from None
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, StopIteration):
+            raise UserError(f"setting ROOKERY_VLLM_URL: {self.url} is no vLLM server") from None
+        if lora.json() == {"detail": "Not Found"}:
+            raise UserError(f"the vLLM server at {self.url} allows no adapters at run time: {START}")
+        self._model = card["id"]
+        self.limits = EngineLimits(self._max_rows, context, self._max_rank)
+        try:
+            self.keyed = await self._probe()
+        except TaskFailed as error:
+            raise UserError(f"the vLLM server at {self.url} serves no completions of token ids: {error}") from None
+        text = await self._read_metrics()
+        if (holds := re.search(r'max_lora="(\d+)"', text)) and 0 < int(holds[1]) < self.max_adapters:
+            raise UserError(
+                f"the vLLM server at {self.url} holds {holds[1]} adapters, this worker up to {self.max_adapters}: "
+                "raise --max-loras, or lower ROOKERY_VLLM_ADAPTERS"
+            )
+        if not self.keyed:
+            log.warning(
+                "the vLLM server at %s has no keyed sampler: resumed texts are other samples. Start it with "
+                "--logits-processors rookery.worker.engine.vllm.keyed_sampler:KeyedSampler",
+                self.url,
+            )
+
+    async def _probe(self) -> bool:
+        """Whether the keyed sampler is there. Raises ``UserError`` for a server whose log-probabilities are others."""
+        found = []
+        for seed in (1, 2):
+            task = SamplingTask("probe", None, [1, 2, 3], seed, 0, PROBE_TEMPERATURE, 1, [])
+            parts = [part async for part in self._stream(task, keyed=True)]
+            found.append((parts[0].tokens, parts[0].logprobs))
+        if found[0][0] == found[1][0]:
+            return False
+        if found[0][1] == found[1][1]:
+            raise UserError(f"the vLLM server at {self.url} must run with --logprobs-mode raw_logprobs")
+        return True
+
+    async def load(self, adapter: LoadedAdapter) -> None:
+        """See ``Backend``."""
+        body = {"lora_name": adapter.name, "lora_path": str(adapter.folder)}
+        answer = await self._post("/v1/load_lora_adapter", body)
+        if answer.is_error:
+            raise UserError(f"the vLLM server at {self.url} cannot load {adapter.folder}: {_reason(answer)}")
+
+    async def unload(self, adapter: LoadedAdapter) -> None:
+        """See ``Backend``."""
+        await self._post("/v1/unload_lora_adapter", {"lora_name": adapter.name})
+
+    async def sample(self, task: SamplingTask) -> AsyncIterator[SampledPart]:
+        """See ``Backend``."""
+        await self._read_metrics()
+        if task.scored:
+            body = {**self._body(task, keyed=False), "max_tokens": 1, "prompt_logprobs": task.top_logprobs}
+            answer = await self._post("/v1/completions", body)
+            if answer.is_error:
+                raise TaskFailed(_reason(answer))
+            lines = answer.json()["choices"][0]["prompt_logprobs"]
+            given = [line and {int(token): (x["logprob"], x["rank"]) for token, x in line.items()} for line in lines]
+            yield SampledPart([], [], scores_of(task.scored, task.tokens, given, task.top_logprobs))
+        async for part in self._stream(task, keyed=self.keyed):
+            yield part
+
+    async def _stream(self, task: SamplingTask, *, keyed: bool) -> AsyncIterator[SampledPart]:
+        body = {**self._body(task, keyed=keyed), "stream": True}
+        try:
+            async with self._http.stream("POST", "/v1/completions", json=body) as response:
+                if response.is_error:
+                    await response.aread()
+                    raise TaskFailed(_reason(response))
+                async for line in response.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise TaskFailed(short(str(event["error"].get("message", event["error"]))))
+                    choice = event["choices"][0] if event.get("choices") else {}
+                    if choice.get("token_ids"):
+                        yield SampledPart(choice["token_ids"], choice["logprobs"]["token_logprobs"])
+        except httpx.TransportError as error:
+            raise Unavailable(f"the vLLM server at {self.url} stopped answering ({type(error).__name__})") from None
+
+    def _body(self, task: SamplingTask, *, keyed: bool) -> dict[str, Any]:
+        """Every parameter is given: a server may have other defaults."""
+        name = task.adapter.name if task.adapter is not None else self._model
+        body = {
+            "model": name, "prompt": task.tokens, "max_tokens": task.max_tokens, "temperature": task.temperature,
+            "seed": _seed(task), "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
+            "presence_penalty": 0.0, "frequency_penalty": 0.0, "stop_token_ids": task.stop_tokens, "ignore_eos": True,
+            "logprobs": 0, "return_token_ids": True, "add_special_tokens": False, "cache_salt": task.salt,
+        }  # fmt: skip
+        if keyed:
+            key = {SEED: task.seed, POSITION: task.position, TEMPERATURE: task.temperature}
+            body |= {"temperature": 0.0, "vllm_xargs": key}
+        return body
+
+    async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        try:
+            return await self._http.post(path, json=body)
+        except httpx.TransportError as error:
+            raise Unavailable(f"the vLLM server at {self.url} stopped answering ({type(error).__name__})") from None
+
+    async def _read_metrics(self) -> str:
+        """Read the use of the cache, as far as the server reports it; answers all that it reports."""
+        if time.monotonic() - self._use_read < METRICS_SECONDS:
+            return ""
+        self._use_read = time.monotonic()
+        try:
+            text = (await self._http.get("/metrics")).text
+        except httpx.TransportError:
+            return ""  # the request that follows raises
+        share = re.search(r"^vllm:kv_cache_usage_perc\{.*?\} (\S+)", text, re.MULTILINE)
+        sizes = dict(re.findall(r'(kv_cache_memory_bytes|num_gpu_blocks|block_size)="(\d+)"', text))
+        if share:
+            used, size = float(share[1]), int(sizes.get("kv_cache_memory_bytes", 0))
+            self._use = MemoryUse(int(used * size), size)
+            self._free_tokens = int((1 - used) * int(sizes.get("num_gpu_blocks", 0)) * int(sizes.get("block_size", 0)))
+        return text
+
+    def kv_cache(self) -> MemoryUse:
+        """See ``Backend``."""
+        return self._use
+
+    def free_tokens(self) -> int:
+        """See ``Backend``."""
+        return self._free_tokens
+
+    async def close(self) -> None:
+        """See ``Backend``."""
+        await self._http.aclose()
+
+
+def _seed(task: SamplingTask) -> int:
+    """A seed of 63 bits for vLLM's generator."""
+    return int(row_keys([SamplingKey(task.seed, task.position, task.temperature)])[0] >> 1)
+
+
+def _reason(answer: httpx.Response) -> str:
+    """A failed answer's message, on one line."""
+    try:
+        body = answer.json()
+        message = body.get("error", {}).get("message") or body.get("message") or body
+    except (ValueError, AttributeError):
+        message = f"HTTP {answer.status_code}"
+    return " ".join(str(message).split())

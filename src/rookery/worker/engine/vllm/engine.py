@@ -1,0 +1,358 @@
+"""vLLM as the engine of a worker, in its children (``in_process``) or as a running server (``attached``).
+
+Beyond what every engine promises (``engine.base``):
+
+* vLLM computes elsewhere: a loop in a thread of its own talks to it, and ``step`` waits for its outputs.
+* Up to numerics, texts do not depend on being resumed, moved or batched. vLLM's sums depend on the batch, so that now
+  and then another token wins: the native engine's promise, bit for bit, does not hold.
+* An adapter is loaded under a new name and number, before any request names it, and unloaded when its place is needed
+  and no request uses it.
+* A request that switches to another version is aborted and submitted again with its tokens, which the newer version
+  computes: ``recompute`` or not, no cache outlives its version.
+* A version is refused where vLLM's log-probabilities of its canary (``model.canary``) are those of the base model
+  although its weights are not, or differ from its trainer's by more than a limit: its job pauses with that reason.
+* ``interactive`` requests are scheduled first. There are no objectives of latency.
+* Full-parameter versions are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from math import isnan
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rookery import protocol
+from rookery.errors import UserError
+from rookery.worker.engine.native.request import EngineRequest, StopStrings, validate
+from rookery.worker.engine.vllm.backend import Backend, LoadedAdapter, SampledPart, SamplingTask, TaskFailed
+from rookery.worker.memory import MemoryUse, NoRoom
+from rookery.worker.model.adapter import Projections, read_adapter
+from rookery.worker.model.canary import canary_tokens, mean_difference, read_canary
+
+log = logging.getLogger("rookery.engine")
+
+T = TypeVar("T")
+
+WAIT_SECONDS = 0.02
+"""Longest wait of a step: calls from other threads wait behind it, a decode step on a GPU takes about as long."""
+
+OVERFLOW = "the logits are not numbers: the adapter's weights overflow"
+
+INTERACTIVE, ROLLOUT = 0, 1
+"""Priorities in vLLM's scheduler."""
+
+
+class VllmEngine:
+    """See the module and ``Engine``."""
+
+    draft_tokens = accepted_tokens = 0
+
+    def __init__(
+        self,
+        backend: Backend,
+        vocabulary: int,
+        decode: Callable[[list[int]], str],
+        projections: Projections | None = None,
+        *,
+        gap_alarm: float,
+        gap_limit: float,
+    ) -> None:
+        """Starts ``backend``. ``decode`` turns token ids into text, for stop strings; adapters are checked against
+        ``projections``, if given. ``gap_alarm`` and ``gap_limit``: mean differences from the trainer's canary, in nats
+        per token, that are logged and refused. Raises ``UserError``, or ``Unavailable`` for a server that does not
+        answer."""
+        self.generated = 0
+        self._backend = backend
+        self._vocabulary = vocabulary
+        self._decode = decode
+        self._projections = projections
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
+        self._wait(backend.start())
+        self.limits = backend.limits
+        self._gap_alarm, self._gap_limit = gap_alarm, gap_limit
+        self._gaps: dict[str, float] = {}
+        """By adapter, of those with a canary."""
+        self._numbers = itertools.count(1)
+        self._base_canary = self._canary(None)
+        self._requests: dict[str, EngineRequest] = {}
+        self._undrained: dict[str, EngineRequest] = {}
+        self._tasks: dict[str, tuple[str, Future[None]]] = {}
+        """The name in vLLM of a request's present task, and what carries it out."""
+        self._parts: queue.SimpleQueue[tuple[str, str, SampledPart | Exception | None]] = queue.SimpleQueue()
+        """Request, name of the task, and its next tokens, its error or its end."""
+        self._adapters: dict[str, LoadedAdapter] = {}
+        """By hash, the least recently used first."""
+        self._users: Counter[str] = Counter()
+        """Requests by adapter."""
+        self._evicting: set[str] = set()
+        """Adapters to be unloaded when their last request ends."""
+
+    # --- the engine protocol ----------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> int:
+        """See ``Engine``."""
+        return min(len(self._requests), self.limits.max_rows)
+
+    @property
+    def waiting(self) -> int:
+        """See ``Engine``."""
+        return len(self._requests) - self.active
+
+    def adapters(self) -> list[str]:
+        """See ``Engine``."""
+        return [key for key in self._adapters if key not in self._evicting]
+
+    def has_adapter(self, key: str) -> bool:
+        """See ``Engine``."""
+        return key in self._adapters and key not in self._evicting
+
+    @property
+    def gap(self) -> float:
+        """See ``Engine``."""
+        return max(self._gaps.values(), default=0.0)
+
+    def memory(self) -> dict[str, MemoryUse]:
+        """See ``Engine``. vLLM reserves the memory of all adapters when it starts."""
+        return {"kv_cache": self._backend.kv_cache()}
+
+    @property
+    def free_tokens(self) -> int:
+        """See ``Engine``."""
+        return self._backend.free_tokens()
+
+    def add_adapter(self, ref: protocol.AdapterRef, folder: Path) -> None:
+        """See ``Engine``. Waits for vLLM, some tens of milliseconds."""
+        self._evicting.discard(ref.hash)
+        if ref.hash in self._adapters:
+            return
+        if not ref.rank:
+            raise UserError(f"{ref.policy}: vLLM serves LoRA versions only; a full-parameter job needs a native worker")
+        if ref.rank > self.limits.max_rank:
+            limit = f"this engine's limit {self.limits.max_rank}"
+            raise UserError(f"{ref.policy}: rank {ref.rank} is over {limit}; raise ROOKERY_MAX_RANK")
+        if len(self._adapters) >= self._backend.max_adapters:
+            self._make_room()
+        weights = read_adapter(folder, self._projections).weights if self._projections is not None else {}
+        number = next(self._numbers)
+        adapter = LoadedAdapter(f"rookery-{ref.hash[:16]}-{number}", number, folder)
+        self._wait(self._backend.load(adapter))
+        try:
+            self._check(ref, adapter, changes=any(bool(b.any()) for _, b in weights.values()))
+        except UserError:
+            self._wait(self._backend.unload(adapter))
+            raise
+        self._adapters[ref.hash] = adapter
+
+    def evict_adapter(self, key: str) -> None:
+        """See ``Engine``."""
+        if key in self._adapters:
+            self._evicting.add(key)
+            self._unload_unused(key)
+
+    def submit(self, order: protocol.Generate) -> None:
+        """See ``Engine``."""
+        if order.request in self._requests:
+            raise ValueError(f"request {order.request} is already running")
+        validate(order, self._vocabulary, self.limits.max_context)
+        if not self._backend.tempered and order.temperature not in (0.0, 1.0):
+            raise ValueError(
+                f"temperature is {order.temperature}; this vLLM server reports log-probabilities at 1 only"
+            )
+        key = order.adapter.hash if order.adapter is not None else ""
+        if key and not self.has_adapter(key):
+            raise ValueError(f"adapter {key} is not resident")
+        request = EngineRequest(
+            params=order,
+            key=key,
+            stops=StopStrings(order.stop, self._decode),
+            tokens=list(order.prefix_tokens),
+            num_drained=len(order.prefix_tokens),
+        )
+        self._requests[order.request] = request
+        self._users[key] += 1
+        request.check_finished(self.limits.max_context)
+        if request.finish:
+            self._finish(request)
+        else:
+            self._start(request)
+
+    def switch_adapter(self, request: str, ref: protocol.AdapterRef, *, recompute: bool) -> bool:
+        """See ``Engine``."""
+        held = self._requests.get(request)
+        if held is None:
+            return False
+        before = held.params.adapter
+        if before is None or before.policy != ref.policy:
+            raise ValueError(f"request {request} does not run on policy {ref.policy}")
+        if not self.has_adapter(ref.hash):
+            raise ValueError(f"adapter {ref.hash} is not resident")
+        self._cancel(request)
+        held.switch_adapter(ref)
+        self._users[ref.hash] += 1
+        self._release(before.hash)
+        self._start(held)
+        return True
+
+    def abort(self, request: str) -> None:
+        """See ``Engine``."""
+        held = self._requests.get(request)
+        if held is not None:
+            held.finish = "abort"
+            self._finish(held)
+
+    def step(self) -> bool:
+        """See ``Engine``. Raises ``Unavailable`` when vLLM has ended."""
+        try:
+            self._apply(*self._parts.get(timeout=WAIT_SECONDS))
+        except queue.Empty:
+            return False
+        while not self._parts.empty():
+            self._apply(*self._parts.get())
+        return True
+
+    def drain(self) -> list[protocol.TokenChunk]:
+        """See ``Engine``."""
+        requests, self._undrained = self._undrained, {}
+        return [chunk for request in requests.values() for chunk in request.chunks()]
+
+    def close(self) -> None:
+        """See ``Engine``."""
+        self._wait(self._backend.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    # --- adapters ---------------------------------------------------------------------------------------------------
+
+    def _check(self, ref: protocol.AdapterRef, adapter: LoadedAdapter, *, changes: bool) -> None:
+        """Compare the canary. Raises ``UserError``; ``changes``: the version is not the base model."""
+        found, expected, name = (
+            self._canary(adapter),
+            read_canary(adapter.folder),
+            f"{ref.policy} version {ref.version}",
+        )
+        if changes and found == self._base_canary:
+            raise UserError(f"{name}: vLLM did not apply this adapter: the log-probabilities are the base model's")
+        if not expected:
+            return
+        gap = self._gaps[ref.hash] = mean_difference(found, expected)
+        if gap > self._gap_limit:
+            says = f"log-probabilities differ from the trainer's by {gap:.2f} nats per token"
+            raise UserError(f"{name}: vLLM's {says}, more than ROOKERY_ENGINE_GAP_LIMIT allows ({self._gap_limit:g})")
+        if gap > self._gap_alarm:
+            log.warning("%s: vLLM's log-probabilities differ from the trainer's by %.3f nats per token", name, gap)
+
+    def _canary(self, adapter: LoadedAdapter | None) -> list[float]:
+        """The canary's log-probabilities in vLLM."""
+        tokens = canary_tokens(self._vocabulary)
+        scored = range(1, len(tokens))
+        name = f"canary#{next(self._numbers)}"
+        task = SamplingTask(name, adapter, tokens, 0, 0, 0.0, 1, [], INTERACTIVE, scored)
+        scores = self._wait(self._scores(task))
+        return [scores[at].logprob for at in scored]
+
+    async def _scores(self, task: SamplingTask) -> dict[int, protocol.PromptLogprob]:
+        try:
+            parts = [part async for part in self._backend.sample(task)]
+        except TaskFailed as error:
+            raise UserError(f"vLLM cannot score the canary: {error}") from None
+        return {at: score for part in parts for at, score in part.scores.items()}
+
+    def _make_room(self) -> None:
+        unused = next((key for key in self._adapters if not self._users[key]), None)
+        if unused is None:
+            raise NoRoom(f"all {self._backend.max_adapters} adapters that vLLM holds are in use")
+        self._evicting.add(unused)
+        self._unload_unused(unused)
+
+    def _release(self, key: str) -> None:
+        self._users[key] -= 1
+        self._unload_unused(key)
+
+    def _unload_unused(self, key: str) -> None:
+        if key in self._evicting and not self._users[key]:
+            self._evicting.discard(key)
+            del self._users[key]
+            self._gaps.pop(key, None)
+            self._wait(self._backend.unload(self._adapters.pop(key)))
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def _start(self, request: EngineRequest) -> None:
+        """A task for the rest of the text, under the request's present version."""
+        order = request.params
+        if request.key:
+            self._adapters[request.key] = self._adapters.pop(request.key)  # the most recently used one
+        task = SamplingTask(
+            name=f"{order.request}#{next(self._numbers)}",
+            adapter=self._adapters.get(request.key),
+            tokens=order.prompt + request.tokens,
+            seed=order.seed,
+            position=len(request.tokens),
+            temperature=order.temperature,
+            max_tokens=request.remaining(self.limits.max_context),
+            stop_tokens=order.stop_tokens,
+            priority=INTERACTIVE if order.interactive else ROLLOUT,
+            scored=request.scored_positions if not request.prompt_logprobs else range(0),
+            top_logprobs=order.top_logprobs,
+        )
+        future = asyncio.run_coroutine_threadsafe(self._sample(order.request, task), self._loop)
+        self._tasks[order.request] = task.name, future
+
+    async def _sample(self, request: str, task: SamplingTask) -> None:
+        """In the loop: forward the task's parts to ``step``."""
+        end: Exception | None = None
+        try:
+            async for part in self._backend.sample(task):
+                self._parts.put((request, task.name, part))
+        except Exception as error:  # raised by the step that meets it
+            end = error
+        self._parts.put((request, task.name, end))
+
+    def _cancel(self, request: str) -> None:
+        """Abort the request's task in vLLM; parts that it has left are not applied."""
+        _, future = self._tasks.pop(request)
+        future.cancel()
+
+    def _apply(self, name: str, task: str, part: SampledPart | Exception | None) -> None:
+        if self._tasks.get(name, ("",))[0] != task:
+            return
+        request = self._requests[name]
+        if isinstance(part, SampledPart):
+            request.prompt_logprobs |= part.scores
+            for token, logprob in zip(part.tokens, part.logprobs, strict=True):
+                if isnan(logprob):
+                    request.finish, request.error = "error", OVERFLOW
+                else:
+                    request.append(token, logprob, self.limits.max_context)
+                    self.generated += 1
+                if request.finish:
+                    break
+            self._undrained[name] = request
+        elif isinstance(part, TaskFailed) or part is None:
+            request.finish, request.error = "error", str(part or "vLLM ended the text early")
+            log.warning("request failed: %s", request.error, extra={"request": name, "adapter": request.key})
+        else:
+            raise part
+        if request.finish:
+            self._finish(request)
+
+    def _finish(self, request: EngineRequest) -> None:
+        """Removes a finished request; ``drain`` returns its last chunk."""
+        name = request.params.request
+        if name in self._tasks:
+            self._cancel(name)
+        del self._requests[name]
+        self._undrained[name] = request
+        self._release(request.key)
+
+    def _wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
