@@ -216,6 +216,9 @@ class EngineSettings(Section):
     rollout_chunk_tokens: int = Field(64, ge=0)
     """Each time that a rollout has had this many tokens, it may continue on another worker: where that saves more time
     than the prefill costs. 0 leaves it where it began."""
+    merge_tails: bool = True
+    """The few rollouts of a worker that trains move into the batch of one that does not, where that is predicted to
+    gain more than their tokens cost to prefill again."""
     slo_gate: bool = True
     """Interactive requests (chat, the OpenAI API) have the objectives below: rollouts and training slices of their
     worker run only as far as these allow. Off, they are admitted before rollouts, without objectives."""

@@ -8,12 +8,14 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.controller.rollout.test_scheduler import Room, check
 from tests.support.peers import ScriptedWorker, eventually, settle, text_of
+from tests.support.room import beat as heartbeat
 
 from rookery import protocol
 from rookery.scheduling.balancing import (
@@ -441,4 +443,60 @@ async def test_the_cost_of_a_frame_does_not_depend_on_jobs_and_workers(tmp_path:
     for worker in workers:
         worker.generating.set()
     await asyncio.gather(*replies)
+    await room.close()
+
+
+# --- merging the tails of workers that train --------------------------------------------------------------------------
+
+
+COSTS: Any = {"decode": [(1, 0.02), (8, 0.024)], "prefill": [(1, 0.001), (512, 0.5)]}
+
+
+async def training(worker: ScriptedWorker, operations: int, seconds: float, **fields: Any) -> None:
+    known = {"costs": COSTS, "free_tokens": 1000, **fields}
+    await worker.say(heartbeat(training=operations, train_seconds=seconds, **known))
+    await settle()
+
+
+@pytest.mark.parametrize(
+    ("lasts", "waiting", "on", "merged"),
+    [
+        ([40.0, 40.0], 0, True, 2),
+        ([40.0, 4.0, 40.0], 0, True, 0),  # trainings do not predict each other
+        ([40.0, 40.0], 1, True, 0),  # its rows would be filled at once
+        ([0.001, 0.001], 0, True, 0),  # it gains less than the prefill costs
+        ([40.0, 40.0], 0, False, 0),
+    ],
+)
+async def test_rollouts_leave_a_worker_that_trains_where_that_gains(
+    tmp_path: Path, lasts: list[float], waiting: int, on: bool, merged: int
+) -> None:
+    """Two of them decode at each worker; the other one's batch takes both, with the tokens that they have."""
+    room = Room(tmp_path, dispatch_ahead=0, merge_tails=on)
+    trainer, other = await frozen(room, "a", 2), await frozen(room, "b", 4)
+    seeds = texts(4 + 2 * waiting + waiting)
+    replies = [room.sample(seed) for seed in seeds[:4]]
+    await eventually(lambda: len(trainer.active) == len(other.active) == 2)
+    await training(other, 0, 0.0)
+    spent = 0.0
+    for seconds in lasts:
+        await training(trainer, 1, spent)
+        spent += seconds
+        await training(trainer, 0, spent)
+    for name in (*trainer.active, *other.active):
+        await say(trainer if name in trainer.active else other, name)
+    replies += [room.sample(seed) for seed in seeds[4:]]
+    await settle()
+    held = dict(trainer.active)
+    await training(trainer, 1, spent)
+    assert room.rollouts.requeues["merged"] == merged
+    assert len(trainer.active) == 2 - merged
+    if merged:
+        moved = {request.request: request.prefix_tokens for request in other.generates[-2:]}
+        assert set(moved) == set(held) and all(len(tokens) == 1 for tokens in moved.values())
+    for worker in (trainer, other):
+        worker.generating.set()
+    for seed, reply in zip(seeds, await asyncio.gather(*replies), strict=True):
+        check(reply, seed)
+    assert set((trainer.sampled + other.sampled).values()) == {1}, "no token is sampled twice"
     await room.close()

@@ -18,6 +18,9 @@ As published, with three additions:
 * Θ = 0 means that nothing is ever pending by choice: a request goes to a free row or waits in the controller.
 
 B, the saturation batch size, is learned from heartbeats (:class:`SaturationEstimator`).
+
+Where these rules move nothing, the rollouts of a worker that trains may *merge* into another worker's batch: beside
+training they get half of the time, and take half of training's (:func:`merge`; JigsawRL, arXiv 2604.23838).
 """
 
 from __future__ import annotations
@@ -27,9 +30,15 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sortedcontainers import SortedList
+
+from rookery.scheduling.pipelines import Planner, SubStage, Timeline
+
+if TYPE_CHECKING:
+    from rookery.scheduling.division import Site
+    from rookery.scheduling.slo import CostTable
 
 BEATS = 2
 """Consecutive heartbeats with waiting requests that prove a shortage: a single one may fall between a request's arrival
@@ -59,6 +68,20 @@ class Move:
     target: str
     count: int
     executing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The rollouts that a worker executes."""
+
+    name: str
+    site: Site
+    steps: int
+    """Decode steps until the last of them ends, as far as can be known."""
+    tokens: int
+    """Of prompts and texts: another worker prefills them."""
+    train_seconds: float = 0.0
+    """Predicted rest of the worker's training."""
 
 
 def load(rows: int, held: int, decoding: int, beats: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
@@ -115,6 +138,31 @@ def _by_pending(instance: Instance) -> tuple[int, str]:
 def _by_executing(instance: Instance) -> tuple[int, str]:
     """Sort key: the most executing first."""
     return -instance.executing, instance.name
+
+
+def merge(tail: Tail, taker: Tail, costs: CostTable, planner: Planner) -> Move | None:
+    """The rollouts of ``tail``, whose worker trains, resume in the batch of ``taker``, whose worker does not: if that
+    lowers the predicted finish of all, prefilling included, by the planner's hysteresis. ``costs`` are the taker's."""
+    rows, others = tail.site.executing, taker.site.executing
+    here, both = costs.predict("decode", rows), costs.predict("decode", rows + others)
+    prefill = costs.predict("prefill", tail.tokens)
+    memory = tail.tokens + rows * tail.steps
+    if not (rows and here and prefill) or tail.site.pending or taker.site.pending:
+        return None
+    if taker.site.free < rows or taker.site.free_tokens < memory:
+        return None
+    stages = [
+        SubStage("tail", "decode tail", tail.steps * here, worker=0, move_seconds=prefill),
+        SubStage("training", "train", tail.train_seconds, worker=0),
+    ]
+    slow = {}
+    if others:
+        alone = costs.predict("decode", others)
+        slow["decode batch", "decode tail"] = both / alone, both / here
+        stages.append(SubStage("batch", "decode batch", taker.steps * alone, worker=1))
+    left = {number: stage.seconds for number, stage in enumerate(stages)}
+    action = planner.choose(Timeline(stages, 2, slow, left=left, at=dict(zip(left, (0, 0, 1), strict=False))))
+    return Move(tail.name, taker.name, rows, executing=True) if action == (0, 1, True) else None
 
 
 class WorkerIndex:

@@ -5,6 +5,9 @@
   the gate and may take every row.
 * Rollouts go to workers without interactive requests first, then to those that keep the objectives of theirs; a worker
   that reports a negative slack gets none.
+* With each heartbeat of a worker that trains, its rollouts may merge into the batch of one that does not
+  (:func:`rookery.scheduling.balancing.merge`): never while its last trainings did not predict each other, or requests
+  wait for a worker.
 * The number of requests that a worker decodes follows from first tokens and from heartbeats
   (:func:`rookery.scheduling.balancing.load`).
 * The cost of a decision does not grow with the number of workers or requests; a choice looks at the different sets of
@@ -23,14 +26,27 @@ from rookery.aio import BusyTime, Clock
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.rollout.request import InflightRequest
 from rookery.controller.rollout.request_queues import RequestQueues
-from rookery.scheduling.balancing import BEATS, Instance, SaturationEstimator, WorkerIndex, balance, load, order, select
+from rookery.scheduling.balancing import (
+    BEATS,
+    Instance,
+    SaturationEstimator,
+    Tail,
+    WorkerIndex,
+    balance,
+    load,
+    merge,
+    order,
+    select,
+)
 from rookery.scheduling.division import Site, moves
+from rookery.scheduling.pipelines import Planner, StagePredictor
 from rookery.scheduling.queues import TokenCounters
 from rookery.scheduling.slo import CostTable
 from rookery.settings import Settings
 
-ANY, BASE = "any", "base"
-"""Tags: of workers that accept some request, and of workers that are catching up and accept the base model. The other
+ANY, BASE, UNTRAINING = "any", "base", "untraining"
+"""Tags: of workers that accept some request, of workers that are catching up and accept the base model, and of workers
+that do not train. The other
 tags: of workers that are catching up and have an adapter cached, by its hash; of serving workers, by the adapters that
 they miss (:func:`_missing_lane`)."""
 
@@ -59,6 +75,22 @@ class WorkerSlots:
     """Of its requests, those that it was asked to return …"""
     arriving: int = 0
     """… and those of others that will continue here."""
+    trained_before: float = 0.0
+    """Its training seconds when it began to train last."""
+    trainings: StagePredictor = field(default_factory=StagePredictor)
+    """Seconds from the beginning of a training to its end."""
+
+    @property
+    def training(self) -> bool:
+        """Whether it trains, by its last heartbeat."""
+        return bool(self.heartbeats) and self.heartbeats[-1].training > 0
+
+    @property
+    def train_seconds(self) -> float:
+        """The predicted rest of its training; 0 while that is unknown."""
+        predicted = self.trainings.predict("") if self.training else None
+        spent = self.heartbeats[-1].train_seconds - self.trained_before if predicted is not None else 0.0
+        return max(0.0, (predicted or 0.0) - spent)
 
     @property
     def load(self) -> tuple[int, int, int]:
@@ -90,6 +122,7 @@ class Migration:
 
     target: Worker
     requests: list[InflightRequest]
+    reason: str = "balanced"
 
 
 class WorkerPool:
@@ -106,6 +139,7 @@ class WorkerPool:
         self._missing: defaultdict[str, Counter[frozenset[str]]] = defaultdict(Counter)
         """By model: the sets of adapters that serving workers miss, and how many workers miss each."""
         self._saturation: defaultdict[tuple[str, str, str], SaturationEstimator] = defaultdict(SaturationEstimator)
+        self._planner = Planner() if settings.engine.merge_tails else None
 
     def workers(self) -> list[Worker]:
         return [slots.worker for slots in self._slots.values()]
@@ -150,6 +184,10 @@ class WorkerPool:
             last = slots.heartbeats[-1]
             seconds = beat.decode_seconds - last.decode_seconds
             self._saturation_of(worker).add(last.active, beat.active, beat.generated - last.generated, seconds)
+            if slots.training and not beat.training:
+                slots.trainings.record("", beat.train_seconds - slots.trained_before)
+        if beat.training and not slots.training:
+            slots.trained_before = slots.heartbeats[-1].train_seconds if slots.heartbeats else beat.train_seconds
         slots.heartbeats.append(beat)
         slots.costs = CostTable.of(beat.costs)
         self._reindex(slots)
@@ -234,6 +272,8 @@ class WorkerPool:
         if source is None or first is None or first.name == source.name:
             return False
         target = self._slots[first.name]
+        if target.training:  # the request would get half of the time
+            return False
         if request.adapter is not None and request.adapter.hash not in target.worker.cached:
             return False
         left = queues.remaining(inflight, int(self._chunk))
@@ -270,6 +310,26 @@ class WorkerPool:
                 return Migration(target, accepted[: move.count])
         return None
 
+    def find_merge(self, worker: Worker, queues: RequestQueues) -> Migration | None:
+        """All rollouts of a worker that trains, which another worker's batch is to take, by
+        :func:`rookery.scheduling.balancing.merge`; None while requests wait for a worker."""
+        slots, index = self.slots(worker), self._common.get(worker.hello.model)
+        if self._planner is None or index is None or not slots.train_seconds or queues.models[worker.hello.model]:
+            return None
+        moved, others = list(slots.requests), index.first((UNTRAINING,))
+        if not moved or not others or slots.serving or slots.leaving:
+            return None
+        taker = self._slots[others[0].name]
+        move = merge(self._tail(slots, queues), self._tail(taker, queues), taker.costs, self._planner)
+        if move is None or not all(taker.worker.accepts(inflight.request.adapter) for inflight in moved):
+            return None
+        return Migration(taker.worker, moved, "merged")
+
+    def _tail(self, slots: WorkerSlots, queues: RequestQueues) -> Tail:
+        tokens = sum(len(held.request.generate.prompt) + len(held.result.tokens) for held in slots.requests)
+        left = [queues.remaining(held, 1) for held in slots.requests]
+        return Tail(slots.worker.name, slots.site, max(left, default=0), tokens, slots.train_seconds)
+
     def _select(self, model: str, express: bool, tags: Sequence[str]) -> Worker | None:
         index = (self._express if express else self._common).get(model)
         name = select(index.first(tags), 0 if express else self._dispatch_ahead) if index is not None else None
@@ -302,7 +362,8 @@ class WorkerPool:
         rows = self._saturation_of(worker).saturated_rows
         common = Instance(worker.name, pending, executing, free, rows, slots.serving)
         able = slots.accepts_rollouts and not slots.saturated
-        self._common[worker.hello.model].put(common, slots.tags if able else frozenset())
+        tags = slots.tags if slots.training else slots.tags | {UNTRAINING}
+        self._common[worker.hello.model].put(common, tags if able and slots.tags else frozenset())
         if express:
             reserved = Instance(worker.name, 0, slots.express, max(0, worker.hello.max_rows - slots.express))
             self._express[worker.hello.model].put(reserved, slots.tags)

@@ -17,9 +17,10 @@ from rookery import protocol
 from rookery.controller.fleet.worker import Worker
 from rookery.errors import RookeryError
 
-REASONS = ("lost", "rejected", "offloaded", "balanced", "divided")
+REASONS = ("lost", "rejected", "offloaded", "balanced", "divided", "merged")
 """Why a request moved: its worker was lost or drains; the worker rejected it; :meth:`RolloutScheduler.migrate` took it;
-another worker could begin it sooner; its next chunk saves time elsewhere (:mod:`rookery.scheduling.division`)."""
+another worker could begin it sooner; its next chunk saves time elsewhere (:mod:`rookery.scheduling.division`); its
+worker trains, and another's batch took it."""
 
 REASSIGNED = "~"
 """Separates a request's id from the number of its reassignment, in its name at a worker that had it before."""

@@ -25,7 +25,7 @@ from rookery import protocol
 from rookery.aio import Clock
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import Worker
-from rookery.controller.rollout.placement import WorkerPool
+from rookery.controller.rollout.placement import Migration, WorkerPool
 from rookery.controller.rollout.request import (
     REASONS,
     REASSIGNED,
@@ -236,10 +236,13 @@ class RolloutScheduler(FleetListener):
             assert worker is not None
             self._assign(inflight, worker, express)
         while migration := pool.find_migration(model):
-            for inflight in migration.requests:
-                self._withdraw(inflight)
-                self._count_requeue(inflight, "balanced")
-                self._assign(inflight, migration.target, False)
+            self._move(migration)
+
+    def _move(self, migration: Migration) -> None:
+        for inflight in migration.requests:
+            self._withdraw(inflight)
+            self._count_requeue(inflight, migration.reason)
+            self._assign(inflight, migration.target, False)
 
     def _assign(self, inflight: InflightRequest, worker: Worker, express: bool) -> None:
         request = inflight.request
@@ -298,6 +301,8 @@ class RolloutScheduler(FleetListener):
     def on_heartbeat(self, worker: Worker, beat: protocol.Heartbeat) -> None:
         self.pool.on_heartbeat(worker, beat)
         self._dispatch(worker.hello.model)
+        if (migration := self.pool.find_merge(worker, self.queues)) is not None:
+            self._move(migration)
 
     def on_output(self, worker: Worker, message: protocol.Output) -> None:
         worker.max_flush_tokens = max(worker.max_flush_tokens, sum(len(chunk.tokens) for chunk in message.chunks))
