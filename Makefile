@@ -118,6 +118,8 @@ bench-full: $(VENV)/.tests bench-peers
 	$(BIN)/python -m benchmarks.micro.speculation
 	$(BIN)/python -m benchmarks.micro.multiplex
 	$(BIN)/python -m benchmarks.scale.jigsaw
+	$(BIN)/python -m benchmarks.jobs.serving
+	$(BIN)/python -m benchmarks.scale.serving_simulation
 	$(BIN)/python -m benchmarks.lib.report
 
 # Ratios that hold on any machine, with generous bounds; the GPU's checks as far as a machine without one can tell.

@@ -19,7 +19,7 @@ from benchmarks.lib.plots import draw
 ORDER = (
     "generation", "speculation", "multiplex", "spinning", "training", "grpo_step", "curve", "agentic", "asynchrony",
     "lag_study", "memory", "service_floor", "tinker_latency", "preemption_kills", "preemption_training",
-    "preemption_overhead", "preemption_joining", "preemption_restart", "seeding", "gpu",
+    "preemption_overhead", "preemption_joining", "preemption_restart", "seeding", "serving", "gpu",
 )  # fmt: skip
 """What comes first; the others follow by name, simulated ones last."""
 

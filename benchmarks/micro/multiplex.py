@@ -127,34 +127,34 @@ def main() -> None:
         chosen = ["taskset", "--cpu-list", ",".join(map(str, own))]
         return Contender(name, chosen + script, {"OMP_NUM_THREADS": str(len(own))})
 
-    whole, left, right = start("all cores", cores), start("left", cores[:half]), start("right", cores[half:])
+    everything, left, right = start("all cores", cores), start("left", cores[:half]), start("right", cores[half:])
     alone: dict[str, list[float]] = {kind: [] for kind in KINDS}
     together: dict[tuple[str, ...], list[list[float]]] = {pair: [] for pair in PAIRS}
     for kind in KINDS:  # warms up
-        measure([whole], (kind,))
+        measure([everything], (kind,))
         measure([left, right], (kind, kind))
     for _ in range(times):
         for kind in KINDS:
-            alone[kind] += measure([whole], (kind,))
+            alone[kind] += measure([everything], (kind,))
         for pair in PAIRS:
             together[pair].append(measure([left, right], pair))
-    for process in (whole, left, right):
+    for process in (everything, left, right):
         process.close()
-    for kind, values in alone.items():
-        result.add(f"{kind}, alone on {len(cores)} cores", values, "ms")
+    base = {kind: statistics.median(values) for kind, values in alone.items()}
     lines, slowdown = [], {}
     for pair, runs in together.items():
         slow = [
-            statistics.median(run[i] / base for run, base in zip(runs, alone[kind], strict=True))
+            statistics.median(run[i] / whole for run, whole in zip(runs, alone[kind], strict=True))
             for i, kind in enumerate(pair)
         ]
         speed = sum(1 / factor for factor in slow)
         slowdown["|".join(pair)] = slow
-        lines.append([*pair, *slow, speed, "yes" if speed > PAYS else "no"])
-    result.data["slowdown"] = slowdown
-    result.data["alone"] = {kind: statistics.median(values) for kind, values in alone.items()}
-    head = ["work a", "work b", "s of a", "s of b", "1/s_a + 1/s_b", f"above {PAYS}"]
-    result.data["tables"] = [table("Slowdown beside each other", head, lines)]
+        named = [f"{kind} ({base[kind]:.0f} ms)" for kind in pair]
+        lines.append([*named, *slow, speed, "yes" if speed > PAYS else "no"])
+    result.data |= {"slowdown": slowdown, "alone": base, "repeats": alone}
+    head = ["work a (alone)", "work b (alone)", "s of a", "s of b", "1/s_a + 1/s_b", f"above {PAYS}"]
+    title = f"Slowdown beside each other, medians of {times}"
+    result.data["tables"] = [table(title, head, lines)]
     result.save()
 
 

@@ -55,6 +55,8 @@ class Arm:
     """Rows that rollouts may have beside interactive requests."""
     rollouts: bool = True
     chats: bool = True
+    forgets: bool = False
+    """The gate predicts slices without the candidate: it is late by one step."""
 
 
 ARMS = {
@@ -62,6 +64,7 @@ ARMS = {
     "rollouts only": Arm(chats=False),
     "no gate": Arm(),
     "fixed split": Arm(split=ROWS // 2),
+    "gate without the candidate": Arm(gate=True, forgets=True),
     "gate": Arm(gate=True),
     "oracle": Arm(gate=True, oracle=True),
 }
@@ -117,19 +120,22 @@ def cost(kind: Kind, size: int) -> float:
 
 def arrivals(load: Load) -> list[Chat]:
     """A Poisson process whose rate is ``BURST`` times the mean in one second of eight."""
-    rng = random.Random(load.seed)
     service = 0.01 + PREFILL_TOKEN * PROMPT[1] + REPLY[1] * cost("decode", 8) / 8
-    rate = load.share / service
-    calm = rate * (8 - BURST) / 7
-    chats, now = [], 0.0
+    return [Chat(*one) for one in bursts(load.share / service, load.seconds, load.seed)]
+
+
+def bursts(rate: float, seconds: float, seed: int) -> list[tuple[float, int, int]]:
+    """(time, prompt tokens, reply tokens) of a Poisson process with ``rate`` requests per second on average."""
+    rng, calm = random.Random(seed), rate * (8 - BURST) / 7
+    found, now = [], 0.0
     while rate:
         peak = int(now) % 8 == 0
         now += rng.expovariate(rate * BURST if peak else calm)
-        if now >= load.seconds:
+        if now >= seconds:
             break
-        size = [least + round(rng.expovariate(1 / (mean - least))) for least, mean in (PROMPT, REPLY)]
-        chats.append(Chat(now, *size))
-    return chats
+        prompt, reply = (least + round(rng.expovariate(1 / (mean - least))) for least, mean in (PROMPT, REPLY))
+        found.append((now, prompt, reply))
+    return found
 
 
 def simulate(arm: Arm, load: Load) -> Run:
@@ -157,6 +163,8 @@ def simulate(arm: Arm, load: Load) -> Run:
             min((chat.due for chat in waiting), default=math.inf),
             min((chat.due for chat in decoding), default=math.inf),
         )
+        if arm.forgets:
+            return candidates if slo.slack(demand, kind, own, now, costs) >= 0 else 0
         return slo.admit(demand, kind, own, candidates, now, costs)
 
     while now < load.seconds:
@@ -213,21 +221,100 @@ def _token(chat: Chat, now: float, run: Run, held: list[Chat]) -> None:
         run.done.append(chat)
 
 
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+CACHE, HEADROOM, HOLD_SECONDS = 6000, 0.2, 4
+"""Tokens; and how long an interactive request holds its own."""
+STEP_SECONDS, GROWTH = 30, 400
+"""Of a job; and tokens by which rollouts grow in a second."""
+
+
+@dataclass
+class Memory:
+    cuts: int = 0
+    exhausted: int = 0
+    """Seconds in which interactive requests found less than they needed."""
+    moved: int = 0
+    """Tokens of rollouts that another worker prefills again."""
+
+
+def cache(mode: str, seed: int, seconds: int = 300) -> Memory:
+    """The shipped budget with requests in bursts. ``mode``: ``no cut``, ``no freeze`` (the whole budget comes back as
+    soon as the use has fallen), or ``cut and freeze``."""
+    budget, run, held, version = slo.CacheBudget(CACHE, HEADROOM), Memory(), 0, 0
+    chats = bursts(1.5, seconds, seed)
+    for now in range(seconds):
+        need = sum(prompt + reply for at, prompt, reply in chats if now - HOLD_SECONDS < at <= now)
+        held = min(budget.rollouts, held + GROWTH)
+        if mode != "no cut":
+            budget.cut(need, {"job": version})
+        if mode == "no freeze" and budget.frozen and need <= HEADROOM * CACHE:
+            run.cuts += budget.cuts
+            budget = slo.CacheBudget(CACHE, HEADROOM)
+        if now % STEP_SECONDS == 0:
+            budget.on_version("job", version := version + 1)
+        run.moved += max(0, held - budget.rollouts)
+        held = min(held, budget.rollouts)
+        run.exhausted += need > CACHE - held
+    run.cuts += budget.cuts
+    return run
+
+
+def _memory(result: Result) -> None:
+    runs = {mode: [cache(mode, s) for s in range(SEEDS)] for mode in ("no cut", "no freeze", "cut and freeze")}
+    for mode, made in runs.items():
+        result.add(f"cache, {mode}: cuts in 300 s", [one.cuts for one in made], "")
+        result.add(f"cache, {mode}: exhausted", [one.exhausted for one in made], "s")
+        result.add(f"cache, {mode}: tokens prefilled again", [one.moved for one in made], "tokens")
+    lost, swings, ours = ([getattr(one, name) for one in runs[mode]] for mode, name in (
+        ("no cut", "exhausted"), ("no freeze", "cuts"), ("cut and freeze", "cuts")
+    ))  # fmt: skip
+    told = f"{statistics.median(lost)} s without, {max(one.exhausted for one in runs['cut and freeze'])} s with"
+    result.judge("without the cut the cache is exhausted", told, min(lost) > 0)
+    told = f"{statistics.median(swings)} cuts without, {statistics.median(ours)} with"
+    result.judge("a cut without freeze oscillates", told, statistics.median(swings) > 2 * statistics.median(ours))
+
+
 def main() -> None:
     result = Result("serving_simulation", "Rollouts beside serving, simulated", command(), simulated=True)
+    pace: dict[tuple[float, str], list[Run]] = {}
     for load in (0.0, 0.2, 0.5, 0.8, 1.3, 2.5):
-        runs = {name: [simulate(arm, Load(load, seed=seed)) for seed in range(SEEDS)] for name, arm in ARMS.items()}
-        for name, arm_runs in runs.items():
-            where = f"load {load:.0%}, {name}"
-            result.add(f"{where}: rollouts", [run.rollout_tokens / 300 for run in arm_runs], "tokens/s")
+        for name, arm in ARMS.items():
+            pace[load, name] = [simulate(arm, Load(load, seed=seed)) for seed in range(SEEDS)]
+            where, runs = f"load {load:.0%}, {name}", pace[load, name]
+            result.add(f"{where}: rollouts", [run.rollout_tokens / 300 for run in runs], "tokens/s")
             if load and name != "rollouts only":
-                result.add(f"{where}: within the objectives", [100 * run.within for run in arm_runs], "%")
-                result.add(f"{where}: P99 time to first token", [run.ttft(0.99) for run in arm_runs], "s")
+                result.add(f"{where}: within the objectives", [100 * run.within for run in runs], "%")
+                result.add(f"{where}: P99 time to first token", [run.ttft(0.99) for run in runs], "s")
         if 0 < load < 1:
-            pairs = zip(runs["gate"], runs["oracle"], strict=True)
+            pairs = zip(pace[load, "gate"], pace[load, "oracle"], strict=True)
             shares = [ours.rollout_tokens / best.rollout_tokens for ours, best in pairs]
             spread = f"median {statistics.median(shares):.0%}, least of {SEEDS} seeds {min(shares):.0%}"
             result.judge(f"load {load:.0%}: at least 80% of the oracle's rollouts", spread, min(shares) >= 0.8)
+    within = statistics.median(run.within for run in pace[0.5, "serving only"])
+    missed = [
+        statistics.median(1 - run.within for run in pace[0.5, arm]) for arm in ("gate without the candidate", "gate")
+    ]
+    told = f"{missed[0]:.1%} of requests, the gate {missed[1]:.1%}"
+    result.judge(
+        "load 50%: a gate without the candidate breaks 5 times as many objectives", told, missed[0] >= 5 * missed[1]
+    )
+    for error in (0.7, 1.3):
+        runs = [simulate(ARMS["gate"], Load(0.5, seed=seed, error=error)) for seed in range(SEEDS)]
+        kept = statistics.median(run.within for run in runs)
+        tokens = statistics.median(run.rollout_tokens / 300 for run in runs)
+        told = f"{kept:.1%} within (alone {within:.1%}), {tokens:.0f} tokens/s of rollouts"
+        result.judge(f"costs {error:g} x the truth at the start: within 2% of alone", told, kept >= within - 0.02)
+    full = statistics.median(run.rollout_tokens for run in pace[2.5, "gate"])
+    slower = statistics.median(
+        a.ttft(0.5) / b.ttft(0.5) for a, b in zip(pace[2.5, "gate"], pace[2.5, "serving only"], strict=True)
+    )
+    whole = statistics.median(run.rollout_tokens for run in pace[0.0, "rollouts only"])
+    told = f"{full / whole:.1%} of rollouts only, median time to first token {slower:.3f} x"
+    result.judge("saturated serving admits < 2% and is slowed by < 2%", told, full < 0.02 * whole and slower < 1.02)
+    idle = statistics.median(run.rollout_tokens for run in pace[0.0, "gate"]) / whole
+    result.judge("idle serving costs < 5%", f"{idle:.1%} of rollouts only", idle > 0.95)
+    _memory(result)
     result.save()
 
 

@@ -6,7 +6,7 @@ import math
 from unittest import mock
 
 import pytest
-from benchmarks.scale.serving_simulation import ARMS, Load, Run, simulate
+from benchmarks.scale.serving_simulation import ARMS, Load, Run, cache, simulate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -140,3 +140,12 @@ def test_a_gate_that_forgets_the_candidate_is_noticed() -> None:
     ))  # fmt: skip
     with forgetful:
         assert run("gate", 0.5).within < run("serving only", 0.5).within - 0.05
+
+
+def test_the_cut_saves_interactive_requests_and_the_freeze_saves_cuts() -> None:
+    none, swings, ours = (
+        [cache(mode, seed) for seed in range(5)] for mode in ("no cut", "no freeze", "cut and freeze")
+    )
+    assert min(one.exhausted for one in none) > 0 == max(one.exhausted for one in ours)
+    assert sum(one.cuts for one in swings) > 3 * sum(one.cuts for one in ours)
+    assert sum(one.moved for one in swings) > sum(one.moved for one in ours)
