@@ -18,6 +18,7 @@ from benchmarks.jobs.curve_figures import LEAST_EFFICIENCY, PAPER_GAIN, bound
 from benchmarks.lib.cells import Cell, table
 from benchmarks.lib.harness import Result, Row, Verdict
 from benchmarks.lib.intervals import paired
+from benchmarks.lib.workload import COMPLETIONS
 
 LATENCIES = (0.0, 0.5, 2.0, 8.0)
 """Seconds that the tool takes per turn."""
@@ -66,9 +67,10 @@ def figures(cells: Mapping[str, Cell]) -> Result:
         " many at once gain little: the gain is the time that a job would spend waiting for its tool."
     )
     head = ["latency, s", "tenants", "makespan, s", "bound, s", "bound / makespan", "busy", "busy over one alone",
-            "time saved over staleness 0", "over staleness 2", "mean reward", "runs"]  # fmt: skip
+            "time saved over staleness 0", "over staleness 2", "tokens/s", "mean reward", "of the least tenant",
+            "of the most", "runs"]  # fmt: skip
     keys = ("latency", "tenants", "makespan", "bound", "efficiency", "busy", "busy_gain", "saved", "saved_async",
-            "reward", "runs")  # fmt: skip
+            "rate", "reward", "reward_least", "reward_most", "runs")  # fmt: skip
     result.data["tables"] = [table("Makespan by tenants and latency", head, [[p[key] for key in keys] for p in found])]
     result.data["points"] = found
     bars = ablations(cells, largest.get(TOOL_SECONDS))
@@ -116,6 +118,7 @@ def _run(cells: Mapping[str, Cell], cell: Cell) -> dict[str, float] | None:
     least = bound([min(compute / count, _mean(_computes(later)))] * count, [_mean(job["seconds"] for job in later)])
     seconds = {staleness: _mean(job["seconds"] for job in jobs) for staleness, jobs in ((0, sync), (2, later))}
     idle = _mean(_computes(sync)) / seconds[0]
+    rewards = [_mean(job["rewards"]) for job in cell["jobs"]]
     return {
         "makespan": makespan,
         "bound": least,
@@ -124,7 +127,10 @@ def _run(cells: Mapping[str, Cell], cell: Cell) -> dict[str, float] | None:
         "busy_gain": compute / makespan / idle,
         "saved": 1 - makespan / (count * seconds[0]),
         "saved_async": 1 - makespan / (count * seconds[2]),
-        "reward": _mean(_mean(job["rewards"]) for job in cell["jobs"]),
+        "rate": sum(job["length_mean"] for job in cell["jobs"]) * COMPLETIONS * PROMPTS * STEPS / makespan,
+        "reward": _mean(rewards),
+        "reward_least": min(rewards),
+        "reward_most": max(rewards),
     }
 
 

@@ -31,6 +31,7 @@ def draw(results: Mapping[str, dict[str, Any]], folder: Path = FOLDER) -> dict[s
     of several."""
     makers: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
         "curve": _curve, "agentic": _agentic, "lag_study": _lag_study, "asynchrony": _asynchrony,
+        "tenants": _tenants,
     }  # fmt: skip
     figures = {name: make(results[name]["data"]) for name, make in makers.items() if name in results}
     made = {}
@@ -149,21 +150,7 @@ def _agentic(data: dict[str, Any]) -> Figure | None:
     if not points:
         return None
     figure, (saved, busy, bars) = _new(4.2, 3)
-    for latency, colour in zip(agentic_figures.LATENCIES, LATENCY_COLOURS.values(), strict=True):
-        of = [point for point in points if point["latency"] == latency]
-        tenants = [point["tenants"] for point in of]
-        for panel, name in ((saved, "saved"), (busy, "busy")):
-            label = f"tool {latency:g} s"
-            panel.plot(tenants, [100 * p[name] for p in of], "o-", color=colour, markersize=4, label=label)
-    saved.axhline(85, color=GREY, linewidth=1)
-    saved.text(1, 85, "MARLaaS: 85%", fontsize=8, color="#555555", va="bottom")
-    saved.set_ylabel("time saved over one after another, %")
-    busy.set_ylabel("worker busy, % of the makespan")
-    for axes in (saved, busy):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(TENANTS, [str(count) for count in TENANTS])
-        axes.set_xlabel("tenants")
-        axes.set_ylim(-15 if axes is saved else 0, 105)
+    _by_tenants(points, saved, busy)
     for place, (arm, _, ratio) in enumerate(data.get("ablations", [])):
         bars.bar(place, ratio, color="#c46a1b")
         name = arm.replace(" per", "\nper")
@@ -171,9 +158,39 @@ def _agentic(data: dict[str, Any]) -> Figure | None:
     bars.axhline(1, color=GREY, linewidth=1)
     bars.set_xticks([])
     bars.set_ylabel(f"makespan without it, {TENANTS[-1]} tenants, tool {agentic_figures.TOOL_SECONDS:g} s")
-    saved.legend(fontsize=7)
     _plain(saved, busy, bars)
     return figure
+
+
+def _tenants(data: dict[str, Any]) -> Figure | None:
+    """The same in virtual time."""
+    if not data["points"]:
+        return None
+    figure, (saved, busy) = _new(4.2, 2)
+    _by_tenants(data["points"], saved, busy)
+    _plain(saved, busy)
+    return figure
+
+
+def _by_tenants(points: list[dict[str, Any]], saved: Axes, busy: Axes) -> None:
+    """Time saved over one after another, and the worker's busy share, by tenants; a line per latency."""
+    latencies = sorted({point["latency"] for point in points})
+    for latency, colour in zip(latencies, LATENCY_COLOURS.values(), strict=False):
+        of = [point for point in points if point["latency"] == latency]
+        for panel, name in ((saved, "saved"), (busy, "busy")):
+            label, shares = f"tool {latency:g} s", [100 * point[name] for point in of]
+            panel.plot([point["tenants"] for point in of], shares, "o-", color=colour, markersize=4, label=label)
+    saved.axhline(85, color=GREY, linewidth=1)
+    saved.text(1, 85, "MARLaaS: 85%", fontsize=8, color="#555555", va="bottom")
+    saved.set_ylabel("time saved over one after another, %")
+    busy.set_ylabel("worker busy, % of the makespan")
+    counts = sorted({point["tenants"] for point in points})
+    for axes in (saved, busy):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(count) for count in counts])
+        axes.set_xlabel("tenants")
+        axes.set_ylim(-15 if axes is saved else 0, 105)
+    saved.legend(fontsize=7)
 
 
 # --- the lag study ----------------------------------------------------------------------------------------------------

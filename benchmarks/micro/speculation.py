@@ -68,7 +68,8 @@ class Model:
         self.chat = Chat.load(folder)
 
     def engine(self, rows: int, speculator: Speculator | None) -> NativeEngine:
-        made = best_runner(self.decoder, self.bank, KV_BYTES, kernels=self.settings.engine.cpu_kernels)
+        compiled = self.settings.engine.cpu_kernels
+        made = best_runner(self.decoder, self.bank, KV_BYTES, compiled=compiled, cache=self.settings.cache)
         return NativeEngine(
             self.decoder, self.bank, self.chat.decode, max_rows=rows, kv_budget_bytes=KV_BYTES, runner=made,
             speculator=speculator,

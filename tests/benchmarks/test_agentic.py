@@ -19,6 +19,7 @@ def test_points_and_verdicts() -> None:
     many = found[2.0, 32]
     assert many["efficiency"] == many["busy"] == pytest.approx(0.9)
     assert many["busy_gain"] == pytest.approx(0.9 / (4 / 34))
+    assert many["rate"] == pytest.approx(32 * 8 * 60 * 5 / (128 / 0.9))
     assert many["saved"] == pytest.approx(1 - 4 / 0.9 / 34) and many["runs"] == 3
     assert found[0.0, 32]["saved"] < 0  # a full worker gains nothing
     predicted, measured = saturation(cells, points(cells), 2.0) or (0, 0)

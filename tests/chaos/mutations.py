@@ -1,5 +1,5 @@
-"""Mistakes that somebody could make in the controller, and one in the engine: each is the shipped source with one thing
-changed, for as long as :func:`applied` is entered."""
+"""Mistakes that somebody could make in the controller, an order or the engine: each is the shipped source with one
+thing changed, for as long as :func:`applied` is entered."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from rookery.controller.jobs.job import TrainingJob
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.training.dispatcher import TrainingDispatcher
 from rookery.controller.training.policy_versions import PolicyVersions
+from rookery.scheduling.rollout_order import RolloutOrder
 from rookery.storage.repositories import versions as versions_module
 from rookery.worker.engine.native import engine as engine_module
 
@@ -130,10 +131,22 @@ MUTATIONS = [
         "leave a request with the worker that it is taken from", RolloutScheduler, "_withdraw",
         "inflight.worker.post(protocol.Abort(request=inflight.wire_name))", "pass", "given",
     ),
+    _one(
+        "lose the offset of a chunk that moves", RolloutScheduler, "_requeue", "self._release(inflight)",
+        "self._release(inflight); reason == 'divided' and inflight.result.tokens.clear()", "given", "tokens",
+    ),
+    _one(
+        "move a chunk whose tokens are still on their way", RolloutScheduler, "on_output",
+        "worker.post(protocol.Abort(request=inflight.wire_name, resume=True))", "self._requeue(inflight, 'divided')",
+        "given", "tokens", "room",
+    ),
 ]  # fmt: skip
 
 DRAFT_UNCHECKED = _one("accept a draft without check", engine_module, "accepted_tokens", "token != sampled[i]", "False")
 """In the engine, which the simulated fleet has not: the test of drafts notices it."""
+
+ORDER_STARVES = _one("an order that starves", RolloutOrder, "next", "self._taken % GUARD == GUARD - 1", "False")
+"""A step of the simulated fleet ends, and nobody waits for ever: the test of the order notices it."""
 
 
 @contextmanager

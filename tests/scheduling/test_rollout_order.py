@@ -8,6 +8,7 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.chaos.mutations import ORDER_STARVES, applied
 
 from rookery.scheduling.rollout_order import ENOUGH, GUARD, Description, RolloutOrder
 
@@ -86,6 +87,25 @@ def test_no_item_waits_longer_than_the_stated_bound(seed: int, before: int) -> N
             return
         order.finish(item, 1 if item[0] == "short" else random.randint(500, LIMIT))
     raise AssertionError("it starved")
+
+
+def test_an_order_that_starves_is_noticed() -> None:
+    def waited(most: int) -> int:
+        """Items that begin before the last of a short group, while longer groups keep coming."""
+        order = filled(0, 0)
+        order.put(("short", 0))
+        order.put(("short", 1))
+        order.finish(take(order, 1)[0], 1)
+        for count in range(most):
+            for member in range(2):
+                order.put((f"new{count}", member))
+            if take(order, 1) == [("short", 1)]:
+                return count
+        return most
+
+    assert waited(1000) < GUARD
+    with applied(ORDER_STARVES):
+        assert waited(1000) == 1000
 
 
 @given(st.integers(0, 2**32))

@@ -74,7 +74,8 @@ def agentic_cells(seeds: tuple[int, ...] = (0, 1, 2), idle: float = 0.1) -> dict
                 cells[f"solo/{latency:g}/{staleness}/{seed}"] = {**about, "jobs": [job]}
             for count in agentic_figures.TENANTS:
                 makespan = max(4.0 * count, 4 + waits[2]) / (1 - idle)
-                jobs = [{"seed": 100 * seed + i, "seconds": makespan, "rewards": rewards(seed)} for i in range(count)]
+                job = {"seconds": makespan, "rewards": rewards(seed), "length_mean": 60.0}
+                jobs = [{"seed": 100 * seed + i, **job} for i in range(count)]
                 cells[f"crowd/{latency:g}/{count}/{seed}"] = {
                     "latency": latency, "tenants": count, "seed": seed, "makespan": makespan,
                     "decode": 3.0 * count, "train": 1.0 * count, "jobs": jobs,
