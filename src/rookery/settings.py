@@ -197,10 +197,10 @@ class EngineSettings(Section):
     """On a CPU, verify draft tokens (what a request's own text or its group's went on with in such a place) in decode
     steps where measured times and acceptance promise more tokens per second. Texts and log-probabilities stay the
     same."""
-    engine_gap_alarm: float = Field(0.2, gt=0)
+    engine_gap_alarm: float = Field(0.1, gt=0)
     """Mean difference, in nats per token, between the log-probabilities of vLLM and of the trainer on a version's
     canary text above which a worker logs a warning."""
-    engine_gap_limit: float = Field(1.0, gt=0)
+    engine_gap_limit: float = Field(0.5, gt=0)
     """The same above which a worker refuses the version, so that its job pauses with that reason."""
     dispatch_ahead: int = Field(16, ge=0)
     """Requests that may wait in a worker for a row (theta of RLBoost's Algorithm 2): enough that freed rows are filled

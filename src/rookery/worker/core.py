@@ -21,6 +21,7 @@ from rookery.worker.engine.native.slo_gate import SloGate, measure_costs
 from rookery.worker.engine.vllm.loading import cache_alone, load_vllm
 from rookery.worker.memory import MemoryBudget, MemoryUse
 from rookery.worker.model.batch_invariance import disable_amx_if_unsafe
+from rookery.worker.model.canary import canary_tokens
 from rookery.worker.model.config import SITES, DecoderConfig
 from rookery.worker.model.decoder import WEIGHTS, Decoder, best_dtype
 from rookery.worker.model.lora import LoraManager
@@ -122,7 +123,7 @@ def load_core(folder: Path, settings: Settings, model: str, *, trains: bool = Tr
     vllm = settings.engine.inference_engine == "vllm"
     if vllm and not trains:
         dtype = str(best_dtype()).removeprefix("torch.")
-        cache = cache_alone(folder, where.type, before, total)
+        cache = None if settings.engine.vllm_url else cache_alone(folder, where.type, before, total)
         return WorkerCore(load_vllm(folder, settings, dtype, cache), IdleTrainer(), device_name=str(where), dtype=dtype)
     if where.type == "cpu" and not _use_amx(DecoderConfig.read(folder), settings.engine.max_rank):
         log.warning(
@@ -175,6 +176,7 @@ def _native_trainer(place: _Place, decoder: Decoder) -> Trainer:
         cache=settings.cache,
         base_model=place.model,
         memory_bytes=budget.training_states,
+        canary=canary_tokens(Chat.load(place.folder).encode),
     )
 
     def start_group() -> TrainingGroup:

@@ -344,7 +344,7 @@ def test_a_version_that_vllm_computes_otherwise_is_refused(
         pytest.skip("its arithmetic is the trainer's")
     config = DecoderConfig.read(tested.folder)
     save_adapter(config, tmp_path / "v", 11)
-    tokens = canary_tokens(config.vocab)
+    tokens = canary_tokens(Chat.load(tested.folder).encode)
     reference.add_adapter(version(11), tmp_path / "v")
     scored = {"adapter": version(11), "prompt": tokens, "prompt_logprobs": len(tokens), "max_tokens": 1}
     _, _, last = generate(reference, **scored)

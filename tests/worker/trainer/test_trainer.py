@@ -567,7 +567,7 @@ def test_export_resumes_bit_for_bit(tmp_path: Path) -> None:
     wanted = next_step(first, "v0", 1)
     (tmp_path / "v1").mkdir()
     names = export.write(tmp_path / "v1")
-    assert names == ["adapter_config.json", "adapter_model.safetensors", "canary.json", "trainer_state.safetensors"]
+    assert names == ["adapter_config.json", "adapter_model.safetensors", "trainer_state.safetensors"]
     second = NativeTrainer(decoder(), max_rank=16, slice_tokens=256)
     second.load("p", 2, ref("p", "v1"), tmp_path / "v1")
     second.forward_backward(

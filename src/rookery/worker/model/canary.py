@@ -8,23 +8,21 @@ train badly. The numbers are a file of the version: they reach every engine by t
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rookery.errors import UserError
 
 CANARY_FILE = "canary.json"
 
-CANARY_TOKENS = 32
-"""Enough for the mean to be steady; the pass costs a trainer some milliseconds per version."""
-
-_STEP = 7919
-"""A prime: the tokens are spread over any vocabulary."""
+CANARY_TEXT = """The village lies in a valley between two rivers. In spring the farmers plough the fields, in summer
+they bring in the hay, and in autumn they sell apples. On Sunday evening everyone meets in the square to talk."""
+"""Ordinary prose: in bfloat16 the log-probabilities of likely tokens are steady, those of random ones vary."""
 
 
-def canary_tokens(vocabulary: int) -> list[int]:
-    """The text for models with so many tokens."""
-    return [(1 + _STEP * i) % vocabulary for i in range(CANARY_TOKENS)]
+def canary_tokens(encode: Callable[[str], list[int]]) -> list[int]:
+    """The text in the tokens of a base model."""
+    return encode(CANARY_TEXT)
 
 
 def write_canary(folder: Path, logprobs: Sequence[float]) -> None:
@@ -39,12 +37,9 @@ def read_canary(folder: Path) -> list[float]:
     if not path.is_file():
         return []
     try:
-        logprobs = [float(value) for value in json.loads(path.read_text())["logprobs"]]
+        return [float(value) for value in json.loads(path.read_text())["logprobs"]]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is no canary: {error}") from None
-    if len(logprobs) != CANARY_TOKENS - 1:
-        raise UserError(f"{path} is no canary: it has {len(logprobs)} numbers, not {CANARY_TOKENS - 1}")
-    return logprobs
 
 
 def mean_difference(first: Sequence[float], second: Sequence[float]) -> float:

@@ -17,7 +17,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -73,13 +73,16 @@ class PackedTrainer:
         slice_tokens: int,
         base_model: str = "",
         memory_bytes: int = sys.maxsize,
+        canary: Sequence[int] = (),
     ) -> None:
-        """``base_model`` is the name in exported adapters; all training states take at most ``memory_bytes``."""
+        """``base_model`` is the name in exported adapters; all training states take at most ``memory_bytes``. Committed
+        versions have the log-probabilities of ``canary``, if it is given (:mod:`rookery.worker.model.canary`)."""
         self._backbone = backbone
         self._max_rank = max_rank
         self._limits = backbone.limits
         self.slice_tokens = min(slice_tokens, self._limits.max_tokens)
         self._base_model = base_model
+        self._canary = list(canary)
         self.states = PolicyStates(memory_bytes, lambda policy: bool(self._queue(policy)), self._reserved_bytes)
         self.held = self.states.held
         self._queues: dict[str, dict[str, deque[Queued]]] = {}
@@ -303,7 +306,7 @@ class PackedTrainer:
             return
         export = None
         if op.commit:
-            canary = canary_logprobs(self._backbone, held.state)
+            canary = canary_logprobs(self._backbone, held.state, self._canary) if self._canary else []
             export, held.exported_steps = self.states.track(held.state.export(self._base_model, canary)), held.steps
         finish(self._backbone.device)
         metrics["seconds"] = time.perf_counter() - began

@@ -23,19 +23,21 @@ import logging
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from math import isnan
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rookery import protocol
-from rookery.errors import UserError
+from rookery.errors import Unavailable, UserError
+from rookery.tokenization.chat import Chat
 from rookery.worker.engine.native.request import EngineRequest, StopStrings, validate
 from rookery.worker.engine.vllm.backend import Backend, LoadedAdapter, SampledPart, SamplingTask, TaskFailed
 from rookery.worker.memory import MemoryUse, NoRoom
 from rookery.worker.model.adapter import Projections, read_adapter
 from rookery.worker.model.canary import canary_tokens, mean_difference, read_canary
+from rookery.worker.transfer.http import one_line
 
 log = logging.getLogger("rookery.engine")
 
@@ -59,20 +61,21 @@ class VllmEngine:
         self,
         backend: Backend,
         vocabulary: int,
-        decode: Callable[[list[int]], str],
+        chat: Chat,
         projections: Projections | None = None,
         *,
         gap_alarm: float,
         gap_limit: float,
     ) -> None:
-        """Starts ``backend``. ``decode`` turns token ids into text, for stop strings; adapters are checked against
-        ``projections``, if given. ``gap_alarm`` and ``gap_limit``: mean differences from the trainer's canary, in nats
-        per token, that are logged and refused. Raises ``UserError``, or ``Unavailable`` for a server that does not
-        answer."""
+        """Starts ``backend``. ``chat`` decodes texts for stop strings and encodes the canary; adapters are checked
+        against ``projections``, if given. ``gap_alarm`` and ``gap_limit``: mean differences from the trainer's canary,
+        in nats per token, that are logged and refused. Raises ``UserError``, or ``Unavailable`` for a server that does
+        not answer."""
         self.generated = 0
         self._backend = backend
         self._vocabulary = vocabulary
-        self._decode = decode
+        self._decode = chat.decode
+        self._canary_tokens = canary_tokens(chat.encode)
         self._projections = projections
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True).start()
@@ -243,6 +246,10 @@ class VllmEngine:
             raise UserError(f"{name}: vLLM did not apply this adapter: the log-probabilities are the base model's")
         if not expected:
             return
+        if len(expected) != len(found):
+            raise UserError(
+                f"{name} has a canary of {len(expected)} tokens, not {len(found)}: it is of another base model"
+            )
         gap = self._gaps[ref.hash] = mean_difference(found, expected)
         if gap > self._gap_limit:
             says = f"log-probabilities differ from the trainer's by {gap:.2f} nats per token"
@@ -252,7 +259,7 @@ class VllmEngine:
 
     def _canary(self, adapter: LoadedAdapter | None) -> list[float]:
         """The canary's log-probabilities in vLLM."""
-        tokens = canary_tokens(self._vocabulary)
+        tokens = self._canary_tokens
         scored = range(1, len(tokens))
         name = f"canary#{next(self._numbers)}"
         task = SamplingTask(name, adapter, tokens, 0, 0, 0.0, 1, [], INTERACTIVE, scored)
@@ -337,11 +344,11 @@ class VllmEngine:
                 if request.finish:
                     break
             self._undrained[name] = request
-        elif isinstance(part, TaskFailed) or part is None:
-            request.finish, request.error = "error", str(part or "vLLM ended the text early")
-            log.warning("request failed: %s", request.error, extra={"request": name, "adapter": request.key})
-        else:
+        elif isinstance(part, Unavailable):
             raise part
+        else:
+            request.finish, request.error = "error", one_line(part) if part else "vLLM ended the text early"
+            log.warning("request failed: %s", request.error, extra={"request": name, "adapter": request.key})
         if request.finish:
             self._finish(request)
 

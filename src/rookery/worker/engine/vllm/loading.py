@@ -37,7 +37,7 @@ def load_vllm(folder: Path, settings: Settings, dtype: str, cache_bytes: int | N
     engine = VllmEngine(
         backend,
         vocabulary,
-        Chat.load(folder).decode,
+        Chat.load(folder),
         projections,
         gap_alarm=settings.engine.engine_gap_alarm,
         gap_limit=settings.engine.engine_gap_limit,

@@ -19,7 +19,6 @@ from torch import Tensor
 from rookery import protocol
 from rookery.algorithms.losses import LOSSES, kl_penalty
 from rookery.worker.device import finish
-from rookery.worker.model.canary import canary_tokens
 from rookery.worker.trainer.native.optim import PolicyState
 from rookery.worker.trainer.native.packed_lora import PolicyRows
 from rookery.worker.trainer.native.packing import PackedBatch, PackedGroup, pack_groups
@@ -200,9 +199,8 @@ def _base_logprobs(
     return base
 
 
-def canary_logprobs(backbone: Backbone, policy: PolicyState) -> list[float]:
-    """The canary's log-probabilities under ``policy`` as it is now."""
-    tokens = canary_tokens(backbone.vocab)
+def canary_logprobs(backbone: Backbone, policy: PolicyState, tokens: list[int]) -> list[float]:
+    """Log-probabilities of ``tokens``, all but the first, under ``policy`` as it is now."""
     rows = len(tokens) - 1
     zeros = [0.0] * rows
     group = PackedGroup(tokens[:-1], [[]], list(range(rows)), tokens[1:], zeros, zeros, zeros, [0] * rows)
