@@ -46,7 +46,8 @@ test-avx2: $(VENV)/.tests
 
 # The promises of engines, kept by vLLM in an environment of its own; most of the time is its starts.
 test-vllm: .bench/vllm/.installed
-	@.bench/vllm/bin/python -m pytest -m "heavy or not heavy" tests/worker/engine/test_conformance.py --timeout=900
+	@.bench/vllm/bin/python -m pytest -m "heavy or not heavy" --timeout=900 \
+		tests/worker/engine/test_conformance.py tests/worker/engine/test_vllm_job.py
 
 # Artifacts on an S3 server, which has an environment of its own: its packages clash with constraints.txt.
 test-s3: $(VENV)/.tests .bench/moto/.installed
