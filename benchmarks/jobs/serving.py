@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import random
 import time
 from collections.abc import Iterator, Mapping
@@ -140,7 +141,7 @@ def measure(arm: str, rate: float, seconds: float) -> Cell:
             await clients.open_loop(0.0 if arm == "rollouts only" else rate, seconds)
             took = time.monotonic() - began
             tokens = await clients.sampled() - before - sum(seen[3] for seen in clients.seen)
-            return {"seen": clients.seen, "rollouts": tokens / took}
+            return {"seen": clients.seen, "rollouts": tokens / took, "machine": os.getloadavg()[0]}
 
         return asyncio.run(run())
 
@@ -152,7 +153,7 @@ def capacity() -> Cell:
         async def run() -> Cell:
             clients, began = Clients(bench), time.monotonic()
             await clients.closed_loop(CAPACITY_SECONDS)
-            return {"rate": len(clients.seen) / (time.monotonic() - began)}
+            return {"rate": len(clients.seen) / (time.monotonic() - began), "machine": os.getloadavg()[0]}
 
         return asyncio.run(run())
 
@@ -187,7 +188,9 @@ def figures(cells: Mapping[str, Cell]) -> Result:
             times = [1000 * p99[arm], 1000 * quantile(paces, 0.99), 1000 * quantile(firsts, 0.5)]
             share = cell["rollouts"] / alone if alone else None
             where = f"{load:.0%} {arm}{shape}"
-            lines.append([where, len(seen), *times, 100 * kept, 100 * windows(seen), cell["rollouts"], share])
+            lines.append(
+                [where, len(seen), *times, 100 * kept, 100 * windows(seen), cell["rollouts"], share, cell["machine"]]
+            )
             if arm == "gate":
                 told = f"{windows(seen):.0%}; {kept:.1%} of all requests"
                 result.judge(f"{where}: >= {WITHIN:.0%} of one-minute windows within", told, windows(seen) >= WITHIN)
@@ -197,7 +200,7 @@ def figures(cells: Mapping[str, Cell]) -> Result:
         if alone and load == LOADS[0]:
             result.add(f"rollouts only{shape}", [alone], "tokens/s")
     head = ["load and arm", "requests", "P99 TTFT, ms", "P99 TPOT, ms", "median TTFT, ms", "requests within, %"]
-    head += ["windows within, %", "rollouts, tokens/s", "of rollouts only"]
+    head += ["windows within, %", "rollouts, tokens/s", "of rollouts only", "load average"]
     result.data["tables"] = [table(f"Objectives: TTFT {TTFT:g} s, TPOT {TPOT:g} s", head, lines)]
     return result
 

@@ -4,7 +4,8 @@
 Two slowdown tables: the one that ``benchmarks.micro.multiplex`` measured here, and an assumed one like a GPU's, where a
 few decoding rows leave most of the arithmetic idle. The baseline is event-driven and first come, first served, and
 shares forward passes among all tenants' decodes. Durations are predicted from the last step; the truth differs
-by some noise, or doubles with each step."""
+by some noise, or doubles with each step. Last, the shipped controller in virtual time, on two machines as measured
+here, with merging and without."""
 
 from __future__ import annotations
 
@@ -16,11 +17,15 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from benchmarks.lib import intervals
 from benchmarks.lib.cells import table
 from benchmarks.lib.harness import RESULTS, Result, command
 
+from rookery.controller.fleet.fleet import Fleet
+from rookery.controller.rollout.scheduler import RolloutScheduler
+from rookery.controller.weights.distribution import AdapterResidency
 from rookery.scheduling.pipelines import (
     PAYS,
     Action,
@@ -31,8 +36,14 @@ from rookery.scheduling.pipelines import (
     Timeline,
     complete,
 )
+from rookery.settings import Settings
+from rookery.simulation.profiles import load_profile
+from rookery.simulation.replay import MODES, Mode, ReplayResult, Scenario, replay
+from rookery.simulation.traces import Trace
 
 SEEDS = 20
+MERGE_STEPS, MERGE_SECONDS = 6, 3000.0
+"""Of the shipped controller's jobs; and an end that they do not reach."""
 DEPTHS = (0, 1, 2, 4)
 FLAT = 0.25
 """Percentage points within which mean regrets are equal: less than the standard error of one."""
@@ -248,6 +259,51 @@ def spread(values: Sequence[float]) -> str:
     return f"{found.difference:.3f} ({found.low:.3f} to {found.high:.3f})"
 
 
+# --- the shipped controller -------------------------------------------------------------------------------------------
+
+
+class WithoutMerging(RolloutScheduler):
+    """As with the setting off."""
+
+    def __init__(self, fleet: Fleet, residency: AdapterResidency, settings: Settings, *others: Any) -> None:
+        super().__init__(fleet, residency, settings.replace(merge_tails=False), *others)
+
+
+def shipped(seed: int, jobs: int, mode: Mode) -> ReplayResult:
+    """Synchronous jobs with long tails on two machines that generate and train."""
+    profile = load_profile("two-core-cpu-135m")
+    tails = {"group_size": 4, "groups_per_step": 4, "median_tokens": 120.0, "sigma": 0.8, "max_tokens": 500}
+    load = profile.workload.model_copy(update=tails)
+    profile = profile.model_copy(update={"workload": load})
+    none = Trace("none", ((0.0, 0),), MERGE_SECONDS)
+    return replay(Scenario(profile, none, seed=seed, jobs=jobs, steps=MERGE_STEPS, reserved=WORKERS), mode)
+
+
+def _shipped(result: Result) -> None:
+    on = MODES["co-located"]
+    off = Mode("unmerged", "", most=on.most, scheduler=WithoutMerging)
+    for jobs in (2, 1):
+        pairs = [(shipped(seed, jobs, on), shipped(seed, jobs, off)) for seed in range(SEEDS)]
+        gains = [without.seconds / merged.seconds for merged, without in pairs]
+        moved = [merged.requeued["merged"] for merged, _ in pairs]
+        where = f"shipped controller, {jobs} job{'s' * (jobs > 1)} on {WORKERS} machines"
+        result.add(f"{where}: time without merging over with", gains, "", spread(gains))
+        result.add(f"{where}: requests merged", moved, "")
+        lost = sum(merged.discarded_tokens for merged, _ in pairs)
+        if jobs > 1:
+            interval = intervals.paired(gains)
+            result.judge(
+                f"{where}: quicker, no token sampled twice", f"{spread(gains)}, {lost}", interval.low > 1 and not lost
+            )
+        else:
+            off_by = max(abs(gain - 1) for gain in gains)
+            result.judge(
+                f"{where}: 1.00 ± 0.02 and inactive",
+                f"within {off_by:.3f}, {sum(moved)} moves",
+                off_by <= 0.02 and not sum(moved),
+            )
+
+
 def main() -> None:
     result = Result("jigsaw", "Pipelines of several jobs, planned with look-ahead", command(), simulated=True)
     lines = []
@@ -265,6 +321,7 @@ def main() -> None:
     costs = {depth: cost_at(trap, depth) for depth in DEPTHS}
     loss = costs[0] / costs[2] - 1
     result.judge("constructed case: greedy loses >= 10%", f"{loss:.0%} against depth 2", loss >= 0.1)
+    _shipped(result)
     result.save()
 
 
