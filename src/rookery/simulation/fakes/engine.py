@@ -154,9 +154,9 @@ class FakeEngine:
                 self._finished.remove(row)
 
     def release(self, request: str) -> None:
-        """The request ends here: its tokens are sent with ``finish`` ``abort``."""
+        """The request ends here: its tokens are sent with ``finish`` ``abort``. One that is not claimed stays held."""
         row = self._requests.get(request)
-        if row is not None and not row.finish:
+        if row is not None and row.claimed and not row.finish:
             self._stop(row)
             row.finish = "abort"
             self._finished.append(row)
