@@ -172,10 +172,12 @@ class WorkerSettings(Section):
 
 
 class EngineSettings(Section):
-    """Generation: batch size, caches, and how requests share them."""
+    """Generation: engine, batch size, caches, and how requests share them."""
 
-    inference_engine: Literal["native", "vllm"] = "native"
-    """Engine of a worker. `vllm` needs the `vllm` extra, and an environment whose packages agree with it."""
+    inference_engine: Literal["auto", "native", "transformers", "vllm"] = "auto"
+    """Engine of a worker. `auto` is `native` for the families that the native decoder knows and `transformers`, which
+    is several times slower, for every other causal language model (`rookery models` shows it). `vllm` needs the `vllm`
+    extra, and an environment whose packages agree with it."""
     vllm_url: str = ""
     """Address of a running `vllm serve` that a worker with the engine `vllm` fronts instead of starting its own."""
     vllm_adapters: int = Field(8, ge=2)
@@ -237,8 +239,10 @@ class EngineSettings(Section):
 
 
 class TrainingSettings(Section):
-    """Training in workers: the size of a pass, the memory for training states, retries."""
+    """Training in workers: trainer, size of a pass, memory for training states, retries."""
 
+    trainer: Literal["auto", "native", "transformers"] = "auto"
+    """The trainer. `auto` as for `inference_engine`. Where the two differ, the worker holds the base model twice."""
     slice_tokens: int = Field(1024, ge=16)
     """Tokens of one training micro-batch on a CPU: about a second on two cores, the longest that decoding waits."""
     gpu_slice_tokens: int = Field(16384, ge=16)

@@ -267,12 +267,12 @@ def test_a_job_resumes_once_its_environment_is_repaired(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_model_and_a_type_that_is_not_supported_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "strange").mkdir()
-    (tmp_path / "strange" / "config.json").write_text('{"model_type": "mamba"}')
+    (tmp_path / "strange" / "config.json").write_text('{"model_type": "no_such"}')
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn" / "config.json").write_text('{"model_type": ')
     expected = {
         str(tmp_path / "empty"): "is not a model: it has no config.json",
-        str(tmp_path / "strange"): "has model_type 'mamba', which is not supported; supported: llama, mistral",
+        str(tmp_path / "strange"): "has model_type 'no_such', which the installed transformers does not know",
         str(tmp_path / "torn"): "is not JSON",
         str(tmp_path / "gone"): "is not a folder on this machine",
         "smollm2-135m-instruckt": "did you mean smollm2-135m-instruct",

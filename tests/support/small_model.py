@@ -16,27 +16,29 @@ TEMPLATE = (
 SPECIAL = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 
 
-def save_small_model(folder: Path, seed: int = 0, hidden: int = 64) -> Path:
-    """Writes config, weights, tokenizer and chat template; the context is 512 tokens."""
+def save_small_model(
+    folder: Path, seed: int = 0, config: transformers.PreTrainedConfig | None = None, *, hidden: int = 64
+) -> Path:
+    """Writes config, weights, tokenizer and chat template; the context is 512 tokens. Another family's ``config`` gets
+    the tokenizer's sizes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=tokenizer.get_vocab_size(),
+    config = config or transformers.LlamaConfig(
         hidden_size=hidden,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=tokenizer.token_to_id("<|end|>"),
         tie_word_embeddings=True,
     )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    config.vocab_size, config.bos_token_id = tokenizer.get_vocab_size(), None
+    config.eos_token_id = tokenizer.token_to_id("<|end|>")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
     return folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +14,7 @@ from rich.control import strip_control_codes
 from rookery.cli.options import Cli, plain_table, print_json, with_options
 from rookery.client import Client
 from rookery.errors import NotFound, Unavailable, UserError
-from rookery.tokenization.registry import CATALOGUE, resolve, status
+from rookery.tokenization.registry import CATALOGUE, prepared_models, resolve, status
 
 
 @with_options
@@ -21,16 +22,18 @@ def models(
     cli: Cli,
     get: Annotated[str | None, typer.Option("--get", help="Fetch and prepare this model now.")] = None,
 ) -> None:
-    """Base models: loaded, prepared, known, or refused with the reason. Without a service, those on this machine."""
+    """Base models: loaded, prepared, known, or refused with the reason; the engine and trainer of each, and why.
+    Without a service, those on this machine."""
     if get is not None:
         prepare(cli, get)
         return
     rows = _rows(cli)
     table = plain_table()
-    for column in ("model", "state", "notes"):
+    for column in ("model", "state", "engine", "trainer", "notes"):
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(str(row["name"]), str(row["state"]), str(row["reason"] or row["note"]))
+        notes = row["reason"] or "; ".join(filter(None, (row["note"], row["why"])))
+        table.add_row(*(str(row[column]) for column in ("name", "state", "engine", "trainer")), notes)
     cli.show_rows(rows, lambda: table)
 
 
@@ -54,8 +57,13 @@ def _rows(cli: Cli) -> list[dict[str, Any]]:
     except Unavailable:
         if cli.settings.server.url:
             raise
-    found = [status(cli.settings.cache, name) for name in CATALOGUE]
-    return [{"name": row.name, "state": row.state, "reason": row.reason, "note": row.note} for row in found]
+    settings = cli.settings
+    found = [status(settings.cache, name) for name in (*CATALOGUE, *prepared_models(settings.cache))]
+    chosen = [row.backends(settings.engine.inference_engine, settings.training.trainer) for row in found]
+    return [
+        {"name": row.name, "state": row.state, "reason": row.reason, "note": row.note} | asdict(backends)
+        for row, backends in zip(found, chosen, strict=True)
+    ]
 
 
 @with_options

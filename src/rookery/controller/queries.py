@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -198,11 +199,13 @@ class JobQueries:
         """Base models: loaded, known (can be prepared), or refused and why."""
         loaded = Counter(w.hello.model for w in self._context.fleet.all() if w.working)
         rows = []
+        settings = self._context.settings
         for name in sorted({*CATALOGUE, *loaded}):
-            state = status(self._context.settings.cache, name)
+            state = status(settings.cache, name)
             shown = "loaded" if loaded[name] else state.state
+            backends = state.backends(settings.engine.inference_engine, settings.training.trainer)
             rows.append({"name": name, "state": shown, "reason": state.reason, "note": state.note,
-                         "workers": loaded[name]})  # fmt: skip
+                         "workers": loaded[name], **asdict(backends)})  # fmt: skip
         return rows
 
     def workers(self) -> Sequence[dict[str, Any]]:

@@ -74,6 +74,9 @@ class JobValidator:
                 f"policies.{name}.rank: given {policy.rank}, allowed: at most {context.settings.engine.max_rank}"
                 " (the service's ROOKERY_MAX_RANK)"
             )
+        reason = await asyncio.to_thread(self._not_native, model) if policy.full else ""
+        if reason:
+            problems.append(f"policies.{name}.full: {reason}, which trains full-parameter policies; leave full out")
         problems += budgets.job_problems(spec, context.settings.limits, context.refused)
         try:
             options = await self.options(tenant, spec)
@@ -107,6 +110,11 @@ class JobValidator:
         if found.state == "refused":
             raise UserError(found.reason)
         return model.name
+
+    def _not_native(self, model: str) -> str:
+        """Why the native decoder does not compute a base model; empty if it does, or that is not known yet."""
+        found = status(self._context.settings.cache, model).inspected
+        return found.not_native if found is not None else ""
 
     async def store_rows(self, tenant: str, spec: JobSpec) -> JobSpec:
         """The job with its inline rows as stored datasets: the options travel with every episode."""
@@ -165,7 +173,9 @@ class JobValidator:
                 _, found = await find_version(context.store, tenant, start.job, start.policy, start.version)
                 digest = found.hash
             config = await context.store.transfer(context.artifacts.path, digest, "adapter_config.json")
-            problems = _differences(await asyncio.to_thread(config.read_bytes), name, asked)
+            reason = await asyncio.to_thread(self._not_native, spec.base_model)
+            every = bool(reason) and set(asked.targets) == set(TARGETS)
+            problems = _differences(await asyncio.to_thread(config.read_bytes), name, asked, targets=not every)
         except NotFound as error:
             raise SpecError([f"{where}: {error}"]) from None
         if problems:
@@ -290,17 +300,18 @@ async def find_version(
     return row, version
 
 
-def _differences(config: bytes, name: str, asked: PolicySpec) -> list[str]:
-    """The differences between a PEFT configuration and the adapter that a policy asks for, a line each."""
+def _differences(config: bytes, name: str, asked: PolicySpec, *, targets: bool) -> list[str]:
+    """The differences between a PEFT configuration and the adapter that a policy asks for, a line each. Without
+    ``targets``, any projections are fine: all of a family whose modules have other names than ``TARGETS``."""
     try:
         about = msgspec.json.decode(config, type=dict[str, Any])
-        targets = [target for target in TARGETS if f"{target}_proj" in about["target_modules"]]
-        found = {"rank": about["r"], "alpha": about["lora_alpha"], "targets": targets}
+        adapted = [target for target in TARGETS if f"{target}_proj" in about["target_modules"]]
+        found = {"rank": about["r"], "alpha": about["lora_alpha"]} | ({"targets": adapted} if targets else {})
     except (msgspec.MsgspecError, KeyError, TypeError, RecursionError) as error:
         return [f"policies.{name}.warm_start: its adapter_config.json is not that of a LoRA ({error})"]
     given = {"rank": asked.rank, "alpha": asked.scale_alpha, "targets": list(asked.targets)}
     return [
         f"policies.{name}.{field}: given {value}, the adapter to start from has {found[field]}"
         for field, value in given.items()
-        if value != found[field]
+        if value != found.get(field, value)
     ]

@@ -157,6 +157,9 @@ class BaseModelView(BaseModel):
     reason: str = Field(description="Why it is refused")
     note: str
     workers: int
+    engine: str = Field(description="`native` or `transformers`; empty where the model's family is not known yet")
+    trainer: str
+    why: str = Field(description="Reason for the choice of engine and trainer")
 
 
 class HeartbeatView(BaseModel):

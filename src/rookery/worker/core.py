@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rookery import protocol
+from rookery.errors import UserError
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
+from rookery.tokenization.registry import choose_backends, inspect
 from rookery.worker import device, memory
 from rookery.worker.engine.base import Engine
 from rookery.worker.engine.native.drafts import Speculator
 from rookery.worker.engine.native.engine import PREFILL_TOKENS, NativeEngine
-from rookery.worker.engine.native.runner import best_runner
+from rookery.worker.engine.native.runner import EngineModel, Runner, best_runner
 from rookery.worker.engine.native.slo_gate import SloGate, measure_costs
 from rookery.worker.engine.vllm.loading import cache_alone, load_vllm
 from rookery.worker.memory import MemoryBudget, MemoryUse
+from rookery.worker.model.adapter_bank import AdapterBank
 from rookery.worker.model.batch_invariance import disable_amx_if_unsafe
 from rookery.worker.model.canary import canary_tokens
 from rookery.worker.model.config import SITES, DecoderConfig
@@ -29,11 +33,14 @@ from rookery.worker.trainer.base import Trainer
 from rookery.worker.trainer.fsdp.trainer import FsdpTrainer
 from rookery.worker.trainer.idle import IdleTrainer
 from rookery.worker.trainer.native.backbone import limits_for
-from rookery.worker.trainer.native.trainer import NativeTrainer
+from rookery.worker.trainer.native.trainer import NativeBackbone
+from rookery.worker.trainer.packed_pass import Backbone
+from rookery.worker.trainer.packed_trainer import PackedTrainer
 from rookery.worker.trainer.router import TrainerRouter
 from rookery.worker.transfer.cache import ADAPTERS
 
 if TYPE_CHECKING:
+    from rookery.worker.model.transformers_model import TransformersModel
     from rookery.worker.trainer.fsdp.group import TrainingGroup
 
 log = logging.getLogger("rookery.worker")
@@ -104,7 +111,8 @@ class _Place:
 
     folder: Path
     settings: Settings
-    model: str
+    name: str
+    """Of the base model, in exported adapters."""
     device: torch.device
     budget: MemoryBudget
     gate: SloGate
@@ -115,87 +123,120 @@ class _Place:
         return training.gpu_slice_tokens if self.device.type == "cuda" else training.slice_tokens
 
 
-def load_core(folder: Path, settings: Settings, model: str, *, trains: bool = True) -> WorkerCore:
-    """With the base model of ``folder``; ``model`` is its name in exported adapters. A vLLM worker that does not train
-    loads the model in vLLM only. Raises ``UserError`` if it does not fit the memory budget."""
+@dataclass(frozen=True)
+class _Backend:
+    """How one of :data:`_BACKENDS` is loaded: ``model(folder, settings, device)``, and engine and trainer over it."""
+
+    model: Callable[[Path, Settings, torch.device], Any]
+    engine: Callable[[_Place, Any], Engine]
+    trainer: Callable[[_Place, Any], Trainer]
+
+
+def load_core(folder: Path, settings: Settings, name: str, *, trains: bool = True) -> WorkerCore:
+    """With the base model of ``folder``; ``name`` is its name in exported adapters. A vLLM worker that does not train
+    loads the model in vLLM only. Raises ``UserError`` if it does not fit the memory budget, or the settings name an
+    engine or trainer that does not compute it."""
     where = device.choose(settings.worker.device)
     total, before = memory.total_bytes(settings, where), device.used_bytes(where)
-    vllm = settings.engine.inference_engine == "vllm"
-    if vllm and not trains:
+    chosen = choose_backends(inspect(folder), settings.engine.inference_engine, settings.training.trainer)
+    log.info("engine %s, trainer %s: %s", chosen.engine, chosen.trainer, chosen.why)
+    if chosen.engine == "vllm" and not trains:
         dtype = str(best_dtype()).removeprefix("torch.")
         cache = None if settings.engine.vllm_url else cache_alone(folder, where.type, before, total)
         return WorkerCore(load_vllm(folder, settings, dtype, cache), IdleTrainer(), device_name=str(where), dtype=dtype)
-    if where.type == "cpu" and not _use_amx(DecoderConfig.read(folder), settings.engine.max_rank):
-        log.warning(
-            "AMX is off: with %d threads and ranks up to %d, texts of this model would depend on their batch",
-            torch.get_num_threads(),
-            settings.engine.max_rank,
-        )
-    decoder = Decoder.load(folder, device=where, pack=settings.engine.pack_weights)
+    needed = [name for name in dict.fromkeys((chosen.engine, chosen.trainer)) if name in _BACKENDS]
+    models = {backend: _BACKENDS[backend].model(folder, settings, where) for backend in needed}
+    dtype = str(models[chosen.trainer].dtype).removeprefix("torch.")
     mapped = (folder / WEIGHTS).stat().st_size  # on a CPU not all of it is in memory yet
     budget = memory.divide(total, max(device.used_bytes(where), before + mapped), where.type)
     gate = SloGate(enabled=settings.engine.slo_gate, headroom=settings.engine.kv_headroom)
-    place = _Place(folder, settings, model, where, budget, gate)
-    dtype = str(decoder.dtype).removeprefix("torch.")
-    engine: Engine = (
-        load_vllm(folder, settings, dtype, budget.kv_cache if where.type == "cpu" else None)
-        if vllm
-        else _native_engine(place, decoder)
-    )
-    trainer = _native_trainer(place, decoder)
+    place = _Place(folder, settings, name, where, budget, gate)
+    if chosen.engine == "vllm":
+        engine: Engine = load_vllm(folder, settings, dtype, budget.kv_cache if where.type == "cpu" else None)
+    else:
+        engine = _BACKENDS[chosen.engine].engine(place, models[chosen.engine])
+    trainer = _BACKENDS[chosen.trainer].trainer(place, models[chosen.trainer])
     return WorkerCore(engine, trainer, budget, gate=gate, device_name=str(where), dtype=dtype)
 
 
-def _native_engine(place: _Place, decoder: Decoder) -> NativeEngine:
-    settings, budget = place.settings, place.budget
-    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, settings.engine.max_rank, budget.adapters)
-    compiled = settings.engine.cpu_kernels
+def _engine(
+    place: _Place, model: EngineModel, bank: AdapterBank[Any], runner: Runner, speculator: Speculator | None = None
+) -> NativeEngine:
+    settings = place.settings.engine
     engine = NativeEngine(
-        decoder,
+        model,
         bank,
         Chat.load(place.folder).decode,
-        max_rows=settings.engine.max_rows,
-        kv_budget_bytes=budget.kv_cache,
-        runner=best_runner(decoder, bank, budget.kv_cache, compiled=compiled, cache=settings.cache),
-        speculator=Speculator() if settings.engine.speculation else None,
+        max_rows=settings.max_rows,
+        kv_budget_bytes=place.budget.kv_cache,
+        runner=runner,
+        speculator=speculator,
         gate=place.gate,
     )
-    if settings.engine.slo_gate:
-        measure_costs(place.gate.costs, engine.runner, settings.engine.max_rows, PREFILL_TOKENS)
+    if settings.slo_gate:
+        measure_costs(place.gate.costs, runner, place.device, settings.max_rows, PREFILL_TOKENS)
     return engine
 
 
-def _native_trainer(place: _Place, decoder: Decoder) -> Trainer:
+def _trainer(place: _Place, backbone: Backbone) -> Trainer:
     settings, budget, processes = place.settings, place.budget, place.settings.training.trainer_processes
-    native = NativeTrainer(
-        decoder,
+    packed = PackedTrainer(
+        backbone,
         max_rank=settings.engine.max_rank,
         slice_tokens=place.slice_tokens,
-        limits=limits_for(decoder, budget.activations),
-        compiled=settings.engine.cpu_kernels,
-        cache=settings.cache,
-        base_model=place.model,
+        base_model=place.name,
         memory_bytes=budget.training_states,
         canary=canary_tokens(Chat.load(place.folder).encode),
     )
+    if reason := inspect(place.folder).not_native:
+        if processes > 1:
+            raise UserError(f"ROOKERY_TRAINER_PROCESSES is {processes}, but {reason}; set it to 1")
+        return packed
 
     def start_group() -> TrainingGroup:
         from rookery.worker.trainer.fsdp.group import GroupOptions, TrainingGroup  # a second, where it is needed
 
         recompute = settings.training.activation_checkpointing
-        return TrainingGroup(GroupOptions(processes, place.folder, decoder.dtype, place.device.type, recompute))
+        return TrainingGroup(GroupOptions(processes, place.folder, backbone.dtype, place.device.type, recompute))
 
     sharded = FsdpTrainer(
         start_group,
         place.folder,
         max_rank=settings.engine.max_rank,
         slice_tokens=place.slice_tokens,
-        base_model=place.model,
+        base_model=place.name,
         memory_bytes=budget.training_states * (processes if place.device.type == "cuda" else 1),
         exports=settings.cache / ADAPTERS,
-        claim=native.states.claim if processes == 1 else None,
+        claim=packed.states.claim if processes == 1 else None,
     )
-    return TrainerRouter(native, sharded) if processes == 1 else sharded
+    return TrainerRouter(packed, sharded) if processes == 1 else sharded
+
+
+# --- the native decoder ---------------------------------------------------------------------------------------------
+
+
+def _decoder(folder: Path, settings: Settings, where: torch.device) -> Decoder:
+    if where.type == "cpu" and not _use_amx(DecoderConfig.read(folder), settings.engine.max_rank):
+        log.warning(
+            "AMX is off: with %d threads and ranks up to %d, texts of this model would depend on their batch",
+            torch.get_num_threads(),
+            settings.engine.max_rank,
+        )
+    return Decoder.load(folder, device=where, pack=settings.engine.pack_weights)
+
+
+def _native_engine(place: _Place, decoder: Decoder) -> Engine:
+    settings, budget = place.settings, place.budget
+    bank = LoraManager(decoder.config, decoder.dtype, decoder.device, settings.engine.max_rank, budget.adapters)
+    compiled = settings.engine.cpu_kernels
+    runner = best_runner(decoder, bank, budget.kv_cache, compiled=compiled, cache=settings.cache)
+    return _engine(place, decoder, bank, runner, Speculator() if settings.engine.speculation else None)
+
+
+def _native_trainer(place: _Place, decoder: Decoder) -> Trainer:
+    settings, limits = place.settings, limits_for(decoder, place.budget.activations)
+    compiled = settings.engine.cpu_kernels
+    return _trainer(place, NativeBackbone(decoder, limits, compiled=compiled, cache=settings.cache))
 
 
 def _use_amx(config: DecoderConfig, max_rank: int) -> bool:
@@ -203,3 +244,33 @@ def _use_amx(config: DecoderConfig, max_rank: int) -> bool:
     shapes = [[config.site_shape(part) for part in parts] for parts in SITES.values()]
     base = [(parts[0][0], sum(outputs for _, outputs in parts)) for parts in shapes]
     return not disable_amx_if_unsafe(torch.get_num_threads(), base, max(map(len, shapes)) * max_rank)
+
+
+# --- models of transformers, which takes seconds to import ----------------------------------------------------------
+
+
+def _transformers_model(folder: Path, settings: Settings, where: torch.device) -> TransformersModel:
+    from rookery.worker.model.transformers_model import TransformersModel
+
+    return TransformersModel.load(folder, device=where)
+
+
+def _transformers_engine(place: _Place, model: TransformersModel) -> Engine:
+    from rookery.worker.engine.hf.adapters import TransformersAdapters
+    from rookery.worker.engine.hf.runner import transformers_runner
+
+    bank = TransformersAdapters(model, place.settings.engine.max_rank, place.budget.adapters)
+    return _engine(place, model, bank, transformers_runner(model, bank, place.budget.kv_cache))
+
+
+def _transformers_trainer(place: _Place, model: TransformersModel) -> Trainer:
+    from rookery.worker.trainer.hf.trainer import TransformersBackbone
+
+    return _trainer(place, TransformersBackbone(model, place.budget.activations))
+
+
+_BACKENDS = {
+    "native": _Backend(_decoder, _native_engine, _native_trainer),
+    "transformers": _Backend(_transformers_model, _transformers_engine, _transformers_trainer),
+}
+"""By the names of :class:`~rookery.tokenization.registry.Backends`."""

@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--price", type=float, default=0.0, help="price of an hour of this machine, in any unit")
     parser.add_argument("--address", help="HOST[:PORT] where other workers may pull adapters from this one")
     parser.add_argument("--peer-port", type=int, help="port that serves adapters to other workers; 0: any free port")
-    parser.add_argument("--engine", help="native, or vllm")
+    parser.add_argument("--engine", help="auto, native, transformers, or vllm")
     parser.add_argument("--vllm-url", help="a running vllm serve to front, with --engine vllm")
     parser.add_argument("--max-rows", type=int, help="sequences that decode at the same time")
     parser.add_argument(

@@ -186,7 +186,7 @@ def test_the_frozen_cache_grows_at_the_next_version() -> None:
 def test_costs_are_measured_before_the_first_request(tmp_path: Path) -> None:
     engine = gated(Clock())
     gate = SloGate()
-    measure_costs(gate.costs, engine.runner, 8, 64)
+    measure_costs(gate.costs, engine.runner, engine.decoder.device, 8, 64)
     assert 0 < gate.costs.predict("decode", 8) < 5 and gate.costs.predict("prefill", 64) > 0
     assert gate.costs.predict("train", 1) == 3 * gate.costs.predict("prefill", 64)
     assert engine.store.used_tokens == 0

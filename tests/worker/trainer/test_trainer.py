@@ -20,6 +20,7 @@ import peft
 import pytest
 import torch
 import transformers
+from tests.support.families import SIZES
 from torch import Tensor
 
 from rookery import protocol
@@ -36,17 +37,7 @@ from rookery.worker.trainer.native.backbone import PassLimits, forward
 from rookery.worker.trainer.native.optim import AdapterExport
 from rookery.worker.trainer.native.trainer import NativeTrainer
 
-HF = {
-    "vocab_size": 173,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
+HF = SIZES | {"tie_word_embeddings": True}
 LLAMA = transformers.LlamaConfig(**HF)
 AIPO = protocol.Loss(name="aipo", params={"rho": 4.0})
 GSPO = protocol.Loss(name="gspo", params={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rookery.errors import UserError
-from rookery.tokenization.registry import SUPPORTED_MODEL_TYPES
+from rookery.tokenization.registry import NATIVE_MODEL_TYPES
 
 SITES = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
 """The fused projections and the parts each is made of, in order of their output rows."""
@@ -98,8 +98,8 @@ class DecoderConfig:
     def from_hf(cls, raw: Mapping[str, Any]) -> DecoderConfig:
         """From the dictionary in ``config.json`` (either generation of RoPE fields). Raises ``UserError``."""
         family = raw.get("model_type", "")
-        if family not in SUPPORTED_MODEL_TYPES:
-            raise UserError(f"model_type {family!r} is not supported; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
+        if family not in NATIVE_MODEL_TYPES:
+            raise UserError(f"model_type {family!r} is not supported; supported: {', '.join(NATIVE_MODEL_TYPES)}")
         if raw.get("hidden_act", "silu") != "silu":
             raise UserError(f"hidden_act {raw['hidden_act']!r} is not supported; supported: silu")
         layers, heads, hidden = raw["num_hidden_layers"], raw["num_attention_heads"], raw["hidden_size"]

@@ -7,6 +7,7 @@ Promises:
   it once (a lock).
 * A prepared folder is immutable; its ``rookery.json`` carries the SHA-256 of the weights.
 * A model that cannot be served is refused with a ``UserError`` from its config, before anything large is read.
+* Of a family that the native decoder does not compute, the weights keep their published names.
 * Nothing is written outside the cache, unless the hub's own cache exists or is configured: a worker may have no home.
 * A hub that fails in the middle counts as a missing source, and the next one is tried. Complete files are kept until
   the model is prepared. If no source has the model, the error is ``Unavailable``, and a retry may succeed.
@@ -293,9 +294,18 @@ def _write(
     model: registry.Model, source: registry.Source, raw: dict[str, Any], published: dict[str, Tensor], target: Path
 ) -> None:
     raw = {key: value for key, value in raw.items() if not key.startswith("_")}  # transformers' notes on this machine
-    config = DecoderConfig.from_hf(raw)
-    fused = fuse(config, {name: tensor.to(torch.bfloat16) for name, tensor in published.items()})
-    save_file(fused, target / WEIGHTS)
+    try:
+        config, reason = DecoderConfig.from_hf(raw), ""
+    except UserError as error:
+        from rookery.worker.model.transformers_model import check_transformers  # seconds of import, too
+
+        check_transformers(raw)
+        known = registry.inspect_config(raw, model.name)
+        reason = known.not_native or f"the native decoder does not compute it: {error}"
+    weights = {name: x.to(torch.bfloat16) if x.is_floating_point() else x for name, x in published.items()}
+    if not reason:
+        weights = fuse(config, weights)
+    save_file(weights, target / WEIGHTS, metadata={"format": "pt"} if reason else None)  # for transformers
     (target / "config.json").write_text(json.dumps(raw, indent=2, default=str) + "\n")
     with (target / WEIGHTS).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -303,7 +313,8 @@ def _write(
         "name": model.name,
         "hash": digest,
         "source": f"{source.kind}:{source.where}",
-        "model_type": config.model_type,
+        "model_type": raw["model_type"],
+        registry.NOT_NATIVE: reason,
     }
     (target / registry.PREPARED).write_text(json.dumps(mark, indent=2) + "\n")
 

@@ -102,6 +102,7 @@ class Decoder:
         """``weights`` under the fused names that ``convert.fuse`` gives, all of one dtype and on one device; ``pack``
         as in ``PackedLinear``."""
         self.config = config
+        self.projections, self.context, self.vocab = config, config.context, config.vocab
         self.pack = pack
         self.bytes = (1 + pack) * sum(weight.nbytes for weight in weights.values())
         """Of the weights, packed copies included."""

@@ -5,9 +5,7 @@ Promises:
 * A token gets its own adapter's delta and nothing of another's: a NaN in one adapter stays in its own rows.
 * A row's result does not depend, bit for bit on CPU, on the other rows, on the other adapters, or on their ranks (see
   ``batch_invariance``).
-* An adapter in use is not dropped under a running request: eviction waits for the last pin.
-* All adapters and their slots stay within ``budget_bytes``: the least recently used ones that no request uses are
-  dropped, and :meth:`LoraManager.make_room` refuses more than fit.
+* All adapters and their slots stay within ``budget_bytes`` (``adapter_bank``).
 
 Two classes implement ``LoraProduct`` for generation (the trainer has one with gradients): ``BatchLora`` multiplies each
 adapter's rows by themselves; ``GroupedLora`` has shapes that do not depend on the batch and never waits for the device,
@@ -25,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rookery.errors import UserError
 from rookery.worker.memory import NoRoom, require
 from rookery.worker.model.adapter import Adapter
+from rookery.worker.model.adapter_bank import AdapterBank
 from rookery.worker.model.adapter_slots import AdapterSlots, ResidentAdapter, padded_rank
 from rookery.worker.model.batch_invariance import chunked_matmul, contraction_chunks, exact_rows, pad_rows
 from rookery.worker.model.config import SITES, DecoderConfig
@@ -44,17 +42,13 @@ _SLOT_SHARE = 0.35
 """Share of the budget for the slots of one batch's adapters. Half is for the adapters themselves; the rest for the copy
 of a tensor of slots while it grows."""
 
-_IDLE_ADAPTERS = 64
-"""Adapters that no request uses are dropped above this number even where there is room: with each one go the caches of
-its prompts, which only a request for it could use."""
-
 _GROUPED_KERNELS = ((9, 0), (10, 0))
 """CUDA capabilities with a grouped product in PyTorch that reads ``ends`` on the device; on others a loop reads them on
 the host."""
 
 
-class LoraManager:
-    """Resident adapters by key (the manifest hash), and the ``LoraProduct`` of each batch."""
+class LoraManager(AdapterBank[ResidentAdapter]):
+    """The native engine's ``AdapterBank``, and the ``LoraProduct`` of each batch."""
 
     def __init__(
         self,
@@ -64,36 +58,20 @@ class LoraManager:
         max_rank: int,
         budget_bytes: int = sys.maxsize,
     ) -> None:
+        super().__init__(max_rank, budget_bytes)
         self.config = config
         self.dtype = dtype
         self.device = device
-        self.max_rank = max_rank
-        self.budget_bytes = budget_bytes
-        self.dropped: list[str] = []
-        """Adapters that left memory; the engine drops their caches and clears the list."""
-        self._residents: dict[str, ResidentAdapter] = {}
-        """The least recently used first."""
         self._slots = AdapterSlots(config, dtype, device, int(_SLOT_SHARE * budget_bytes))
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._residents and not self._residents[key].evict_pending
-
-    def __len__(self) -> int:
-        return len(self._residents)
 
     @property
     def bytes(self) -> int:
-        """Of the adapters and their slots."""
-        return sum(resident.bytes for resident in self._residents.values()) + self._slots.bytes
-
-    def keys(self) -> list[str]:
-        """Adapters that new requests may use."""
-        return [key for key, resident in self._residents.items() if not resident.evict_pending]
+        """See ``AdapterBank``."""
+        return super().bytes + self._slots.bytes
 
     def make_room(self, rank: int) -> None:
-        """Drops unused adapters until another one of ``rank`` fits. Raises :class:`~rookery.worker.memory.NoRoom` while
-        those in use leave no room, ``UserError`` if there can never be room for one of this rank."""
-        used = [resident for resident in self._residents.values() if resident.pins]
+        """See ``AdapterBank``."""
+        used = [resident for resident in self.residents.values() if resident.pins]
         slot_rank = max(padded_rank(rank), *(resident.rank for resident in used), 0)
         size, slots = self._slots.bytes_for(1, padded_rank(rank)), self._slots.bytes_for(len(used) + 2, slot_rank)
         most = self.budget_bytes // 2
@@ -101,86 +79,43 @@ class LoraManager:
             require(f"an adapter of rank {rank}", max(size, int(slots / 2 / _SLOT_SHARE)), most)
         if slots > self._slots.max_bytes or sum(resident.bytes for resident in used) + size > most:
             raise NoRoom
-        self._drop_idle(most - size)
+        self.drop_idle(most - size)
 
-    def add(self, key: str, adapter: Adapter) -> None:
-        """Makes ``adapter`` resident. Raises ``UserError`` when its rank is above ``max_rank``, and as
-        :meth:`make_room`."""
-        if adapter.rank > self.max_rank:
-            raise UserError(f"rank {adapter.rank} is over this worker's max_rank {self.max_rank}")
-        if key in self._residents:
-            self._residents[key].evict_pending = False
-        else:
-            self.make_room(adapter.rank)
-            self._residents[key] = ResidentAdapter.load(adapter, self.config, self.dtype, self.device)
+    def load(self, adapter: Adapter) -> ResidentAdapter:
+        """See ``AdapterBank``."""
+        return ResidentAdapter.load(adapter, self.config, self.dtype, self.device)
+
+    def on_dropped(self, key: str) -> None:
+        """See ``AdapterBank``."""
+        self._slots.remove(key)
 
     def add_full(self, key: str, size: int, load: Callable[[], Decoder]) -> None:
-        """Makes a full-parameter version of ``size`` bytes resident; ``load`` is called once there is room. Raises as
-        :meth:`make_room`."""
-        if key in self._residents:
-            self._residents[key].evict_pending = False
+        """See ``AdapterBank``."""
+        if key in self.residents:
+            self.residents[key].evict_pending = False
             return
-        used = sum(resident.bytes for resident in self._residents.values() if resident.pins)
+        used = sum(resident.bytes for resident in self.residents.values() if resident.pins)
         require("two full-parameter versions", 2 * size, self.budget_bytes)  # the present one and the next
         if used + size > self.budget_bytes:
             raise NoRoom
-        self._drop_idle(self.budget_bytes - size)
-        self._residents[key] = ResidentAdapter(0, {}, {}, decoder=load())
-
-    def lora_key(self, key: str) -> str:
-        """The key under which products know an adapter: a full-parameter version has no LoRA."""
-        return "" if self.decoder(key) is not None else key
+        self.drop_idle(self.budget_bytes - size)
+        self.residents[key] = ResidentAdapter(0, {}, {}, decoder=load())
 
     def decoder(self, key: str) -> Decoder | None:
-        """That of a full-parameter version; None for a LoRA and for the base model."""
-        resident = self._residents.get(key)
+        """See ``AdapterBank``."""
+        resident = self.residents.get(key)
         return resident.decoder if resident is not None else None
-
-    def evict(self, key: str) -> None:
-        """Drops an adapter, at once or when its last request ends. Unknown keys are ignored."""
-        resident = self._residents.get(key)
-        if resident is not None:
-            resident.evict_pending = True
-            self._drop_if_unused(key, resident)
-
-    def pin(self, key: str) -> None:
-        """A request starts to use ``key``; raises ``KeyError`` when it is not resident."""
-        resident = self._residents[key] = self._residents.pop(key)
-        resident.pins += 1
-
-    def unpin(self, key: str) -> None:
-        resident = self._residents[key]
-        resident.pins -= 1
-        self._drop_if_unused(key, resident)
-
-    def _drop_idle(self, most_bytes: int) -> None:
-        """Drops unused adapters, the least recently used first, above ``most_bytes`` in all or ``_IDLE_ADAPTERS``."""
-        idle = [(key, resident) for key, resident in self._residents.items() if not resident.pins]
-        total = sum(resident.bytes for resident in self._residents.values())
-        while idle and (total > most_bytes or len(idle) >= _IDLE_ADAPTERS):
-            key, resident = idle.pop(0)
-            total -= resident.bytes
-            self._drop(key)
-
-    def _drop_if_unused(self, key: str, resident: ResidentAdapter) -> None:
-        if resident.evict_pending and resident.pins == 0:
-            self._drop(key)
-
-    def _drop(self, key: str) -> None:
-        del self._residents[key]
-        self._slots.remove(key)
-        self.dropped.append(key)
 
     def packed(self, key: str, layout: Callable[[ResidentAdapter], KernelAdapter]) -> KernelAdapter:
         """An adapter in the layout of the kernels; made once, it replaces the tensors that the products below read."""
-        resident = self._residents[key]
+        resident = self.residents[key]
         if resident.packed is None:
             resident.packed = layout(resident)
             resident.a, resident.b = {}, {}
         return resident.packed
 
     def _wanted(self, keys: Iterable[str]) -> dict[str, ResidentAdapter]:
-        wanted = {key: self._residents[key] for key in keys if key}
+        wanted = {key: self.residents[key] for key in keys if key}
         for resident in wanted.values():
             if resident.packed is not None:  # a runner with kernels was here before
                 (resident.a, resident.b), resident.packed = resident.packed.unpack(), None
@@ -189,7 +124,7 @@ class LoraManager:
     # --- products ---------------------------------------------------------------------------------------------------
 
     def slot_order(self, key: str) -> int:
-        """Sort key of a batch's rows: the adapter's slot, the base model last. Sorted rows need no rearrangement."""
+        """See ``AdapterBank``: the adapter's slot, the base model last."""
         return self._slots.slot(key)
 
     def batch_product(self, keys: Sequence[str], counts: Sequence[int]) -> BatchLora | None:

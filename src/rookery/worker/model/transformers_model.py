@@ -21,14 +21,22 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import transformers.utils.logging
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from rookery.errors import UserError
+from rookery.tokenization.registry import PREPARED
 from rookery.worker.model.adapter import part_of
+from rookery.worker.model.convert import published
 from rookery.worker.model.decoder import best_dtype
 
 _ATTENTION = "rookery"
@@ -90,12 +98,48 @@ AttentionInterface.register(_ATTENTION, _attention)
 
 
 @dataclass(frozen=True)
+class UniformCache:
+    """Sizes of the keys and values of a model whose layers are alike."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class LinearProjections:
     """See ``adapter.Projections``: each linear module is a separate site."""
 
     shapes: Mapping[tuple[int, str], tuple[int, int]]
     sites: Mapping[str, tuple[str, ...]]
     prefix: str
+
+
+def _linear_modules(model: PreTrainedModel) -> tuple[list[nn.Module], dict[tuple[int, str], nn.Linear], str]:
+    """The decoder's layers, their linear modules that a LoRA may change by (layer, part), and the name of the list of
+    layers. Raises ``UserError`` for a model without."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    parts = set(model.get_decoder().modules())
+    for prefix, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count and module in parts:
+            linear = {
+                (i, part_of(name)): part
+                for i, layer in enumerate(module)
+                for name, part in layer.named_modules()
+                if isinstance(part, nn.Linear) and not _NOT_ADAPTED.search(name)
+            }
+            if linear:
+                return list(module), linear, prefix
+    raise UserError(
+        f"base_model: {type(model).__name__} has no linear modules in a list of {count} decoder layers, so no LoRA can"
+        " change it; rookery models lists models that can be trained"
+    )
+
+
+def check_transformers(raw: Mapping[str, Any]) -> None:
+    """Raises ``UserError`` if a model with this ``config.json`` cannot be a :class:`TransformersModel`."""
+    with torch.device("meta"):
+        _linear_modules(AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw)))
 
 
 class TransformersModel:
@@ -117,41 +161,50 @@ class TransformersModel:
             model.set_attn_implementation(_ATTENTION)
         self.lora: Lora | None = None
         self._rows = 0
-        self._layers, self.projections = self._hook()
+        self._layers, linear, prefix = _linear_modules(model)
+        shapes = {key: (module.in_features, module.out_features) for key, module in linear.items()}
+        self.projections = LinearProjections(shapes, {part: (part,) for _, part in shapes}, prefix)
+        for key, module in linear.items():
+            module.register_forward_hook(partial(self._add_lora, key))
         if model.supports_gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.bytes = sum(weight.nbytes for weight in model.state_dict().values())
+        self.cache_shape = self._probe() if self.streams else None
+        """None where layers have keys and values of several shapes, or other states."""
 
     @classmethod
     def load(
         cls, folder: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> TransformersModel:
-        """From a folder with weights in the published layout. Raises ``UserError``."""
+        """From a prepared folder, or one with weights in the published layout. Raises ``UserError``."""
+        transformers.utils.logging.disable_progress_bar()  # a worker's log is no terminal
+        source = published(folder) if (folder / PREPARED).is_file() else folder
         try:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or best_dtype(device), device_map=None)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source, dtype=dtype or best_dtype(device), output_loading_info=True
+            )
         except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
             first = str(error).strip().splitlines()[0]
             raise UserError(f"base_model: transformers cannot load {folder.name}: {first}") from None
+        model, found = loaded
+        if found["missing_keys"]:  # transformers would draw them
+            raise UserError(f"base_model: the weights of {folder.name} lack {min(found['missing_keys'])}")
         return cls(nn.Module.to(model, device))
 
-    def _hook(self) -> tuple[list[nn.Module], LinearProjections]:
-        count = self.config.num_hidden_layers
-        lists = [
-            (name, module)
-            for name, module in self.model.named_modules()
-            if isinstance(module, nn.ModuleList) and len(module) == count and module in set(self.decoder.modules())
-        ]
-        if not lists:
-            raise UserError(f"base_model: {type(self.model).__name__} has no list of {count} decoder layers")
-        prefix, layers = lists[0]
-        shapes = {}
-        for i, layer in enumerate(layers):
-            for name, module in layer.named_modules():
-                if isinstance(module, nn.Linear) and not _NOT_ADAPTED.search(name):
-                    key = (i, part_of(name))
-                    shapes[key] = (module.in_features, module.out_features)
-                    module.register_forward_hook(partial(self._add_lora, key))
-        sites = {part: (part,) for _, part in shapes}
-        return list(layers), LinearProjections(shapes, sites, prefix)
+    def _probe(self) -> UniformCache | None:
+        shapes: dict[int, tuple[int, int, int]] = {}
+
+        def record(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, attend: Attend) -> Tensor:
+            shapes[layer] = k.shape[1], k.shape[3], v.shape[3]
+            return attend(q, k, v, None)
+
+        with torch.no_grad(), self.adapted(None, 0, record):
+            self.hidden(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+        layers = len(self._layers)
+        if set(shapes) != set(range(layers)) or len(set(shapes.values())) > 1:
+            return None
+        heads, size, values = shapes[0]
+        return UniformCache(layers, heads, size) if size == values else None
 
     def _add_lora(self, key: tuple[int, str], module: nn.Module, given: tuple[Tensor, ...], y: Tensor) -> Tensor | None:
         if self.lora is None:
@@ -180,7 +233,7 @@ class TransformersModel:
         cache: DynamicCache | None = None,
         recompute: bool = False,
     ) -> Tensor:
-        """tokens and positions [rows, length] → hidden states [rows, length, hidden] that :meth:`logits` reads.
+        """tokens and positions [rows, length] → hidden states [rows, length, hidden] that :meth:`compute_logits` reads.
         ``mask`` [rows, length] is False at padding. With ``recompute``, gradients recompute the layers."""
         for layer in self._layers:
             layer.training = recompute  # of the layer alone: it decides about recomputing, its parts about dropout
@@ -191,7 +244,7 @@ class TransformersModel:
         hidden: Tensor = output.last_hidden_state
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] → logits [n, vocab], with the model's scaling and caps. These exist as code of the whole
         model only; so the model runs with a decoder that returns ``hidden``."""
         output = MoeModelOutputWithPast(last_hidden_state=hidden[None])

@@ -23,9 +23,9 @@ from typing import Any
 
 from rookery.scheduling.slo import CacheBudget
 from rookery.worker.engine.native.attention import SequenceChunk
-from rookery.worker.engine.native.kv_cache import KVCache, KVSlot
+from rookery.worker.engine.native.kv_cache import KVSlot, SegmentStore
 from rookery.worker.engine.native.request import EngineRequest, SharedPrefix
-from rookery.worker.model.lora import LoraManager
+from rookery.worker.model.adapter_bank import AdapterBank
 
 
 @dataclass
@@ -82,8 +82,8 @@ class Admission:
 
     def __init__(
         self,
-        store: KVCache,
-        bank: LoraManager,
+        store: SegmentStore,
+        bank: AdapterBank[Any],
         max_rows: int,
         stats: defaultdict[str, float],
         budget: CacheBudget | None = None,
@@ -335,6 +335,8 @@ class Admission:
         """Whether the request may continue from a retained tail. If the tail follows another adapter's shared prompt,
         the request joins that."""
         if kept.shared_tokens != request.shared_tokens or tail[: len(kept.tokens)] != kept.tokens:
+            return False
+        if not self._store.rewinds and len(tail) == len(kept.tokens):
             return False
         same_prefix = kept.prefix_adapter == request.key
         if same_prefix and kept.cached_by == (request.key,):

@@ -25,6 +25,7 @@ from rookery.worker.model.batch_invariance import (
     exact_rows,
     pad_rows,
 )
+from rookery.worker.model.config import DecoderConfig
 
 
 @dataclass
@@ -60,47 +61,47 @@ class TokenStream:
         self.positions = index + np.array([chunk.prefix_length for chunk in chunks])[owner]
 
 
-class SegmentAttention:
-    """``AttentionBackend`` of a stream, whose ``tokens``, ``positions`` and ``last`` go with it on the cache's device.
+class SegmentPlan:
+    """Where the keys and values of a stream are written and read. Its ``tokens``, ``positions`` and ``last`` are on the
+    cache's device.
 
-    Queries are padded to a grid [chunks, width] of tokens, which reads token 0 where a chunk has fewer."""
+    Queries are padded to a grid [chunks, width] of tokens, which reads token 0 where a chunk has fewer. ``gap``
+    [chunks, width, keys] is the distance from a query back to a key; below 0 it does not see the key. ``grid``
+    [chunks · width] are tokens of the stream, ``cells`` [tokens] find each token in the grid."""
 
     def __init__(self, cache: KVCache, stream: TokenStream) -> None:
-        config, chunks, self._cache = cache.config, stream.chunks, cache
+        chunks, self._cache = stream.chunks, cache
         self.tokens, self.positions, self.last = map(self._tensor, (stream.tokens, stream.positions, stream.last))
         begin, prefix = np.array([c.start for c in chunks]), np.array([c.prefix_length for c in chunks])
         within = stream.index - begin[stream.owner]
-        self._count, self._width = len(chunks), int(within.max()) + 1
-        self._rows = exact_rows(
-            cache.k.dtype, self._width * config.group, (config.head_dim, LANES), (LANES, config.head_dim)
-        )
+        self.count, self._width = len(chunks), int(within.max()) + 1
         cells = stream.owner * self._width + within
-        grid = np.zeros(self._count * self._width, dtype=np.int64)
+        grid = np.zeros(self.count * self._width, dtype=np.int64)
         grid[cells] = np.arange(len(cells))
-        self._grid, self._cells = self._tensor(grid), self._tensor(cells)
+        self.grid, self.cells = self._tensor(grid), self._tensor(cells)
         slots = _Rows(cache, [c.slot for c in chunks])
         self._write, self._write_step = map(self._tensor, slots.at(stream.owner, stream.index))
         ends = begin + np.array([len(c.tokens) for c in chunks])
-        self._plan_reads(chunks, slots, ends, prefix + begin)
+        self.gap = self._plan_reads(chunks, slots, ends, prefix + begin)
 
     def _tensor(self, x: np.ndarray) -> Tensor:
         return torch.as_tensor(x, device=self._cache.k.device)
 
     def _plan_reads(
         self, chunks: Sequence[SequenceChunk], slots: _Rows, ends: np.ndarray, position: np.ndarray
-    ) -> None:
-        """The rows [kv_heads · chunks · keys] that the chunks read in the first layer, the distance to the next layer's
-        and the masks by sliding window. ``ends`` of the tails, ``position`` of the first queries [chunks]."""
-        config, dtype = self._cache.config, self._cache.k.dtype
+    ) -> Tensor:
+        """The rows [kv_heads · chunks · keys] that the chunks read in the first layer, and the distance to the next
+        layer's; returns ``gap``. ``ends`` of the tails, ``position`` of the first queries [chunks]."""
+        dtype = self._cache.k.dtype
         prefix = np.array([c.prefix_length for c in chunks])
         padded = -(-prefix // LANES) * LANES
         self._keys = exact_key_capacity(dtype, int((padded + ends).max()))
-        shape = (config.kv_heads, self._count, self._keys)
+        shape = (self._cache.kv_heads, self.count, self._keys)
         rows, steps = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)  # zeros are read from scratch
         hidden = np.iinfo(np.int64).max // 2
         key = np.full(shape[1:], hidden)
         shared = _Rows(self._cache, [c.prefix_slot or c.slot for c in chunks])
-        for i in range(self._count):
+        for i in range(self.count):
             for source, at, length, first in (
                 (shared, 0, prefix[i], 0), (slots, padded[i], ends[i], prefix[i]),
             ):  # fmt: skip
@@ -109,38 +110,53 @@ class SegmentAttention:
                 key[i, at : at + length] = first + inside
         self._read, self._read_step = self._tensor(rows.reshape(-1)), self._tensor(steps.reshape(-1))
         query = self._tensor(position)[:, None] + torch.arange(self._width, device=self._cache.k.device)
-        gap = query[:, :, None] - self._tensor(key)[:, None, :]
-        self._masks = {}
-        for window in set(config.windows):
-            outside = (gap < 0) | (gap >= window) if window else gap < 0
-            mask = torch.zeros(gap.shape, dtype=dtype, device=gap.device).masked_fill_(outside, -torch.inf)
-            mask = pad_rows(mask.repeat_interleave(config.group, 1), self._rows)
-            self._masks[window] = mask.repeat(config.kv_heads, 1, 1)
+        return query[:, :, None] - self._tensor(key)[:, None, :]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See ``AttentionBackend``."""
-        config, count, width, size = self._cache.config, self._count, self._width, self._cache.config.head_dim
+    def exchange(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes k and v [tokens, kv_heads, head_dim]; the keys and values that the chunks read, [kv_heads · chunks,
+        keys, head_dim] each."""
+        size = k.shape[-1]
         write = (self._write + layer * self._write_step).reshape(-1)
         for cached, new in ((self._cache.k, k), (self._cache.v, v)):
             cached.index_copy_(0, write, new.transpose(0, 1).reshape(-1, size))
         read = self._read + layer * self._read_step
         keys, values = (x.index_select(0, read).view(-1, self._keys, size) for x in (self._cache.k, self._cache.v))
-        q = (q * (1.0 / math.sqrt(size))).index_select(0, self._grid)
+        return keys, values
+
+
+class SegmentAttention(SegmentPlan):
+    """``AttentionBackend`` of a stream."""
+
+    def __init__(self, config: DecoderConfig, cache: KVCache, stream: TokenStream) -> None:
+        super().__init__(cache, stream)
+        self._config, dtype = config, cache.k.dtype
+        self._rows = exact_rows(dtype, self._width * config.group, (config.head_dim, LANES), (LANES, config.head_dim))
+        self._masks = {}
+        for window in set(config.windows):
+            outside = (self.gap < 0) | (self.gap >= window) if window else self.gap < 0
+            mask = torch.zeros(outside.shape, dtype=dtype, device=outside.device).masked_fill_(outside, -torch.inf)
+            mask = pad_rows(mask.repeat_interleave(config.group, 1), self._rows)
+            self._masks[window] = mask.repeat(config.kv_heads, 1, 1)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See ``AttentionBackend``."""
+        config, count, width, size = self._config, self.count, self._width, self._config.head_dim
+        keys, values = self.exchange(layer, k, v)
+        q = (q * (1.0 / math.sqrt(size))).index_select(0, self.grid)
         q = q.view(count, width, config.kv_heads, config.group, size).permute(2, 0, 1, 3, 4)
         q = pad_rows(q.reshape(config.kv_heads * count, width * config.group, size), self._rows).contiguous()
         p = torch.softmax(torch.baddbmm(self._masks[config.windows[layer]], q, keys.transpose(1, 2)), -1)
         out = weighted_sum(p, values, torch.empty_like(q))[:, : width * config.group]
         out = out.reshape(config.kv_heads, count, width, config.group, size).permute(1, 2, 0, 3, 4)
-        return out.reshape(count * width, config.heads, size).index_select(0, self._cells)
+        return out.reshape(count * width, config.heads, size).index_select(0, self.cells)
 
 
 class _Rows:
     """The rows of a cache's tensors in which the tokens of some slots are."""
 
     def __init__(self, cache: KVCache, slots: Sequence[KVSlot]) -> None:
-        config = cache.config
-        self._heads = np.arange(config.kv_heads)[:, None]
-        self._first = np.array([slot.start for slot in slots]) * config.layers * config.kv_heads
+        self._heads = np.arange(cache.kv_heads)[:, None]
+        self._first = np.array([slot.start for slot in slots]) * cache.layers * cache.kv_heads
         self._capacity = np.array([slot.capacity for slot in slots])
 
     def at(self, slot: np.ndarray, token: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from math import isnan
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,13 +42,12 @@ from rookery.worker.engine.native.admission import Admission, sequence_chunk
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.drafts import Speculator, accepted_tokens
 from rookery.worker.engine.native.request import EngineRequest, SharedPrefix, StopStrings, validate
-from rookery.worker.engine.native.runner import Runner, best_runner, logits_at
+from rookery.worker.engine.native.runner import EngineModel, Runner, best_runner, logits_at
 from rookery.worker.engine.native.sampler import SamplingKey
 from rookery.worker.engine.native.slo_gate import SloGate
 from rookery.worker.engine.native.weights import WeightSets
 from rookery.worker.memory import MemoryUse
-from rookery.worker.model.decoder import Decoder
-from rookery.worker.model.lora import LoraManager
+from rookery.worker.model.adapter_bank import AdapterBank
 
 log = logging.getLogger("rookery.engine")
 
@@ -76,8 +76,8 @@ class NativeEngine:
 
     def __init__(
         self,
-        decoder: Decoder,
-        bank: LoraManager,
+        decoder: EngineModel,
+        bank: AdapterBank[Any],
         decode: Callable[[list[int]], str],
         *,
         max_rows: int,
@@ -92,7 +92,7 @@ class NativeEngine:
         """``decode`` turns token ids into text, for stop strings. ``prefill_tokens`` and ``runner`` default to those of
         the decoder's device. Without a ``speculator`` there are no drafts, without a ``gate`` no objectives."""
         self.decoder, self.bank = decoder, bank
-        context = decoder.config.context
+        context = decoder.context
         self.limits = EngineLimits(max_rows, min(max_context or context, context), bank.max_rank)
         self.generated = 0
         self.stats: defaultdict[str, float] = defaultdict(float)
@@ -233,7 +233,7 @@ class NativeEngine:
         longest = min(len(order.prompt) + order.max_tokens, context)
         if order.request in self._requests:
             raise ValueError(f"request {order.request} is already running")
-        validate(order, self.decoder.config.vocab, context)
+        validate(order, self.decoder.vocab, context)
         if order.adapter is not None and order.adapter.hash not in self.bank:
             raise ValueError(f"adapter {order.adapter.hash} is not resident")
         if not self.store.fits_alone(order.shared_prefix, max(longest - order.shared_prefix, 1)):

@@ -1,4 +1,5 @@
-"""The KV cache: one pool of tokens, allocated once, in which segments are ranges.
+"""Caches of a batch's sequences: a budget of tokens, in which segments are ranges. ``KVCache`` has one pool of keys and
+values, allocated once.
 
 Promises:
 
@@ -14,14 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from cachetools import LRUCache
 from torch import Tensor
 
 from rookery.worker.model.batch_invariance import LANES, key_capacity
-from rookery.worker.model.config import DecoderConfig
 
 SCRATCH = 0
 """A token that belongs to no segment: padding reads it, and the padding rows of a GPU's batch write it."""
@@ -43,37 +43,45 @@ class RetainedSegment:
     metadata: Any
 
 
-class KVCache:
-    """Memory for keys and values.
+class CacheShape(Protocol):
+    """Sizes of the keys and values of a model's attention."""
 
-    ``k`` and ``v`` are [layers, tokens, kv_heads, head_dim] if ``token_major``, as a GPU's kernels read them. Else the
-    tokens of a slot lie together, [layers, kv_heads, capacity, head_dim] (see ``segment``), in a tensor [tokens ·
-    layers · kv_heads, head_dim]: a small cache is small in memory too, however large its budget is."""
+    @property
+    def layers(self) -> int: ...
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        budget_bytes: int,
-        *,
-        token_major: bool = False,
-    ) -> None:
-        self.config = config
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+
+class SegmentStore:
+    """The ranges of a budget of ``tokens`` tokens. Subclasses keep their contents."""
+
+    rewinds = True
+    """Whether a segment can continue from any of its tokens, not from its last one only."""
+
+    def __init__(self, budget_bytes: int, token_bytes: int, state_bytes: int = 0) -> None:
+        """``state_bytes`` are those of a segment besides its tokens."""
         self.budget = budget_bytes
-        self.token_major = token_major
-        self.token_bytes = 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize
-        self.tokens = max(LANES, budget_bytes // self.token_bytes // LANES * LANES)
-        rows = config.layers * self.tokens * config.kv_heads
-        self.k, self.v = (torch.empty(rows, config.head_dim, dtype=dtype, device=device) for _ in range(2))
-        if token_major:
-            shape = (config.layers, self.tokens, config.kv_heads, config.head_dim)
-            self.k, self.v = self.k.view(shape), self.v.view(shape)
-        for x in (self.k, self.v):
-            self.segment(x, KVSlot(SCRATCH, LANES)).zero_()
-        self.retained: LRUCache[Hashable, RetainedSegment] = LRUCache(self.tokens, lambda kept: kept.slot.capacity)
+        self.token_bytes = token_bytes
+        self.state_tokens = -(-state_bytes // token_bytes // LANES) * LANES
+        """``state_bytes`` in tokens, of each segment."""
+        self.tokens = max(LANES, budget_bytes // token_bytes // LANES * LANES)
+        self.retained: LRUCache[Hashable, RetainedSegment] = LRUCache(
+            self.tokens, lambda kept: self._size(kept.slot.capacity)
+        )
         self.free_ranges = [(LANES, self.tokens)]
         """(start, stop) in order, none adjacent to the next; the first ``LANES`` tokens are scratch."""
+
+    def move(self, old: KVSlot, new: KVSlot) -> None:
+        """Moves the contents of a segment into a larger slot."""
+        raise NotImplementedError
+
+    def _size(self, length: int) -> int:
+        """Tokens of the budget that a segment takes."""
+        return key_capacity(length) + self.state_tokens
 
     @property
     def bytes(self) -> int:
@@ -86,28 +94,18 @@ class KVCache:
         free = sum(stop - start for start, stop in self.free_ranges)
         return self.tokens - LANES - free - int(self.retained.currsize)
 
-    def segment(self, x: Tensor, slot: KVSlot) -> Tensor:
-        """The slot's part of ``k`` or ``v``: [layers, capacity, kv_heads, head_dim] if ``token_major``, else [layers,
-        kv_heads, capacity, head_dim]. A view."""
-        start, stop = slot.start, slot.start + slot.capacity
-        if self.token_major:
-            return x[:, start:stop]
-        config = self.config
-        rows = config.layers * config.kv_heads
-        return x[start * rows : stop * rows].view(config.layers, config.kv_heads, slot.capacity, config.head_dim)
-
     def fits_alone(self, *lengths: int) -> bool:
         """Whether segments of these lengths would fit in an empty cache."""
-        return sum(key_capacity(length) for length in lengths if length) <= self.tokens - LANES
+        return sum(self._size(length) for length in lengths if length) <= self.tokens - LANES
 
     def allocate(self, length: int) -> KVSlot | None:
         """A slot for ``length`` tokens; evicts retained segments if it must. None when the cache is full."""
-        size = key_capacity(length)
+        size = self._size(length)
         while True:
             for i, (start, stop) in enumerate(self.free_ranges):
                 if stop - start >= size:
                     self.free_ranges[i : i + 1] = [(start + size, stop)] if stop - start > size else []
-                    return KVSlot(start, size)
+                    return KVSlot(start, size - self.state_tokens)
             if not self.retained:
                 return None
             _, oldest = self.retained.popitem()
@@ -120,14 +118,12 @@ class KVCache:
             return slot
         new = self.allocate(length)
         if new is not None:
-            axis = 1 if self.token_major else 2
-            for x in (self.k, self.v):
-                self.segment(x, new).narrow(axis, 0, slot.capacity).copy_(self.segment(x, slot))
+            self.move(slot, new)
             self.free(slot)
         return new
 
     def free(self, slot: KVSlot) -> None:
-        start, stop = slot.start, slot.start + slot.capacity
+        start, stop = slot.start, slot.start + self._size(slot.capacity)
         at = sum(free < start for free, _ in self.free_ranges)
         if at < len(self.free_ranges) and self.free_ranges[at][0] == stop:
             stop = self.free_ranges.pop(at)[1]
@@ -163,3 +159,46 @@ class KVCache:
             self.retained[key] = kept
             return None
         return slot, kept.metadata
+
+
+class KVCache(SegmentStore):
+    """Memory for keys and values.
+
+    ``k`` and ``v`` are [layers, tokens, kv_heads, head_dim] if ``token_major``, as a GPU's kernels read them. Else the
+    tokens of a slot lie together, [layers, kv_heads, capacity, head_dim] (see ``segment``), in a tensor [tokens ·
+    layers · kv_heads, head_dim]: a small cache is small in memory too, however large its budget is."""
+
+    def __init__(
+        self,
+        config: CacheShape,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        budget_bytes: int,
+        *,
+        token_major: bool = False,
+    ) -> None:
+        super().__init__(budget_bytes, 2 * config.layers * config.kv_heads * config.head_dim * dtype.itemsize)
+        self.layers, self.kv_heads, self.head_dim = config.layers, config.kv_heads, config.head_dim
+        self.token_major = token_major
+        rows = config.layers * self.tokens * config.kv_heads
+        self.k, self.v = (torch.empty(rows, config.head_dim, dtype=dtype, device=device) for _ in range(2))
+        if token_major:
+            shape = (config.layers, self.tokens, config.kv_heads, config.head_dim)
+            self.k, self.v = self.k.view(shape), self.v.view(shape)
+        for x in (self.k, self.v):
+            self.segment(x, KVSlot(SCRATCH, LANES)).zero_()
+
+    def segment(self, x: Tensor, slot: KVSlot) -> Tensor:
+        """The slot's part of ``k`` or ``v``: [layers, capacity, kv_heads, head_dim] if ``token_major``, else [layers,
+        kv_heads, capacity, head_dim]. A view."""
+        start, stop = slot.start, slot.start + slot.capacity
+        if self.token_major:
+            return x[:, start:stop]
+        rows = self.layers * self.kv_heads
+        return x[start * rows : stop * rows].view(self.layers, self.kv_heads, slot.capacity, self.head_dim)
+
+    def move(self, old: KVSlot, new: KVSlot) -> None:
+        """See ``SegmentStore``."""
+        axis = 1 if self.token_major else 2
+        for x in (self.k, self.v):
+            self.segment(x, new).narrow(axis, 0, old.capacity).copy_(self.segment(x, old))

@@ -10,18 +10,49 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from rookery.worker import device
 from rookery.worker.engine.native import kernels
 from rookery.worker.engine.native.attention import SegmentAttention, SequenceChunk, TokenStream
 from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
-from rookery.worker.engine.native.kv_cache import KVCache
+from rookery.worker.engine.native.kv_cache import KVCache, SegmentStore
 from rookery.worker.engine.native.sampler import SampledTokens, SamplingKey, sample
+from rookery.worker.model.adapter import Projections
+from rookery.worker.model.adapter_bank import AdapterBank
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
+
+
+class EngineModel(Protocol):
+    """A base model as the engine knows it; a runner knows its class."""
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest sequence."""
+        ...
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def projections(self) -> Projections: ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, hidden], as its runner computes them → logits [n, vocab]."""
+        ...
 
 
 class Runner(Protocol):
@@ -29,11 +60,11 @@ class Runner(Protocol):
     ``LoraManager.slot_order``."""
 
     @property
-    def store(self) -> KVCache: ...
+    def store(self) -> SegmentStore: ...
 
-    def use(self, decoder: Decoder) -> None:
-        """Compute with other weights of the same base model from the next slice on. Raises ``UserError`` where they
-        cannot be replaced."""
+    def use(self, decoder: Any) -> None:
+        """Compute with other weights of the same base model, of the same class, from the next slice on. Raises
+        ``UserError`` where they cannot be replaced."""
         ...
 
     def prepare_adapters(self, keys: Iterable[str]) -> None:
@@ -71,7 +102,7 @@ class DenseRunner:
 
     def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
         """See ``Runner``."""
-        attend = SegmentAttention(self.store, TokenStream(streams))
+        attend = SegmentAttention(self._decoder.config, self.store, TokenStream(streams))
         groups = _adapter_groups(streams)
         lora = self._bank.batch_product([key for key, _ in groups], [count for _, count in groups])
         return self._decoder.forward(attend.tokens, attend.positions, attend, lora), attend.last
@@ -128,17 +159,23 @@ def _adapter_groups(streams: Sequence[SequenceChunk]) -> list[tuple[str, int]]:
 
 
 def best_runner(
-    decoder: Decoder, bank: LoraManager, kv_budget_bytes: int, *, compiled: bool = True, cache: Path | None = None
+    decoder: EngineModel,
+    bank: AdapterBank[Any],
+    kv_budget_bytes: int,
+    *,
+    compiled: bool = True,
+    cache: Path | None = None,
 ) -> Runner:
     """The runner of the decoder's device. The pool needs the fused kernels: without them, every row's keys are gathered
     at the length of the longest. On a CPU, ``compiled`` allows those of ``kernels``, whose code is cached
     under ``cache``."""
+    assert isinstance(decoder, Decoder) and isinstance(bank, LoraManager), "other models need a runner of their own"
     if device.fuses(decoder.device, decoder.dtype):
         return CudaGraphRunner(decoder, bank, kv_budget_bytes)
     runner = KernelRunner if compiled and kernels.usable(decoder, cache) else DenseRunner
     return runner(decoder, bank, kv_budget_bytes)
 
 
-def logits_at(decoder: Decoder, hidden: Tensor, index: Tensor) -> Tensor:
+def logits_at(decoder: EngineModel, hidden: Tensor, index: Tensor) -> Tensor:
     """Logits of the indexed positions; a lone one is doubled (``batch_invariance``)."""
     return decoder.compute_logits(hidden.index_select(0, index if len(index) > 1 else index.repeat(2)))

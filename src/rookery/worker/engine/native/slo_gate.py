@@ -182,7 +182,7 @@ def uncomputed(request: EngineRequest) -> int:
     return len(request.params.prompt) + len(request.tokens) - cached
 
 
-def measure_costs(costs: CostTable, runner: Runner, max_rows: int, prefill_tokens: int) -> None:
+def measure_costs(costs: CostTable, runner: Runner, where: torch.device, max_rows: int, prefill_tokens: int) -> None:
     """Fill the table before the first request: slices of several sizes on an empty cache, each the second of two. The
     cost of a training slice is guessed from them."""
     shapes: list[tuple[Kind, int, int]] = [("decode", rows, 1) for rows in (1, 4, 16, max_rows)]
@@ -196,7 +196,7 @@ def measure_costs(costs: CostTable, runner: Runner, max_rows: int, prefill_token
                 for _ in range(2):
                     began = time.perf_counter()
                     (runner.decode if kind == "decode" else runner.prefill)(chunks)
-                    device.finish(runner.store.k.device)
+                    device.finish(where)
                     seconds = time.perf_counter() - began
             costs.record(kind, rows * tokens, seconds, first=True)
         for slot in slots:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from rookery import protocol
-from rookery.worker.engine.native.runner import Runner
+from rookery.worker.engine.native.runner import EngineModel, Runner
 from rookery.worker.model.adapter import read_adapter
+from rookery.worker.model.adapter_bank import AdapterBank
 from rookery.worker.model.convert import read_full_version
 from rookery.worker.model.decoder import Decoder
-from rookery.worker.model.lora import LoraManager
 
 WEIGHTS_SECONDS = 0.5
 """Time after which another set that has rows is used. The exchange costs nothing on a CPU, and on a GPU the capture of
@@ -25,22 +26,26 @@ class WeightSets:
     """Chooses the set that the runner computes with. A set is named by the hash of its version, the base model's by an
     empty string."""
 
-    def __init__(self, base: Decoder, bank: LoraManager, runner: Runner) -> None:
+    def __init__(self, base: EngineModel, bank: AdapterBank[Any], runner: Runner) -> None:
         self._base = base
         self._bank = bank
         self._runner = runner
         self._current = ""
         self._since = 0.0
-        self.decoder = base
+        self.decoder: EngineModel = base
         """With the weights in use."""
 
     def add(self, ref: protocol.AdapterRef, folder: Path) -> None:
         """Attach the adapter or the full-parameter version ``ref``; see ``Engine.add_adapter``."""
         if ref.rank:
             self._bank.make_room(ref.rank)  # before reading: a caller without room tries again
-            self._bank.add(ref.hash, read_adapter(folder, self._base.config))
+            self._bank.add(ref.hash, read_adapter(folder, self._base.projections))
             return
-        self._bank.add_full(ref.hash, self._base.bytes, lambda: read_full_version(folder, self._base))
+        self._bank.add_full(ref.hash, self._base.bytes, lambda: self._read(folder))
+
+    def _read(self, folder: Path) -> Decoder:
+        assert isinstance(self._base, Decoder)
+        return read_full_version(folder, self._base)
 
     def of(self, key: str) -> str:
         """The set of an adapter's rows."""

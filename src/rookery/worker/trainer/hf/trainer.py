@@ -182,7 +182,7 @@ class TransformersBackbone:
             rows = slice(start, start + HEAD_ROWS)
             with torch.set_grad_enabled(derivatives), self.model.adapted(None, 0):
                 h = hidden[rows].detach().requires_grad_(derivatives)
-                z = self.model.logits(h).to(dtype)
+                z = self.model.compute_logits(h).to(dtype)
                 if temperatures is not None:
                     z = z / temperatures[rows, None]
                 all_logp = z.log_softmax(-1)

@@ -286,12 +286,12 @@ class KernelAttention:
         room = max(2 * size, rows * (width + size))
         cos, sin = (x.reshape(count, size) for x in decoder.rotation(self.positions))
         arguments = self._arguments = Arguments()
-        for number in (count, config.kv_heads, config.group, size, cache.config.layers, dtype == torch.bfloat16):
+        for number in (count, config.kv_heads, config.group, size, cache.layers, dtype == torch.bfloat16):
             arguments.number(number)
         arguments.tensor(torch.from_numpy(places), torch.int64, count, 6)
         arguments.tensor(torch.from_numpy(blocks), torch.int64, len(blocks), 3).number(len(blocks))
         for x in (cache.k, cache.v):
-            arguments.tensor(x, dtype, cache.tokens * cache.config.layers * config.kv_heads, size)
+            arguments.tensor(x, dtype, cache.tokens * cache.layers * config.kv_heads, size)
         arguments.tensor(torch.empty(count, config.heads, size), torch.float32, count, config.heads, size)
         arguments.tensor(cos, dtype, count, size).tensor(sin, dtype, count, size)
         arguments.tensor(torch.tensor([config.eps, size**-0.5]), torch.float32, 2)
@@ -307,7 +307,7 @@ class KernelAttention:
         norms = [checked_address(x, dtype, (config.head_dim,)) if x is not None else 0 for x in (w.q_norm, w.k_norm)]
         address = checked_address(qkv, dtype, (self._count, (config.heads + 2 * config.kv_heads) * config.head_dim))
         out = torch.empty(self._count, config.heads * config.head_dim, dtype=dtype)
-        switches = layer % self._cache.config.layers, int(config.rope[layer]), config.windows[layer]
+        switches = layer % self._cache.layers, int(config.rope[layer]), config.windows[layer]
         self._arguments.replace(_LAYER, *switches, address, out.data_ptr(), *norms)
         ROTATE(self._arguments)
         ATTEND(self._arguments)

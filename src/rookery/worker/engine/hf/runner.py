@@ -1,0 +1,172 @@
+"""Runners of the native engine over models of transformers: its queue, caches, sampling and protocol, their arithmetic.
+
+* ``StreamRunner`` computes the tokens of all requests as one stream, with attention over the native engine's cache. It
+  serves models of full and sliding attention whose layers have keys and values of one shape.
+* ``SequenceRunner`` serves every other model (linear attention, state spaces): each request has a cache of transformers
+  and is computed by itself, with its group's prompt copied instead of computed again.
+
+With a seed, a text is the same up to the order of sums: products depend on the batch in their last bits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from rookery.worker.engine.hf.adapters import TransformersAdapters
+from rookery.worker.engine.native.attention import SegmentPlan, SequenceChunk, TokenStream
+from rookery.worker.engine.native.kv_cache import KVCache, KVSlot, SegmentStore
+from rookery.worker.engine.native.runner import Runner, logits_at
+from rookery.worker.engine.native.sampler import SampledTokens, SamplingKey, sample
+from rookery.worker.model.transformers_model import Attend, TransformersModel
+
+
+class StreamAttention(SegmentPlan):
+    """The ``AttentionPlan`` of a stream over cached segments."""
+
+    def __init__(self, cache: KVCache, stream: TokenStream) -> None:
+        super().__init__(cache, stream)
+        self._masks: dict[int, Tensor] = {}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, attend: Attend) -> Tensor:
+        """See ``AttentionPlan``."""
+        read = self.exchange(layer, k[0].transpose(0, 1), v[0].transpose(0, 1))
+        keys, values = (x.view(-1, self.count, *x.shape[1:]).transpose(0, 1) for x in read)
+        queries = q[0].index_select(1, self.grid).view(q.shape[1], self.count, -1, q.shape[3]).transpose(0, 1)
+        if window not in self._masks:
+            self._masks[window] = seen(self.gap, window)[:, None]
+        return attend(queries, keys, values, self._masks[window]).flatten(0, 1).index_select(0, self.cells)[None]
+
+
+def seen(gap: Tensor, window: int) -> Tensor:
+    """Whether a query sees a key, by their distance and the sliding window (0: none)."""
+    return (gap >= 0) & (gap < window) if window else gap >= 0
+
+
+class TransformersRunner:
+    """What both runners share of ``Runner``: they multiply no other weights, and adapters need no preparation."""
+
+    def __init__(self, model: TransformersModel, bank: TransformersAdapters) -> None:
+        self._model = model
+        self._bank = bank
+
+    def use(self, decoder: object) -> None:
+        """There is one set of weights: ``AdapterBank.add_full`` refuses others."""
+
+    def prepare_adapters(self, keys: Iterable[str]) -> None:
+        """Nothing to do: ``SegmentLora`` takes rows in any order."""
+
+    def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
+        """See ``Runner``."""
+        raise NotImplementedError
+
+    def decode(self, streams: Sequence[SequenceChunk]) -> Tensor:
+        """See ``Runner``."""
+        hidden, last = self.prefill(streams)
+        return logits_at(self._model, hidden, last)
+
+    def sample(self, logits: Tensor, keys: Sequence[SamplingKey]) -> SampledTokens:
+        """See ``Runner``."""
+        return sample(logits, keys)
+
+
+class StreamRunner(TransformersRunner):
+    """See the module."""
+
+    def __init__(self, model: TransformersModel, bank: TransformersAdapters, kv_budget_bytes: int) -> None:
+        super().__init__(model, bank)
+        assert model.cache_shape is not None
+        self.store = KVCache(model.cache_shape, model.dtype, model.device, kv_budget_bytes)
+
+    def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
+        """See ``Runner``."""
+        attend = StreamAttention(self.store, TokenStream(streams, double=False))
+        groups = [(key, sum(len(s.tokens) for s in group)) for key, group in groupby(streams, key=lambda s: s.key)]
+        lora = self._bank.product([key for key, _ in groups], [count for _, count in groups])
+        with self._model.adapted(lora, len(attend.tokens), attend):
+            hidden = self._model.hidden(attend.tokens[None], attend.positions[None])[0]
+        return hidden, attend.last
+
+
+class SequenceStore(SegmentStore):
+    """Caches of transformers by slot, within a budget. A token takes what it adds to a cache; each cache also has a
+    state of one size."""
+
+    rewinds = False
+
+    def __init__(self, model: TransformersModel, budget_bytes: int) -> None:
+        self.caches: WeakKeyDictionary[KVSlot, DynamicCache] = WeakKeyDictionary()
+        one, two = (_bytes(_probe(model, length)) for length in (1, 2))
+        super().__init__(budget_bytes, max(two - one, 1), max(2 * one - two, 0))
+
+    def move(self, old: KVSlot, new: KVSlot) -> None:
+        """See ``SegmentStore``."""
+        if old in self.caches:
+            self.caches[new] = self.caches.pop(old)
+
+
+def _probe(model: TransformersModel, length: int) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), model.adapted(None, 0, _attend_causally):
+        model.hidden(torch.zeros(1, length, dtype=torch.int64, device=model.device), cache=cache)
+    return cache
+
+
+def _bytes(contents: Any) -> int:
+    """Of the tensors in a cache, or in a part of it."""
+    if isinstance(contents, DynamicCache):
+        return sum(_bytes(list(vars(layer).values())) for layer in contents.layers)
+    if isinstance(contents, dict | list | tuple):
+        return sum(map(_bytes, contents.values() if isinstance(contents, dict) else contents))
+    return contents.nbytes if isinstance(contents, Tensor) else 0
+
+
+def _attend_causally(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, attend: Attend) -> Tensor:
+    """The ``AttentionPlan`` of one sequence, whose cache gives keys and values up to the last query."""
+    queries, keys = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
+    gap = queries[:, None] + (len(keys) - len(queries)) - keys
+    return attend(q, k, v, seen(gap, window)[None, None])
+
+
+class SequenceRunner(TransformersRunner):
+    """See the module."""
+
+    def __init__(self, model: TransformersModel, bank: TransformersAdapters, kv_budget_bytes: int) -> None:
+        super().__init__(model, bank)
+        self.store = SequenceStore(model, kv_budget_bytes)
+
+    def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
+        """See ``Runner``."""
+        hidden, counts = [], [len(chunk.tokens) for chunk in streams]
+        for chunk, count in zip(streams, counts, strict=True):
+            first = chunk.prefix_length + chunk.start
+            device = self._model.device
+            tokens = torch.tensor(chunk.tokens, device=device)[None]
+            positions = torch.arange(first, first + count, device=device)[None]
+            lora = self._bank.product([chunk.key], [count])
+            with self._model.adapted(lora, count, _attend_causally):
+                hidden.append(self._model.hidden(tokens, positions, cache=self._cache(chunk))[0])
+        return torch.cat(hidden), torch.tensor(counts, device=self._model.device).cumsum(0) - 1
+
+    def _cache(self, chunk: SequenceChunk) -> DynamicCache:
+        """Of the tokens before the chunk."""
+        caches = self.store.caches
+        if chunk.start == 0:
+            shared = chunk.prefix_slot
+            caches[chunk.slot] = (
+                DynamicCache(config=self._model.config) if shared is None else copy.deepcopy(caches[shared])
+            )
+        return caches[chunk.slot]
+
+
+def transformers_runner(model: TransformersModel, bank: TransformersAdapters, kv_budget_bytes: int) -> Runner:
+    """The faster one of those that can compute ``model``."""
+    runner = StreamRunner if model.cache_shape is not None else SequenceRunner
+    return runner(model, bank, kv_budget_bytes)
