@@ -35,7 +35,7 @@ from rookery.settings import Settings
 from rookery.simulation.fakes.connection import MemoryConnection, connection_pair, greet
 from rookery.simulation.fakes.host import FakeHost, user_message
 from rookery.simulation.fakes.text import TEMPLATE, byte_tokenizer, draw
-from rookery.simulation.fakes.trainer import ADAPTER, CONFIG, FakeTrainer, peft_config
+from rookery.simulation.fakes.trainer import ADAPTER, CONFIG, GRADIENT, FakeTrainer, peft_config
 from rookery.storage import models
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.db import Database
@@ -314,14 +314,15 @@ class ScriptedWorker(Peer):
             source = self._read_file(op.source) if op.source is not None else None
             result = self.trainer.init_adapter(op, source)
         else:
-            batch = None
+            batch, gradients = None, []
             if isinstance(op, protocol.ForwardBackward):
+                gradients = [self._read_file(ref, GRADIENT) for ref in op.gradients]
                 content = self.tickets.open_batch(op.batch_ticket)
                 assert content is not None
                 batch = self.batches[op.op] = protocol.decode(protocol.batches, content)
             if not self.trainer.holds(op) and self.trainer.may_load(op):
                 self._load(op.policy, op.lease, op.parent)
-            result = self.trainer.apply(op, batch)
+            result = self.trainer.apply(op, batch, gradients)
         if result.upload is None:
             return result.reply
         return msgspec.structs.replace(result.reply, manifest=self.write(op.commit, result.upload))

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from tests.support.dialled import PATIENCE_SECONDS, Connection, Dialled
 from tests.support.peers import eventually
 from tests.support.small_model import save_small_model
@@ -627,6 +628,88 @@ def test_interrupted_step_starts_again(service: Dialled, start: Start) -> None:
     link.send(forward("b", parent, batch(service), lease=2), optim("c", parent, lease=2, commit=ticket))
     assert link.done("b").error == ""
     assert link.done("c").manifest == service.collect(ticket)
+
+
+def committed(service: Dialled, link: Connection, parent: protocol.AdapterRef, lease: int) -> protocol.Manifest:
+    """The version after one step, on two batches, from ``parent``."""
+    ticket, name = service.tickets.upload(), f"{parent.version} under {lease}"
+    link.send(
+        forward(f"{name} a", parent, batch(service), lease=lease),
+        forward(f"{name} b", parent, batch(service, 7), lease=lease, zero_grad=False),
+        optim(f"{name} c", parent, lease=lease, commit=ticket),
+    )
+    answers = [link.done(f"{name} {letter}") for letter in "abc"]
+    assert [done.error for done in answers] == [""] * 3
+    manifest = service.collect(ticket)
+    assert manifest == answers[-1].manifest
+    return manifest
+
+
+SLOW_TRAINING = """
+import time
+from rookery.worker.trainer.packed_trainer import PackedTrainer
+optimise = PackedTrainer._optimise
+def slow(self, op):
+    time.sleep(600)
+PackedTrainer._optimise = slow
+"""
+"""An optimizer step that begins and does not end before the worker is killed."""
+
+
+def test_step_of_a_killed_or_moved_policy_is_that_of_one_worker(service: Dialled, start: Start) -> None:
+    """Four processes: three take the same step from one commit, bit for bit: the one that made it, one to which the
+    policy moves between steps, and one that repeats the step of a fourth that is killed in its middle."""
+    start()
+    link = service.connection(0)
+    parent = make_policy(service, link, "p")
+    parent = service.ref(committed(service, link, parent, 1), 1, "p")
+    link.send(protocol.VersionCommitted(policy="p", lease=1, ref=parent))
+    stayed = committed(service, link, parent, 1)
+
+    victim = start(before=SLOW_TRAINING)
+    doomed = service.connection(1)
+    ticket = service.tickets.upload()
+    doomed.send(forward("a", parent, batch(service), lease=2), optim("b", parent, lease=2, commit=ticket))
+    assert doomed.done("a").error == ""
+    service.until(lambda: any(beat.training for beat in doomed.of(protocol.Heartbeat)))
+    victim.send_signal(signal.SIGKILL)
+    service.until(lambda: doomed.closed)
+
+    for number, lease in ((2, 3), (3, 4)):
+        start()
+        assert committed(service, service.connection(number), parent, lease) == stayed
+
+
+def test_gradient_of_a_share_is_added_on_another_worker(service: Dialled, start: Start) -> None:
+    """The exported gradient and the worker's own give the step of one worker on both batches, up to rounding; the
+    helper keeps no state of the policy."""
+    start()
+    one = service.connection(0)
+    parent = make_policy(service, one, "p")
+    whole = committed(service, one, parent, 1)
+    start()
+    two = service.connection(1)
+    share, ticket = service.tickets.upload(), service.tickets.upload()
+    two.send(forward("share", parent, batch(service, 7), lease=2, commit=share))
+    done = two.done("share")
+    assert done.error == "" and done.manifest == service.collect(share)
+    assert [shard.name for shard in done.manifest.shards] == ["gradient.safetensors"]
+    assert done.metrics["tokens"] == 14
+    empty = service.tickets.publish_batch(protocol.encode(protocol.TrainingBatch()))
+    gradient = service.ref(done.manifest, 0, "p")
+    one.send(
+        forward("first", parent, batch(service), lease=2),
+        forward("sum", parent, empty, lease=2, zero_grad=False, gradients=[gradient]),
+        optim("step", parent, lease=2, commit=ticket),
+    )
+    assert [one.done(op).error for op in ("first", "sum", "step")] == [""] * 3
+    divided = service.collect(ticket)
+    files = [service.artifacts.path(manifest.hash, "adapter_model.safetensors") for manifest in (whole, divided)]
+    single, several = (load_file(file) for file in files)
+    for name, weight in single.items():
+        torch.testing.assert_close(several[name], weight, rtol=1e-4, atol=1e-5)
+    two.send(optim("held", parent, lease=2))
+    assert two.done("held").category == "stale"
 
 
 def test_state_is_restored_without_a_transfer_after_a_lost_connection(service: Dialled, start: Start) -> None:

@@ -77,6 +77,11 @@ class JobValidator:
         reason = await asyncio.to_thread(self._not_native, model) if policy.full else ""
         if reason:
             problems.append(f"policies.{name}.full: {reason}, which trains full-parameter policies; leave full out")
+        if policy.trainers > 1 and context.settings.training.trainer_processes > 1:
+            problems.append(
+                f"policies.{name}.trainers: given {policy.trainers}, allowed: 1 where a worker trains with a group of"
+                " processes (the service's ROOKERY_TRAINER_PROCESSES)"
+            )
         problems += budgets.job_problems(spec, context.settings.limits, context.refused)
         try:
             options = await self.options(tenant, spec)

@@ -172,7 +172,7 @@ class OperationDone(Message, kw_only=True):
     """With forward_only, or where requested: float32 little-endian, the groups' loss tokens in order of the batch, then
     the data's targets."""
     manifest: Manifest | None = None
-    """With a commit: the uploaded artifact."""
+    """With an upload ticket: the uploaded artifact."""
 
 
 class Draining(Message, kw_only=True):
@@ -301,6 +301,11 @@ class ForwardBackward(Message, kw_only=True):
     """Clear the accumulated gradient first (first operation of a step)."""
     logprobs: bool = False
     """Return ``OperationDone.logprobs`` also where a gradient is computed."""
+    gradients: list[AdapterRef] = msgspec.field(default_factory=list)
+    """Artifacts with gradients of other workers on the same parent, added in this order after the batch's own."""
+    commit: str = ""
+    """An upload ticket: the gradient of this batch alone is uploaded under it as float32, and the worker keeps no state
+    of the policy. The batch is a share of one that the policy's worker divides with others."""
     tenant: str = ""
     weight: float = 1.0
     """The tenant's share of the trainer, relative to those of the others."""

@@ -133,15 +133,19 @@ class PolicySpec(StrictModel):
     """The [optimizer](#optimizer)."""
     warm_start: WarmStart | None = None
     """Start from existing weights: [warm start](#warm_start)."""
+    trainers: int = Field(1, ge=1, le=64)
+    """Training workers that compute each step's gradient together, as far as there are so many: the batch is divided
+    among them by tokens, and the sums equal those of one worker up to rounding. It pays from several thousand tokens
+    per step on; steps between commits (`checkpoints.commit_every` above 1) are taken by one worker."""
     full: bool = False
-    """Train all parameters instead of a LoRA: `rank`, `alpha`, `targets` and `warm_start` stay away, and
+    """Train all parameters instead of a LoRA: `rank`, `alpha`, `targets`, `warm_start` and `trainers` stay away, and
     `optimizer.lr` is given. A version is a whole model, and its training state takes 16 bytes per parameter."""
 
     @model_validator(mode="after")
     def _whole_model(self) -> PolicySpec:
         if self.full:
             fields = type(self).model_fields
-            for name in ("rank", "alpha", "warm_start", "targets"):
+            for name in ("rank", "alpha", "warm_start", "trainers", "targets"):
                 if getattr(self, name) != (list(TARGETS) if name == "targets" else fields[name].default):
                     raise ValueError(f"{name}: not with full: true, which trains all parameters of the base model")
             if "lr" not in self.optimizer.model_fields_set:

@@ -23,6 +23,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
 import torch
@@ -40,6 +41,9 @@ log = logging.getLogger("rookery.worker.training_ops")
 T = TypeVar("T")
 TrainerOperation = protocol.ForwardBackward | protocol.OptimStep
 AnyOperation = TrainerOperation | protocol.InitAdapter
+
+Inputs = tuple[bytes, list[Path]]
+"""An encoded batch, and folders of gradients to add to its own."""
 
 
 class SendResult(Protocol):
@@ -186,26 +190,34 @@ class TrainingOps:
         await self._commit(op.op, op.commit, export, {})
 
     async def _train(self, op: TrainerOperation) -> None:
-        if isinstance(op, protocol.OptimStep):
-            result = await self._submit(op, None)
-        else:
-            batch = asyncio.create_task(self._transfers.fetch_batch(op.batch_ticket))
-            batch.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may never be awaited
-            try:
-                result = await self._submit(op, batch)
-            finally:
-                batch.cancel()
-        done = await result
+        async with contextlib.AsyncExitStack() as pulled:
+            if isinstance(op, protocol.OptimStep):
+                result = await self._submit(op, None)
+            else:
+                inputs = asyncio.create_task(self._fetch(op, pulled))
+                inputs.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may never be awaited
+                try:
+                    result = await self._submit(op, inputs)
+                finally:
+                    inputs.cancel()
+            done = await result
+        if isinstance(op, protocol.ForwardBackward) and op.commit:
+            self.evict(op.policy)  # the policy trains on another worker
         if done.error:
             self._on_failed(op, done.error)
-        if isinstance(op, protocol.OptimStep) and done.export is not None:
+        if done.export is not None:
             await self._commit(op.op, op.commit, done.export, done.metrics)
         else:
             await self._send_result(
                 op.op, error=done.error, category=done.category, metrics=done.metrics, logprobs=done.logprobs
             )
 
-    async def _submit(self, op: TrainerOperation, batch: asyncio.Task[bytes] | None) -> asyncio.Future[TrainerResult]:
+    async def _fetch(self, op: protocol.ForwardBackward, pulled: contextlib.AsyncExitStack) -> Inputs:
+        """The operation's encoded batch, and the folders of its gradients, pinned until ``pulled`` is closed."""
+        batch = await self._transfers.fetch_batch(op.batch_ticket)
+        return batch, [await pulled.enter_async_context(self._transfers.pulled(ref)) for ref in op.gradients]
+
+    async def _submit(self, op: TrainerOperation, inputs: asyncio.Task[Inputs] | None) -> asyncio.Future[TrainerResult]:
         """Queue ``op`` in the trainer in its turn; the future of its result. An error before that leaves the gradient
         incomplete."""
         queue = self._queue(op.policy)
@@ -213,17 +225,18 @@ class TrainingOps:
             if isinstance(op, protocol.OptimStep):
                 await self._ensure_held(op, queue)
                 return await self._room.retry(lambda: self._hand_over(op, lambda core: core.trainer.optim_step(op)))
-            assert batch is not None
+            assert inputs is not None
             if op.zero_grad:
                 queue.incomplete = ""
             try:
                 await self._ensure_held(op, queue)
-                content = protocol.decode(protocol.batches, await batch)
+                content, gradients = await inputs
+                batch = protocol.decode(protocol.batches, content)
             except Exception as error:
                 if not op.forward_only:
                     queue.incomplete = f"operation {op.op} of this step did not succeed: {one_line(error)}"
                 raise
-            return await self._hand_over(op, lambda core: core.trainer.forward_backward(op, content))
+            return await self._hand_over(op, lambda core: core.trainer.forward_backward(op, batch, gradients))
 
     async def _ensure_held(self, op: TrainerOperation, queue: PolicyQueue) -> None:
         """Have the trainer hold the state that ``op`` names. Raises :class:`StaleState`."""
@@ -237,7 +250,8 @@ class TrainingOps:
             raise StaleState(f"policy {op.policy} is not held here at {op.parent.hash[:12]} + {op.steps} steps")
         load = self._room.run
         if not await load(lambda: self._call(lambda core: core.trainer.restore(op.policy, op.lease, op.parent))):
-            async with self._transfers.pulled(op.parent, state=True) as folder:
+            steps_here = isinstance(op, protocol.OptimStep) or not op.commit
+            async with self._transfers.pulled(op.parent, state=steps_here) as folder:
                 await load(lambda: self._call(lambda core: core.trainer.load(op.policy, op.lease, op.parent, folder)))
 
     async def _hand_over(

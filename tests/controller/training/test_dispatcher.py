@@ -61,13 +61,13 @@ class Room:
         self.workers.append(await worker.join())
         return worker
 
-    def trainer(self, policy: str = "p") -> PolicyTrainer:
+    def trainer(self, policy: str = "p", trainers: int = 1) -> PolicyTrainer:
         async def next_lease(policy: str) -> int:
             self.leases[policy] = self.leases.get(policy, 0) + 1
             return self.leases[policy]
 
         row = PolicyRow(id=policy, tenant="alice", name=policy, rank=8, alpha=16.0, targets=["q"])
-        return PolicyTrainer(self.training, row, MODEL, next_lease)
+        return PolicyTrainer(self.training, row, MODEL, next_lease, trainers)
 
     async def begin(self, trainer: PolicyTrainer, policy: str = "p") -> protocol.AdapterRef:
         return self.commit(trainer, await trainer.init(1, None), policy)
@@ -98,26 +98,29 @@ async def room(tmp_path: Path) -> AsyncIterator[Room]:
     room.writer.close()
 
 
-def forward(number: int) -> ForwardRequest:
-    member = protocol.GroupMember(tokens=[number], logprobs=[-1.0], advantages=[1.0], weights=[1.0])
-    batch = protocol.encode(protocol.TrainingBatch(groups=[protocol.SharedPrefixGroup(prompt=[1], members=[member])]))
+def forward(number: int, members: int = 1) -> ForwardRequest:
+    tails = [
+        protocol.GroupMember(tokens=[number, i], logprobs=[-1.0] * 2, advantages=[1.0] * 2, weights=[1.0] * 2)
+        for i in range(members)
+    ]
+    batch = protocol.encode(protocol.TrainingBatch(groups=[protocol.SharedPrefixGroup(prompt=[1], members=tails)]))
     return ForwardRequest(batch, protocol.Loss(name="aipo", params={"rho": 4.0}))
 
 
 async def step(
-    trainer: PolicyTrainer, parent: protocol.AdapterRef, number: int, *, commit: bool
+    trainer: PolicyTrainer, parent: protocol.AdapterRef, number: int, *, commit: bool, members: int = 1
 ) -> protocol.OperationDone:
     """One optimizer step on the gradient of one batch."""
-    await trainer.forward(parent, forward(number))
+    await trainer.forward(parent, forward(number, members))
     return await trainer.optim_step(parent, protocol.Adam(lr=0.1 * number), commit=commit, scale=1 / number)
 
 
-async def history(room: Room, trainer: PolicyTrainer, steps: int, every: int = 1) -> list[str]:
+async def history(room: Room, trainer: PolicyTrainer, steps: int, every: int = 1, members: int = 1) -> list[str]:
     """Take that many steps; the content of every committed version."""
     ref = await room.begin(trainer)
     contents = [room.content(ref)]
     for number in range(1, steps + 1):
-        done = await step(trainer, ref, number, commit=number % every == 0)
+        done = await step(trainer, ref, number, commit=number % every == 0, members=members)
         if number % every == 0:
             ref = room.commit(trainer, done.manifest)
             contents.append(room.content(ref))
@@ -144,7 +147,7 @@ async def test_metrics_of_both_operations_are_returned(room: Room) -> None:
     trainer = room.trainer()
     parent = await room.begin(trainer)
     done = await trainer.forward(parent, forward(1))
-    assert done.metrics == {"loss:sum": 1.0, "tokens": 1.0, "entropy:sum": 2.0}
+    assert done.metrics == {"loss:sum": 1.0, "tokens": 2.0, "entropy:sum": 2.0}
     done = await trainer.optim_step(parent, protocol.Adam(lr=0.1), commit=True)
     assert done.metrics == {"grad_norm": 1.0}
 
@@ -489,3 +492,79 @@ async def test_slots_are_those_of_workers_that_get_policies(tmp_path: Path, monk
     for worker in room.workers:
         await worker.die()
     room.writer.close()
+
+
+# --- several trainers of one policy -----------------------------------------------------------------------------------
+
+
+async def undivided(folder: Path, steps: int, every: int, members: int) -> list[str]:
+    """The versions of one trainer."""
+    room = Room(folder)
+    await room.worker()
+    versions = await history(room, room.trainer(), steps, every, members)
+    await room.workers[0].die()
+    room.writer.close()
+    return versions
+
+
+async def test_batch_is_divided_among_trainers(room: Room, tmp_path: Path) -> None:
+    """Each step's gradient is that of the whole batch, and nothing of the shares stays."""
+    workers = [await room.worker(name) for name in ("a", "b", "c")]
+    divided = await history(room, room.trainer(trainers=3), 3, 1, 6)
+    assert divided == await undivided(tmp_path / "one", 3, 1, 6)
+    first, *others = [
+        [op for op in worker.operations if not isinstance(op, protocol.InitAdapter)] for worker in workers
+    ]
+    assert [len(op.gradients) for op in first if isinstance(op, protocol.ForwardBackward)] == [0, 2] * 3
+    for shares in others:
+        assert [(op.zero_grad, bool(op.commit), op.steps) for op in shares] == [(True, True, 0)] * 3
+    assert all(room.tickets.reads(ref.ticket, ref.hash) for op in first[1::3] for ref in op.gradients)
+    assert room.staged() == 0 and room.training.retries == 0
+    assert len(room.artifacts.hashes()) == len(divided), "versions only"
+
+
+async def test_uncommitted_steps_and_small_batches_are_not_divided(room: Room, tmp_path: Path) -> None:
+    workers = [await room.worker(name) for name in ("a", "b")]
+    assert await history(room, room.trainer(trainers=4), 4, 2, 2) == await undivided(tmp_path / "one", 4, 2, 2)
+    assert len(workers[1].operations) == 2, "of the first step after each commit"
+    trainer = room.trainer("q", trainers=4)
+    await step(trainer, await room.begin(trainer, "q"), 1, commit=True)
+    assert {op.policy for op in workers[0].operations} == {"p"}, "one trajectory has one share"
+
+
+@pytest.mark.parametrize("reserved", [True, False])
+@pytest.mark.parametrize("death", range(7))
+async def test_lost_trainer_of_a_share_costs_its_share_only(tmp_path: Path, death: int, reserved: bool) -> None:
+    """Whenever one of three trainers dies, the versions are those of one undisturbed trainer."""
+    room = Room(tmp_path / "several")
+    kind = "reserved" if reserved else "preemptible"
+    workers = [await room.worker(name, kind=kind if name != "a" else "reserved") for name in ("a", "b", "c")]
+    victim, received = workers[death % 2], 0
+
+    async def die(op: Any) -> None:
+        nonlocal received
+        received += 1
+        if received == death // 2 + (2 if victim is workers[0] else 1):  # not the one that makes version 0
+            assert victim.link is not None
+            victim.link.cut()
+
+    victim.answer = die
+    assert await history(room, room.trainer(trainers=3), 3, 1, 6) == await undivided(tmp_path / "one", 3, 1, 6)
+    assert room.fleet.losses == room.training.retries == 1
+    assert room.staged() == 0
+    assert len(room.artifacts.hashes()) == 4, "versions only"
+    for worker in room.workers:
+        await worker.die()
+    room.writer.close()
+
+
+async def test_cancelled_step_leaves_nothing_of_its_shares(room: Room) -> None:
+    a, b = [await room.worker(name) for name in ("a", "b")]
+    trainer = room.trainer(trainers=2)
+    ref = await room.begin(trainer)
+    a.training.clear()
+    stepping = asyncio.create_task(step(trainer, ref, 1, commit=True, members=4))
+    await eventually(lambda: len(b.operations) == 1 and len(a.operations) == 2)
+    stepping.cancel()
+    await asyncio.gather(stepping, return_exceptions=True)
+    assert room.staged() == 0 and room.artifacts.hashes() == {ref.hash}

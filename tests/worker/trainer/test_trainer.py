@@ -8,6 +8,7 @@ with a shared prompt within 3% of the unshared one (norm of the difference over 
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from tests.support.families import SIZES
 from torch import Tensor
 
 from rookery import protocol
+from rookery.controller.training.shares import join_metrics, split_batch
 from rookery.errors import UserError
 from rookery.worker.model.adapter import PARTS, init_adapter
 from rookery.worker.model.config import DecoderConfig
@@ -34,7 +36,7 @@ from rookery.worker.trainer.base import TrainerResult
 from rookery.worker.trainer.native import trainer as native_trainer
 from rookery.worker.trainer.native.attention import AttentionFactory, ChunkedAttention, ChunkSizes, VarlenAttention
 from rookery.worker.trainer.native.backbone import PassLimits, forward
-from rookery.worker.trainer.native.optim import AdapterExport
+from rookery.worker.trainer.native.optim import GRADIENT_FILE, AdapterExport
 from rookery.worker.trainer.native.trainer import NativeTrainer
 
 HF = SIZES | {"tie_word_embeddings": True}
@@ -689,6 +691,68 @@ def test_tenants_that_fit_a_slice_together_share_one_pass(tmp_path: Path) -> Non
     assert (at.trained, [result.op for result in at.drain()]) == (1016, list("abcd"))
     assert at.step()
     assert (at.trained, [result.op for result in at.drain()]) == (5 * 254, ["e"])
+
+
+@pytest.mark.parametrize("loss", [AIPO, GSPO], ids=["aipo", "gspo"])
+@pytest.mark.parametrize("parts", [2, 3, 50])
+def test_shares_of_a_batch_sum_to_its_gradient(tmp_path: Path, parts: int, loss: protocol.Loss) -> None:
+    """One trainer's share, and the exported gradients of the others added to it, against the whole batch in one: the
+    gradient, the sums of the metrics and the step."""
+    folder = adapter_folder(tmp_path / "p", 8, 2)
+    batch = protocol.TrainingBatch(groups=units(4))
+    whole, first = trainer(decoder(), {"p": folder}), trainer(decoder(), {"p": folder})
+    whole.forward_backward(forward_backward(loss=loss, zero_grad=True), batch)
+    answers, exports = [], []
+    for number, share in enumerate(shares := split_batch(batch, parts)):
+        of = trainer(decoder(), {"p": folder}) if number else first
+        of.forward_backward(forward_backward(loss=loss, zero_grad=True, commit="ticket" if number else ""), share)
+        answers.append(finish(of)["fb"])
+        if number:
+            exports.append(tmp_path / f"share {number}")
+            exports[-1].mkdir()
+            assert (export := answers[-1].export) is not None
+            assert export.write(exports[-1]) == [GRADIENT_FILE]
+    assert len(shares) == min(parts, 10)
+    first.forward_backward(forward_backward(loss=loss), protocol.TrainingBatch(), exports)
+    answers.append(finish(first)["fb"])
+    wanted = finish(whole)["fb"].metrics
+    close(gradient(first), gradient(whole))
+    given = join_metrics([protocol.OperationDone(epoch=0, op="fb", metrics=answer.metrics) for answer in answers])
+    assert given | {"seconds": 0} == pytest.approx(wanted | {"seconds": 0}, rel=1e-4, abs=1e-4)
+    for one in (first, whole):
+        one.optim_step(optim())
+        assert finish(one)["opt"].metrics["skipped"] == 0
+    assert (masters(first) - masters(whole)).abs().max() < 2e-6
+
+
+def test_share_that_is_not_finite_skips_the_step(tmp_path: Path) -> None:
+    folder = adapter_folder(tmp_path / "p", 8, 2)
+    helper, first = trainer(decoder(), {"p": folder}), trainer(decoder(), {"p": folder})
+    bad = units(4)[:1]
+    bad[0].members[0].advantages[0] = math.inf
+    helper.forward_backward(forward_backward(zero_grad=True, commit="ticket"), protocol.TrainingBatch(groups=bad))
+    export = finish(helper)["fb"].export
+    assert export is not None
+    export.write(tmp_path)
+    before = masters(first)
+    first.forward_backward(forward_backward(zero_grad=True), protocol.TrainingBatch(groups=units(4)), [tmp_path])
+    first.optim_step(optim())
+    assert finish(first)["opt"].metrics["skipped"] == 1
+    assert torch.equal(masters(first), before)
+
+
+def test_gradient_of_another_adapter_is_refused(tmp_path: Path) -> None:
+    one = trainer(decoder(), {"p": adapter_folder(tmp_path / "p", 8, 2)})
+    other = trainer(decoder(), {"p": adapter_folder(tmp_path / "other", 4, 2)})
+    other.forward_backward(forward_backward(zero_grad=True, commit="ticket"), protocol.TrainingBatch(groups=units(4)))
+    export = finish(other)["fb"].export
+    assert export is not None
+    export.write(tmp_path)
+    one.forward_backward(forward_backward(zero_grad=True), protocol.TrainingBatch(groups=units(4)), [tmp_path])
+    one.optim_step(optim())
+    results = finish(one)
+    assert results["fb"].category == "failed" and "a gradient does not fit its adapter" in results["fb"].error
+    assert results["opt"].category == "stale", "a part of the gradient is missing"
 
 
 def test_rank_above_max_rank_is_refused(tmp_path: Path) -> None:

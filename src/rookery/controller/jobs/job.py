@@ -50,7 +50,10 @@ class TrainingJob:
         self._changed = Signal()
         self.groups = Groups(job, self._changed)
         store = job.controller.store
-        self._trainer = PolicyTrainer(job.controller.training, job.policy.row, job.spec.base_model, store.next_lease)
+        trainers = job.spec.policy[1].trainers
+        self._trainer = PolicyTrainer(
+            job.controller.training, job.policy.row, job.spec.base_model, store.next_lease, trainers
+        )
         self._next = StepAccumulator(job.spec, self.step)
         """The step whose groups are being collected."""
         self._uncommitted: list[_UncommittedStep] = []

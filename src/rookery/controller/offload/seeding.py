@@ -313,8 +313,8 @@ class Seeding(FleetListener):
 
     def on_operation(self, worker: Worker, operation: Operation, done: protocol.OperationDone | None) -> None:
         policy = operation.policy
-        if policy not in self._jobs:
-            return
+        if policy not in self._jobs or (isinstance(operation, protocol.ForwardBackward) and operation.commit):
+            return  # a share that another worker computes
         place = self._trainer_of.get(policy)
         if place is None or place.worker is not worker:
             self._move(policy, worker)

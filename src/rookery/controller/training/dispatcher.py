@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -26,7 +26,7 @@ from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable
-from rookery.scheduling.balancing import assign_trainer, is_overloaded
+from rookery.scheduling.balancing import TrainingLoad, assign_trainer, is_overloaded, select_helpers
 from rookery.settings import Settings
 from rookery.storage.artifacts import Staging
 from rookery.storage.store import Writer
@@ -94,6 +94,7 @@ class TrainingDispatcher(FleetListener):
         self._serving: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         """By base model: set when a worker begins to train it."""
         self._busy: dict[Worker, BusyTime] = {}
+        self._training_load = TrainingLoad()
         fleet.listeners.append(self)
         fleet.route(protocol.OperationDone, self._on_done)
 
@@ -110,7 +111,7 @@ class TrainingDispatcher(FleetListener):
     # --- assignment ---------------------------------------------------------------------------------------------------
 
     async def worker_for(self, policy: str, model: str) -> Worker:
-        """The worker that trains ``policy``: its present one, else the one with the fewest policies among the reserved
+        """The worker that trains ``policy``: its present one, else the one with the least load among the reserved
         workers, or among all where none is reserved. Waits for one; raises :class:`Unavailable` after
         ``worker_wait_seconds``."""
         deadline = self._clock.monotonic() + self._settings.server.worker_wait_seconds
@@ -118,8 +119,8 @@ class TrainingDispatcher(FleetListener):
             held = self._assigned.get(policy)
             if held is not None and held.has_role("train", model):
                 return held
-            offloaded, load = self._offloaded.get(policy), self._load(model)
-            name = assign_trainer(load, offloaded.name if offloaded is not None else None)
+            offloaded, load = self._offloaded.get(policy), self._load(self._fleet.trainers(model))
+            name = assign_trainer(load, self._load_of(policy), offloaded.name if offloaded is not None else None)
             if name is not None:
                 worker = self._fleet.get(name)
                 assert worker is not None
@@ -134,12 +135,20 @@ class TrainingDispatcher(FleetListener):
                 raise Unavailable(self._fleet.missing("train", model)) from None
 
     def rebalance(self, policy: str, model: str) -> None:
-        """``policy`` has nothing uncommitted: move it if its worker has more policies than others, or may be given none
+        """``policy`` has nothing uncommitted: move it if its worker has more load than others, or may be given none
         now. Otherwise policies that arrived while one worker was there would crowd it for ever, as after each restart,
         and those whose reserved worker was away for a moment would stay on a preemptible one."""
-        held, load = self._assigned.get(policy), self._load(model)
-        if held is not None and load and (held.name not in load or is_overloaded(load, held.name)):
+        held, load = self._assigned.get(policy), self._load(self._fleet.trainers(model))
+        if held is None or not load:
+            return
+        if held.name not in load or is_overloaded(load, held.name, self._load_of(policy)):
             self.evict_policy(policy)
+
+    def helpers(self, worker: Worker, model: str, count: int) -> list[Worker]:
+        """At most ``count`` training workers in addition to ``worker``, preemptible ones too: the loss of one costs its
+        share of a batch."""
+        others = {other.name: other for other in self._fleet.serving("train", model) if other is not worker}
+        return [others[name] for name in select_helpers(self._load(others.values()), count)]
 
     def evict_policy(self, policy: str, *, offload: bool = False) -> None:
         """The policy's worker deletes its trainer state, or with ``offload`` keeps it in main memory: the policy
@@ -152,10 +161,21 @@ class TrainingDispatcher(FleetListener):
             if offload:
                 self._offloaded[policy] = worker
 
-    def _load(self, model: str) -> dict[str, int]:
-        """The number of policies by worker that may be given one."""
-        policies = Counter(self._assigned.values())
-        return {worker.name: policies[worker] for worker in self._fleet.trainers(model)}
+    def forget_policy(self, policy: str) -> None:
+        """:meth:`evict_policy`: it does not train again."""
+        self.evict_policy(policy)
+        self._training_load.forget(policy)
+
+    def _load(self, workers: Iterable[Worker]) -> dict[str, float]:
+        """The load of the policies that each of ``workers`` trains."""
+        load = dict.fromkeys(workers, 0.0)
+        for policy, value in self._training_load.of(self._assigned, self._clock.monotonic()).items():
+            if self._assigned[policy] in load:
+                load[self._assigned[policy]] += value
+        return {worker.name: value for worker, value in load.items()}
+
+    def _load_of(self, policy: str) -> float:
+        return self._training_load.of({**self._assigned, policy: None}, self._clock.monotonic())[policy]
 
     # --- operations ---------------------------------------------------------------------------------------------------
 
@@ -222,6 +242,8 @@ class TrainingDispatcher(FleetListener):
         if targets is not None and len(done.logprobs) != FLOAT32_BYTES * targets:
             sent = len(done.logprobs) // FLOAT32_BYTES
             raise TrainingFailed(f"worker {worker.name} sent {sent} log-probabilities for {targets} targets")
+        if worker is self._assigned.get(message.policy) and (seconds := done.metrics.get("seconds", 0.0)):
+            self._training_load.add(message.policy, seconds, self._clock.monotonic())
         self._notify(worker, message, done)
         return done
 
@@ -241,12 +263,10 @@ class TrainingDispatcher(FleetListener):
 
     # --- uploads ------------------------------------------------------------------------------------------------------
 
-    async def uploading(
-        self, worker: Worker, message: protocol.OptimStep | protocol.InitAdapter
-    ) -> protocol.OperationDone:
+    async def uploading(self, worker: Worker, message: Operation) -> protocol.OperationDone:
         """Call an operation that uploads an artifact, under a ticket that is added to ``message``. On return the
-        artifact is durable, equals the worker's report, and is pinned until :meth:`with_ticket` ends. Raises
-        :class:`~rookery.errors.StorageFull` where the disk was full."""
+        artifact is durable, equals the worker's report, and is pinned until :meth:`with_ticket` ends or
+        :meth:`discard`. Raises :class:`~rookery.errors.StorageFull` where the disk was full."""
         upload = _Upload()
         try:
             await self._transfer(self._open, upload)
@@ -264,6 +284,22 @@ class TrainingDispatcher(FleetListener):
                 raise full from None  # no fault of the worker's
             raise
         return msgspec.structs.replace(done, manifest=manifest)
+
+    async def export_gradient(self, worker: Worker, message: protocol.ForwardBackward) -> protocol.OperationDone | None:
+        """:meth:`uploading` a share's gradient, which :meth:`discard` deletes; None where the worker did not complete
+        it, and others may."""
+        try:
+            return await self.uploading(worker, message)
+        except _RetryElsewhere as problem:
+            self.retries += 1
+            extra = {"policy": message.policy, "worker": worker.name}
+            log.warning("a share of %s's batch moves to its worker: %s", message.policy, problem, extra=extra)
+            return None
+
+    async def discard(self, policy: str, digest: str) -> None:
+        """Delete an artifact of :meth:`uploading` that no version will name."""
+        await self._transfer(self._collector.drop, policy, digest)
+        self._residency.evict([digest])
 
     @asynccontextmanager
     async def with_ticket(self, policy: str, digest: str) -> AsyncIterator[None]:

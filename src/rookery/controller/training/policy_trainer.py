@@ -3,19 +3,26 @@
 * A policy trains under a lease number that only grows; an answer under an older one is ignored, and its commit refused
   by the database.
 * Every operation names its parent version and the steps since: a worker with another state answers ``stale``.
+* A large policy's batches are divided among several workers: each computes a share on the committed parent, and the
+  policy's worker adds the gradients of the others to its own, in a fixed order. It computes a share whose worker is
+  lost.
 * The operations since the last commit are logged here until the next commit, so a lost worker costs its computation and
   nothing else: the next worker loads the parent and replays the log.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import msgspec
 
 from rookery import protocol
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.training.dispatcher import TrainingDispatcher, TrainingFailed
+from rookery.controller.training.shares import join_batches, join_metrics, split_batch
 from rookery.storage.models import PolicyRow
 
 
@@ -54,13 +61,16 @@ class PolicyTrainer:
         row: PolicyRow,
         model: str,
         next_lease: Callable[[str], Awaitable[int]],
+        trainers: int = 1,
     ) -> None:
-        """``model``: the base model of the policy in ``row``. ``next_lease(policy)`` issues a lease number."""
+        """``model``: the base model of the policy in ``row``. ``next_lease(policy)`` issues a lease number. A batch is
+        divided among at most ``trainers`` workers."""
         self._training = training
         self._row = row
         self._policy = row.id
         self._model = model
         self._next_lease = next_lease
+        self._trainers = trainers
         self._worker: Worker | None = None
         self._log: list[ForwardRequest | OptimRequest] = []
         self._sent = 0
@@ -169,7 +179,7 @@ class PolicyTrainer:
         """Discard everything since the last commit: the policy continues from another state, or not at all."""
         self._log.clear()
         self._leave()
-        self._training.evict_policy(self._policy)
+        self._training.forget_policy(self._policy)
 
     @property
     def _stepped(self) -> int:
@@ -241,13 +251,83 @@ class PolicyTrainer:
     async def _forward(
         self, worker: Worker, parent: protocol.AdapterRef, entry: ForwardRequest, *, zero_grad: bool
     ) -> protocol.OperationDone:
+        """``entry`` on ``worker``, and on others if it is divided: they have the committed parent, not the steps
+        since."""
+        helpers: list[Worker] = []
+        if self._trainers > 1 and not (entry.forward_only or entry.targets or self._applied):
+            helpers = self._training.helpers(worker, self._model, self._trainers - 1)
+        if helpers:
+            batches = split_batch(protocol.decode(protocol.batches, entry.batch), 1 + len(helpers))
+            if len(batches) > 1:
+                shares = [replace(entry, batch=protocol.encode(batch)) for batch in batches]
+                return await self._divided([worker, *helpers], parent, shares, zero_grad=zero_grad)
+        return await self._pass(worker, parent, entry, zero_grad=zero_grad)
+
+    async def _divided(
+        self, workers: Sequence[Worker], parent: protocol.AdapterRef, shares: Sequence[ForwardRequest], *,
+        zero_grad: bool,
+    ) -> protocol.OperationDone:  # fmt: skip
+        """Each of ``shares`` on its worker. The first worker has the policy: it adds the gradients of the others, and
+        computes the shares that were lost."""
+        worker, first, rest = workers[0], shares[0], shares[1:]
+        tasks = [
+            asyncio.create_task(self._share(helper, parent, share))
+            for helper, share in zip(workers[1:], rest, strict=False)
+        ]
+        try:
+            done = await self._pass(worker, parent, first, zero_grad=zero_grad)
+            answers = [await task for task in tasks]
+            lost = [share.batch for share, answer in zip(rest, answers, strict=True) if answer is None]
+            exported = [answer for answer in answers if answer is not None]
+            refs = [
+                msgspec.structs.replace(parent, hash=answer.manifest.hash) for answer in exported if answer.manifest
+            ]
+            others = replace(first, batch=join_batches(lost))
+            last = await self._pass(worker, parent, others, zero_grad=False, gradients=refs)
+            return msgspec.structs.replace(done, metrics=join_metrics([done, *exported, last]))
+        finally:
+            for task in tasks:
+                task.cancel()
+            for answer in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(answer, protocol.OperationDone) and answer.manifest is not None:
+                    await self._training.discard(self._policy, answer.manifest.hash)
+
+    async def _share(
+        self, helper: Worker, parent: protocol.AdapterRef, entry: ForwardRequest
+    ) -> protocol.OperationDone | None:
+        """The gradient of ``entry``, computed by ``helper`` and uploaded; None where it was lost."""
         with self._training.published_batch(entry.batch) as ticket:
-            message = protocol.ForwardBackward(
-                batch_ticket=ticket, loss=entry.loss, temperature=entry.temperature, kl_weight=entry.kl_weight,
-                forward_only=entry.forward_only, zero_grad=zero_grad, logprobs=entry.targets is not None,
-                **self._target(worker, parent),
-            )  # fmt: skip
+            message = self._message(helper, parent, entry, ticket, zero_grad=True)
+            return await self._training.export_gradient(helper, message)
+
+    async def _pass(
+        self,
+        worker: Worker,
+        parent: protocol.AdapterRef,
+        entry: ForwardRequest,
+        *,
+        zero_grad: bool,
+        gradients: Sequence[protocol.AdapterRef] = (),
+    ) -> protocol.OperationDone:
+        with self._training.published_batch(entry.batch) as ticket:
+            message = self._message(worker, parent, entry, ticket, zero_grad=zero_grad, gradients=gradients)
             return await self._training.call(worker, message, entry.targets)
+
+    def _message(
+        self,
+        worker: Worker,
+        parent: protocol.AdapterRef,
+        entry: ForwardRequest,
+        ticket: str,
+        *,
+        zero_grad: bool,
+        gradients: Sequence[protocol.AdapterRef] = (),
+    ) -> protocol.ForwardBackward:
+        return protocol.ForwardBackward(
+            batch_ticket=ticket, loss=entry.loss, temperature=entry.temperature, kl_weight=entry.kl_weight,
+            forward_only=entry.forward_only, zero_grad=zero_grad, logprobs=entry.targets is not None,
+            gradients=[self._training.pin(worker, ref) for ref in gradients], **self._target(worker, parent),
+        )  # fmt: skip
 
     def _optim(self, parent: protocol.AdapterRef, worker: Worker, entry: OptimRequest) -> protocol.OptimStep:
         return protocol.OptimStep(adam=entry.adam, scale=entry.scale, **self._target(worker, parent))

@@ -2,8 +2,9 @@
 
 * Each operation names the state that it runs on: (policy, lease, parent, steps). Any other state is answered ``stale``,
   as is a step on a gradient of which a part never arrived.
-* An adapter file holds an :class:`AdapterState`: a hash chain over the groups in each gradient and over each optimizer
-  step. Equal histories, and no others, give equal artifacts; the order of a gradient's groups does not matter.
+* An adapter file holds an :class:`AdapterState`: a hash chain over the trajectories in each gradient and over each
+  optimizer step. Equal histories, and no others, give equal artifacts; the order of a gradient's trajectories does not
+  matter, nor do the workers that computed them.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 ADAPTER = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+GRADIENT = "gradient.safetensors"
 
 PolicyOperation = protocol.ForwardBackward | protocol.OptimStep
 Operation = PolicyOperation | protocol.InitAdapter
@@ -40,7 +42,7 @@ class TrainedStep(msgspec.Struct):
     """One optimizer step."""
 
     examples: list[str]
-    """Digests of the groups and data in its gradient, sorted."""
+    """Digests of the trajectories and data in its gradient, sorted."""
     optimizer: str
     """Its scale and learning rate."""
 
@@ -83,7 +85,7 @@ class _PolicyState:
 
 class FakeTrainer:
     def __init__(self, on_example: Callable[[str, Example], None] = lambda digest, example: None) -> None:
-        """``on_example`` is called with each group or datum of a batch and its digest."""
+        """``on_example`` is called with each trajectory, a group of one, or datum of a batch and its digest."""
         self.trained = 0
         """Tokens trained on, prompts counted once."""
         self._states: dict[str, _PolicyState] = {}
@@ -131,14 +133,21 @@ class FakeTrainer:
         reply = protocol.OperationDone(epoch=0, op=op.op, metrics={"grad_norm": 1.0})
         return FakeOperationResult(reply, files, op.commit)
 
-    def apply(self, op: PolicyOperation, batch: protocol.TrainingBatch | None = None) -> FakeOperationResult:
-        """Run ``op`` on the state that it names."""
+    def apply(
+        self, op: PolicyOperation, batch: protocol.TrainingBatch | None = None, gradients: Sequence[bytes] = ()
+    ) -> FakeOperationResult:
+        """Run ``op`` on the state that it names. ``gradients`` are files of other workers' gradients."""
         state = self._states.get(op.policy)
         if state is None or not self.holds(op):
             return FakeOperationResult(stale(op, f"policy {op.policy} is not held in that state"))
         if isinstance(op, protocol.ForwardBackward):
             assert batch is not None
-            return FakeOperationResult(self._forward_backward(op, state, batch))
+            reply = self._forward_backward(op, state, batch)
+            state.gradient += [digest for content in gradients for digest in msgspec.json.decode(content)]
+            if not op.commit:
+                return FakeOperationResult(reply)
+            self.evict(op.policy)  # it trains on another worker
+            return FakeOperationResult(reply, {GRADIENT: msgspec.json.encode(state.gradient)}, op.commit)
         reply = protocol.OperationDone(epoch=0, op=op.op)
         if op.adam is not None:
             if not state.complete:
@@ -157,7 +166,12 @@ class FakeTrainer:
     ) -> protocol.OperationDone:
         total, loss_tokens = batch_size(batch)
         self.trained += total
-        examples: list[Example] = [*batch.groups, *batch.data]
+        examples: list[Example] = [
+            protocol.SharedPrefixGroup(prompt=group.prompt, members=[member])
+            for group in batch.groups
+            for member in group.members
+        ]
+        examples += batch.data
         digests = [hashlib.blake2b(msgspec.msgpack.encode(example), digest_size=12).hexdigest() for example in examples]
         for digest, example in zip(digests, examples, strict=True):
             self._on_example(digest, example)
@@ -267,6 +281,7 @@ class FakeTrainingOps:
         """Fetch the operation's batch and state, and queue it."""
         await self._die_in("begin")
         batch: protocol.TrainingBatch | None = None
+        gradients: list[bytes] = []
         if isinstance(op, protocol.ForwardBackward):
             if op.zero_grad:
                 self._broken.discard(op.policy)
@@ -277,6 +292,13 @@ class FakeTrainingOps:
                 await self._reject(op, "the batch is not available", "lost")
                 return
             batch = protocol.decode(protocol.batches, content)
+            for ref in op.gradients:
+                await asyncio.sleep(self._faults.delay("pull", self._machine.pull()))
+                try:
+                    gradients.append(self._read(ref.hash, GRADIENT))
+                except RookeryError as error:
+                    await self._reject(op, str(error), "lost")
+                    return
         if op.op in self._cancelled:
             self._cancelled.remove(op.op)
             self._broken.add(op.policy)
@@ -285,7 +307,7 @@ class FakeTrainingOps:
         elif self.trainer.holds(op, self._compute.steps_ahead(op.policy)) or (
             self.trainer.may_load(op) and await self._load_parent(op)
         ):
-            self._compute.queue(op, lambda: self.trainer.apply(op, batch), batch)
+            self._compute.queue(op, lambda: self.trainer.apply(op, batch, gradients), batch)
         else:
             await self._reject(op, f"policy {op.policy} is not held in that state")
 

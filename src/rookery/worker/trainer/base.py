@@ -17,6 +17,7 @@ Rules for every implementation:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -36,7 +37,7 @@ class Export(Protocol):
 
 @dataclass(frozen=True)
 class TrainerResult:
-    """Result of one operation, with the fields of ``protocol.OperationDone``; ``export`` is set if a commit must be
+    """Result of one operation, with the fields of ``protocol.OperationDone``; ``export`` is set if files must be
     written and uploaded."""
 
     op: str
@@ -104,9 +105,13 @@ class Trainer(Protocol):
 
     # --- operations -------------------------------------------------------------------------------------------------
 
-    def forward_backward(self, op: protocol.ForwardBackward, batch: protocol.TrainingBatch) -> None:
+    def forward_backward(
+        self, op: protocol.ForwardBackward, batch: protocol.TrainingBatch, gradients: Sequence[Path] = ()
+    ) -> None:
         """Queue a pass: gradients add up in the policy's state, or, with ``op.forward_only``, log-probabilities are
-        returned and the state does not change."""
+        returned and the state does not change. Exports in the folders ``gradients`` are added after the batch's
+        gradient, in order; the folders stay until the result is there. With ``op.commit`` the result has an
+        :class:`Export` of the gradient."""
         ...
 
     def optim_step(self, op: protocol.OptimStep) -> None:

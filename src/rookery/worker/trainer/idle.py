@@ -6,6 +6,7 @@ Promise: it holds nothing and takes no time. The controller sends it no operatio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rookery import protocol
@@ -44,7 +45,9 @@ class IdleTrainer:
 
     def mark_committed(self, policy: str, lease: int, ref: protocol.AdapterRef) -> None: ...
 
-    def forward_backward(self, op: protocol.ForwardBackward, batch: protocol.TrainingBatch) -> None:
+    def forward_backward(
+        self, op: protocol.ForwardBackward, batch: protocol.TrainingBatch, gradients: Sequence[Path] = ()
+    ) -> None:
         raise UserError(REFUSAL)
 
     def optim_step(self, op: protocol.OptimStep) -> None:

@@ -168,7 +168,9 @@ class PackedTrainer:
 
     # --- operations -------------------------------------------------------------------------------------------------
 
-    def forward_backward(self, op: protocol.ForwardBackward, batch: protocol.TrainingBatch) -> None:
+    def forward_backward(
+        self, op: protocol.ForwardBackward, batch: protocol.TrainingBatch, gradients: Sequence[Path] = ()
+    ) -> None:
         """A batch that cannot be computed gets its result at once: ``failed``, or ``lost`` if memory does not hold
         it."""
         groups: list[PackedGroup] | None = None
@@ -182,7 +184,7 @@ class PackedTrainer:
             self._finish(op.op, str(error), "failed")
         except MemoryError as error:
             self._finish(op.op, str(error), "lost")
-        self._enqueue(QueuedBatch(op, groups))
+        self._enqueue(QueuedBatch(op, groups, gradients))
 
     def optim_step(self, op: protocol.OptimStep) -> None:
         if op.commit and (held := self.held.get(op.policy)) is not None:
@@ -251,7 +253,22 @@ class PackedTrainer:
         for batch in ready:
             if not batch.groups and not batch.abandoned:
                 self._remove(batch)
-                self._results.append(TrainerResult(batch.op.op, metrics=batch.metrics, logprobs=batch.logprobs()))
+                self._complete(batch)
+
+    def _complete(self, batch: QueuedBatch) -> None:
+        """All groups of ``batch`` are computed: add the gradients of other workers, or export this one's."""
+        held = self.held[batch.op.policy]
+        try:
+            for folder in batch.gradients:
+                held.state.add_gradient(folder)
+        except UserError as error:
+            held.complete = False
+            self._finish(batch.op.op, str(error), "failed")
+            return
+        export = self.states.track(held.state.export_gradient()) if batch.op.commit else None
+        self._results.append(
+            TrainerResult(batch.op.op, metrics=batch.metrics, logprobs=batch.logprobs(), export=export)
+        )
 
     def _select(self, ready: list[QueuedBatch]) -> list[PassItem]:
         """Take groups for one pass from ``ready``, in order. The first batch fills the pass. Another one joins while

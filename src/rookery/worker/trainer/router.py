@@ -5,6 +5,7 @@ Promise: while both have operations, they take turns by slices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rookery import protocol
@@ -63,8 +64,10 @@ class TrainerRouter:
     def mark_committed(self, policy: str, lease: int, ref: protocol.AdapterRef) -> None:
         self._of(ref).mark_committed(policy, lease, ref)
 
-    def forward_backward(self, op: protocol.ForwardBackward, batch: protocol.TrainingBatch) -> None:
-        self._of(op.parent).forward_backward(op, batch)
+    def forward_backward(
+        self, op: protocol.ForwardBackward, batch: protocol.TrainingBatch, gradients: Sequence[Path] = ()
+    ) -> None:
+        self._of(op.parent).forward_backward(op, batch, gradients)
 
     def optim_step(self, op: protocol.OptimStep) -> None:
         self._of(op.parent).optim_step(op)

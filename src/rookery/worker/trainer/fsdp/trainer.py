@@ -210,10 +210,14 @@ class FsdpTrainer:
 
     # --- operations -------------------------------------------------------------------------------------------------
 
-    def forward_backward(self, op: protocol.ForwardBackward, batch: protocol.TrainingBatch) -> None:
+    def forward_backward(
+        self, op: protocol.ForwardBackward, batch: protocol.TrainingBatch, gradients: Sequence[Path] = ()
+    ) -> None:
         """A batch that cannot be computed gets its result at once."""
         groups: list[PackedGroup] | None = None
         try:
+            if op.commit or gradients:
+                raise ValueError("a training group shares no batch with other workers")
             groups = [PackedGroup.from_group(group) for group in batch.groups]
             groups += [PackedGroup.from_datum(datum) for datum in batch.data]
             for group in groups:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -30,9 +31,13 @@ class QueuedBatch:
     operation begins. An ``abandoned`` one (cancelled, or invalid) keeps its place in the queue, because the gradient
     misses it from there on; it gets no result."""
 
-    def __init__(self, op: protocol.ForwardBackward, groups: Sequence[PackedGroup] | None) -> None:
-        """``groups`` is None for an invalid batch; groups without loss tokens are skipped."""
+    def __init__(
+        self, op: protocol.ForwardBackward, groups: Sequence[PackedGroup] | None, gradients: Sequence[Path] = ()
+    ) -> None:
+        """``groups`` is None for an invalid batch; groups without loss tokens are skipped. ``gradients`` are folders of
+        gradients to add after them."""
         self.op = op
+        self.gradients = gradients
         self.groups = deque(group for group in groups or () if group.targets)
         self.abandoned = groups is None
         self.state: object = None

@@ -29,6 +29,7 @@ from rookery.worker.model.adapter import Adapter, Projections, read_adapter, wri
 from rookery.worker.model.canary import write_canary
 
 STATE_FILE = "trainer_state.safetensors"
+GRADIENT_FILE = "gradient.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 CLIP_EPS = 1e-6
@@ -104,6 +105,23 @@ class AdapterExport:
         return cls(adapter, moments, step)
 
 
+@dataclass(frozen=True, eq=False)
+class GradientExport:
+    """A copy of a policy's accumulated gradient, float32 [numbers], for the worker that has the optimizer's state. See
+    :class:`~rookery.worker.trainer.base.Export`."""
+
+    gradient: Tensor
+
+    @property
+    def bytes(self) -> int:
+        return self.gradient.nbytes
+
+    def write(self, folder: Path) -> list[str]:
+        """Write into the existing ``folder``; the file names."""
+        save_file({"gradient": self.gradient}, folder / GRADIENT_FILE)
+        return [GRADIENT_FILE]
+
+
 class PolicyState:
     """Flat float32 vectors with all A first, then all B, each in order of layer, site and part; ``sites[layer, site]``
     are views for the matmuls."""
@@ -175,6 +193,20 @@ class PolicyState:
         """Clear the accumulated gradient and ``nonfinite_loss``."""
         self.gradient.zero_()
         self.nonfinite_loss = False
+
+    def export_gradient(self) -> GradientExport:
+        """A copy of the accumulated gradient, in main memory; NaN where a loss was not finite, so that the step is
+        skipped also where the copy is added."""
+        gradient = self.gradient.to("cpu", copy=True)
+        return GradientExport(gradient.fill_(math.nan) if self.nonfinite_loss else gradient)
+
+    def add_gradient(self, folder: Path) -> None:
+        """Add the exported gradient in ``folder``. Raises ``UserError`` if it is another adapter's."""
+        try:
+            with safe_open(folder / GRADIENT_FILE, framework="pt") as file:
+                self.gradient.add_(file.get_tensor("gradient").to(self.gradient.device))
+        except (SafetensorError, RuntimeError, OSError) as error:
+            raise UserError(f"a gradient does not fit its adapter: {error}") from None
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """(``layer.part.A`` or ``layer.part.B``, its accumulated gradient)."""

@@ -20,11 +20,12 @@ from weakref import WeakSet
 from rookery import protocol
 from rookery.worker.memory import MemoryUse, NoRoom, require
 from rookery.worker.trainer.native.microbatch import QueuedBatch
-from rookery.worker.trainer.native.optim import AdapterExport, PolicyState
+from rookery.worker.trainer.native.optim import AdapterExport, GradientExport, PolicyState
 
 log = logging.getLogger("rookery.worker.trainer")
 
 S = TypeVar("S")
+E = TypeVar("E", AdapterExport, GradientExport)
 
 OTHER_STATE = "this worker holds another state of the policy"
 
@@ -138,7 +139,7 @@ class PolicyStates:
         self._budget = budget_bytes
         self._in_use = in_use
         self._reserved = reserved
-        self._exports: WeakSet[AdapterExport] = WeakSet()
+        self._exports: WeakSet[AdapterExport | GradientExport] = WeakSet()
         """Copies on their way to files."""
         self._claimed = 0
         """Bytes of the budget that another trainer takes."""
@@ -189,7 +190,7 @@ class PolicyStates:
         self.make_room(size)
         self._claimed = size
 
-    def track(self, export: AdapterExport) -> AdapterExport:
+    def track(self, export: E) -> E:
         """Count ``export`` as long as it exists."""
         self._exports.add(export)
         return export
