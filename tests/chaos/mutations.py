@@ -18,6 +18,7 @@ from rookery.controller.jobs.groups import Groups
 from rookery.controller.jobs.job import TrainingJob
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.training.dispatcher import TrainingDispatcher
+from rookery.controller.training.policy_trainer import PolicyTrainer
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.scheduling.rollout_order import RolloutOrder
 from rookery.storage.repositories import versions as versions_module
@@ -113,6 +114,13 @@ MUTATIONS = [
             Change(job_module, "admission_budget", "max_staleness + 1", "max_staleness + 3"),
         ),
         frozenset({"stale"}),
+    ),
+    _one(
+        "forget the gradients of other trainers", PolicyTrainer, "_divided", "gradients=refs", "gradients=[]", "groups",
+    ),
+    _one(
+        "forget the share of a lost trainer", PolicyTrainer, "_divided", "batch=join_batches(lost)",
+        "batch=join_batches([])", "groups", phase_deaths=0.1,
     ),
     _one(
         "commit without what was consumed", TrainingJob, "_commit", "consumed = [group.id for",

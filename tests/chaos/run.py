@@ -390,6 +390,7 @@ class Run:
             "evaluation": {"prompts": draw.choice([0, 2]), "every": draw.randint(0, 2)},
             "checkpoints": {"commit_every": draw.randint(1, staleness + 1), "keep_last": draw.randint(1, 3)},
             "stop": {"steps": draw.randint(3, 12)},
+            "policies": {"main": {"trainers": draw.choice([1, 1, 3])}},
             "seed": number,
         }
 

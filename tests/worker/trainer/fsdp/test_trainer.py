@@ -235,7 +235,7 @@ def test_a_loss_that_is_not_finite_skips_the_step(pair: TrainingGroup, tmp_path:
 def test_refusals(pair: TrainingGroup, tmp_path: Path) -> None:
     trainer = sharded(pair, tmp_path, memory_bytes=1 << 20)
     with pytest.raises(UserError, match=r"full-parameter policy of .* MB do not fit.*ROOKERY_MEMORY_BYTES"):
-        start(trainer, tmp_path / "large", 0)
+        start(trainer, tmp_path / "large", 0)  # already its version 0, before anything is sampled for it
     trainer = sharded(pair, tmp_path, max_rank=2)
     with pytest.raises(UserError, match="rank 4 is above this worker's max_rank 2"):
         start(trainer, tmp_path / "high", 4)

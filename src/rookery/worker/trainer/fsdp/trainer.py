@@ -108,6 +108,7 @@ class FsdpTrainer:
 
     def initial_version(self, op: protocol.InitAdapter, source: Path | None) -> Export:
         if not op.rank:
+            self._fitting(None)  # before the job samples anything for it
             return FolderExport(self._exports, lambda folder: versions.write_base(folder, self._model, self._config))
         if source is None:
             adapter = init_adapter(self._config, op.rank, op.alpha, op.targets, op.seed)
@@ -115,7 +116,9 @@ class FsdpTrainer:
             adapter = read_adapter(source, self._config)
             if adapter.rank != op.rank:
                 raise UserError(f"the adapter to start from has rank {adapter.rank}, the policy asks for {op.rank}")
-        return AdapterExport(adapter, base_model=self._base_model)
+        export = AdapterExport(adapter, base_model=self._base_model)
+        self._fitting(export)
+        return export
 
     def holds(self, policy: str, lease: int, parent_hash: str, steps: int) -> bool:
         held = self._held_by(policy)
@@ -132,9 +135,7 @@ class FsdpTrainer:
             raise UserError(
                 f"the adapter's rank {export.adapter.rank} is above this worker's max_rank {self._max_rank}"
             )
-        size = self._size(export)
-        what = "training states of a full-parameter policy" if export is None else "a sharded base and its LoRA"
-        require(what, size, self._memory_bytes)
+        size = self._fitting(export)
         if self._claim is not None:
             self._claim(size)
         if self._group is None:
@@ -170,10 +171,14 @@ class FsdpTrainer:
         if self._group is not None:
             self._group.call("unload")
 
-    def _size(self, export: AdapterExport | None) -> int:
+    def _fitting(self, export: AdapterExport | None) -> int:
+        """The bytes of a policy's state. Raises ``UserError`` if they never fit."""
         if export is None:
-            return STATE_BYTES * self._parameters
-        return 2 * self._parameters + STATE_BYTES * export.numbers
+            what, size = "training states of a full-parameter policy", STATE_BYTES * self._parameters
+        else:
+            what, size = "a sharded base and its LoRA", 2 * self._parameters + STATE_BYTES * export.numbers
+        require(what, size, self._memory_bytes)
+        return size
 
     def offload(self, policy: str) -> None:
         held = self._held_by(policy)
