@@ -161,6 +161,9 @@ class FakeCompute:
             if self.engine.finished or self._loop.time() - self._flushed >= self.flush_seconds:
                 self._flushed = self._loop.time()
                 await self._flush()
+                if kind is None and self.engine.finished:  # no connection: until a request is claimed on the next one
+                    self._woken = self._loop.create_future()
+                    await self._woken
 
     def _next(self) -> str | None:
         """The kind of work that is pending and had least time; one that was idle starts level with the other."""
