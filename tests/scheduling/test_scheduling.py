@@ -8,28 +8,28 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rookery.scheduling import balancing, job_rules
+from rookery.scheduling import job_rules, trainers
 from rookery.scheduling.job_rules import FailureRateMonitor, ReadyGroup, admission_budget, select_batch
 
 # --- routes -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_policy_goes_to_the_trainer_with_the_least_load() -> None:
-    assert balancing.assign_trainer({}) is None
-    assert balancing.assign_trainer({"b": 1, "a": 1, "c": 2}) == "a"
-    assert balancing.assign_trainer({"b": 0, "a": 1}) == "b"
-    assert balancing.assign_trainer({"b": 1, "a": 1}, offloaded_at="b") == "b"
-    assert balancing.assign_trainer({"b": 2, "a": 1}, offloaded_at="b") == "a"
-    assert balancing.assign_trainer({"b": 3.1, "a": 3}, 2.0, offloaded_at="b") == "b", "a reload is worth more"
-    assert not balancing.is_overloaded({"a": 0.0, "b": 0.0}, "a", 0.0)
+    assert trainers.assign_trainer({}) is None
+    assert trainers.assign_trainer({"b": 1, "a": 1, "c": 2}) == "a"
+    assert trainers.assign_trainer({"b": 0, "a": 1}) == "b"
+    assert trainers.assign_trainer({"b": 1, "a": 1}, offloaded_at="b") == "b"
+    assert trainers.assign_trainer({"b": 2, "a": 1}, offloaded_at="b") == "a"
+    assert trainers.assign_trainer({"b": 3.1, "a": 3}, 2.0, offloaded_at="b") == "b", "a reload is worth more"
+    assert not trainers.is_overloaded({"a": 0.0, "b": 0.0}, "a", 0.0)
 
 
 def test_a_training_worker_is_crowded_where_a_move_makes_it_even() -> None:
-    assert balancing.is_overloaded({"a": 2, "b": 0}, "a")
-    assert balancing.is_overloaded({"a": 5, "b": 4, "c": 3}, "a")
-    assert not balancing.is_overloaded({"a": 5, "b": 4, "c": 3}, "b")
-    assert not balancing.is_overloaded({"a": 1, "b": 0}, "a")
-    assert not balancing.is_overloaded({"b": 0}, "a"), "it takes no policies at all now"
+    assert trainers.is_overloaded({"a": 2, "b": 0}, "a")
+    assert trainers.is_overloaded({"a": 5, "b": 4, "c": 3}, "a")
+    assert not trainers.is_overloaded({"a": 5, "b": 4, "c": 3}, "b")
+    assert not trainers.is_overloaded({"a": 1, "b": 0}, "a")
+    assert not trainers.is_overloaded({"b": 0}, "a"), "it takes no policies at all now"
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=12), st.integers(2, 5))
@@ -41,36 +41,36 @@ def test_policies_with_constant_loads_settle(loads: list[float], workers: int) -
         return {f"w{w}": sum(loads[p] for p in at if at[p] == f"w{w}") for w in range(workers)}
 
     moves = 0
-    while moving := [p for p in at if balancing.is_overloaded(load(), at[p], loads[p])]:
+    while moving := [p for p in at if trainers.is_overloaded(load(), at[p], loads[p])]:
         policy, before = moving[0], load()[at[moving[0]]]
         at[policy] = "none"
-        at[policy] = balancing.assign_trainer(load(), loads[policy]) or ""
+        at[policy] = trainers.assign_trainer(load(), loads[policy]) or ""
         assert load()[at[policy]] < before
         moves += 1
         assert moves <= 10 * len(loads)
 
 
 def test_load_is_recent_training_time() -> None:
-    load, hour = balancing.TrainingLoad(), 3600.0
+    load, hour = trainers.TrainingLoad(), 3600.0
     assert load.of(["new"], 0.0) == {"new": 1.0}
     load.add("small", 1.0, hour)
     load.add("large", 3.0, hour)
     assert load.of(["small", "large", "new"], hour) == {"small": 1.0, "large": 3.0, "new": 2.0}
-    load.add("large", 1.0, hour + balancing.HALF_LIFE_SECONDS)
-    later = load.of(["small", "large"], hour + balancing.HALF_LIFE_SECONDS)
+    load.add("large", 1.0, hour + trainers.HALF_LIFE_SECONDS)
+    later = load.of(["small", "large"], hour + trainers.HALF_LIFE_SECONDS)
     assert later == {"small": 0.5, "large": 2.5}
     load.forget("large")
     assert load.of(["large"], hour) == {"large": 1.0}
 
 
 def test_helpers_are_the_workers_with_the_least_load() -> None:
-    assert balancing.select_helpers({"c": 1, "b": 0, "a": 1, "d": 4}, 3) == ["b", "a", "c"]
-    assert balancing.select_helpers({"a": 1}, 3) == ["a"]
+    assert trainers.select_helpers({"c": 1, "b": 0, "a": 1, "d": 4}, 3) == ["b", "a", "c"]
+    assert trainers.select_helpers({"a": 1}, 3) == ["a"]
 
 
 @given(st.lists(st.floats(1, 100), min_size=1, max_size=30), st.integers(1, 10))
 def test_shares_are_consecutive_and_about_equal(sizes: list[float], parts: int) -> None:
-    shares = balancing.divide(sizes, parts)
+    shares = trainers.divide(sizes, parts)
     assert [i for share in shares for i in range(share.start, share.stop)] == list(range(len(sizes)))
     assert 1 <= len(shares) <= parts and all(share.stop > share.start for share in shares)
     assert all(sum(sizes[share]) <= sum(sizes) / parts + max(sizes) for share in shares)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.support.storing import checkpoint_row, future_row, manifest, sampler_row, visit
 
 from rookery.errors import Conflict, NotFound
-from rookery.scheduling.balancing import SlotUse, slots_to_free
 from rookery.scheduling.queues import ReorderBuffer
+from rookery.scheduling.trainers import SlotUse, slots_to_free
 from rookery.storage.db import Database
 
 # --- order ------------------------------------------------------------------------------------------------------------

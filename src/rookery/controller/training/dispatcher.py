@@ -26,7 +26,7 @@ from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable
-from rookery.scheduling.balancing import TrainingLoad, assign_trainer, is_overloaded, select_helpers
+from rookery.scheduling.trainers import TrainingLoad, assign_trainer, is_overloaded, select_helpers
 from rookery.settings import Settings
 from rookery.storage.artifacts import Staging
 from rookery.storage.store import Writer

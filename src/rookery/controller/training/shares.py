@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from rookery import protocol
-from rookery.scheduling.balancing import divide
+from rookery.scheduling.trainers import divide
 
 Item = tuple[int, protocol.GroupMember] | protocol.Datum
 """A trajectory and the number of its group, or a sequence without a group."""

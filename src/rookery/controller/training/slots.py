@@ -15,8 +15,8 @@ from rookery.aio import Clock
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.training.policy_trainer import PolicyTrainer
-from rookery.scheduling.balancing import SlotUse, slots_to_free
 from rookery.scheduling.queues import FairQueue
+from rookery.scheduling.trainers import SlotUse, slots_to_free
 from rookery.settings import Settings
 
 
