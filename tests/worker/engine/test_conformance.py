@@ -29,6 +29,8 @@ from rookery.errors import Unavailable, UserError
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
 from rookery.worker.engine.base import Engine
+from rookery.worker.engine.hf.adapters import TransformersAdapters
+from rookery.worker.engine.hf.runner import transformers_runner
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.vllm.loading import load_vllm
 from rookery.worker.memory import NoRoom
@@ -38,6 +40,7 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.convert import prepare, published
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
+from rookery.worker.model.transformers_model import TransformersModel
 
 RANK = 8
 ROWS = 4
@@ -91,6 +94,14 @@ def native(folder: Path, _: Settings) -> Engine:
     return NativeEngine(decoder, bank, Chat.load(folder).decode, max_rows=ROWS, kv_budget_bytes=CACHE_BYTES)
 
 
+def by_transformers(folder: Path, _: Settings) -> Engine:
+    model = TransformersModel.load(folder, torch.float32)
+    bank = TransformersAdapters(model, RANK, 1 << 28)
+    runner = transformers_runner(model, bank, CACHE_BYTES)
+    decode = Chat.load(folder).decode
+    return NativeEngine(model, bank, decode, max_rows=ROWS, kv_budget_bytes=CACHE_BYTES, runner=runner)
+
+
 def in_process(folder: Path, settings: Settings) -> Engine:
     return load_vllm(folder, settings, "float32", CACHE_BYTES)
 
@@ -132,6 +143,7 @@ def server(model: Path) -> Iterator[str]:
     scope="module",
     params=[
         native,
+        by_transformers,
         pytest.param(in_process, marks=VLLM_MARKS),
         pytest.param(attached, marks=VLLM_MARKS),
     ],
@@ -141,7 +153,10 @@ def tested(request: pytest.FixtureRequest, model: Path) -> Iterator[Conforming]:
     if start is attached:
         os.environ["CONFORMANCE_SERVER"] = request.getfixturevalue("server")
     settings = Settings(
-        inference_engine="native" if start is native else "vllm", max_rank=RANK, max_rows=ROWS, vllm_adapters=ADAPTERS
+        inference_engine="vllm" if start in (in_process, attached) else "auto",
+        max_rank=RANK,
+        max_rows=ROWS,
+        vllm_adapters=ADAPTERS,
     )
     engine = start(model, settings)
     yield Conforming(start.__name__, engine, model)
@@ -261,8 +276,8 @@ def test_adapters_leave_when_their_last_request_has_ended(tested: Conforming) ->
 
 
 def test_adapters_in_use_leave_no_room(tested: Conforming) -> None:
-    if tested.kind == "native":
-        pytest.skip("its limit is memory: tests/worker/model/test_lora.py")
+    if tested.kind in ("native", "by_transformers"):
+        pytest.skip("its limit is memory: tests of its adapters")
     for number in range(1, 1 + ADAPTERS):
         tested.engine.submit(order(f"r{number}", adapter=tested.add(number)))
     with pytest.raises(NoRoom):
@@ -340,7 +355,7 @@ def test_adapters_of_another_base_and_over_the_rank_are_refused(tested: Conformi
 def test_a_version_that_vllm_computes_otherwise_is_refused(
     tested: Conforming, reference: Engine, tmp_path: Path
 ) -> None:
-    if tested.kind == "native":
+    if tested.kind in ("native", "by_transformers"):
         pytest.skip("its arithmetic is the trainer's")
     config = DecoderConfig.read(tested.folder)
     save_adapter(config, tmp_path / "v", 11)
