@@ -1,11 +1,14 @@
 """A long run of real processes with a hostile tenant: what grows, and what the other tenants notice.
 
-``python -m benchmarks.scale.soak [--seconds N]``. Two tenants train small jobs one after another on a random model of a
-few hundred kilobytes, chat, and drive a model through the Tinker SDK. A sixth of the time they are alone; then a third
-tenant does all that a caller may try, at once and without a pause; in the last third, worker and environment host are
-killed as well. Memory, descriptors, threads and the database's size are looked at all the time; their slopes are per
-finished job, by least squares, after a warm-up. A run of at least ``LONG`` seconds writes ``results/soak.json``; the
-exit code tells whether every target that could be measured was met.
+``python -m benchmarks.scale.soak [--seconds N | --jobs N]``. Two tenants train small jobs one after another on a random
+model of a few hundred kilobytes, chat, and drive a model through the Tinker SDK. A sixth of the time they are alone;
+then a third tenant does all that a caller may try, at once and without a pause; in the last third, worker and
+environment host are killed as well. Memory, descriptors, threads and the database's size are looked at all the time;
+their slopes are per finished job, by least squares, after a warm-up. A run of at least ``LONG`` seconds writes
+``results/soak.json``; the exit code tells whether every target that could be measured was met.
+
+``--jobs N`` runs only N small jobs, three at a time: the growth of processes and database per job without the noise of
+the others (``results/soak_jobs.json``).
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +60,8 @@ API_SECONDS = 0.1
 """Within which 99% of API calls are answered while it is attacked."""
 END_SECONDS = 10.0
 """What callers get to notice the end."""
+ABREAST = 3
+"""Jobs at a time with ``--jobs``."""
 FEWEST_JOBS = 10
 """Finished jobs below which no slope is computed."""
 FIGURES = (("memory", "MB", 1e-6), ("descriptors", "", 1), ("threads", "", 1))
@@ -170,6 +176,7 @@ def small_job(seed: int) -> dict[str, Any]:
         "policies": {"main": {"rank": RANK, "optimizer": {"lr": 0.01}}},
         "algorithm": {"group_size": 4, "groups_per_step": 2},
         "sampling": {"max_tokens": 16},
+        "checkpoints": {"keep_last": 1},
         "stop": {"steps": STEPS},
         "seed": seed,
     }
@@ -265,13 +272,8 @@ def longest_life(looks: Sequence[Look], role: str) -> list[Look]:
     return [look for look in looks if role in look.seen and look.seen[role][0] == pid]
 
 
-def report(soak: Soak, seconds: float) -> Result:
-    result = Result("soak", "A hostile tenant and the others, for a long time", command())
-
-    def judge(target: str, measured: str, met: bool, why: str = "") -> None:
-        """A target that only a long run can meet."""
-        result.judge(target, measured, met if seconds >= LONG else None, why)
-
+def add_growth(result: Result, soak: Soak, long: bool) -> None:
+    """The processes and the database, and how much each grows by a job; judged after a ``long`` run."""
     for role in ("worker", "service", "environments"):
         lived = longest_life(soak.looks, role)
         for number, (what, unit, scale) in enumerate(FIGURES, start=1):
@@ -279,11 +281,22 @@ def report(soak: Soak, seconds: float) -> Result:
             values = [look.seen[role][number] * scale for look in lived] or [0.0]
             result.add(f"{role}: {what}", values, unit, f"at most {max(values):.0f}; {grown:+.3g} a job")
             if (role, what) == ("worker", "memory"):
-                judge("a worker grows by < 10 kB a job", f"{grown / 1e3:+.2f} kB", grown < WORKER_SLOPE)
-    peak = max(look.seen["service"][1] for look in soak.looks if look.seen)
-    result.judge("the service stays below 1 GiB", f"{peak / 2**20:.0f} MiB", peak < SERVICE_BYTES)
+                met = grown < WORKER_SLOPE if long else None
+                result.judge("a worker grows by < 10 kB a job", f"{grown / 1e3:+.2f} kB", met)
     growth = slope(soak.looks, lambda look: look.database)
     result.add("database", [look.database / 1e6 for look in soak.looks], "MB", f"{growth / 1e3:+.1f} kB a job")
+
+
+def report(soak: Soak, seconds: float) -> Result:
+    result = Result("soak", "A hostile tenant and the others, for a long time", command())
+
+    def judge(target: str, measured: str, met: bool, why: str = "") -> None:
+        """A target that only a long run can meet."""
+        result.judge(target, measured, met if seconds >= LONG else None, why)
+
+    add_growth(result, soak, seconds >= LONG)
+    peak = max(look.seen["service"][1] for look in soak.looks if look.seen)
+    result.judge("the service stays below 1 GiB", f"{peak / 2**20:.0f} MiB", peak < SERVICE_BYTES)
     for phase in PHASES:
         result.add(f"step, {phase}", soak.steps[phase] or [0.0], "s", f"{len(soak.steps[phase])} steps")
         row = result.add(f"API call, {phase}", soak.calls[phase] or [0.0], "s", f"{len(soak.calls[phase])} calls")
@@ -336,14 +349,42 @@ def run(seconds: float, folder: Path) -> Soak:
         return soak
 
 
+def run_jobs(count: int, folder: Path) -> Soak:
+    """``count`` small jobs of one tenant, :data:`ABREAST` at a time."""
+    place_model(folder)
+    kept = {"tenant_adapters": str(10 * count)}
+    with Deployment(folder, folder / "cache", Path(MODEL), workers=1, **kept) as town:
+        soak = Soak(town)
+        wait_until(lambda: any(row.state == "serving" for row in town.client.workers()), "a worker serves")
+        watching = threading.Thread(target=soak.watch)
+        watching.start()
+        with rookery.Client(town.url, soak.tenant("tenant")) as client, ThreadPoolExecutor(ABREAST) as pool:
+            for done in [pool.submit(soak.train, client) for _ in range(count)]:
+                done.result()
+        soak.stop.set()
+        watching.join()
+        return soak
+
+
+def report_jobs(soak: Soak) -> Result:
+    result = Result("soak_jobs", f"Growth from job to job: {soak.jobs} small ones, three at a time", command())
+    add_growth(result, soak, soak.jobs >= LONG)
+    result.notes = [f"Jobs of {STEPS} steps of 2 groups of 4 on a random model of some hundred kilobytes."]
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seconds", type=float, default=1200)
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--jobs", type=int, default=0, help="only so many small jobs, three at a time")
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        result = report(run(seconds, Path(folder)), seconds)
+        if given.jobs:
+            result = report_jobs(run_jobs(given.jobs, Path(folder)))
+        else:
+            result = report(run(given.seconds, Path(folder)), given.seconds)
     print("\n".join(result.notes))
-    if seconds >= LONG:
+    if max(given.jobs, given.seconds * (not given.jobs)) >= LONG:
         result.save()
     sys.exit(any(verdict.met is False for verdict in result.verdicts))
 
