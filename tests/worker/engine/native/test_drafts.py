@@ -303,3 +303,19 @@ def test_memory_is_bounded_and_freed(monkeypatch: pytest.MonkeyPatch, idle: int,
     assert text < before <= min(idle * 2 * text, states + text)
     draft("alone", "", 3)
     assert 0 < speculator.states <= before
+
+
+def test_texts_that_nobody_indexes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While drafts do not pay, texts of a group that goes on were kept until its end."""
+    monkeypatch.setattr(drafts_module, "MAX_STATES", 500)
+    speculator = Speculator(Free())
+    requests = [EngineRequest(order(str(i), group="g"), "", StopStrings([], str), prompt(i, 100)) for i in range(20)]
+    for request in requests:
+        speculator.begin(request)
+    for request in requests[:-1]:
+        speculator.end(request)
+    assert 0 < speculator.unread <= 500
+    speculator.propose(requests[-1:], [8])
+    assert speculator.unread == 0 < speculator.states
+    speculator.end(requests[-1])
+    assert speculator.unread == 0

@@ -5,7 +5,8 @@ Promises:
 * A request drafts from its own prompt and text, and from those of the requests that name the same ``group``; a request
   without a group from its own alone. No text is reachable from another group.
 * Drafts decide when a token is sampled, never which: a wrong one costs time only.
-* Memory is bounded by ``MAX_STATES``. A request without a group is forgotten when it ends. A group of which no request
+* Memory is bounded by ``MAX_STATES``, of indexes and of ended texts that wait to be indexed; further ones are left
+  out. A request without a group is forgotten when it ends. A group of which no request
   is here is kept for further ones as long as it is among the ``MAX_IDLE`` last of those and there is room.
 * Looking for drafts in vain takes ``VAIN_SHARE`` of the time of the steps.
 """
@@ -138,8 +139,8 @@ class _GroupTexts:
     index: SuffixIndex = field(default_factory=SuffixIndex)
     live: dict[str, _Text] = field(default_factory=dict)
     """By request."""
-    ended: list[_Text] = field(default_factory=list)
-    """Not yet indexed to their ends."""
+    ended: list[tuple[_Text, int]] = field(default_factory=list)
+    """Not yet indexed to their ends, and how many tokens that concerns."""
 
 
 class Speculator:
@@ -153,6 +154,8 @@ class Speculator:
         """Without, the longest idle first."""
         self._acceptance: LRUCache[tuple[str, bool], Acceptance] = LRUCache(256)
         """By policy, and whether the request has a group."""
+        self.unread = 0
+        """Tokens of ended requests that are not indexed yet."""
         self._vain_seconds = 0.0
         """Not yet made up for by steps."""
 
@@ -174,13 +177,17 @@ class Speculator:
         group = self._groups.get(key)
         if group is None or (text := group.live.pop(request.params.request, None)) is None:
             return
-        group.ended.append(text)
+        if self.unread + (unread := len(text) - text.indexed) <= MAX_STATES:
+            group.ended.append((text, unread))
+            self.unread += unread
         if not group.live:
             del self._groups[key]
             if request.params.group:
                 self._idle[key] = group
                 while len(self._idle) > MAX_IDLE:
                     self._forget()
+            else:
+                self._clear(group)
 
     def propose(self, rows: Sequence[EngineRequest], room: Sequence[int]) -> list[list[int]]:
         """Draft tokens of each row that its next step should verify, at most ``room`` [rows]."""
@@ -209,9 +216,9 @@ class Speculator:
         group = self._groups[_key(row)]
         text = group.live[row.params.request]
         if grow:
-            for other in (*group.ended, *group.live.values()):
+            for other in (*(text for text, _ in group.ended), *group.live.values()):
                 _index(group.index, other)
-            group.ended.clear()
+            self._clear(group)
         self._compare(row, text)
         draft = group.index.draft(text.state, MAX_DRAFT) if text.indexed == len(text) else []
         if not text.draft:
@@ -236,7 +243,11 @@ class Speculator:
         return found
 
     def _forget(self) -> None:
-        del self._idle[next(iter(self._idle))]
+        self._clear(self._idle.pop(next(iter(self._idle))))
+
+    def _clear(self, group: _GroupTexts) -> None:
+        self.unread -= sum(unread for _, unread in group.ended)
+        group.ended.clear()
 
 
 def accepted_tokens(draft: Sequence[int], sampled: Sequence[int]) -> int:
