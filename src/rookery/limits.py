@@ -58,7 +58,8 @@ class LimitSettings(Section):
     """Rows of one uploaded dataset."""
     job_tokens: int = Field(1 << 25, ge=1)
     """Sampled tokens that the groups of one job may hold in memory: `groups_per_step` x (`max_staleness` + 1) x
-    `group_size` x `max_tokens` x turns. A token takes about 80 bytes of the service."""
+    `group_size` x `max_tokens` x turns. A token takes about 80 bytes of the service. A tenant's running jobs together
+    hold at most twice as many; further ones are queued."""
     job_episodes: int = Field(4096, ge=2)
     """Episodes of one job that run at once, in whole groups, at least one. Further groups start when others end. An
     evaluation has as many in addition."""
@@ -80,9 +81,16 @@ class LimitSettings(Section):
     tenant_jobs: int = Field(16, ge=1)
     """Jobs of one tenant that run at once; further ones are queued. `rookery tenants limit` overrides this and the
     limits below for one tenant."""
+    tenant_waiting_jobs: int = Field(1000, ge=1)
+    """Queued jobs of one tenant; further ones get status 429."""
     tenant_requests: int = Field(4096, ge=1)
     """Generations of one tenant's clients (chat, OpenAI, Tinker) that wait or run at once; further ones get status 429.
     A Tinker recipe samples up to 2,048 at once."""
+    tenant_request_tokens: int = Field(1 << 24, ge=1)
+    """Tokens of those generations: prompts, and as many tokens as they may sample. One request alone has no limit."""
+    tenant_queued_bytes: int = Field(256 << 20, ge=1 << 10)
+    """Training data of one tenant's clients (Tinker) that wait, or belong to a step that is not committed yet, in
+    bytes; more get status 429. They are kept in memory: after the loss of a worker they are computed again."""
     tenant_adapters: int = Field(2000, ge=1)
     """Adapters that one tenant stores: kept versions, checkpoints, uploads. At the limit new jobs, training runs,
     checkpoints and uploads get status 429."""

@@ -162,6 +162,22 @@ async def test_model_that_nobody_uses_is_released_and_one_with_a_job_is_not(serv
 # --- a tenant ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("settings", [{"job_tokens": 256}])
+async def test_jobs_that_would_hold_too_many_tokens_together_wait(service: Service) -> None:
+    """Each job had a bound, and a tenant's sixteen had none."""
+    await service.worker().join()
+    await service.host(script=lambda message: HANG).join()
+    first, second, third = [(await service.controller.submit("alice", job_of()))[0] for _ in range(3)]
+    for one in (first, second):
+        await service.ends(one.id, "running")
+    shown = await service.controller.queries.show("alice", third.id)
+    assert shown.waits_for == (
+        "running jobs of the tenant to end, which may hold 512 tokens in memory, of 512 (place 1)"
+    )
+    await service.controller.cancel("alice", first.id)
+    await eventually(lambda: service.database.get_job("alice", third.id).state == "running")
+
+
 @pytest.mark.parametrize("settings", [{"tenant_jobs": 2}])
 async def test_jobs_beyond_the_tenants_limit_wait_with_their_place(service: Service) -> None:
     await starting(service)

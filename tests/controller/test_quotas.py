@@ -15,6 +15,7 @@ from rookery.controller.sessions import operations
 from rookery.errors import NotFound, TooManyRequests
 
 DAY = 86400.0
+SIZE = forward([5, 6, 7]).size
 
 
 @pytest.fixture
@@ -68,6 +69,83 @@ async def test_generations_beyond_the_limit_are_refused_until_others_end(service
     assert isinstance(await alice.outcome(first), operations.SampleResult)
     await eventually(lambda: service.controller.context.quotas.view("alice")["requests"] == 0)
     assert isinstance(await alice.outcome(await alice.sample(sampler, 1, count=2)), operations.SampleResult)
+
+
+@pytest.mark.parametrize("settings", [{"tenant_request_tokens": 100}])
+async def test_tokens_of_waiting_generations_are_bounded(service: Service) -> None:
+    """4,096 prompts of a whole context were 5 GB of the service."""
+    worker = await join(service)
+    worker.generating.clear()
+    alice = await Client(service).begin()
+    sampler = await alice.sampler(None)
+    first = await alice.sample(sampler, 0, prompt=[5] * 40, count=2, max_tokens=20)
+    await eventually(lambda: len(worker.active) == 2)
+    with pytest.raises(TooManyRequests, match="80 tokens of yours wait or run, allowed: at most 100"):
+        await alice.sample(sampler, 1, prompt=[5] * 13, max_tokens=8)
+    await alice.sample(sampler, 2, prompt=[5] * 12, max_tokens=8)
+    worker.generating.set()
+    await alice.outcome(first)
+    assert refused(service) == {"request_tokens": 1}
+
+
+@pytest.mark.parametrize("settings", [{"tenant_queued_bytes": 11 * SIZE // 2, "session_commit_every": 2}])
+@pytest.mark.parametrize("waiting", [True, False])
+async def test_operations_in_memory_are_bounded(service: Service, waiting: bool) -> None:
+    """Those that wait, and those that would be repeated after the loss of a worker, were kept without bound."""
+    worker = await join(service)
+    alice, bob = await Client(service).begin(), await Client(service, "bob").begin()
+    if waiting:
+        await worker.die()
+    sent = [await alice.send(forward([5, 6, 7])) for _ in range(5)]
+    if not waiting:
+        assert isinstance(await alice.outcome(sent[-1]), operations.ForwardBackwardResult)
+    with pytest.raises(TooManyRequests, match="bytes of operations of yours wait, or belong to a step"):
+        await alice.sessions.submit("alice", alice.model, 6, forward([5, 6, 7]))
+    await bob.send(forward([5, 6, 7]))
+    if waiting:
+        await join(service, "another")
+    for _ in range(2):  # a step has room, and the second one's commit frees what the gradients took
+        assert isinstance(await alice.step(), operations.OptimStepResult)
+    assert isinstance(await alice.gradient(), operations.ForwardBackwardResult)
+    assert refused(service) == {"queued_bytes": 1}
+    assert isinstance(await alice.step(), operations.OptimStepResult)
+    await alice.save("all")
+    await eventually(lambda: service.controller.context.quotas.queued["alice"] == 0)
+
+
+@pytest.mark.parametrize("settings", [{"tenant_jobs": 1, "tenant_waiting_jobs": 2}])
+async def test_queued_jobs_are_bounded(service: Service) -> None:
+    await join(service)
+    for _ in range(3):
+        last, _ = await service.controller.submit("alice", job_of())
+    with pytest.raises(TooManyRequests, match="2 jobs of yours are queued, allowed: at most 2"):
+        await service.controller.submit("alice", job_of())
+    await service.controller.submit("bob", job_of())
+    await service.controller.pause("alice", last.id)
+    await service.controller.submit("alice", job_of())
+    with pytest.raises(TooManyRequests):
+        await service.controller.resume("alice", last.id)
+    assert refused(service) == {"waiting_jobs": 2}
+
+
+async def test_running_job_keeps_no_more_versions_than_its_tenant_may_store(service: Service) -> None:
+    await join(service)
+    await service.host().join()
+    await service.controller.limit_tenant("alice", {"adapters": 4})
+    checkpoints = {"keep_last": 1000}
+    greedy, _ = await service.controller.submit("alice", job_of(stop__steps=9, checkpoints=checkpoints))
+    await service.ends(greedy.id, "paused")
+    row = service.database.get_job("alice", greedy.id)
+    assert row.reason.startswith("you store 4 adapters, allowed: 4") and row.resumes
+    assert service.database.stored("alice")[0] == 4
+    with pytest.raises(TooManyRequests):
+        await service.controller.dry_run("alice", job_of())
+    await service.host(owner="bob").join()
+    other, _ = await service.controller.submit("bob", job_of(stop__steps=9, checkpoints=checkpoints))
+    await service.ends(other.id, tenant="bob")
+    await service.controller.limit_tenant("alice", {"adapters": 99})
+    await service.controller.resume("alice", greedy.id)
+    await service.ends(greedy.id)
 
 
 async def test_day_without_tokens_pauses_jobs_and_refuses_requests_until_the_next(service: Service) -> None:

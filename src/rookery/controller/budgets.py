@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rookery.limits import LimitSettings
-from rookery.spec.job import JobSpec
+from rookery.spec.job import EnvironmentSpec, JobSpec
 
 ROWS = {"rows": "dataset", "eval_rows": "eval_dataset"}
 """Options of a ``jsonl`` environment that hold rows, with the option that names their stored dataset."""
@@ -36,9 +36,9 @@ def job_problems(spec: JobSpec, limits: LimitSettings, refused: Counter[str]) ->
             f"environment: its options have {size} bytes without rows, allowed: at most {limits.options_bytes}"
             " (the service's ROOKERY_OPTIONS_BYTES)"
         )
-    algorithm, turns = spec.algorithm, 1 if spec.environment.id in SINGLE_TURN else spec.environment.max_turns
+    algorithm, turns = spec.algorithm, _turns(spec.environment.id, spec.environment.max_turns)
     groups = algorithm.groups_per_step * (algorithm.max_staleness + 1)
-    tokens = groups * algorithm.group_size * spec.sampling.max_tokens * turns
+    tokens = tokens_in_memory(spec.model_dump(include={"algorithm", "environment", "sampling"}))
     if tokens > limits.job_tokens:
         refused["job_tokens"] += 1
         problems.append(
@@ -47,6 +47,19 @@ def job_problems(spec: JobSpec, limits: LimitSettings, refused: Counter[str]) ->
             f" allowed: at most {limits.job_tokens} (the service's ROOKERY_JOB_TOKENS)"
         )
     return problems
+
+
+def tokens_in_memory(spec: Mapping[str, Any]) -> int:
+    """Sampled tokens that the groups of a stored job may hold at once."""
+    algorithm, environment = spec["algorithm"], spec["environment"]
+    groups = algorithm["groups_per_step"] * (algorithm["max_staleness"] + 1)
+    most = environment.get("max_turns", EnvironmentSpec.model_fields["max_turns"].default)
+    turns = _turns(environment["id"], most)
+    return int(groups * algorithm["group_size"] * spec["sampling"]["max_tokens"] * turns)
+
+
+def _turns(environment: str | None, most: int) -> int:
+    return 1 if environment in SINGLE_TURN else most
 
 
 def groups_at_once(spec: JobSpec, limits: LimitSettings) -> int:

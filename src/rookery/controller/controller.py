@@ -173,7 +173,7 @@ class Controller:
     async def submit(self, tenant: str, data: Any, key: str | None = None) -> tuple[JobView, bool]:
         """Validate a job, make it durable, start it; returns it and True. A repeated ``key`` returns the first job and
         False."""
-        await self.context.quotas.check_stored(tenant)
+        self.context.quotas.check_waiting_jobs(tenant, len(self.jobs.waiting_of(tenant)))
         spec, policies = await self._validator.check(tenant, data)
         dumped = spec.model_dump(mode="json")
         id, now = self.context.ids.new("job"), self.context.clock.time()
@@ -236,6 +236,7 @@ class Controller:
             row = await self.context.store.get_job(tenant, job)
             if by_itself and not row.resumes:
                 return
+            self.context.quotas.check_waiting_jobs(tenant, len(self.jobs.waiting_of(tenant)))
             runner = self.jobs.runners.get(job)
             if runner is not None and runner.unstored:
                 raise Unavailable(f"job {job} cannot resume: its pause could not be stored yet: {runner.unstored}")

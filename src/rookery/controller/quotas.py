@@ -22,7 +22,10 @@ from rookery.errors import TooManyRequests
 from rookery.limits import LimitSettings
 from rookery.storage.store import Store
 
-LIMITS = ("jobs", "requests", "adapters", "bytes", "tokens_per_day", "models", "requests_per_second")
+LIMITS = (
+    "jobs", "waiting_jobs", "requests", "request_tokens", "queued_bytes", "adapters", "bytes", "tokens_per_day",
+    "models", "requests_per_second",
+)  # fmt: skip
 """Limits of a tenant, by the name of the setting after ``tenant_``."""
 
 REFUSED = tuple(f"tenant_{name}" for name in LIMITS if name != "jobs")
@@ -33,9 +36,15 @@ DAY = 86400.0
 BURST_SECONDS = 5.0
 """A client that was quiet may send the requests of so many seconds at once, as one that opens its page does."""
 
-RETRY_SECONDS = {"requests": 2.0, "models": 30.0, "adapters": 60.0, "bytes": 60.0}
+RETRY_SECONDS = {
+    "requests": 2.0, "request_tokens": 2.0, "queued_bytes": 2.0, "models": 30.0, "waiting_jobs": 60.0, "adapters": 60.0,
+    "bytes": 60.0,
+}  # fmt: skip
 """When to try again: requests end within seconds, a base model is free when all work on it ends, and stored things
 stay until somebody deletes them."""
+
+OPERATION_BYTES = 4096
+"""Counted for each operation of a client in memory besides its data: the objects around it."""
 
 
 class Quotas:
@@ -53,6 +62,10 @@ class Quotas:
         self._refused = refused
         self._requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
         """By tenant and base model: generations of clients that wait or run."""
+        self._request_tokens: Counter[str] = Counter()
+        """By tenant: tokens that those hold at most."""
+        self.queued: Counter[str] = Counter()
+        """By tenant: bytes of operations that wait, or belong to a step that is not committed."""
         self._day = 0
         self._tokens: Counter[str] = Counter()
         """Tokens of the day ``_day`` by tenant."""
@@ -102,22 +115,45 @@ class Quotas:
             raise self._refuse("requests_per_second", f"more than {rate:g} requests in a second", (1 - left) / rate)
         self._allowance[tenant] = (now, left - 1)
 
-    def check_generation(self, tenant: str, model: str, count: int = 1) -> None:
-        """``count`` generations that a client asks for. Raises :class:`TooManyRequests`."""
+    def check_generation(self, tenant: str, model: str, tokens: int, count: int = 1) -> None:
+        """``count`` generations that a client asks for, of at most so many tokens. Raises :class:`TooManyRequests`."""
         self.check_tokens(tenant)
         self.check_model(tenant, model)
-        most, now = self.limit(tenant, "requests"), self._requests[tenant].total()
-        if now and now + count > most:
-            raise self._refuse("requests", f"{now} generations of yours wait or run, allowed: at most {most:g}")
+        now = self._requests[tenant].total()
+        self._check("requests", tenant, now, count, "generations of yours wait or run")
+        self._check("request_tokens", tenant, self._request_tokens[tenant], tokens, "tokens of yours wait or run")
+
+    def _check(self, name: str, tenant: str, now: float, more: float, what: str) -> None:
+        """Raises :class:`TooManyRequests` if ``more`` beside those there are ``now`` exceed a limit."""
+        most = self.limit(tenant, name)
+        if now and now + more > most:
+            raise self._refuse(name, f"{now:.0f} {what}, allowed: at most {most:.0f}")
 
     @contextmanager
-    def generating(self, tenant: str, model: str, count: int = 1) -> Iterator[None]:
+    def generating(self, tenant: str, model: str, tokens: int, count: int = 1) -> Iterator[None]:
         """``count`` generations of a client wait or run within."""
         self._requests[tenant][model] += count
+        self._request_tokens[tenant] += tokens
         try:
             yield
         finally:
             self._requests[tenant][model] -= count
+            self._request_tokens[tenant] -= tokens
+
+    def check_queued(self, tenant: str, size: int, *, data: bool) -> None:
+        """A client sends an operation of ``size`` bytes. Those without ``data``, such as the step that ends a gradient,
+        may take as much again. Raises :class:`TooManyRequests`."""
+        what = "bytes of operations of yours wait, or belong to a step that is not committed"
+        more = size if data else size - self.limit(tenant, "queued_bytes")
+        self._check("queued_bytes", tenant, self.queued[tenant], more, what)
+
+    def count_queued(self, tenant: str, size: int) -> None:
+        """The tenant's operations in memory have ``size`` bytes more."""
+        self.queued[tenant] += size
+
+    def check_waiting_jobs(self, tenant: str, now: int) -> None:
+        """The tenant, ``now`` jobs of which are queued, wants to run another one. Raises :class:`TooManyRequests`."""
+        self._check("waiting_jobs", tenant, now, 1, "jobs of yours are queued")
 
     def models(self, tenant: str) -> set[str]:
         """The base models that the tenant uses now."""

@@ -59,8 +59,9 @@ class JobValidator:
 
     async def check(self, tenant: str, data: Any) -> tuple[JobSpec, list[PolicyRow]]:
         """The job spec in ``data`` with its model's canonical name, and its policies, whose ``job`` is set once it has
-        an id. Raises :class:`SpecError`."""
+        an id. Raises :class:`SpecError`, or :class:`TooManyRequests` where the tenant may store no more."""
         context = self._context
+        await context.quotas.check_stored(tenant)
         spec = await asyncio.to_thread(parse_job, data)
         problems = []
         model = spec.base_model

@@ -268,7 +268,10 @@ class TenantLimits(RequestModel):
     them."""
 
     jobs: Limit = None
+    waiting_jobs: Limit = None
     requests: Limit = None
+    request_tokens: Limit = None
+    queued_bytes: Limit = None
     adapters: Limit = None
     bytes: Limit = None
     tokens_per_day: Limit = None

@@ -70,7 +70,8 @@ class TrainingJob:
         return self.policy.ref(self.policy.head.version)
 
     async def run(self) -> str:
-        """Train until a stop condition holds; returns which."""
+        """Train until a stop condition holds; returns which. Raises :class:`TooManyRequests` before a step that needs
+        room for one version more, where the tenant may store no more."""
         seeding, policy = self._controller.seeding, self.policy.row.id
         algorithm = self.spec.algorithm
         seeding.join(policy, overlaps=algorithm.max_staleness > 0 or algorithm.micro_batch > 0)
@@ -86,6 +87,8 @@ class TrainingJob:
                     while groups := await self._next_groups():
                         await self._forward_backward(groups)
                     if not self._next.missing:
+                        if self.policy.grows:
+                            await self._controller.quotas.check_stored(self._job.row.tenant)
                         manifest = await self._optim_step()
                         if manifest is not None:
                             await self._commit(manifest)

@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 
 from rookery import protocol
 from rookery.aio import Clock, Signal
+from rookery.controller import budgets
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentFailed
 from rookery.controller.jobs.groups import JobPaused
@@ -23,7 +24,7 @@ from rookery.controller.quotas import Quotas
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.validation import JobValidator
 from rookery.controller.views import JobState
-from rookery.errors import RookeryError, StorageFull, Unavailable, UserError, shortage
+from rookery.errors import RookeryError, StorageFull, TooManyRequests, Unavailable, UserError, shortage
 from rookery.limits import LimitSettings
 from rookery.spec.job import JobSpec
 from rookery.storage.models import JobRow
@@ -93,8 +94,8 @@ class JobRunner:
         except BaseException as error:
             cause = _first(error)
             cause = shortage(cause) or cause
-            self.outage = isinstance(cause, Unavailable | StorageFull)
-            if isinstance(cause, JobPaused | Unavailable | StorageFull | EnvironmentFailed):
+            self.outage = isinstance(cause, Unavailable | StorageFull | TooManyRequests)
+            if isinstance(cause, JobPaused | Unavailable | StorageFull | TooManyRequests | EnvironmentFailed):
                 return "paused", str(cause)
             if isinstance(cause, RookeryError):
                 return "failed", str(cause)
@@ -245,27 +246,36 @@ class JobAdmission:
     def admitted(self, tenant: str) -> list[JobRow]:
         """The waiting jobs of the tenant that may start now, the first to come first; they wait no longer."""
         admitted: list[JobRow] = []
-        models = self._quotas.models(tenant)
+        models, running = self._quotas.models(tenant), self._running(tenant)
         for row in self._jobs.waiting_of(tenant):
-            if not self._obstacle(row, models, len(admitted)):
+            if not self._obstacle(row, models, running):
                 del self._jobs.waiting[row.id]
                 admitted.append(row)
                 models.add(row.spec["base_model"])
+                running.append(budgets.tokens_in_memory(row.spec))
         return admitted
+
+    def _running(self, tenant: str) -> list[int]:
+        """The tokens that each of the tenant's running jobs may hold."""
+        rows = [runner.row for runner in self._jobs.runners.values()]
+        return [budgets.tokens_in_memory(row.spec) for row in rows if row.tenant == tenant]
 
     def waits_for(self, row: JobRow) -> str:
         """Why a waiting job may not start, and its place."""
-        obstacle = self._obstacle(row, self._quotas.models(row.tenant), 0)
+        obstacle = self._obstacle(row, self._quotas.models(row.tenant), self._running(row.tenant))
         place = [one.id for one in self._jobs.waiting_of(row.tenant)].index(row.id) + 1
         return f"{obstacle or 'its turn'} (place {place})"
 
-    def _obstacle(self, row: JobRow, models: set[str], starting: int) -> str:
+    def _obstacle(self, row: JobRow, models: set[str], running: list[int]) -> str:
+        """``running``: the tokens of each running job of the tenant."""
         tenant, quotas = row.tenant, self._quotas
-        running = sum(runner.row.tenant == tenant for runner in self._jobs.runners.values()) + starting
         if reason := quotas.used_up(tenant):
             return f"the next day: {reason}"
-        if running >= quotas.limit(tenant, "jobs"):
+        if len(running) >= quotas.limit(tenant, "jobs"):
             return f"one of the tenant's {quotas.limit(tenant, 'jobs'):g} running jobs to end"
+        tokens, most = sum(running), 2 * self._limits.job_tokens
+        if running and tokens + budgets.tokens_in_memory(row.spec) > most:
+            return f"running jobs of the tenant to end, which may hold {tokens} tokens in memory, of {most}"
         if row.spec["base_model"] not in models and len(models) >= quotas.limit(tenant, "models"):
             return f"one of the tenant's {quotas.limit(tenant, 'models'):g} base models in use to be free"
         return ""

@@ -126,10 +126,11 @@ class Completions:
             ttft_ms=ttft,
             tpot_ms=tpot,
         )
-        context.quotas.check_generation(tenant, target.model)
+        tokens = len(generate.prompt) + generate.max_tokens
+        context.quotas.check_generation(tenant, target.model, tokens)
         self._provide(target.model)
         async with context.collector.pin(target.adapter):
-            with self._pinned(target.adapter), context.quotas.generating(tenant, target.model):
+            with self._pinned(target.adapter), context.quotas.generating(tenant, target.model, tokens):
                 return await context.rollouts.sample(SamplingRequest(tenant, name, target.model, generate), on_tokens)
 
     async def sample(

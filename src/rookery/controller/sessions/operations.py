@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from rookery import protocol
+from rookery.controller.quotas import OPERATION_BYTES
 from rookery.storage.models import CheckpointKind
 
 
@@ -23,6 +24,11 @@ class Operation(msgspec.Struct, omit_defaults=True, kw_only=True, tag=True):
     def adds_gradient(self) -> bool:
         """Whether it adds to the training run's gradient if it succeeds."""
         return False
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory while it waits."""
+        return OPERATION_BYTES
 
 
 class CreateModel(Operation):
@@ -46,6 +52,10 @@ class ForwardBackwardOperation(Operation, tag="Compute"):
     @property
     def adds_gradient(self) -> bool:
         return not self.forward_only
+
+    @property
+    def size(self) -> int:
+        return OPERATION_BYTES + len(self.batch)
 
 
 class InvalidOperation(Operation, tag="Refused"):
@@ -89,6 +99,10 @@ class LoadState(Operation):
     optimizer: bool
 
 
+LONG_ANSWER = 8192
+"""Tokens that an answer without a limit, or with a higher one, counts as: hardly any is longer."""
+
+
 class Sample(Operation):
     sampler: str
     prompt: list[int]
@@ -103,6 +117,11 @@ class Sample(Operation):
     last: int | None = None
     """Score only this many of the prompt's last tokens."""
     topk: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens that it holds, as far as they count."""
+        return len(self.prompt) + self.count * min(self.max_tokens or LONG_ANSWER, LONG_ANSWER)
 
 
 AnyOperation = (

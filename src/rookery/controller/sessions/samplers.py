@@ -197,7 +197,7 @@ class Samplers:
         await self._futures.finish(future, result)
 
     async def _sample(self, future: Future, operation: Sample, row: SamplerRow) -> SampleResult:
-        with self._context.quotas.generating(row.tenant, row.base_model, operation.count):
+        with self._context.quotas.generating(row.tenant, row.base_model, operation.tokens, operation.count):
             adapter = await self._adapter(row)
             async with self._context.collector.pin(adapter):
                 return await self._generate_all(future, operation, row, adapter)

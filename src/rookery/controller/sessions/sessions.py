@@ -316,12 +316,17 @@ class Sessions:
             await self._context.quotas.check_stored(tenant)
         self._provide(run.row.base_model)
         number = run.last_seq + 1 if seq is None else seq
-        future, created = await self.futures.open(tenant, f"{id}/{number}", operation, id, number)
-        if created:
-            try:
-                run.enqueue(future, operation)
-            except UserError as error:
-                await self.futures.finish(future, OperationFailed(error=str(error), category="user"))
+        name, size, quotas = f"{id}/{number}", operation.size, self._context.quotas
+        if self.futures.find(tenant, name) is None:
+            quotas.check_queued(tenant, size, data=isinstance(operation, ForwardBackwardOperation))
+        quotas.count_queued(tenant, size)  # until it is in the queue, which counts it
+        try:
+            future, created = await self.futures.open(tenant, name, operation, id, number)
+            problem = run.enqueue(future, operation) if created else ""
+        finally:
+            quotas.count_queued(tenant, -size)
+        if problem:
+            await self.futures.finish(future, OperationFailed(error=problem, category="user"))
         return future.id
 
     # --- samplers and checkpoints -------------------------------------------------------------------------------------
@@ -341,7 +346,7 @@ class Sessions:
         """Sample ``operation.count`` texts; returns the request's id."""
         row = await self._context.store.get_sampler(tenant, operation.sampler)
         await self._require_open(tenant, row.session)
-        self._context.quotas.check_generation(tenant, row.base_model, operation.count)
+        self._context.quotas.check_generation(tenant, row.base_model, operation.tokens, operation.count)
         self._provide(row.base_model)
         future, created = await self.futures.open(tenant, f"{row.id}/{number}", operation, seq=number)
         if created:

@@ -63,6 +63,7 @@ class TrainingRun:
         self._idle = False
         """The task waits for an operation, or for the client."""
         self._suspended = False
+        self._logged = 0  # bytes of the trainer's log, as the tenant's quota counts them
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -79,6 +80,7 @@ class TrainingRun:
             else:
                 self._queue.next = row.seq + 1
                 self._replay(row.seq, operations.decode_operation(row.call), operations.decode_result(row.outcome))
+        self._count_bytes()
         self._task = asyncio.create_task(self._run(), name=f"training run {self.row.id}")
 
     async def _refuse_head(self, error: CorruptArtifact) -> None:
@@ -110,6 +112,7 @@ class TrainingRun:
         """The run gets no more operations: release all that it holds in workers."""
         await self.stop()
         self._trainer.forget()  # before the slot is released, which would offload the state
+        self._count_bytes()
         self._slots.release(self._holder)
 
     async def stop(self) -> None:
@@ -142,14 +145,21 @@ class TrainingRun:
         """The highest sequence number that arrived."""
         return self._queue.last
 
-    def enqueue(self, future: Future, operation: operations.AnyOperation) -> None:
-        """Execute ``operation`` in its turn. Raises :class:`UserError` for a sequence number that was used before."""
+    def enqueue(self, future: Future, operation: operations.AnyOperation) -> str:
+        """Execute ``operation`` in its turn; the reason if its sequence number was used before."""
         future.status = lambda: self._status(future)
         try:
             self._queue.put(future.seq, (future, operation))
         except ValueError as error:
-            raise UserError(f"model {self.row.id}: {error}") from None
+            return f"model {self.row.id}: {error}"
+        self._context.quotas.count_queued(self.row.tenant, operation.size)
         self._arrived.set()
+        return ""
+
+    def _count_bytes(self, queued: int = 0) -> None:
+        """The queue has so many bytes more; the trainer's log may have changed."""
+        known, self._logged = self._logged, self._trainer.logged_bytes
+        self._context.quotas.count_queued(self.row.tenant, queued + self._logged - known)
 
     def _status(self, future: Future) -> QueueStatus:
         fleet, model, missing = self._context.fleet, self.row.base_model, self._queue.missing
@@ -175,11 +185,12 @@ class TrainingRun:
             self._give_up(f"request {missing} of model {self.row.id} has not arrived for {seconds:.0f} s")
 
     def _give_up(self, error: str) -> int:
-        futures = [future for future, _ in self._queue.flush()]
+        instead, given_up = operations.InvalidOperation(error=error), self._queue.flush()
         self._gradient_error = error
-        self._given_up.extend((future, operations.InvalidOperation(error=error)) for future in futures)
+        self._given_up.extend((future, instead) for future, _ in given_up)
+        self._count_bytes(sum(instead.size - operation.size for _, operation in given_up))
         self._arrived.set()
-        return len(futures)
+        return len(given_up)
 
     async def _run(self) -> None:
         while True:
@@ -209,6 +220,7 @@ class TrainingRun:
             result = failure(future, error)
         if isinstance(result, operations.OperationFailed):
             self._on_failure(operation, result)
+        self._count_bytes(-operation.size)
         if result is not None:
             trace = operation.adds_gradient or isinstance(operation, operations.OptimStepOperation)
             await self._futures.finish(future, result, trace=trace)
@@ -376,6 +388,7 @@ class TrainingRun:
             self._trainer.forget()
         else:
             self._trainer.committed(ref)
+        self._count_bytes()
         if future is not None and result is not None:
             self._futures.deliver(future, result, len(content))
         await self._versions.retire()

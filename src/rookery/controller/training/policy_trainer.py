@@ -21,6 +21,7 @@ import msgspec
 
 from rookery import protocol
 from rookery.controller.fleet.worker import Worker
+from rookery.controller.quotas import OPERATION_BYTES
 from rookery.controller.training.dispatcher import TrainingDispatcher, TrainingFailed
 from rookery.controller.training.shares import join_batches, join_metrics, split_batch
 from rookery.storage.models import PolicyRow
@@ -159,6 +160,12 @@ class PolicyTrainer:
     def begun(self) -> bool:
         """Whether a gradient was begun since the last step."""
         return self._stepped < len(self._log)
+
+    @property
+    def logged_bytes(self) -> int:
+        """Of the operations since the last commit, in memory for a replay."""
+        data = sum(len(entry.batch) for entry in self._log if isinstance(entry, ForwardRequest))
+        return OPERATION_BYTES * len(self._log) + data
 
     def committed(self, ref: protocol.AdapterRef) -> None:
         """``ref`` is durable in the database: the next step begins from it."""

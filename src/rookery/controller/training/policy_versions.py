@@ -101,6 +101,12 @@ class PolicyVersions:
         return self._versions[version].step
 
     @property
+    def grows(self) -> bool:
+        """Whether retention keeps one version more after the next commit."""
+        kept = sum(row.kept for row in self._versions.values())
+        return self._checkpoints is not None and kept < self._checkpoints.keep_last
+
+    @property
     def history(self) -> list[VersionRow]:
         """Every version of a job, oldest first."""
         return list(self._versions.values())
