@@ -96,7 +96,8 @@ def shortage(error: BaseException, disk: str = "a disk of the service") -> Stora
     None for any other."""
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         return StorageFull(f"{disk} is full; free some space, nothing was half-written")
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in RUN_OUT):
+    no_thread = isinstance(error, RuntimeError) and "can't start new thread" in str(error)
+    if no_thread or isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in RUN_OUT):
         return Unavailable(f"the service has run out of a resource for now ({error or 'memory'})")
     return None
 

@@ -1,13 +1,16 @@
-"""A service that runs out of file descriptors, or whose disk takes no more: what asked for them waits, and goes on by
-itself when they are back. The service is a process of its own, whose limits the tests change while it runs."""
+"""A service that runs out of file descriptors or memory, or whose disk takes no more: what asked for them waits, and
+goes on by itself when they are back. The service is a process of its own, whose limits the tests change while it runs.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -71,3 +74,50 @@ def test_job_waits_for_what_has_run_out_and_goes_on_by_itself(
         while (now := view())["step"] <= max(short["step"], 2) or now["state"] != "running":
             assert now["state"] != "failed", now
             time.sleep(0.1)
+
+
+@pytest.mark.heavy
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="changing another process's limits is Linux's")
+def test_requests_that_find_no_memory_fail_alone(
+    process: tuple[subprocess.Popen[str], httpx.Client], tmp_path: Path
+) -> None:
+    """With a few megabytes left, large requests are refused, and another tenant's job goes on, at the latest when the
+    memory is back."""
+    served, client = process
+    url, token = str(client.base_url).rstrip("/"), (tmp_path / "data" / "worker.token").read_text().strip()
+    tenant = client.post("/api/v1/tenants", json={"name": "greedy"}).json()["id"]
+    key = client.post(f"/api/v1/tenants/{tenant}/keys", json={}).json()["key"]
+    rows = [{"prompt": "x" * 1000, "answer": ""}] * 12_000
+    large = json.dumps(job(environment={"id": "jsonl", "rows": rows, "verifier": "exact"})).encode()
+
+    def view() -> dict[str, Any]:
+        answer = client.get(f"/api/v1/jobs/{id}")
+        return answer.json() if answer.status_code == 200 else {"state": "?", "step": 0}
+
+    headers = {"X-API-Key": key, "Content-Type": "application/json"}
+
+    def ask() -> int:
+        """The status of the answer; 0 where the connection was closed."""
+        try:
+            return httpx.post(f"{url}/api/v1/jobs/dry-run", headers=headers, content=large, timeout=60).status_code
+        except httpx.TransportError:
+            return 0
+
+    with ScriptedWorker(url, token, tokenizer(tmp_path)):
+        id = client.post("/api/v1/jobs", json=job(stop={"steps": 100_000})).json()["id"]
+        while view()["step"] < 2:
+            time.sleep(0.05)
+        before = resource.prlimit(served.pid, resource.RLIMIT_AS)
+        held = int(Path(f"/proc/{served.pid}/statm").read_text().split()[0]) * resource.getpagesize()
+        answers: Counter[int] = Counter()
+        for left in (32 << 20, 16 << 20, 8 << 20):  # enough to receive a request, but not to read it; or not even that
+            resource.prlimit(served.pid, resource.RLIMIT_AS, (held + left, before[1]))
+            answers.update(ask() for _ in range(5))
+            assert served.poll() is None
+        resource.prlimit(served.pid, resource.RLIMIT_AS, before)
+        assert answers[503] and answers.keys() <= {0, 200, 400, 503}, answers
+        short = view()
+        while (now := view())["step"] <= max(short["step"], 2) or now["state"] != "running":
+            assert now["state"] != "failed", now
+            time.sleep(0.1)
+        assert ask() == 200

@@ -20,6 +20,7 @@ import msgspec
 from fastapi import HTTPException, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rookery.errors import shortage
 from rookery.settings import Settings
 
 T = TypeVar("T")
@@ -134,12 +135,17 @@ class BoundedRequest(Request):
 async def read_json(request: Request) -> Any:
     """The value of a JSON body. Raises :class:`BodyRefused`, and :class:`json.JSONDecodeError` for other text."""
     context = request.app.state.context
-    edge, body = context.settings.edge, await request.body()
+    edge = context.settings.edge
     try:
+        body = await request.body()
         return await off_loop(context.parsing, len(body), lambda: parse(body, edge.json_items, edge.json_depth))
     except BodyRefused:
         context.refusals["bodies_refused"] += 1
         raise
+    except (MemoryError, RuntimeError) as error:
+        if (short_of := shortage(error)) is None:
+            raise
+        raise HTTPException(short_of.status, str(short_of)) from None  # FastAPI answers other errors with 400
 
 
 async def off_loop(turn: asyncio.Semaphore, size: int, work: Callable[[], T]) -> T:

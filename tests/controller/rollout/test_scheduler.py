@@ -338,6 +338,7 @@ async def test_a_synchronous_job_begins_with_a_probe_of_each_group(
 
 
 async def test_a_worker_holds_its_rows_and_a_few_more(tmp_path: Path) -> None:
+    """However many rollouts a job has; and chats, which do not wait for rollouts, as many as it has rows."""
     room = Room(tmp_path, dispatch_ahead=3)
     workers = [await room.worker(name, max_rows=2) for name in ("a", "b")]
     for worker in workers:
@@ -345,6 +346,11 @@ async def test_a_worker_holds_its_rows_and_a_few_more(tmp_path: Path) -> None:
     replies = [room.sample(number) for number in range(14)]
     await eventually(lambda: sum(len(w.active) for w in workers) == 10)
     assert room.rollouts.waiting() == 4
+    replies += [room.sample(number, "b", "chat", interactive=True, episode="") for number in range(20, 29)]
+    await eventually(lambda: sum(len(w.active) for w in workers) == 14)
+    await settle()
+    assert room.rollouts.waiting() == 9
+    assert [room.rollouts.pool.outstanding(worker) for worker in room.fleet.all()] == [7, 7]
     for worker in workers:
         worker.generating.set()
     await asyncio.gather(*replies)
