@@ -206,6 +206,7 @@ def _trainer(place: _Place, backbone: Backbone) -> Trainer:
         slice_tokens=place.slice_tokens,
         base_model=place.name,
         memory_bytes=budget.training_states * (processes if place.device.type == "cuda" else 1),
+        max_tokens=backbone.limits.max_tokens,
         exports=settings.cache / ADAPTERS,
         claim=packed.states.claim if processes == 1 else None,
     )

@@ -177,7 +177,10 @@ class PackedTrainer:
         try:
             packed = [PackedGroup.from_group(group) for group in batch.groups]
             packed += [PackedGroup.from_datum(datum) for datum in batch.data]
-            groups = [piece for group in packed if group.targets for piece in self._split(self._checked(group))]
+            for group in packed:
+                if group.targets:
+                    group.check(self._backbone.context, self._backbone.vocab, self._limits.max_tokens)
+            groups = [piece for group in packed if group.targets for piece in self._split(group)]
             check_loss(op.loss)
         except ValueError as error:
             groups = None
@@ -333,15 +336,6 @@ class PackedTrainer:
 
     def _finish(self, op: str, error: str, category: Literal["stale", "failed", "lost"]) -> None:
         self._results.append(TrainerResult(op, error, category))
-
-    def _checked(self, group: PackedGroup) -> PackedGroup:
-        """``group``. Raises ``ValueError`` if this model cannot read it, ``MemoryError`` if memory does not hold it."""
-        group.check(self._backbone.context, self._backbone.vocab)
-        longest = len(group.prompt) + max(map(len, group.tails), default=0)
-        if longest > self._limits.max_tokens:
-            limit = f"the {self._limits.max_tokens} that fit this worker's memory"
-            raise MemoryError(f"a trajectory of {longest} tokens is longer than {limit}")
-        return group
 
     def _split(self, group: PackedGroup) -> list[PackedGroup]:
         max_tokens = max(self.slice_tokens, int(len(group.prompt) / PROMPT_SHARE))

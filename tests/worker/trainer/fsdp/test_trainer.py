@@ -51,7 +51,9 @@ def pair(model: Path) -> Iterator[TrainingGroup]:
 
 
 def sharded(group: TrainingGroup, exports: Path, **given: object) -> FsdpTrainer:
-    options: dict[str, object] = {"max_rank": 16, "slice_tokens": 64, "base_model": "small", "memory_bytes": 1 << 30}
+    options: dict[str, object] = {
+        "max_rank": 16, "slice_tokens": 64, "base_model": "small", "memory_bytes": 1 << 30, "max_tokens": 512,
+    }  # fmt: skip
     return FsdpTrainer(lambda: group, group.options.model, exports=exports, **(options | given))  # type: ignore[arg-type]
 
 
@@ -256,6 +258,11 @@ def test_refusals(pair: TrainingGroup, tmp_path: Path) -> None:
     trainer.evict("p")
     assert trainer.drain()[0].category == "lost"
     trainer.load("q", 1, ref("v0", 0), tmp_path / "v0")
+    small = sharded(pair, tmp_path, max_tokens=4)
+    small.load("p", 1, ref("v0", 0), tmp_path / "v0")
+    small.forward_backward(protocol.ForwardBackward(op="f", loss=AIPO, steps=0, **common), batch(0))
+    [result] = small.drain()
+    assert result.category == "lost" and "the 4 that fit this worker's memory" in result.error
 
 
 def test_plan_covers_every_sequence_once_within_the_slice() -> None:

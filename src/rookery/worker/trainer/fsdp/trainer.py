@@ -78,12 +78,14 @@ class FsdpTrainer:
         slice_tokens: int,
         base_model: str,
         memory_bytes: int,
+        max_tokens: int,
         exports: Path,
         claim: Callable[[int], None] | None = None,
     ) -> None:
         """``start()`` launches the group, when the first policy is loaded. ``model`` is the prepared folder,
         ``base_model`` its name in exported adapters. The group's states take at most ``memory_bytes``, each size
-        after ``claim(size)``, which may raise ``NoRoom``. Versions are written below ``exports`` first."""
+        after ``claim(size)``, which may raise ``NoRoom``; a process holds a pass of ``max_tokens``. Versions are
+        written below ``exports`` first."""
         self._start = start
         self._group: TrainingGroup | None = None
         self._model = model
@@ -93,6 +95,7 @@ class FsdpTrainer:
         self._slice_tokens = slice_tokens
         self._base_model = base_model
         self._memory_bytes = memory_bytes
+        self._max_tokens = max_tokens
         self._exports = exports
         self._claim = claim
         self._policy = ""
@@ -218,7 +221,8 @@ class FsdpTrainer:
     def forward_backward(
         self, op: protocol.ForwardBackward, batch: protocol.TrainingBatch, gradients: Sequence[Path] = ()
     ) -> None:
-        """A batch that cannot be computed gets its result at once."""
+        """A batch that cannot be computed gets its result at once: ``failed``, or ``lost`` if memory does not hold
+        it."""
         groups: list[PackedGroup] | None = None
         try:
             if op.commit or gradients:
@@ -226,13 +230,13 @@ class FsdpTrainer:
             groups = [PackedGroup.from_group(group) for group in batch.groups]
             groups += [PackedGroup.from_datum(datum) for datum in batch.data]
             for group in groups:
-                group.check(self._config.context, self._config.vocab)
+                group.check(self._config.context, self._config.vocab, self._max_tokens)
             check_loss(op.loss)
             if op.kl_weight and not op.parent.rank:
                 raise ValueError("kl_weight: a full-parameter policy has no base model to compare with")
-        except ValueError as error:
+        except (ValueError, MemoryError) as error:
             groups = None
-            self._finish(op.op, str(error), "failed")
+            self._finish(op.op, str(error), "lost" if isinstance(error, MemoryError) else "failed")
         self._enqueue(QueuedBatch(op, groups))
 
     def optim_step(self, op: protocol.OptimStep) -> None:

@@ -100,14 +100,18 @@ class PackedGroup:
             [0] * len(datum.rows),
         )  # fmt: skip
 
-    def check(self, context: int, vocab: int) -> None:
-        """Raises ``ValueError`` if a model with this context and vocabulary cannot read it."""
+    def check(self, context: int, vocab: int, max_tokens: int) -> None:
+        """Raises ``ValueError`` if a model with this context and vocabulary cannot read it, ``MemoryError`` if a
+        trajectory has more than ``max_tokens``, which fit the memory of a pass."""
         longest = len(self.prompt) + max(map(len, self.tails), default=0)
         if longest > context:
             raise ValueError(f"a trajectory of {longest} tokens is longer than the model's context of {context}")
         read = [*self.prompt, *self.targets, *(token for tail in self.tails for token in tail)]
         if read and (min(read) < 0 or max(read) >= vocab):
             raise ValueError(f"a token id is outside of the vocabulary of {vocab}")
+        if longest > max_tokens:
+            limit = f"the {max_tokens} that fit this worker's memory"
+            raise MemoryError(f"a trajectory of {longest} tokens is longer than {limit}")
 
     def split(self, max_tokens: int, max_memory: float, copied_key_share: float) -> list[PackedGroup]:
         """Pieces of consecutive members with the whole prompt each: of one member, or of at most ``max_tokens`` tokens
