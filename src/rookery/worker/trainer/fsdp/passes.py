@@ -9,20 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rookery import protocol
 from rookery.worker.trainer.native.packing import PackedGroup
-
-
-@dataclass(frozen=True)
-class TrainingSequence:
-    """A trajectory as it is read, prompt included; the other lists are parallel to ``targets``, and ``rows`` are the
-    positions that predict them."""
-
-    tokens: list[int]
-    rows: list[int]
-    targets: list[int]
-    logprobs: list[float]
-    advantages: list[float]
-    weights: list[float]
 
 
 @dataclass(frozen=True)
@@ -33,8 +21,8 @@ class PassResult:
     logprobs: list[Tensor]
 
 
-def sequences_of(group: PackedGroup) -> list[TrainingSequence]:
-    """The trajectories of a group, in order, each with its own copy of the prompt. Together they have the group's
+def sequences_of(group: PackedGroup) -> list[protocol.Datum]:
+    """The trajectories of a group, in order, each with a copy of the prompt. Together they have the group's
     targets in the group's order."""
     found, start, at, length = [], len(group.prompt), 0, len(group.prompt)
     for tail in group.tails:
@@ -44,7 +32,7 @@ def sequences_of(group: PackedGroup) -> list[TrainingSequence]:
         loss = slice(first, at)
         rows = [source if source < length else source - start + length for source in group.sources[loss]]
         found.append(
-            TrainingSequence(
+            protocol.Datum(
                 tokens=[*group.prompt, *tail],
                 rows=rows,
                 targets=group.targets[loss],

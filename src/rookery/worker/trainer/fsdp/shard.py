@@ -36,7 +36,7 @@ from rookery.worker.trainer.fsdp.module import (
     weights_of,
     whole,
 )
-from rookery.worker.trainer.fsdp.passes import PassResult, TrainingSequence
+from rookery.worker.trainer.fsdp.passes import PassResult
 from rookery.worker.trainer.native.microbatch import agreement
 from rookery.worker.trainer.native.optim import CLIP_EPS, MOMENTS, AdapterExport
 
@@ -124,7 +124,7 @@ class PolicyShard:
         self._optimizer.zero_grad(set_to_none=False)
         self._nonfinite = False
 
-    def forward_backward(self, op: protocol.ForwardBackward, sequences: Sequence[TrainingSequence]) -> PassResult:
+    def forward_backward(self, op: protocol.ForwardBackward, sequences: Sequence[protocol.Datum]) -> PassResult:
         """One pass over this process's sequences; with ``op.forward_only`` no gradient is computed."""
         assert self._module is not None
         lengths = [len(sequence.tokens) for sequence in sequences]
@@ -192,6 +192,6 @@ class PolicyShard:
         return torch.tensor([value for row in values for value in row], dtype=dtype, device=self._device)
 
 
-def _loss_columns(sequences: Sequence[TrainingSequence]) -> list[list[list[float]]]:
+def _loss_columns(sequences: Sequence[protocol.Datum]) -> list[list[list[float]]]:
     """In the order of a loss's arguments."""
     return [[s.logprobs for s in sequences], [s.advantages for s in sequences], [s.weights for s in sequences]]

@@ -31,7 +31,7 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import WEIGHTS
 from rookery.worker.trainer.base import Export, TrainerResult
 from rookery.worker.trainer.fsdp import versions
-from rookery.worker.trainer.fsdp.passes import PassResult, TrainingSequence, plan_passes, sequences_of
+from rookery.worker.trainer.fsdp.passes import PassResult, plan_passes, sequences_of
 from rookery.worker.trainer.native.microbatch import Queued, QueuedBatch, check_loss, operation_of
 from rookery.worker.trainer.native.optim import AdapterExport
 from rookery.worker.trainer.native.packing import PackedGroup
@@ -294,7 +294,7 @@ class FsdpTrainer:
         assert self._group is not None
         began = time.perf_counter()
         processes, tokens = self._group.options.processes, 0
-        sequences: list[TrainingSequence] = []
+        sequences: list[protocol.Datum] = []
         while batch.groups and (not sequences or tokens + batch.groups[0].tokens <= self._slice_tokens * processes):
             group = batch.groups.popleft()
             tokens += group.tokens
