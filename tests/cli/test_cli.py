@@ -325,7 +325,7 @@ def test_tenants_keys_and_costs(
             assert call(*refused) == 2
         assert "administrator" in capsys.readouterr().err
     assert call("tenants", "limit", "ada", "jobs=3", "weight=2") == 0
-    assert "ada: jobs 3*, requests 4096, " in capsys.readouterr().out
+    assert "ada: jobs 3*, waiting_jobs 1000, requests 4096, " in capsys.readouterr().out
     assert call("tenants", "list") == 0
     assert "jobs 3, weight 2" in " ".join(capsys.readouterr().out.split())
     assert call("tenants", "limit", "ada", "weight=default") == 0

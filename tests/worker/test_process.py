@@ -829,8 +829,8 @@ def test_pulled_bytes_are_progress_only_while_nothing_computes() -> None:
 HANGS = """
 import time
 from rookery.worker.engine.native.engine import NativeEngine
-from rookery.worker.trainer.native.trainer import NativeTrainer
-NativeEngine.step = NativeTrainer.step = lambda self: time.sleep(3600)
+from rookery.worker.trainer.packed_trainer import PackedTrainer
+NativeEngine.step = PackedTrainer.step = lambda self: time.sleep(3600)
 """
 
 

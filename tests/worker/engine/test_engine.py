@@ -11,6 +11,7 @@ from tests.support.tiny import small, smollm2, smollm2_folder
 
 from rookery import protocol
 from rookery.tokenization.chat import Chat
+from rookery.worker.engine.native import kv_cache
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.request import StopStrings
 from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
@@ -238,6 +239,17 @@ def test_an_evicted_adapter_serves_its_requests_to_the_end() -> None:
     assert len(engine.bank) == 0
     with pytest.raises(ValueError, match="not resident"):
         engine.submit(order("again", adapter=ref))
+
+
+def test_caches_of_ended_episodes_do_not_fill_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even those of an adapter in constant use, such as the first version of many jobs."""
+    engine, now, sizes = make(), 0.0, []
+    monkeypatch.setattr(kv_cache.time, "monotonic", lambda: now)
+    for i in range(30):
+        generate(engine, episode=f"e{i}", prompt=[i, 2, 3, 4])
+        sizes.append(engine.memory()["kv_cache"].used)
+        now += kv_cache.RETAIN_SECONDS / 8
+    assert sizes[0] < sizes[4] < sizes[8] == sizes[9] == sizes[29]
 
 
 def test_slices_are_bounded_and_take_turns() -> None:

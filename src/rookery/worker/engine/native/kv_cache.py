@@ -6,13 +6,14 @@ Promises:
 * A segment (the shared prompt of a group, or the private tail of one request) is one range, and the pool's tensors
   never move, so that plans, kernels and CUDA graphs may hold addresses.
 * Ranges never exceed the budget. A segment that no request uses can be *retained*: it stays where it is, is restored
-  for a later request, and is evicted, least recently used first, when its range is needed.
+  for a later request, and is evicted, least recently used first, when its range is needed, or when it is old.
 * No one reads a token that its owner has not written. So ranges are not zeroed, and memory is touched only where a
   segment has been.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,6 +27,10 @@ from rookery.worker.model.batch_invariance import LANES, key_capacity
 SCRATCH = 0
 """A token that belongs to no segment: padding reads it, and the padding rows of a GPU's batch write it."""
 
+RETAIN_SECONDS = 180.0
+"""A retained segment is evicted after this time: nobody says which episodes and groups have ended, and those of an
+adapter in constant use would fill the whole budget. A later turn costs one prefill."""
+
 
 @dataclass(eq=False)
 class KVSlot:
@@ -37,10 +42,11 @@ class KVSlot:
 
 @dataclass(frozen=True)
 class RetainedSegment:
-    """A segment that no request uses, and its owner's metadata."""
+    """A segment that no request uses, its owner's metadata, and when it was retained."""
 
     slot: KVSlot
     metadata: Any
+    since: float
 
 
 class CacheShape(Protocol):
@@ -138,10 +144,12 @@ class SegmentStore:
 
     def retain(self, slot: KVSlot, key: Hashable, metadata: Any) -> None:
         """Retains the segment in ``slot``, which is no longer its caller's, under ``key``."""
-        before = self.retained.pop(key, None)
+        before, now = self.retained.pop(key, None), time.monotonic()
         if before is not None:
             self.free(before.slot)
-        self.retained[key] = RetainedSegment(slot, metadata)
+        self.retained[key] = RetainedSegment(slot, metadata, now)
+        while now - self.retained[oldest := next(iter(self.retained))].since > RETAIN_SECONDS:
+            self.free(self.retained.pop(oldest).slot)
 
     def discard(self, condition: Callable[[Hashable, Any], bool]) -> None:
         """Deletes the retained segments whose key and metadata fulfil the condition."""
