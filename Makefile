@@ -117,6 +117,7 @@ bench-full: $(VENV)/.tests bench-peers
 	$(BIN)/python -m benchmarks.micro.memory
 	$(BIN)/python -m benchmarks.micro.spinning
 	$(BIN)/python -m benchmarks.micro.speculation
+	$(BIN)/python -m benchmarks.micro.other_families
 	$(BIN)/python -m benchmarks.micro.multiplex
 	$(BIN)/python -m benchmarks.scale.jigsaw
 	$(BIN)/python -m benchmarks.jobs.serving

@@ -19,6 +19,7 @@ from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.layers import PackedLinear
 from rookery.worker.trainer.native.trainer import NativeTrainer
+from rookery.worker.trainer.packed_trainer import PackedTrainer
 
 RANK, ALPHA = 16, 32.0
 B_DEVIATION = 0.01
@@ -80,6 +81,12 @@ def generate(engine: NativeEngine, requests: Iterable[protocol.Generate]) -> Gen
 def trainer_of(decoder: Decoder, policies: int, slice_tokens: int) -> NativeTrainer:
     """With so many fresh policies resident."""
     trainer = NativeTrainer(decoder, max_rank=RANK, slice_tokens=slice_tokens)
+    load_policies(trainer, policies)
+    return trainer
+
+
+def load_policies(trainer: PackedTrainer, policies: int) -> None:
+    """So many fresh ones."""
     with tempfile.TemporaryDirectory() as folder:
         for i in range(policies):
             where = Path(folder) / str(i)
@@ -89,11 +96,10 @@ def trainer_of(decoder: Decoder, policies: int, slice_tokens: int) -> NativeTrai
             )
             trainer.initial_version(op, None).write(where)
             trainer.load(str(i), 1, ref(i), where)
-    return trainer
 
 
 def optimizer_steps(
-    trainer: NativeTrainer, batches: Sequence[protocol.TrainingBatch], loss: protocol.Loss, taken: int = 0
+    trainer: PackedTrainer, batches: Sequence[protocol.TrainingBatch], loss: protocol.Loss, taken: int = 0
 ) -> float:
     """One step of each policy on its batch, packed, after so many ``taken`` before: seconds, a GPU's work included.
     Raises ``RuntimeError`` for an operation that fails."""
