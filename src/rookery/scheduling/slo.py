@@ -20,7 +20,7 @@ import math
 import re
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,7 +30,7 @@ from rookery.scheduling.balancing import isotonic
 Kind = Literal["prefill", "decode", "train"]
 """Kinds of slices. Sizes are tokens; a training slice has size 1."""
 
-Curves = Mapping[Kind, Sequence[tuple[float, float]]]
+Curves = dict[Kind, list[tuple[float, float]]]
 
 AIM = 0.75
 """Share of each objective that rollouts may use up: the rest is for requests that come while they run. In simulation,

@@ -307,7 +307,7 @@ class ServiceConnection:
             slo_ended=status.slo_ended,
             cache_cuts=status.cache_cuts,
             free_tokens=status.free_tokens,
-            costs={kind: list(points) for kind, points in status.costs.items()},
+            costs=status.costs,
         )
 
     async def _send_result(self, op: str, **fields: Any) -> None:

@@ -113,6 +113,9 @@ class _Place:
     settings: Settings
     name: str
     """Of the base model, in exported adapters."""
+    chat: Chat
+    not_native: str
+    """Why the native decoder does not compute the model; empty if it does."""
     device: torch.device
     budget: MemoryBudget
     gate: SloGate
@@ -138,7 +141,8 @@ def load_core(folder: Path, settings: Settings, name: str, *, trains: bool = Tru
     engine or trainer that does not compute it."""
     where = device.choose(settings.worker.device)
     total, before = memory.total_bytes(settings, where), device.used_bytes(where)
-    chosen = choose_backends(inspect(folder), settings.engine.inference_engine, settings.training.trainer)
+    inspected = inspect(folder)
+    chosen = choose_backends(inspected, settings.engine.inference_engine, settings.training.trainer)
     log.info("engine %s, trainer %s: %s", chosen.engine, chosen.trainer, chosen.why)
     if chosen.engine == "vllm" and not trains:
         dtype = str(best_dtype()).removeprefix("torch.")
@@ -150,7 +154,7 @@ def load_core(folder: Path, settings: Settings, name: str, *, trains: bool = Tru
     mapped = (folder / WEIGHTS).stat().st_size  # on a CPU not all of it is in memory yet
     budget = memory.divide(total, max(device.used_bytes(where), before + mapped), where.type)
     gate = SloGate(enabled=settings.engine.slo_gate, headroom=settings.engine.kv_headroom)
-    place = _Place(folder, settings, name, where, budget, gate)
+    place = _Place(folder, settings, name, Chat.load(folder), inspected.not_native, where, budget, gate)
     if chosen.engine == "vllm":
         engine: Engine = load_vllm(folder, settings, dtype, budget.kv_cache if where.type == "cpu" else None)
     else:
@@ -166,7 +170,7 @@ def _engine(
     engine = NativeEngine(
         model,
         bank,
-        Chat.load(place.folder).decode,
+        place.chat.decode,
         max_rows=settings.max_rows,
         kv_budget_bytes=place.budget.kv_cache,
         runner=runner,
@@ -186,11 +190,11 @@ def _trainer(place: _Place, backbone: Backbone) -> Trainer:
         slice_tokens=place.slice_tokens,
         base_model=place.name,
         memory_bytes=budget.training_states,
-        canary=canary_tokens(Chat.load(place.folder).encode),
+        canary=canary_tokens(place.chat.encode),
     )
-    if reason := inspect(place.folder).not_native:
+    if place.not_native:
         if processes > 1:
-            raise UserError(f"ROOKERY_TRAINER_PROCESSES is {processes}, but {reason}; set it to 1")
+            raise UserError(f"ROOKERY_TRAINER_PROCESSES is {processes}, but {place.not_native}; set it to 1")
         return packed
 
     def start_group() -> TrainingGroup:

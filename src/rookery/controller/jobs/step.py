@@ -20,6 +20,7 @@ from rookery.algorithms.advantages import step_scale as algorithm_scale
 from rookery.algorithms.schedules import rate
 from rookery.controller.jobs.trajectory import EpisodeResult
 from rookery.controller.training.policy_trainer import ForwardRequest
+from rookery.controller.training.shares import add_metrics
 from rookery.spec.job import JobSpec
 
 ANCHORED = ("dro",)
@@ -170,12 +171,8 @@ class StepAccumulator:
         return step_scale(self.spec, self.groups)
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Add the trainer's metrics of a micro-batch: sums, except maxima where the name ends in ``:max``."""
-        for name, value in metrics.items():
-            known = self._sums.get(name)
-            if known is not None:
-                value = max(known, value) if name.endswith(":max") else known + value
-            self._sums[name] = value
+        """Add the trainer's metrics of a micro-batch."""
+        add_metrics(self._sums, metrics)
 
     def group_metrics(self) -> dict[str, float]:
         """Metrics of the step's groups (:func:`describe`)."""

@@ -41,7 +41,7 @@ from rookery.worker.engine.base import EngineLimits
 from rookery.worker.engine.native.admission import Admission, sequence_chunk
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.drafts import Speculator, accepted_tokens
-from rookery.worker.engine.native.request import EngineRequest, SharedPrefix, StopStrings, validate
+from rookery.worker.engine.native.request import EngineRequest, SharedPrefix, validate
 from rookery.worker.engine.native.runner import EngineModel, Runner, best_runner, logits_at
 from rookery.worker.engine.native.sampler import SamplingKey
 from rookery.worker.engine.native.slo_gate import SloGate
@@ -161,13 +161,7 @@ class NativeEngine:
     def submit(self, order: protocol.Generate) -> None:
         """See ``Engine``."""
         self._validate(order)
-        request = EngineRequest(
-            params=order,
-            key=order.adapter.hash if order.adapter else "",
-            stops=StopStrings(order.stop, self._decode),
-            tokens=list(order.prefix_tokens),
-            num_drained=len(order.prefix_tokens),
-        )
+        request = EngineRequest.begin(order, self._decode)
         self._requests[order.request] = request
         if request.key:
             self.bank.pin(request.key)
@@ -185,11 +179,7 @@ class NativeEngine:
         held = self._requests.get(request)
         if held is None:
             return False
-        before = held.params.adapter
-        if before is None or before.policy != ref.policy:
-            raise ValueError(f"request {request} does not run on policy {ref.policy}")
-        if ref.hash not in self.bank:
-            raise ValueError(f"adapter {ref.hash} is not resident")
+        before = held.check_switch(ref, resident=ref.hash in self.bank)
         self.stats["switched"] += 1
         held.switch_adapter(ref)
         if ref.hash != before.hash:  # otherwise both versions have the same weights, and the cache is valid for both

@@ -94,6 +94,17 @@ class EngineRequest:
         self.keeps_cache = self.params.in_flight == "switch"
         self.versions = [(len(self.tokens), self.params.adapter)]
 
+    @classmethod
+    def begin(cls, order: protocol.Generate, decode: Callable[[list[int]], str]) -> EngineRequest:
+        """A submitted request. ``decode`` turns token ids into text, for stop strings."""
+        return cls(
+            params=order,
+            key=order.adapter.hash if order.adapter is not None else "",
+            stops=StopStrings(order.stop, decode),
+            tokens=list(order.prefix_tokens),
+            num_drained=len(order.prefix_tokens),
+        )
+
     @property
     def scored_positions(self) -> range:
         """Positions in the prompt whose log-probabilities are requested."""
@@ -126,6 +137,15 @@ class EngineRequest:
     @property
     def tail_length(self) -> int:
         return len(self.params.prompt) - self.params.shared_prefix + len(self.tokens)
+
+    def check_switch(self, ref: protocol.AdapterRef, *, resident: bool) -> protocol.AdapterRef:
+        """The present adapter. Raises ``ValueError`` if ``ref`` is of another policy or not ``resident``."""
+        before = self.params.adapter
+        if before is None or before.policy != ref.policy:
+            raise ValueError(f"request {self.params.request} does not run on policy {ref.policy}")
+        if not resident:
+            raise ValueError(f"adapter {ref.hash} is not resident")
+        return before
 
     def switch_adapter(self, ref: protocol.AdapterRef) -> None:
         """Samples with ``ref`` from the next token on."""

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 from rookery import protocol
 from rookery.errors import Unavailable, UserError
 from rookery.tokenization.chat import Chat
-from rookery.worker.engine.native.request import EngineRequest, StopStrings, validate
+from rookery.worker.engine.native.request import EngineRequest, validate
 from rookery.worker.engine.vllm.backend import Backend, LoadedAdapter, SampledPart, SamplingTask, TaskFailed
 from rookery.worker.memory import MemoryUse, NoRoom
 from rookery.worker.model.adapter import Projections, read_adapter
@@ -171,18 +171,11 @@ class VllmEngine:
             raise ValueError(
                 f"temperature is {order.temperature}; this vLLM server reports log-probabilities at 1 only"
             )
-        key = order.adapter.hash if order.adapter is not None else ""
-        if key and not self.has_adapter(key):
-            raise ValueError(f"adapter {key} is not resident")
-        request = EngineRequest(
-            params=order,
-            key=key,
-            stops=StopStrings(order.stop, self._decode),
-            tokens=list(order.prefix_tokens),
-            num_drained=len(order.prefix_tokens),
-        )
+        request = EngineRequest.begin(order, self._decode)
+        if request.key and not self.has_adapter(request.key):
+            raise ValueError(f"adapter {request.key} is not resident")
         self._requests[order.request] = request
-        self._users[key] += 1
+        self._users[request.key] += 1
         request.check_finished(self.limits.max_context)
         if request.finish:
             self._finish(request)
@@ -194,11 +187,7 @@ class VllmEngine:
         held = self._requests.get(request)
         if held is None:
             return False
-        before = held.params.adapter
-        if before is None or before.policy != ref.policy:
-            raise ValueError(f"request {request} does not run on policy {ref.policy}")
-        if not self.has_adapter(ref.hash):
-            raise ValueError(f"adapter {ref.hash} is not resident")
+        before = held.check_switch(ref, resident=self.has_adapter(ref.hash))
         self._cancel(request)
         held.switch_adapter(ref)
         self._users[ref.hash] += 1
@@ -237,11 +226,8 @@ class VllmEngine:
 
     def _check(self, ref: protocol.AdapterRef, adapter: LoadedAdapter, *, changes: bool) -> None:
         """Compare the canary. Raises ``UserError``; ``changes``: the version is not the base model."""
-        found, expected, name = (
-            self._canary(adapter),
-            read_canary(adapter.folder),
-            f"{ref.policy} version {ref.version}",
-        )
+        found, expected = self._canary(adapter), read_canary(adapter.folder)
+        name = f"{ref.policy} version {ref.version}"
         if changes and found == self._base_canary:
             raise UserError(f"{name}: vLLM did not apply this adapter: the log-probabilities are the base model's")
         if not expected:
