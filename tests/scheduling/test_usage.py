@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.support.peers import MODEL, Service, eventually, job_of
 
@@ -79,8 +80,12 @@ events = st.lists(
 )
 
 
+REST = (0.0, 0.0, False, False)
+
+
 @settings(max_examples=300)
 @given(events)
+@example([("join", 1.0, None), ("beat", 0, REST), ("pass", 54.0625, None), ("beat", 0, (0.0, inf, False, False))])
 def test_all_cost_is_used_idle_or_pending(history: list[tuple[str, Any, Any]]) -> None:
     now, here = 1000.0, []
     for what, which, more in history:

@@ -156,7 +156,7 @@ class WorkerMeter(Generic[Account]):
         self._at += seconds
         self._decode_pending += decode * share
         self._train_pending += train * share
-        interval = Interval[Account](seconds, seconds * self._price, (seconds - busy * share) * self._price)
+        interval = Interval[Account](seconds, seconds * self._price, max(0.0, seconds - busy) * self._price)
         sampled = sum(self._sampled.values())
         for account, tokens in self._sampled.items():
             part = self._decode_pending * tokens / sampled
