@@ -150,12 +150,12 @@ def test_worker_table_shows_every_state() -> None:
     beat = {"active": 3, "waiting": 2}
     row = {
         "name": "one", "kind": "preemptible", "state": "serving", "seconds": 7300.0, "model": "m", "roles": ["rollout"],
-        "adapters": 4, "tokens_per_second": 81.4, "price": 0.5, "note": "", "beat": beat,
+        "engine": "vllm", "adapters": 4, "tokens_per_second": 81.4, "price": 0.5, "note": "", "beat": beat,
     }  # fmt: skip
     joining = row | {"name": "[two]", "state": "joining", "seconds": 5.0, "beat": None, "note": "its gate is closed"}
-    console = Console(record=True, width=120, file=io.StringIO())
+    console = Console(record=True, width=128, file=io.StringIO())
     console.print(worker_table([row, joining]))
     first, second = [line.split() for line in console.export_text().splitlines() if "preemptible" in line]
-    assert first == ["one", "preemptible", "serving", "2", "h", "m", "rollout", "4", "3", "2", "81", "0.5"]
+    assert first == ["one", "preemptible", "serving", "2", "h", "m", "vllm", "rollout", "4", "3", "2", "81", "0.5"]
     assert second[:5] == ["[two]", "preemptible", "joining", "5", "s"]
     assert second[-4:] == ["its", "gate", "is", "closed"]

@@ -216,7 +216,8 @@ class JobQueries:
             rows.append({
                 "name": worker.name, "state": worker.state, "seconds": now - worker.since, "model": hello.model,
                 "roles": hello.roles, "kind": hello.kind, "price": hello.price, "address": hello.address,
-                "device": hello.device, "host": hello.host, "pid": hello.pid, "adapters": len(worker.cached),
+                "engine": hello.engine, "device": hello.device, "host": hello.host, "pid": hello.pid,
+                "adapters": len(worker.cached),
                 "requests": context.rollouts.pool.outstanding(worker),
                 "tokens_per_second": worker.tokens_per_second() if worker.working else 0.0,
                 "note": worker.status_message,

@@ -38,6 +38,8 @@ class Hello(Message, kw_only=True):
     """Sequences that decode at the same time."""
     max_context: int
     max_rank: int
+    engine: str = ""
+    """``native``, ``transformers`` or ``vllm``; empty while it loads."""
     device: str
     dtype: str
     pid: int = 0
@@ -52,6 +54,7 @@ class Ready(Message, kw_only=True):
     epoch: int
     model_hash: str
     max_context: int
+    engine: str = ""
     device: str
     dtype: str
 

@@ -90,7 +90,7 @@ def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
     table = _table(None)
     _columns(table, left=("worker", "kind", "state"), right=("since",))
     table.add_column(_cut("model"), min_width=8)
-    _columns(table, left=("roles",), right=("adapters", "active", "waiting", "tok/s", "price/h"))
+    _columns(table, left=("engine", "roles"), right=("adapters", "active", "waiting", "tok/s", "price/h"))
     table.add_column(_cut("note"), min_width=4)
     for worker in workers:
         state, beat = str(worker["state"]), worker.get("beat") or {}
@@ -100,6 +100,7 @@ def worker_table(workers: Sequence[Mapping[str, Any]]) -> Table:
             Text(state, WORKER_STYLES.get(state, "")),
             _ago(float(worker["seconds"])),
             _cut(str(worker["model"])),
+            str(worker["engine"]) or "–",
             ", ".join(worker["roles"]),
             str(worker["adapters"]),
             _number(beat.get("active"), "{:d}"),

@@ -230,6 +230,7 @@ class ServiceConnection:
             max_rows=self._settings.engine.max_rows,
             max_context=core.engine.limits.max_context if core is not None else 0,
             max_rank=self._settings.engine.max_rank,
+            engine=core.engine_name if core is not None else "",
             device=core.device_name if core is not None else "",
             dtype=core.dtype if core is not None else "",
             pid=os.getpid(),
@@ -268,6 +269,7 @@ class ServiceConnection:
                     epoch=channel.epoch,
                     model_hash=self._model_hash,
                     max_context=self._core.engine.limits.max_context,
+                    engine=self._core.engine_name,
                     device=self._core.device_name,
                     dtype=self._core.dtype,
                 )

@@ -56,6 +56,7 @@ class WorkerCore:
         budget: MemoryBudget | None = None,
         *,
         gate: SloGate | None = None,
+        engine_name: str = "",
         device_name: str = "",
         dtype: str = "",
     ) -> None:
@@ -64,6 +65,7 @@ class WorkerCore:
         self.trainer = trainer
         self.budget = budget
         self.gate = gate or SloGate(enabled=False)
+        self.engine_name = engine_name
         self.device_name = device_name
         self.dtype = dtype
 
@@ -147,7 +149,8 @@ def load_core(folder: Path, settings: Settings, name: str, *, trains: bool = Tru
     if chosen.engine == "vllm" and not trains:
         dtype = str(best_dtype()).removeprefix("torch.")
         cache = None if settings.engine.vllm_url else cache_alone(folder, where.type, before, total)
-        return WorkerCore(load_vllm(folder, settings, dtype, cache), IdleTrainer(), device_name=str(where), dtype=dtype)
+        engine: Engine = load_vllm(folder, settings, dtype, cache)
+        return WorkerCore(engine, IdleTrainer(), engine_name="vllm", device_name=str(where), dtype=dtype)
     needed = [name for name in dict.fromkeys((chosen.engine, chosen.trainer)) if name in _BACKENDS]
     models = {backend: _BACKENDS[backend].model(folder, settings, where) for backend in needed}
     dtype = str(models[chosen.trainer].dtype).removeprefix("torch.")
@@ -156,11 +159,12 @@ def load_core(folder: Path, settings: Settings, name: str, *, trains: bool = Tru
     gate = SloGate(enabled=settings.engine.slo_gate, headroom=settings.engine.kv_headroom)
     place = _Place(folder, settings, name, Chat.load(folder), inspected.not_native, where, budget, gate)
     if chosen.engine == "vllm":
-        engine: Engine = load_vllm(folder, settings, dtype, budget.kv_cache if where.type == "cpu" else None)
+        engine = load_vllm(folder, settings, dtype, budget.kv_cache if where.type == "cpu" else None)
     else:
         engine = _BACKENDS[chosen.engine].engine(place, models[chosen.engine])
     trainer = _BACKENDS[chosen.trainer].trainer(place, models[chosen.trainer])
-    return WorkerCore(engine, trainer, budget, gate=gate, device_name=str(where), dtype=dtype)
+    names = {"engine_name": chosen.engine, "device_name": str(where), "dtype": dtype}
+    return WorkerCore(engine, trainer, budget, gate=gate, **names)
 
 
 def _engine(

@@ -215,7 +215,7 @@ class Fleet:
             case protocol.Ready() if worker.state == "joining":
                 hello = worker.hello
                 hello.model_hash, hello.max_context = message.model_hash, message.max_context
-                hello.device, hello.dtype = message.device, message.dtype
+                hello.engine, hello.device, hello.dtype = message.engine, message.device, message.dtype
                 self._load(worker)
             case protocol.Ready():
                 raise protocol.BadFrame("a second Ready")
