@@ -488,6 +488,23 @@ def test_interrupted_upload_does_not_harm_the_service(faces: Faces) -> None:
     assert faces.ada.get("/api/v1/health").status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        ("no_such", "'no_such'.* does not know as a causal language model; .*: pip install --upgrade transformers"),
+        ("gemma3_text", "ROOKERY_INFERENCE_ENGINE is native, but .* the family gemma3_text; set it to auto"),
+    ],
+)
+def test_a_model_that_no_engine_can_load_is_refused_at_the_start(family: str, says: str, tmp_path: Path) -> None:
+    for name, content in (("config.json", json.dumps({"model_type": family})), ("model.safetensors", "")):
+        (tmp_path / name).write_text(content)
+    (tmp_path / "tokenizer.json").touch()
+    settings = Settings.load({}, data=tmp_path / "data", port=0, models=str(tmp_path), inference_engine="native")
+    with pytest.raises(UserError, match=says) as refusal:
+        EmbeddedService(settings).__enter__()
+    assert "\n" not in str(refusal.value) and not (tmp_path / "data").exists()
+
+
 def test_port_in_use_and_second_service_are_refused(faces: Faces, tmp_path: Path) -> None:
     port = int(faces.service.url.rsplit(":", 1)[1])
     with pytest.raises(UserError, match=rf"port {port} .*--port"):

@@ -348,6 +348,30 @@ def test_models_that_cannot_be_served_are_refused_with_a_reason(tmp_path: Path) 
     )
 
 
+def test_an_adapter_of_another_base_is_known_by_name_or_hash(tmp_path: Path) -> None:
+    def prepare(name: str, digest: str) -> None:
+        folder = registry.model_folder(tmp_path, name)
+        folder.mkdir(parents=True)
+        config = {"max_position_embeddings": 8, "vocab_size": 8, "num_hidden_layers": 1, "hidden_size": 8}
+        (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+        for file in ("model.safetensors", "tokenizer.json"):
+            (folder / file).touch()
+        (folder / registry.PREPARED).write_text(json.dumps({"name": name, "hash": digest}))
+
+    (tmp_path / "copy").mkdir()
+    smol, qwen, copy = "HuggingFaceTB/SmolLM2-135M-Instruct", "qwen3-0.6b", str(tmp_path / "copy")
+    same = [("", qwen), ("unsloth/Qwen3-0.6B", qwen), ("Qwen/qwen3-0.6B", qwen), (smol, "smollm2-135m-instruct")]
+    same += [(qwen, copy), ("mine/model", "mine/other")]
+    assert [pair for pair in same if registry.is_other_base(tmp_path, *pair)] == []
+    other = [(smol, qwen), (qwen, smol), (qwen, "mine/other")]
+    assert all(registry.is_other_base(tmp_path, *pair) for pair in other)
+    for name, digest in ((qwen, "a"), (copy, "a"), ("mine/model", "b")):
+        prepare(name, digest)
+    assert not registry.is_other_base(tmp_path, qwen, copy) and not registry.is_other_base(tmp_path, copy, qwen)
+    for pair in (("mine/model", qwen), ("mine/model", copy), (copy, "mine/model"), ("mine/model", "mine/other")):
+        assert registry.is_other_base(tmp_path, *pair)
+
+
 def test_text_environments_and_the_package_are_light() -> None:
     code = """
 import sys, pkgutil, importlib

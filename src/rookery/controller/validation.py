@@ -25,11 +25,11 @@ from rookery.controller.weights.distribution import adapter_ref
 from rookery.errors import NotFound, Unavailable, UserError
 from rookery.spec.job import EnvironmentSpec, JobSpec
 from rookery.spec.parsing import SpecError, parse_job
-from rookery.spec.policy import TARGETS, PolicySpec
+from rookery.spec.policy import TARGETS
 from rookery.storage.artifacts import Staging
 from rookery.storage.models import PolicyRow, UploadKind, VersionRow
 from rookery.storage.store import Store
-from rookery.tokenization.registry import CATALOGUE, resolve, status
+from rookery.tokenization.registry import CATALOGUE, is_other_base, resolve, status, usable
 
 DATASET = "rows.jsonl"
 """The only file of a stored dataset."""
@@ -105,16 +105,18 @@ class JobValidator:
         """The canonical name of a base model that this tenant may use. Raises :class:`UserError`."""
         owner = await self._context.store.get_tenant(tenant)
         model = resolve(name, folders=owner.admin)  # only administrators may name folders of the service
-        limits = self._context.settings.limits
+        settings = self._context.settings
+        limits = settings.limits
         if model.kind == "hub" and not {"*", model.name} & {one.strip() for one in limits.allowed_models.split(",")}:
             self._context.refused["allowed_models"] += 1
             raise UserError(
                 f"base_model: the hub id {model.name} is not allowed here; give one of {', '.join(CATALOGUE)}, or ask"
                 " the administrator to add it to the service's ROOKERY_ALLOWED_MODELS"
             )
-        found = await asyncio.to_thread(status, self._context.settings.cache, model.name)
-        if found.state == "refused":
-            raise UserError(found.reason)
+        engines = (settings.engine.inference_engine, settings.training.trainer)
+        if self._context.fleet.expects("rollout", model.name):
+            engines = ("auto", "auto")  # its workers may have other settings than the service
+        await asyncio.to_thread(usable, settings.cache, model.name, *engines)
         return model.name
 
     def _not_native(self, model: str) -> str:
@@ -179,14 +181,37 @@ class JobValidator:
                 _, found = await find_version(context.store, tenant, start.job, start.policy, start.version)
                 digest = found.hash
             config = await context.store.transfer(context.artifacts.path, digest, "adapter_config.json")
-            reason = await asyncio.to_thread(self._not_native, spec.base_model)
-            every = bool(reason) and set(asked.targets) == set(TARGETS)
-            problems = _differences(await asyncio.to_thread(config.read_bytes), name, asked, targets=not every)
+            problems = await asyncio.to_thread(self._unfit, config, spec)
         except NotFound as error:
             raise SpecError([f"{where}: {error}"]) from None
         if problems:
             raise SpecError(problems)
         return protocol.AdapterRef(policy=policy.id, version=0, hash=digest, rank=asked.rank, alpha=asked.scale_alpha)
+
+    def _unfit(self, config: Path, spec: JobSpec) -> list[str]:
+        """Why the job's policy cannot start from the adapter with this PEFT configuration, a line each. Blocks."""
+        (name, asked), model = spec.policy, spec.base_model
+        where = f"policies.{name}.warm_start"
+        try:
+            about = msgspec.json.decode(config.read_bytes(), type=dict[str, Any])
+            adapted = [target for target in TARGETS if f"{target}_proj" in about["target_modules"]]
+            found = {"rank": about["r"], "alpha": about["lora_alpha"], "targets": adapted}
+        except (msgspec.MsgspecError, KeyError, TypeError, RecursionError) as error:
+            return [f"{where}: its adapter_config.json is not that of a LoRA ({error})"]
+        given = {"rank": asked.rank, "alpha": asked.scale_alpha, "targets": list(asked.targets)}
+        if self._not_native(model) and set(asked.targets) == set(TARGETS):
+            del given["targets"]  # any projections are all of a family whose modules have other names
+        recorded = about.get("base_model_name_or_path")
+        if isinstance(recorded, str) and is_other_base(self._context.settings.cache, recorded, model):
+            return [
+                f"{where}: the adapter was trained on {recorded}, this job trains {model}; give that base_model, or"
+                " correct base_model_name_or_path in the adapter's adapter_config.json"
+            ]
+        return [
+            f"policies.{name}.{field}: given {value}, the adapter to start from has {found[field]}"
+            for field, value in given.items()
+            if value != found[field]
+        ]
 
     async def preview(self, tenant: str, spec: JobSpec) -> list[dict[str, Any]]:
         """The first training prompts as the policy would read them."""
@@ -304,20 +329,3 @@ async def find_version(
     if not version.kept:
         raise NotFound(f"version {number} of job {job} is not kept any more; checkpoints.keep_last says how many are")
     return row, version
-
-
-def _differences(config: bytes, name: str, asked: PolicySpec, *, targets: bool) -> list[str]:
-    """The differences between a PEFT configuration and the adapter that a policy asks for, a line each. Without
-    ``targets``, any projections are fine: all of a family whose modules have other names than ``TARGETS``."""
-    try:
-        about = msgspec.json.decode(config, type=dict[str, Any])
-        adapted = [target for target in TARGETS if f"{target}_proj" in about["target_modules"]]
-        found = {"rank": about["r"], "alpha": about["lora_alpha"]} | ({"targets": adapted} if targets else {})
-    except (msgspec.MsgspecError, KeyError, TypeError, RecursionError) as error:
-        return [f"policies.{name}.warm_start: its adapter_config.json is not that of a LoRA ({error})"]
-    given = {"rank": asked.rank, "alpha": asked.scale_alpha, "targets": list(asked.targets)}
-    return [
-        f"policies.{name}.{field}: given {value}, the adapter to start from has {found[field]}"
-        for field, value in given.items()
-        if value != found.get(field, value)
-    ]

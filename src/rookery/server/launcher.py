@@ -44,7 +44,7 @@ from rookery.storage.models import KeyRole
 from rookery.storage.store import StorageWriter, Store
 from rookery.telemetry.log import file_handler, logging_to, terminal_handler
 from rookery.telemetry.metrics import Prometheus, check_sinks
-from rookery.tokenization.registry import resolve
+from rookery.tokenization.registry import resolve, usable
 
 log = logging.getLogger("rookery.server")
 
@@ -123,6 +123,8 @@ class Service:
         check_sinks(self.settings)
         models = [resolve(name.strip()).name for name in self.settings.server.models.split(",") if name.strip()]
         settings = self.settings.replace(models=",".join(models))
+        for model in models:
+            usable(settings.cache, model, settings.engine.inference_engine, settings.training.trainer)
         opened = self._stack
         folder = opened.enter_context(DataFolder(settings.data))
         handlers = [*self._handlers, file_handler(folder.logs / "service.jsonl")]

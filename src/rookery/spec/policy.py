@@ -90,7 +90,7 @@ class OptimizerSpec(StrictModel):
 
 class WarmStart(StrictModel):
     """Start from existing weights: give exactly one of ``job``, ``peft`` and ``upload``. The optimizer starts new.
-    ``rank``, ``alpha`` and ``targets`` of this policy must equal theirs."""
+    ``rank``, ``alpha`` and ``targets`` of this policy must equal theirs, and so must the base model."""
 
     job: str | None = None
     """Id of a job of yours on the same base model."""

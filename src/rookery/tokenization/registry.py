@@ -251,6 +251,23 @@ def prepared_models(cache: Path) -> list[str]:
     return [str(mark["name"]) for mark in marks if mark.get("name", "").lower() not in CATALOGUE]
 
 
+def _canonical(name: str) -> str:
+    """The catalogue's name for a hub id of its models; any other name as it is."""
+    sources = ((model.name, source) for model in CATALOGUE.values() for source in model.sources)
+    found = (known for known, source in sources if source.kind == "hub" and source.where.lower() == name.lower())
+    return next(found, name.lower() if name.lower() in CATALOGUE else name)
+
+
+def is_other_base(cache: Path, recorded: str, model: str) -> bool:
+    """Whether an adapter that was trained on ``recorded`` is certainly none of ``model``. A name that is neither in the
+    catalogue nor prepared here may mean any model, and so may a folder that is not prepared."""
+    trained, asked = _canonical(recorded), _canonical(model)
+    if trained == asked or trained not in (*CATALOGUE, *prepared_models(cache)):
+        return False
+    hashes = {status(cache, trained).hash, status(cache, asked).hash}
+    return len(hashes) > 1 if "" not in hashes else resolve(asked).kind != "folder"
+
+
 def status(cache: Path, name: str) -> Status:
     """The state of ``name`` on this machine; never raises for a user's mistake."""
     try:
@@ -268,3 +285,14 @@ def status(cache: Path, name: str) -> Status:
         return Status(name, "refused", reason=str(error))
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Status(name, "refused", reason=f"{name}: its {PREPARED} is damaged, delete its folder ({error})")
+
+
+def usable(cache: Path, name: str, engine: str = "auto", trainer: str = "auto") -> Status:
+    """The state of a model that can be served, by the engine and trainer of these settings. Raises
+    :class:`UserError`."""
+    found = status(cache, name)
+    if found.state == "refused":
+        raise UserError(found.reason)
+    if found.inspected is not None:
+        choose_backends(found.inspected, engine, trainer)
+    return found

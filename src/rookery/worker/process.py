@@ -163,9 +163,8 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"--roles: given {given.roles!r}, allowed are rollout, train, or both with a comma")
         if not given.price >= 0:
             raise UserError(f"--price: invalid price {given.price} per hour, must be 0 or more")
-        known = registry.status(settings.cache, given.model)
-        if known.state == "refused":
-            raise UserError(known.reason)
+        engines = (settings.engine.inference_engine, settings.training.trainer)
+        known = registry.usable(settings.cache, given.model, *engines)
         log.info("base model %s is %s", given.model, known.state)
         listening, address = listen(base.split(",")[0], given.address, given.peer_port)
         options = WorkerOptions(

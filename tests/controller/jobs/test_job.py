@@ -915,6 +915,10 @@ async def test_warm_starts(service: Service) -> None:
     job = await run(service, policies={"main": {"warm_start": {"upload": upload}}}, stop__steps=1)
     await service.ends(job)
     assert service.artifacts.path(service.check_history(job)[0].hash, ADAPTER).read_bytes() == b"mine"
+    files[CONFIG] = [peft_config().replace(b"{", b'{"base_model_name_or_path": "Qwen/Qwen3-0.6B", ', 1)]
+    foreign = await service.controller.add_adapter("alice", archive(), lambda path: nullcontext(files))
+    with pytest.raises(SpecError, match=f"trained on Qwen/Qwen3-0.6B, this job trains {MODEL}; give that base_model"):
+        await run(service, policies={"main": {"warm_start": {"upload": foreign}}})
     with pytest.raises(SpecError, match=r"policies\.main\.rank: given 8, the adapter to start from has 16"):
         await run(service, policies={"main": {"rank": 8, "alpha": 32, "warm_start": {"job": first}}})
     with pytest.raises(SpecError, match="no job"):
