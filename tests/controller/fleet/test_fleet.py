@@ -56,6 +56,12 @@ async def test_second_connection_of_a_process_ends_the_first(room: Room) -> None
     assert room.states() == {"worker": "serving"}, "the end of the first one is no news"
 
 
+async def test_a_worker_for_lower_ranks_than_the_jobs_is_refused(room: Room) -> None:
+    with pytest.raises(PermissionError, match="at most rank 32, jobs here up to 64: start it with ROOKERY_MAX_RANK=64"):
+        await room.worker(max_rank=32).join()
+    assert room.states() == {}
+
+
 async def test_two_processes_with_one_name_both_work(room: Room) -> None:
     one = await room.worker(instance="aaaaaaaa").join()
     two = await room.worker(instance="bbbbbbbb").join()

@@ -197,6 +197,11 @@ class Fleet:
         check_protocol(hello, protocol.Hello)
         if not 0 <= hello.price < math.inf:
             raise RegistrationRefused(f"invalid price {hello.price} per hour: must be 0 or more")
+        if hello.max_rank < (allowed := self._settings.engine.max_rank):
+            raise RegistrationRefused(
+                f"its adapters have at most rank {hello.max_rank}, jobs here up to {allowed}: start it with"
+                f" ROOKERY_MAX_RANK={allowed}, or the service with ROOKERY_MAX_RANK={hello.max_rank}"
+            )
 
     def _deliver(self, worker: Worker, message: Any) -> None:
         if isinstance(message, protocol.Hello) or message.epoch != worker.epoch or worker.state in ("suspect", "gone"):
