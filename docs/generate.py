@@ -24,7 +24,7 @@ from rookery.spec import job, policy
 FOLDER = Path(__file__).parent
 
 PARTS: dict[str, type[BaseModel]] = {
-    "Job": job.JobSpec,
+    "a job": job.JobSpec,
     "environment": job.EnvironmentSpec,
     "policies": policy.PolicySpec,
     "optimizer": policy.OptimizerSpec,
@@ -37,6 +37,18 @@ PARTS: dict[str, type[BaseModel]] = {
     "checkpoints": job.CheckpointSpec,
     "stop": job.StopSpec,
 }
+
+ENVIRONMENTS = """\
+## Built-in environments
+
+All are deterministic: an episode whose process died is replayed.
+"""
+
+JUDGES = """\
+## Verifiers
+
+`verifier: exact` is short for `verifier: {name: exact}`. Metrics appear as `reward/<name>`.
+"""
 
 LONG = 60
 """Longer default texts are not repeated in a table."""
@@ -51,11 +63,12 @@ A job is one reinforcement-learning task that trains one LoRA adapter. Write it 
 with a mistake creates nothing; all mistakes are reported at once, one line each, and an unknown field is a mistake. Durations
 are seconds, or a text with a unit: `90s`, `30m`, `1.5h`, `2d`.
 
-The README has a whole job.
+The README has a whole job. A bold row starts a section of the job file; the rows below it are the section's fields.
+`optimizer` and `warm_start` are inside a policy, `schedule` is inside `optimizer`, `loss` inside `algorithm`.
 """
 
 ADVANTAGES = """\
-### Advantages and weights
+## Advantages and weights
 
 | algorithm | advantage of an episode | weight of a token |
 | --- | --- | --- |
@@ -140,13 +153,28 @@ def choices(annotation: Any) -> Iterator[str]:
             yield from choices(inner)
 
 
-def table(model: type[BaseModel], *, skip: set[str] = frozenset()) -> str:  # type: ignore[assignment]
+def table(sections: dict[str, type[BaseModel]], *, shared: type[BaseModel] | None = None) -> str:
+    """One table of several models: a bold row with a model's name and its docstring, then a row of each field. Fields
+    of ``shared`` are in its section only; without it a field that is a section has its bold row only."""
+    common = {"name", *shared.model_fields} if shared else set()
+    fields = [field for model in sections.values() for field in model.model_fields.values()]
+    holders = {inner: field for field in fields for inner in types_of(field.annotation)}  # the field that is a section
     lines = ["| field | default | allowed | meaning |", "| --- | --- | --- | --- |"]
-    for name, field in model.model_fields.items():
-        if name not in skip:
-            cells = [f"`{field.alias or name}`", default_of(field), allowed(field), prose(field.description)]
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    for title, model in sections.items():
+        default = default_of(holders[model]) if model in holders and not shared else ""
+        lines.append(f'| <a id="{title.replace(" ", "-")}"></a>**{title}** | {default} | | {prose(model.__doc__)} |')
+        for name, field in model.model_fields.items():
+            is_section = not types_of(field.annotation).isdisjoint(sections.values())
+            if (model is shared or name not in common) if shared else not is_section:
+                cells = [f"`{field.alias or name}`", default_of(field), allowed(field), prose(field.description)]
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def types_of(annotation: Any) -> set[type]:
+    """Classes in an annotation: itself, or those of a union, list or mapping."""
+    inner = get_args(annotation) if get_origin(annotation) is not Literal else ()
+    return set().union(*map(types_of, inner)) if inner else {annotation} if isinstance(annotation, type) else set()
 
 
 def prose(text: str | None) -> str:
@@ -154,14 +182,8 @@ def prose(text: str | None) -> str:
     return " ".join((text or "").replace("``", "`").split())
 
 
-def section(title: str, model: type[BaseModel], level: int = 2, *, skip: set[str] = frozenset()) -> str:  # type: ignore[assignment]
-    rows = [name for name in model.model_fields if name not in skip]
-    body = f"\n{table(model, skip=skip)}" if rows else ""
-    return f"{'#' * level} {title}\n\n{prose(model.__doc__)}\n{body}"
-
-
 def losses() -> str:
-    lines = ["| loss | parameters with defaults | term of a token |", "| --- | --- | --- |"]
+    lines = ["## Losses", "", "| loss | parameters with defaults | term of a token |", "| --- | --- | --- |"]
     for name, parameters in job.LOSS_PARAMETERS.items():
         shown = ", ".join(f"`{key}: {value}`" for key, value in parameters.items())
         lines.append(f"| `{name}` | {shown} | {TERMS[name]} |")
@@ -170,20 +192,10 @@ def losses() -> str:
 
 
 def job_page() -> str:
-    parts = [HEAD]
-    for title, model in PARTS.items():
-        parts.append(section(title, model, 3 if title in ("optimizer", "schedule", "warm_start", "loss") else 2))
-        parts += [ADVANTAGES] if title == "algorithm" else [losses()] if title == "loss" else []
-    parts.append("## Built-in environments\n\nAll are deterministic: an episode whose process died is replayed.\n")
-    parts += [section(id, builtin.options, 3) for id, builtin in BUILTINS.items()]
-    parts.append(
-        "## Verifiers\n\n`verifier: exact` is short for `verifier: {name: exact}`. Metrics appear as `reward/<name>`.\n"
-    )
-    parts.append(section("Common options", VerifierOptions, 3))
-    common = {"name", *VerifierOptions.model_fields}
-    parts += [section(name, verifier, 3, skip=common) for name, verifier in VERIFIERS.items()]
-    parts.append(section("json fields", Expectation, 3))
-    return "\n".join(parts)
+    environments = {id: builtin.options for id, builtin in BUILTINS.items()}
+    verifiers = {"common options": VerifierOptions, **VERIFIERS, "json fields": Expectation}
+    tables = table(PARTS), table(environments), table(verifiers, shared=VerifierOptions)
+    return "\n".join([HEAD, tables[0], ADVANTAGES, losses(), ENVIRONMENTS, tables[1], JUDGES, tables[2]])
 
 
 def settings_page() -> str:

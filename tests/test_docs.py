@@ -149,4 +149,5 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert there.exists(), f"{page.name}: {link}"
         if anchor:
             anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in sections(there)}
+            anchors.update(re.findall(r'<a id="([^"]+)">', there.read_text(encoding="utf-8")))
             assert anchor in anchors, f"{page.name}: {link}"

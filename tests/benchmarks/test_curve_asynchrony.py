@@ -281,7 +281,6 @@ def test_a_page_takes_its_figures_from_the_results(tmp_path: Path) -> None:
 SHOWN = {
     "benchmarks/studies/asynchrony.md": {"asynchrony", "lag_study"},
     "benchmarks/studies/speed.md": {"generation", "spinning", "training", "grpo_step", "curve"},
-    "docs/scheduling.md": {"multiplex"},
 }
 
 

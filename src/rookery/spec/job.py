@@ -41,8 +41,8 @@ Temperature = Annotated[float, Field(ge=0), AfterValidator(_usable)]
 
 
 class EnvironmentSpec(SpecModel):
-    """Where episodes come from. Give exactly one of ``id`` and ``hosted``. With ``id``, every field that is not in this
-    table is an option of that [built-in environment](#built-in-environments). With ``hosted``, the environment is an
+    """Where episodes come from. Give exactly one of ``id`` and ``hosted``. With ``id``, every other
+    field is an option of that [built-in environment](#built-in-environments). With ``hosted``, the environment is an
     object in your own process and takes no options."""
 
     model_config = ConfigDict(extra="allow")
