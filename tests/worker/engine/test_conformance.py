@@ -107,7 +107,8 @@ def in_process(folder: Path, settings: Settings) -> Engine:
 
 
 def attached(folder: Path, settings: Settings) -> Engine:
-    return load_vllm(folder, settings.replace(vllm_url=os.environ["CONFORMANCE_SERVER"]), "float32", None)
+    here = {"vllm_url": os.environ["CONFORMANCE_SERVER"], "cache": folder.parent / "cache"}
+    return load_vllm(folder, settings.replace(**here), "float32", None)
 
 
 @pytest.fixture(scope="module")
@@ -350,6 +351,14 @@ def test_adapters_of_another_base_and_over_the_rank_are_refused(tested: Conformi
             tested.engine.add_adapter(ref, folder)
         assert "\n" not in str(refusal.value) and not tested.engine.has_adapter(ref.hash)
     assert len(generate(tested.engine)[0]) == 24  # it lives
+
+
+def test_a_server_for_lower_ranks_is_refused_at_the_start(tested: Conforming) -> None:
+    if tested.kind != "attached":
+        pytest.skip("an engine in the worker is built for its ranks")
+    with pytest.raises(UserError, match=f"start it with --max-lora-rank {2 * RANK}") as refusal:
+        attached(tested.folder, Settings(inference_engine="vllm", max_rank=2 * RANK, vllm_adapters=ADAPTERS))
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_version_that_vllm_computes_otherwise_is_refused(

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import tempfile
 from pathlib import Path
 
+import torch
+
+from rookery import protocol
 from rookery.errors import UserError
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
@@ -14,9 +19,11 @@ from rookery.worker.engine.vllm.attached import Attached
 from rookery.worker.engine.vllm.backend import Backend
 from rookery.worker.engine.vllm.engine import VllmEngine
 from rookery.worker.engine.vllm.in_process import InProcess
+from rookery.worker.model.adapter import Adapter, Projections, write_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.convert import published
 from rookery.worker.model.decoder import WEIGHTS
+from rookery.worker.transfer.cache import ADAPTERS
 
 log = logging.getLogger("rookery.engine")
 
@@ -42,8 +49,30 @@ def load_vllm(folder: Path, settings: Settings, dtype: str, cache_bytes: int | N
         gap_alarm=settings.engine.engine_gap_alarm,
         gap_limit=settings.engine.engine_gap_limit,
     )
+    if settings.engine.vllm_url and projections is not None:
+        _probe_rank(engine, projections, settings)
     log.info("vLLM serves %s: %s", folder.name, engine.limits)
     return engine
+
+
+def _probe_rank(engine: VllmEngine, projections: Projections, settings: Settings) -> None:
+    """Load an adapter of the highest rank, which changes nothing, as the server will have to. Raises ``UserError``
+    where it cannot: its limit is lower, or it does not see the worker's files."""
+    rank, cache = settings.engine.max_rank, settings.cache / ADAPTERS
+    where, (inputs, outputs) = next(iter(projections.shapes.items()))
+    weights = {where: (torch.zeros(rank, inputs), torch.zeros(outputs, rank))}
+    ref = protocol.AdapterRef(policy="rookery-probe", version=0, hash="probe", rank=rank, alpha=float(rank))
+    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{os.getpid()}.", dir=cache) as folder:
+        write_adapter(Path(folder), Adapter(rank, ref.alpha, weights, prefix=projections.prefix))
+        try:
+            engine.add_adapter(ref, Path(folder))
+        except UserError as error:
+            raise UserError(
+                f"{error}; start it with --max-lora-rank {rank}, or this worker with a lower ROOKERY_MAX_RANK, and let"
+                f" it read {settings.cache}"
+            ) from None
+        engine.evict_adapter(ref.hash)
 
 
 def cache_alone(folder: Path, device_type: str, used: int, total: int) -> int | None:
