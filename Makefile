@@ -17,7 +17,7 @@ PROCESSES ?= 2
 OLDEST_SDK := 0.22.3
 SDKS ?= $(OLDEST_SDK)
 
-.PHONY: demo docs test test-learning test-chaos test-examples test-avx2 test-ray test-vllm test-s3 test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
+.PHONY: demo docs test test-learning test-chaos test-examples test-avx2 test-ray chaos-ray test-vllm test-s3 test-sdks install lint types chaos chaos-at-scale controller-scaling soak soak-short fuzz bench bench-smoke bench-full bench-peers bench-preemption bench-tinker bench-gpu cookbook clean
 
 demo: install
 	@$(BIN)/rookery demo
@@ -38,6 +38,10 @@ test-examples: $(VENV)/.tests
 # Workers on a real Ray cluster with several nodes on this machine; manifests against their schemas: two minutes.
 test-ray: $(VENV)/.ray
 	@$(BIN)/python -m pytest -m heavy tests/cluster/test_ray.py tests/test_deploy.py
+
+# Fifty kills of nodes, raylets, actors and workers while jobs train: a quarter of an hour.
+chaos-ray: $(VENV)/.ray
+	ROOKERY_RAY_KILLS=50 $(BIN)/python -m pytest -m heavy -s tests/cluster/test_ray.py -k random_kills
 
 # The engine's tests with kernels compiled for a processor without AVX-512: one minute.
 AVX2 := NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+sse4.2,+popcnt
