@@ -3,8 +3,10 @@ the bank serves many at once."""
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import sys
 from pathlib import Path
 
 import peft
@@ -70,6 +72,19 @@ def test_peft_folders_are_read(tmp_path: Path) -> None:
         expected = model(tokens[None]).logits[0]
     adapter = read_adapter(tmp_path, decoder.config)
     torch.testing.assert_close(logits(decoder, bank(decoder, x=adapter), "x", tokens), expected, atol=2e-4, rtol=1e-4)
+
+
+def test_reading_adapters_keeps_no_memory(tmp_path: Path) -> None:
+    model = small("llama").config
+    write_adapter(tmp_path, init_adapter(model, 4, 8.0, PARTS, 0), "small")
+    before, reads = 0, 20
+    for read in range(2 * reads):
+        if read == reads:
+            gc.collect()
+            before = sys.getallocatedblocks()
+        read_adapter(tmp_path, model)
+    gc.collect()
+    assert sys.getallocatedblocks() - before < reads  # not even one for each adapter
 
 
 def test_version_zero_is_the_base_and_depends_on_its_seed() -> None:

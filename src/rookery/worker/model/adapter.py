@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from torch import Tensor
 
 from rookery.errors import UserError
@@ -115,7 +115,8 @@ def read_adapter(folder: Path, model: Projections) -> Adapter:
     """The adapter in a PEFT folder. Raises ``UserError`` for what is no LoRA of this model."""
     try:
         about = json.loads((folder / CONFIG_FILE).read_text())
-        tensors = load_file(folder / WEIGHTS_FILE)
+        # From bytes: from the file, safetensors 0.8 leaks two objects for each tensor.
+        tensors = load((folder / WEIGHTS_FILE).read_bytes())
     except FileNotFoundError as error:
         raise UserError(f"{folder} is no PEFT adapter: {Path(error.filename).name} is missing") from None
     except (json.JSONDecodeError, SafetensorError) as error:
