@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import yaml
@@ -142,8 +143,26 @@ def test_jobs_commands_list_show_and_control(here: Path, capsys: pytest.CaptureF
     assert json.loads(capsys.readouterr().out)["evaluations"] == []
     assert call("jobs", "logs", "steered") == 0
     assert "state: cancelled" in capsys.readouterr().out
+    assert call("jobs", "delete", "steered") == 0
+    assert capsys.readouterr().out == f"steered ({views['steered']['id']}) is deleted\n"
+    assert call("jobs", "delete", "steered") == 2
+    capsys.readouterr()
     assert call("jobs", "show", "nobody") == 2
     assert capsys.readouterr().err == "rookery: no job 'nobody'; rookery jobs list shows yours\n"
+
+
+def test_uploads_are_listed_and_deleted(
+    service: EmbeddedService, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    headers = {"X-API-Key": service.key}
+    content = b'{"prompt": "5+5?", "answer": "10"}\n'
+    digest = httpx.post(f"{service.url}/api/v1/datasets", content=content, headers=headers).json()["dataset"]
+    assert call("uploads", "list") == 0
+    assert f"{digest}  dataset" in capsys.readouterr().out
+    assert call("uploads", "delete", digest, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"deleted": digest}
+    assert call("uploads", "delete", digest) == 2
+    assert capsys.readouterr().err == f"rookery: no upload {digest}\n"
 
 
 def test_chat_with_a_job_a_version_and_a_base_model(

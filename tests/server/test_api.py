@@ -220,6 +220,30 @@ def test_all_errors_have_the_same_format(faces: Faces) -> None:
     refused(faces.ada.get(f"/api/v1/jobs/{faces.done['id']}/metrics?after=x"), 422)
 
 
+def test_job_is_deleted_with_its_artifacts_once_it_has_ended(faces: Faces) -> None:
+    made = faces.ada.post("/api/v1/jobs", json=job(name="short-lived")).json()
+    _, view = end_of(faces.ada, made["id"])
+    path = f"/api/v1/jobs/{view['id']}"
+    hashes = {row["hash"] for row in faces.ada.get(f"{path}/policies/main/versions").json()}
+    stored = faces.root / "data" / "artifacts"
+    assert hashes and hashes <= {folder.name for folder in stored.rglob("*")}
+    waiting = faces.ada.post("/api/v1/jobs", json=job(environment={"hosted": "nobody"})).json()["id"]
+    assert f"rookery jobs cancel {waiting}" in refused(faces.ada.delete(f"/api/v1/jobs/{waiting}"), 409)
+    faces.ada.post(f"/api/v1/jobs/{waiting}/pause").raise_for_status()
+    refused(faces.ada.delete(f"/api/v1/jobs/{waiting}"), 409)
+    faces.ada.post(f"/api/v1/jobs/{waiting}/cancel").raise_for_status()
+    assert faces.ada.delete(f"/api/v1/jobs/{waiting}").json()["state"] == "cancelled"
+
+    refused(faces.bob.delete(path), 404)
+    assert faces.ada.delete(path).json() == view
+    assert not hashes & {folder.name for folder in stored.rglob("*")}
+    assert not (faces.root / "data" / "jobs" / view["id"]).exists()
+    for missing in ("", "/metrics", "/events", "/policies/main/versions/latest/adapter"):
+        refused(faces.ada.get(f"{path}{missing}"), 404)
+    refused(faces.ada.delete(path), 404)
+    assert [row["id"] for row in faces.ada.get("/api/v1/jobs").json()][-1] == faces.done["id"]
+
+
 # --- uploads ----------------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +256,22 @@ def test_uploaded_dataset_trains_a_job(faces: Faces) -> None:
     refused(faces.bob.post("/api/v1/jobs", json=wanted), 422)
     id = faces.ada.post("/api/v1/jobs", json=wanted).json()["id"]
     assert end_of(faces.ada, id)[1]["state"] == "completed"
+
+
+def test_upload_is_deleted_once_no_job_that_runs_uses_it(faces: Faces) -> None:
+    digest = faces.ada.post("/api/v1/datasets", content=b'{"prompt": "3+3?", "answer": "6"}\n').json()["dataset"]
+    stored = faces.ada.get("/api/v1/uploads").json()[-1]
+    assert stored == {"hash": digest, "kind": "dataset", "size": 34, "created": stored["created"]}
+    assert digest not in faces.bob.get("/api/v1/uploads").text
+    wanted = job(environment={"id": "jsonl", "dataset": digest, "verifier": "exact"}, stop={"steps": 100_000})
+    id = faces.ada.post("/api/v1/jobs", json=wanted).json()["id"]
+    assert id in refused(faces.ada.delete(f"/api/v1/uploads/{digest}"), 409)
+    faces.ada.post(f"/api/v1/jobs/{id}/cancel").raise_for_status()
+    refused(faces.bob.delete(f"/api/v1/uploads/{digest}"), 404)
+    assert faces.ada.delete(f"/api/v1/uploads/{digest}").status_code == 204
+    assert digest not in {folder.name for folder in (faces.root / "data" / "artifacts").rglob("*")}
+    refused(faces.ada.delete(f"/api/v1/uploads/{digest}"), 404)
+    refused(faces.ada.post("/api/v1/jobs", json=wanted), 422)
 
 
 def test_dataset_is_never_held_whole(faces: Faces) -> None:

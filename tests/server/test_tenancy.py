@@ -62,6 +62,7 @@ WITHOUT_IDS = {
     "POST /v1/completions": "test_another_tenants_policies_cannot_be_sampled",
     "POST /api/v1/datasets": "test_hash_is_not_a_permission",
     "POST /api/v1/adapters": "test_hash_is_not_a_permission",
+    "GET /api/v1/uploads": "test_lists_contain_only_the_tenants_objects",
     "WEBSOCKET /wire/worker": "test_each_role_of_a_key_opens_its_own_doors",
     "WEBSOCKET /wire/host": "test_each_role_of_a_key_opens_its_own_doors",
 }
@@ -209,10 +210,12 @@ def test_every_route_is_covered() -> None:
 def test_ids_of_another_tenant_answer_exactly_like_unknown_ones(town: Town, method: str, path: str) -> None:
     before = town.adas()
     none = "0" * 64
-    nobodys = ids(f"job-{'0' * 24}", f"tenant-{'0' * 24}", none, none[: len(town.worker.uploads[-1])], none[:KEY_ID])
+    nobodys = ids(
+        f"job-{'0' * 24}", f"tenant-{'0' * 24}", none, none[: len(town.worker.uploads[-1])], none[:KEY_ID], none[::-1]
+    )
     for id in (town.done["id"], town.paused):
         key = hash_key(town.keys["ada"])[:KEY_ID]
-        theirs = ids(id, town.tenant, town.versions[-1]["hash"], town.worker.uploads[-1], key)
+        theirs = ids(id, town.tenant, town.versions[-1]["hash"], town.worker.uploads[-1], key, town.dataset)
         for action in ("pause", "resume", "cancel") if "{action}" in path else ("",):
             answers = []
             for given in (theirs, nobodys):
@@ -230,10 +233,10 @@ def test_ids_of_another_tenant_answer_exactly_like_unknown_ones(town: Town, meth
     assert town.adas() == before
 
 
-NAMES = ("job", "tenant", "digest", "ticket", "key")
+NAMES = ("job", "tenant", "digest", "ticket", "key", "upload")
 
 
-def ids(job: str, tenant: str, digest: str, ticket: str, key: str) -> dict[str, str]:
+def ids(job: str, tenant: str, digest: str, ticket: str, key: str, upload: str) -> dict[str, str]:
     """What a path names, by parameter. A parameter that is not here is a new one: say what it means."""
     return {
         "job": job,
@@ -241,6 +244,7 @@ def ids(job: str, tenant: str, digest: str, ticket: str, key: str) -> dict[str, 
         "digest": digest,
         "ticket": ticket,
         "key": key,
+        "upload": upload,
         "policy": "main",
         "version": "1",
         "name": "adapter_config.json",

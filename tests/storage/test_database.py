@@ -40,6 +40,7 @@ from rookery.errors import Conflict, NotFound, Unavailable, UserError
 from rookery.server.launcher import Service
 from rookery.settings import Settings
 from rookery.storage import models
+from rookery.storage.columns import Base
 from rookery.storage.data_dir import hash_key, new_key
 from rookery.storage.db import Database
 from rookery.storage.models import EpisodeRow, JobRow
@@ -302,6 +303,36 @@ def test_only_the_last_finished_jobs_keep_their_groups(database: Database) -> No
     assert [name for name in [*names, "bobs"] if group_counts(database, name)] == ["job1", "bobs"], "job1 runs"
 
 
+def test_deleted_job_leaves_no_row_and_other_jobs_stay(database: Database) -> None:
+    for name in ("job", "other"):
+        submit(database, job=name)
+        database.add_groups(name, [new_group(0, job=name)])
+        commit(database, database.next_lease(f"{name}-main"), None, [make_ready(database, new_group(0, job=name))], 1,
+               job=name)  # fmt: skip
+        database.add_evaluation(policy=f"{name}-main", version=0, prompts=1, mean=0.0, stderr=0.0, results={},
+                                created=0.0)  # fmt: skip
+        database.add_event("alice", name, 0.0, "kind", "text")
+    database.save_usage({("alice", "job"): {"reserved": {}}, ("alice", ""): {"reserved": {}}}, {}, (0, {}))
+    digest = database.version("alice", "job-main", 0).hash
+    with pytest.raises(Conflict, match="cancel it first"):
+        database.delete_job("alice", "job")
+    database.set_job_state("job", "cancelled", "", 1.0)
+    with pytest.raises(NotFound):
+        database.delete_job("bob", "job")
+
+    assert database.delete_job("alice", "job") == [digest]
+    with database.reading() as connection:
+        for table in Base.metadata.sorted_tables:
+            if "job" in table.columns:
+                assert "job" not in connection.execute(select(table.c.job)).scalars().all(), table.name
+    assert database.versions("alice", "job-main") == []
+    assert [row.version for row in database.versions("alice", "other-main")] == [0]
+    assert database.tenant_usage("alice") == {"": {"reserved": {}}}
+    with pytest.raises(NotFound):
+        database.delete_job("alice", "job")
+    submit(database)  # its idempotency key is free again
+
+
 # --- the commit -------------------------------------------------------------------------------------------------------
 
 
@@ -449,9 +480,10 @@ def test_a_corrupt_head_is_replaced_by_the_newest_kept_version(database: Databas
 # --- owners -----------------------------------------------------------------------------------------------------------
 
 _NOT_FOUND = """revoke_key get_upload get_job get_policy version get_session get_model get_sampler get_checkpoint
-expire_checkpoint delete_checkpoint get_future""".split()
+expire_checkpoint delete_checkpoint get_future delete_job delete_upload""".split()
 _EMPTY = """keys events list_jobs unfinished_job_ids policies all_policies recent_episodes versions evaluations
-list_sessions list_models list_samplers list_checkpoints steps recent_rewards tenant_usage job_usage stored""".split()
+list_sessions list_models list_samplers list_checkpoints steps recent_rewards tenant_usage job_usage stored
+uploads""".split()
 _NAMES_NO_ROW = "add_key add_upload add_event drop_old_groups".split()
 """The reply of each method that takes a tenant when bob names alice's rows."""
 

@@ -1,4 +1,4 @@
-"""``rookery jobs …``: list, show, follow and control jobs."""
+"""``rookery jobs …``: list, show, follow, control and delete jobs. ``rookery uploads …``: list and delete uploads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rookery.cli.options import ENDINGS, INTERRUPTED, Cli, console, figures, pri
 from rookery.client import Job
 from rookery.telemetry.table import job_list, job_table, sparkline
 
-app = typer.Typer(help="List, show, follow and control jobs.", no_args_is_help=True)
+app = typer.Typer(help="List, show, follow, control and delete jobs.", no_args_is_help=True)
+uploads = typer.Typer(help="List and delete uploaded datasets and adapters.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, or its name where only one has it.")]
 
@@ -85,6 +86,16 @@ def cancel(cli: Cli, job: Name) -> None:
     _act(cli, "cancel", job)
 
 
+@app.command("delete")
+@with_options
+def delete(cli: Cli, job: Name) -> None:
+    """Delete a job that has ended, with its versions and all its results."""
+    with cli.client() as client:
+        found = client.job(job)
+        found.delete()
+    cli.show({"deleted": found.id}, f"{found.name} ({found.id}) is deleted")
+
+
 @app.command("logs")
 @with_options
 def logs(
@@ -107,6 +118,24 @@ def logs(
         except KeyboardInterrupt:
             code = INTERRUPTED
     raise typer.Exit(code)
+
+
+@uploads.command("list")
+@with_options
+def list_uploads(cli: Cli) -> None:
+    """The datasets, inline rows of jobs too, and adapters of this key's tenant."""
+    with cli.client() as client:
+        for row in client.uploads():
+            cli.show(row, f"{row.hash}  {row.kind:<7}  {time_of(row.created)}  {row.size:,} bytes")
+
+
+@uploads.command("delete")
+@with_options
+def delete_upload(cli: Cli, hash: Annotated[str, typer.Argument(metavar="HASH")]) -> None:
+    """Delete an upload that no job uses which has not ended."""
+    with cli.client() as client:
+        client.delete_upload(hash)
+    cli.show({"deleted": hash}, f"{hash} is deleted")
 
 
 def _follow(cli: Cli, job: Job) -> int:

@@ -116,6 +116,15 @@ class Client:
         """The current state of all jobs, in one request."""
         return self._connection.call("GET", "/api/v1/jobs")
 
+    def uploads(self) -> list[Record]:
+        """The datasets (inline rows of jobs too) and adapters that this key's tenant stores, oldest first."""
+        return self._connection.call("GET", "/api/v1/uploads")
+
+    def delete_upload(self, hash: str) -> None:
+        """Delete a dataset or an adapter. Raises :class:`~rookery.errors.Conflict` where a job that has not ended uses
+        it."""
+        self._connection.call("DELETE", f"/api/v1/uploads/{quote(hash, safe='')}")
+
     # --- models and the service ---------------------------------------------------------------------------------------
 
     def models(self) -> list[Record]:

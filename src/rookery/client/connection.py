@@ -65,9 +65,10 @@ class HttpConnection:
             ) from None
 
     def call(self, method: str, path: str, **request: Any) -> Any:
-        """The response's JSON, with its objects as records."""
+        """The response's JSON, with its objects as records; None for a response without content."""
+        response = self._send(method, path, **request)
         try:
-            return record(self._send(method, path, **request).json())
+            return record(response.json()) if response.status_code != 204 else None
         except ValueError:
             raise errors.Unavailable(f"the server at {self.url} is not a Rookery service; set ROOKERY_URL") from None
 

@@ -110,6 +110,11 @@ class Job:
         self._on_end()
         return view
 
+    def delete(self) -> None:
+        """Delete the job with its versions and results. Raises :class:`~rookery.errors.Conflict` for one that has not
+        ended."""
+        self._connection.call("DELETE", self._path)
+
     # --- results ----------------------------------------------------------------------------------------------
 
     def sample(self, messages: list[dict[str, str]] | str, version: int | None = None, **sampling: object) -> Record:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import shutil
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -204,6 +205,25 @@ class Controller:
     async def cancel(self, tenant: str, job: str) -> None:
         """End the job for good; its versions stay."""
         await self._end(tenant, job, "cancelled")
+
+    async def delete_job(self, tenant: str, job: str) -> None:
+        """Delete an ended job with its results, and the artifacts that nothing else names. Raises :class:`Conflict` for
+        a job that has not ended, :class:`NotFound`."""
+        context = self.context
+        async with self._lock(job):
+            runner = self.jobs.runners.get(job)
+            if runner is not None and (await context.store.get_job(tenant, job)).state in FINAL_JOB_STATES:
+                await asyncio.wait([runner.task])
+            await context.usage.save()  # else the next one would store the job's row again
+            for digest in await context.store.delete_job(tenant, job):
+                await context.collector.delete_unnamed(context.store.database.unnamed, digest)
+        await asyncio.to_thread(shutil.rmtree, self._jobs_folder / job, ignore_errors=True)
+        log.info("job %s is deleted by its owner", job, extra={"tenant": tenant, "job": job})
+
+    async def delete_upload(self, tenant: str, digest: str) -> None:
+        """Delete a dataset or an adapter that the tenant uploaded. Raises :class:`Conflict` where a job that has not
+        ended uses it, :class:`NotFound`."""
+        await self.context.collector.delete_unnamed(self.context.store.database.delete_upload, tenant, digest)
 
     async def limit_tenant(self, tenant: str, changes: Mapping[str, float | None]) -> TenantRow:
         """Change limits of a tenant, or its weight; None is the service's setting. Running jobs continue. Raises

@@ -246,6 +246,13 @@ class UploadedAdapter(BaseModel):
     adapter: str = Field(description="Hash of the upload; jobs name it as policies.<name>.warm_start.upload")
 
 
+class UploadView(BaseModel):
+    hash: str
+    kind: Literal["dataset", "adapter"]
+    size: int = Field(description="Bytes")
+    created: float
+
+
 class NewTenant(RequestModel):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")
 

@@ -207,6 +207,8 @@ class Transactions:
     valid_key = _read(tenants.valid_key)
     add_upload = _write(tenants.add_upload)
     get_upload = _read(tenants.get_upload)
+    uploads = _read(tenants.uploads)
+    delete_upload = _write(tenants.delete_upload)
     add_event = _write(tenants.add_event)
     events = _read(tenants.events)
     save_usage = _write(tenants.save_usage)
@@ -241,6 +243,7 @@ class Transactions:
     recent_episodes = _read(jobs.recent_episodes)
     trim_episodes = _write(jobs.trim_episodes)
     drop_old_groups = _write(jobs.drop_old_groups)
+    delete_job = _write(jobs.delete_job)
 
     commit_step = _write(versions.commit_step)
     save_step = _write(versions.save_step)

@@ -35,6 +35,7 @@ from rookery.server.schemas import (
     SampleRequest,
     UploadedAdapter,
     UploadedDataset,
+    UploadView,
     VersionView,
 )
 from rookery.spec.parsing import SpecError
@@ -75,6 +76,14 @@ async def list_jobs(service: Service, owner: Owner) -> Any:
 @routes.get("/jobs/{job}", tags=["jobs"])
 async def show(service: Service, owner: Owner, job: str) -> JobView:
     return await service.controller.queries.show(owner.id, job)
+
+
+@routes.delete("/jobs/{job}", tags=["jobs"])
+async def delete_job(service: Service, owner: Owner, job: str) -> JobView:
+    """Delete a job that has ended, with its versions and all its results. Returns it as it was."""
+    view = await service.controller.queries.show(owner.id, job)
+    await service.controller.delete_job(owner.id, job)
+    return view
 
 
 @routes.post("/jobs/{job}/{action}", tags=["jobs"])
@@ -178,6 +187,19 @@ async def add_dataset(service: Service, owner: Owner, request: Request) -> Uploa
 async def add_adapter(service: Service, owner: Owner, request: Request) -> UploadedAdapter:
     """Upload a PEFT folder to start from: a tar with adapter_config.json and adapter_model.safetensors."""
     return UploadedAdapter(adapter=await service.controller.add_adapter(owner.id, request.stream(), unpack))
+
+
+@routes.get("/uploads", tags=["uploads"])
+async def uploads(service: Service, owner: Owner) -> list[UploadView]:
+    """The datasets (inline rows of jobs too) and adapters that this tenant stores, oldest first."""
+    found = await asyncio.to_thread(service.database.uploads, owner.id)
+    return [UploadView(hash=row.hash, kind=row.kind, size=row.size, created=row.created) for row in found]
+
+
+@routes.delete("/uploads/{upload}", status_code=204, tags=["uploads"])
+async def delete_upload(service: Service, owner: Owner, upload: str) -> None:
+    """Delete a dataset or an adapter that no job which has not ended uses."""
+    await service.controller.delete_upload(owner.id, upload)
 
 
 @routes.get("/models", response_model=list[BaseModelView], tags=["models"])

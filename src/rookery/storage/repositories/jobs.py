@@ -25,12 +25,16 @@ from rookery.storage.columns import add, add_or_find, fetch_all, get, rows
 from rookery.storage.models import (
     FINAL_JOB_STATES,
     EpisodeRow,
+    EvaluationRow,
     EventRow,
     GroupRow,
     GroupState,
     JobRow,
     JobState,
     PolicyRow,
+    StepRow,
+    UsageRow,
+    VersionRow,
 )
 
 _POLICIES = (
@@ -315,6 +319,24 @@ def drop_old_groups(connection: Connection, tenant: str, keep: int) -> None:
     jobs = old.scalars().all()
     for kind in (EpisodeRow, GroupRow):
         connection.execute(delete(kind).where(kind.job.in_(jobs)))
+
+
+def delete_job(connection: Connection, tenant: str, job: str) -> list[str]:
+    """Delete a finished job with all that belongs to it but the tenant's total usage. Returns the hashes of the
+    versions that it kept; :func:`~rookery.storage.repositories.versions.unnamed` tells which of them nothing names now.
+    Raises :class:`Conflict` for a job that is not finished, :class:`NotFound`."""
+    row = get_job(connection, tenant, job)
+    if row.finished is None:
+        raise Conflict(f"job {job} is {row.state}: cancel it first (rookery jobs cancel {job})")
+    of_job = select(PolicyRow.id).where(PolicyRow.job == job)
+    mine = VersionRow.policy.in_(of_job)
+    kept = connection.execute(select(VersionRow.hash).where(mine, VersionRow.kept.is_(True)).distinct())
+    hashes = list(kept.scalars())
+    connection.execute(delete(VersionRow).where(mine))
+    for kind in (EpisodeRow, GroupRow, EvaluationRow, StepRow, EventRow, UsageRow, PolicyRow):
+        connection.execute(delete(kind).where(kind.__table__.c.job == job))
+    connection.execute(delete(JobRow).where(JobRow.id == job))
+    return hashes
 
 
 def drop_alive(connection: Connection, which: ColumnElement[bool], time: float, reason: str) -> Sequence[str]:

@@ -20,6 +20,7 @@ from rookery.storage.models import (
     CheckpointRow,
     EventRow,
     Fact,
+    JobRow,
     KeyRole,
     KeyRow,
     TenantRow,
@@ -28,6 +29,7 @@ from rookery.storage.models import (
     UsageRow,
     VersionRow,
 )
+from rookery.storage.repositories.versions import unnamed
 
 TENANT_TOTAL = ""
 """The job of the row that counts all that a tenant used."""
@@ -120,6 +122,23 @@ def add_upload(connection: Connection, tenant: str, kind: UploadKind, hash: str,
 def get_upload(connection: Connection, tenant: str, kind: UploadKind, hash: str) -> UploadRow:
     """Raises :class:`NotFound` unless this tenant brought the bytes."""
     return get(connection, UploadRow, f"{kind} {hash}", hash=hash, tenant=tenant, kind=kind)
+
+
+def uploads(connection: Connection, tenant: str) -> list[UploadRow]:
+    """Oldest first."""
+    return rows(connection, UploadRow, tenant=tenant, order_by=(UploadRow.created, UploadRow.hash))
+
+
+def delete_upload(connection: Connection, tenant: str, hash: str) -> str | None:
+    """The tenant does not have these bytes any more. Returns the hash if nothing names it now, so that the artifact can
+    be deleted. Raises :class:`Conflict` where a job that has not ended names it, :class:`NotFound`."""
+    if not rows(connection, UploadRow, tenant=tenant, hash=hash):
+        raise NotFound(f"no upload {hash}")
+    users = rows(connection, JobRow, JobRow.finished.is_(None), tenant=tenant)
+    if (user := next((row.id for row in users if hash in json.dumps(row.spec)), None)) is not None:
+        raise Conflict(f"upload {hash} is used by job {user}: cancel that first (rookery jobs cancel {user})")
+    connection.execute(delete(UploadRow).filter_by(tenant=tenant, hash=hash))
+    return unnamed(connection, hash)
 
 
 def add_event(connection: Connection, tenant: str, job: str | None, time: float, kind: str, text: str) -> None:
