@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
+from benchmarks.jobs import agentic
 from benchmarks.jobs.agentic import Barrier
 from benchmarks.jobs.agentic_figures import LATENCIES, TENANTS, figures, points, saturation
+from benchmarks.lib import harness
 from tests.support.measured import agentic_cells
 
 
@@ -39,6 +44,36 @@ def test_whatever_is_missing_is_not_made_up() -> None:
     for count in range(0, len(cells), 7):
         json.dumps(figures(dict(list(cells.items())[:count])).data, allow_nan=False)
     assert points({key: cell for key, cell in cells.items() if key.startswith("crowd")}) == []
+
+
+def test_interrupted_run_continues_with_the_missing_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RESULTS", "ROOT"):
+        monkeypatch.setattr(harness, name, tmp_path)
+    monkeypatch.setattr(sys, "argv", ["agentic"])
+    made, measured, ends = agentic_cells(), list[str](), [3, 20]
+
+    def take(key: str) -> dict[str, Any]:
+        if ends and len(measured) == ends[0]:
+            del ends[0]
+            raise KeyboardInterrupt
+        measured.append(key)
+        return made[key]
+
+    for kind in ("solo", "crowd", "ablation"):
+        monkeypatch.setattr(agentic, kind, lambda *key, kind=kind: take("/".join([kind, *map(named, key)])))
+    while ends:
+        with pytest.raises(KeyboardInterrupt):
+            agentic.main()
+    agentic.main()
+    assert len(set(measured)) == len(measured) == len([key for key in made if key.endswith("/0")])
+    stored = json.loads((tmp_path / "agentic.json").read_text())["data"]["cells"]
+    assert {key: {**cell, "took": 0} for key, cell in stored.items()} == {
+        key: {**made[key], "took": 0} for key in measured
+    }
+
+
+def named(part: object) -> str:
+    return f"{part:g}" if isinstance(part, float) else str(part)
 
 
 async def test_barrier_holds_until_all_have_arrived() -> None:
