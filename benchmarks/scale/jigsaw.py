@@ -17,15 +17,11 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from benchmarks.lib import intervals
 from benchmarks.lib.cells import table
 from benchmarks.lib.harness import RESULTS, Result, command
 
-from rookery.controller.fleet.fleet import Fleet
-from rookery.controller.rollout.scheduler import RolloutScheduler
-from rookery.controller.weights.distribution import AdapterResidency
 from rookery.scheduling.pipelines import (
     PAYS,
     Action,
@@ -36,9 +32,8 @@ from rookery.scheduling.pipelines import (
     Timeline,
     complete,
 )
-from rookery.settings import Settings
 from rookery.simulation.profiles import load_profile
-from rookery.simulation.replay import MODES, Mode, ReplayResult, Scenario, replay
+from rookery.simulation.replay import MODES, ReplayResult, Scenario, replay
 from rookery.simulation.traces import Trace
 
 SEEDS = 20
@@ -262,28 +257,21 @@ def spread(values: Sequence[float]) -> str:
 # --- the shipped controller -------------------------------------------------------------------------------------------
 
 
-class WithoutMerging(RolloutScheduler):
-    """As with the setting off."""
-
-    def __init__(self, fleet: Fleet, residency: AdapterResidency, settings: Settings, *others: Any) -> None:
-        super().__init__(fleet, residency, settings.replace(merge_tails=False), *others)
-
-
-def shipped(seed: int, jobs: int, mode: Mode) -> ReplayResult:
+def shipped(seed: int, jobs: int, merge: bool) -> ReplayResult:
     """Synchronous jobs with long tails on two machines that generate and train."""
     profile = load_profile("two-core-cpu-135m")
     tails = {"group_size": 4, "groups_per_step": 4, "median_tokens": 120.0, "sigma": 0.8, "max_tokens": 500}
     load = profile.workload.model_copy(update=tails)
     profile = profile.model_copy(update={"workload": load})
     none = Trace("none", ((0.0, 0),), MERGE_SECONDS)
-    return replay(Scenario(profile, none, seed=seed, jobs=jobs, steps=MERGE_STEPS, reserved=WORKERS), mode)
+    settings = {"merge_tails": merge}
+    scenario = Scenario(profile, none, seed=seed, jobs=jobs, steps=MERGE_STEPS, reserved=WORKERS, settings=settings)
+    return replay(scenario, MODES["co-located"])
 
 
 def _shipped(result: Result) -> None:
-    on = MODES["co-located"]
-    off = Mode("unmerged", "", most=on.most, scheduler=WithoutMerging)
     for jobs in (2, 1):
-        pairs = [(shipped(seed, jobs, on), shipped(seed, jobs, off)) for seed in range(SEEDS)]
+        pairs = [(shipped(seed, jobs, True), shipped(seed, jobs, False)) for seed in range(SEEDS)]
         gains = [without.seconds / merged.seconds for merged, without in pairs]
         moved = [merged.requeued["merged"] for merged, _ in pairs]
         where = f"shipped controller, {jobs} job{'s' * (jobs > 1)} on {WORKERS} machines"

@@ -290,6 +290,30 @@ def test_preemption_discards_no_token(outcomes: dict[str, ReplayResult]) -> None
     assert over.discarded_tokens > 0, "which only the mode without migration does"
 
 
+OFF = {
+    "merge_tails": False, "rollout_chunk_tokens": 0, "context_order": False, "slo_gate": False, "speculation": False,
+}  # fmt: skip
+"""The settings that turn the schedulers of rollouts off."""
+
+
+def test_no_scheduler_changes_a_trajectory() -> None:
+    """Synchronous jobs with long tails on two machines, with all schedulers, without each of them and without any. The
+    engines' tests show the same of drafts and of the gate."""
+    profile = load_profile("two-core-cpu-135m")
+    tails = {"group_size": 4, "groups_per_step": 4, "median_tokens": 120.0, "sigma": 0.8, "max_tokens": 500}
+    profile = profile.model_copy(update={"workload": profile.workload.model_copy(update=tails)})
+    scenario = Scenario(profile, Trace("none", ((0.0, 0),), 3000.0), seed=3, jobs=2, steps=6, reserved=2)
+    arms = [{}, *({name: off} for name, off in OFF.items()), OFF]
+    outcomes = [replay(replace(scenario, settings=settings), MODES["co-located"]) for settings in arms]
+    assert len({outcome.trajectories for outcome in outcomes}) == 1
+    whole = outcomes[0]
+    assert len(whole.steps) == 12 and whole.requeued["merged"] and whole.requeued["divided"]
+    for name, reason in (("merge_tails", "merged"), ("rollout_chunk_tokens", "divided")):
+        [without] = (o for o, settings in zip(outcomes, arms, strict=True) if settings == {name: OFF[name]})
+        assert without.requeued[reason] == 0
+    assert whole.digest != outcomes[-1].digest
+
+
 @pytest.mark.parametrize(("name", "goes_on"), [("rookery", True), ("no-migration", False)])
 def test_requests_of_a_lost_instance_resume_or_restart_by_mode(
     name: str, goes_on: bool, monkeypatch: pytest.MonkeyPatch

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
+import msgspec
+
+from rookery.controller.jobs.trajectory import episode_result_decoder
 from rookery.controller.offload.seeding import Seeding
 from rookery.controller.rollout.request import InflightRequest
 from rookery.controller.rollout.scheduler import RolloutScheduler
@@ -49,6 +53,8 @@ class Scenario:
     """Seconds between an instance's notice and its end; 0 is no notice."""
     flush: float = Settings().worker.flush_seconds
     """The service's ``flush_seconds``: tokens sampled since the last flush are what a preemption costs."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Other settings of the service that are not the default."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,8 @@ class ReplayResult:
     events: int
     digest: str
     """Of the event log: SHA-256 over every frame, both ways, with its virtual time."""
+    trajectories: str
+    """SHA-256 over the stored trajectories of all jobs, with their rewards: no scheduling may change it."""
     scenario: Scenario
 
     @property
@@ -163,6 +171,7 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
         settings={
             "flush_seconds": scenario.flush,
             "worker_wait_seconds": scenario.trace.seconds,  # a trace without instances pauses no job
+            **scenario.settings,
         },
     )
     controller = site.controller
@@ -221,6 +230,7 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
         discarded_tokens=rollouts.discarded_tokens if isinstance(rollouts, RestartingScheduler) else 0,
         events=events,
         digest=digest,
+        trajectories=_trajectories(site, jobs),
         scenario=scenario,
     )
     await market.close()
@@ -240,6 +250,17 @@ async def _until_over(site: SimulatedService, jobs: dict[str, str], renting: asy
     await asyncio.gather(everybody, return_exceptions=True)
     if renting.done():
         renting.result()
+
+
+def _trajectories(site: SimulatedService, jobs: dict[str, str]) -> str:
+    """Ids differ from run to run, so episodes are ordered by group and member."""
+    found = hashlib.sha256()
+    for job, tenant in jobs.items():
+        stored = site.database.recent_episodes(tenant, job, site.settings.server.trajectory_keep)
+        for group, episode in sorted(stored, key=lambda pair: (pair[0].split, pair[0].ordinal, pair[1].member)):
+            result = episode_result_decoder.decode(episode.trajectories)
+            found.update(msgspec.msgpack.encode((group.ordinal, episode.member, result.reward, result.trajectories)))
+    return found.hexdigest()
 
 
 def _job(scenario: Scenario, number: int) -> dict[str, Any]:
