@@ -211,7 +211,7 @@ def test_ids_of_another_tenant_answer_exactly_like_unknown_ones(town: Town, meth
     before = town.adas()
     none = "0" * 64
     nobodys = ids(
-        f"job-{'0' * 24}", f"tenant-{'0' * 24}", none, none[: len(town.worker.uploads[-1])], none[:KEY_ID], none[::-1]
+        f"job-{'0' * 24}", f"tenant-{'0' * 24}", none, none[: len(town.worker.uploads[-1])], none[:KEY_ID], "1" * 64
     )
     for id in (town.done["id"], town.paused):
         key = hash_key(town.keys["ada"])[:KEY_ID]
