@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 from tests.support.peers import MODEL, ManualClock, connection_pair, eventually, settle
@@ -181,3 +182,22 @@ async def test_worker_that_does_not_read_delays_no_other(room: Room) -> None:
     assert room.states()["deaf"] == "suspect"
     with pytest.raises(ConnectionClosed):
         await ours.send(b"")
+
+
+@pytest.mark.parametrize("rows", [-1, 1 << 40])
+async def test_worker_with_absurd_rows_is_refused(room: Room, rows: int) -> None:
+    with pytest.raises(PermissionError, match="must be 0 to 65536"):
+        await room.worker(max_rows=rows).join()
+    assert room.states() == {}
+
+
+@pytest.mark.parametrize("hashes", [[f"{number:064x}" for number in range(60_000)], ["x" * 65]])
+async def test_worker_cannot_report_adapters_without_end(room: Room, hashes: list[str]) -> None:
+    worker = await room.worker().join()
+    with contextlib.suppress(ConnectionClosed):
+        for _ in range(2):
+            await worker.say(protocol.AdaptersCached(epoch=0, hashes=hashes))
+            hashes = [digest[::-1] for digest in hashes]
+            await settle()
+    await eventually(lambda: room.states() == {"worker": "suspect"})
+    assert room.fleet.bad_frames == 1 and len(room["worker"].cached) <= 60_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -261,6 +262,41 @@ async def test_invalid_chunks_fail_only_their_request(tmp_path: Path, chunk: dic
     worker.active.pop("job-1")
     worker.generating.set()
     check(await good, 2)
+    await room.close()
+
+
+LONG = {"tokens": [5] * 4096, "logprobs": [-1.0] * 4096}
+
+
+@pytest.mark.parametrize(
+    "absurd", [{"logprobs": [math.nan]}, {"logprobs": [-math.inf]}, {"tokens": [-1]}, {"tokens": [1 << 31]}, LONG]
+)
+async def test_worker_that_sends_absurd_tokens_loses_its_requests(tmp_path: Path, absurd: dict[str, Any]) -> None:
+    """Another one continues them. After the third time a request fails."""
+    room = Room(tmp_path)
+    fields = {"offset": 0, "tokens": [5], "logprobs": [-1.0], "version": 7, "policy": "p", **absurd}
+    output = protocol.Output(epoch=0, chunks=[protocol.TokenChunk(request="job-1", **fields)])
+    hostile = await room.worker("hostile")
+    hostile.generating.clear()
+    replies = [room.sample(1), room.sample(2)]
+    await eventually(lambda: len(hostile.active) == 2)
+    await hostile.say(output)
+    await eventually(lambda: room.fleet.bad_frames == 1)
+    assert not any(reply.done() for reply in replies) and room.rollouts.sampled_tokens == 0
+    good = await room.worker("good")
+    for seed, reply in zip((1, 2), replies, strict=True):
+        check(await reply, seed)
+    assert room.rollouts.requeues["lost"] == 2
+    await good.die()
+    reply = room.sample(1)
+    for _ in range(3):
+        hostile = await room.worker("hostile")
+        hostile.generating.clear()
+        await eventually(lambda: "job-1" in hostile.active)  # noqa: B023
+        await hostile.say(output)
+        await settle()
+    with pytest.raises(GenerationFailed, match="log-probability"):
+        await reply
     await room.close()
 
 

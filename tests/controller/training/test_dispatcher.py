@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.support.peers import ADAPTER, ManualClock, ScriptedWorker, Service, eventually, job_of, settle
 
@@ -297,6 +299,28 @@ async def test_a_commit_must_be_what_was_uploaded(room: Room, lie: str) -> None:
     with pytest.raises(Unavailable, match="worker a uploaded"):
         await step(trainer, ref, 1, commit=True)
     assert sum(room.collector.pins.values()) == 1, "version 0 alone, which this test names nowhere else"
+
+
+@pytest.mark.parametrize(
+    "false", [{"tokens": math.nan}, {"tokens": -1e12}, {"seconds": math.inf}, {f"m{n}": 1.0 for n in range(300)}]
+)
+async def test_false_counts_cost_the_worker_its_connection(room: Room, false: dict[str, float]) -> None:
+    """They would be charged to the tenant and stored with its steps. Another worker takes the step."""
+    liar = await room.worker("liar")
+
+    async def lie(op: Any) -> protocol.OperationDone:
+        done = liar.operate(op)
+        return msgspec.structs.replace(done, metrics={**done.metrics, **false})
+
+    trainer = room.trainer()
+    ref = await room.begin(trainer)
+    liar.answer = lie
+    taking = asyncio.ensure_future(step(trainer, ref, 1, commit=True))
+    await eventually(lambda: room.fleet.bad_frames == 1)
+    honest = await room.worker("honest")
+    done = await taking
+    assert done.manifest is not None and not done.metrics.keys() & (false.keys() - {"tokens", "seconds"})
+    assert len(honest.operations) == 2
 
 
 async def test_late_answers_are_ignored(room: Room) -> None:

@@ -26,6 +26,9 @@ from rookery.settings import Settings
 
 log = logging.getLogger("rookery.controller.fleet.fleet")
 
+MOST_ROWS = 1 << 16
+"""Of a worker: one that says it has any number of rows would get all requests."""
+
 
 class FleetListener:
     """Events at workers. Subclasses override those that they need; listeners are called in the order of subscription,
@@ -202,6 +205,8 @@ class Fleet:
                 f"its adapters have at most rank {hello.max_rank}, jobs here up to {allowed}: start it with"
                 f" ROOKERY_MAX_RANK={allowed}, or the service with ROOKERY_MAX_RANK={hello.max_rank}"
             )
+        if not 0 <= hello.max_rows <= MOST_ROWS:
+            raise RegistrationRefused(f"invalid number of rows {hello.max_rows}: must be 0 to {MOST_ROWS}")
 
     def _deliver(self, worker: Worker, message: Any) -> None:
         if isinstance(message, protocol.Hello) or message.epoch != worker.epoch or worker.state in ("suspect", "gone"):

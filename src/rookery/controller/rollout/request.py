@@ -22,6 +22,10 @@ REASONS = ("lost", "rejected", "offloaded", "balanced", "divided", "merged")
 another worker could begin it sooner; its next chunk saves time elsewhere (:mod:`rookery.scheduling.division`); its
 worker trains, and another's batch took it."""
 
+FAULTS = 3
+"""Workers that sent absurd tokens of a request, and lost their connection for it, after which the request fails: it may
+be its fault."""
+
 REASSIGNED = "~"
 """Separates a request's id from the number of its reassignment, in its name at a worker that had it before."""
 
@@ -128,6 +132,8 @@ class InflightRequest:
     """Where it continues when its worker has returned it."""
     resumed: bool = False
     """Whether its worker had it before this controller started."""
+    faults: int = 0
+    """Times that a worker sent wrong tokens of it."""
     waiting_since: float = 0.0
     """Start of the time for which no worker serves its model."""
     queued_at: float = 0.0
@@ -146,6 +152,26 @@ class InflightRequest:
         """The objective of its first token, less the time that it has waited here; 0 is none."""
         objective = self.request.generate.ttft_ms
         return max(1.0, objective - 1000 * self.result.queue_seconds) if objective else 0.0
+
+    def problem(self, chunk: protocol.TokenChunk) -> str:
+        """Why a chunk cannot be part of its result; empty if it can."""
+        matches = 0 <= chunk.offset <= len(self.result.tokens) and len(chunk.tokens) == len(chunk.logprobs)
+        if not matches or (chunk.tokens and not self.accepts_version(chunk.policy, chunk.version)):
+            sent = (chunk.policy, chunk.version)
+            return f"the engine sent tokens of {sent} from {chunk.offset}, wanted {self.policy_version}"
+        if self._is_absurd(chunk):
+            return f"the engine sent {len(chunk.tokens)} tokens, not all of them with an id and a log-probability"
+        return ""
+
+    def retries(self, chunk: protocol.TokenChunk) -> bool:
+        """Whether the :meth:`problem` of a chunk is its worker's, and another worker is to continue the request."""
+        self.faults += self._is_absurd(chunk)
+        return self._is_absurd(chunk) and self.faults < FAULTS
+
+    def _is_absurd(self, chunk: protocol.TokenChunk) -> bool:
+        """No engine that works sends this."""
+        known = all(map(math.isfinite, chunk.logprobs)) and all(0 <= token < 1 << 31 for token in chunk.tokens)
+        return not known or chunk.offset + len(chunk.tokens) > self.request.generate.max_tokens
 
     def accepts_version(self, policy: str, version: int) -> bool:
         """Whether this version may have sampled tokens of the request: it was given to the worker for it; or it is an

@@ -323,12 +323,12 @@ class RolloutScheduler(FleetListener):
         if chunk.finish == "error":
             self._fail(inflight, chunk.error or "the engine gave no reason")
             return
-        skip = len(result.tokens) - chunk.offset
-        fits = skip >= 0 and len(chunk.tokens) == len(chunk.logprobs)
-        if not fits or (chunk.tokens and not inflight.accepts_version(chunk.policy, chunk.version)):
-            sent, wanted = (chunk.policy, chunk.version), inflight.policy_version
-            self._fail(inflight, f"the engine sent tokens of {sent} from {chunk.offset}, wanted {wanted}")
+        if problem := inflight.problem(chunk):
+            if inflight.retries(chunk):
+                raise protocol.BadFrame(f"request {inflight.wire_name}: {problem}")
+            self._fail(inflight, problem)
             return
+        skip = len(result.tokens) - chunk.offset
         tokens = chunk.tokens[skip:]
         inflight.last_activity = self._clock.monotonic()
         result.tokens.extend(tokens)

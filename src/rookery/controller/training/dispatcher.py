@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -34,6 +35,9 @@ from rookery.storage.store import Writer
 log = logging.getLogger("rookery.controller.training.dispatcher")
 
 FLOAT32_BYTES = 4
+
+MOST_METRICS = 256
+"""Metrics of one operation: they are stored with its step."""
 
 T = TypeVar("T")
 Operation = protocol.ForwardBackward | protocol.OptimStep | protocol.InitAdapter
@@ -337,6 +341,9 @@ class TrainingDispatcher(FleetListener):
     # --- events -------------------------------------------------------------------------------------------------------
 
     def _on_done(self, worker: Worker, message: protocol.OperationDone) -> None:
+        counted = [message.metrics.get(name, 0.0) for name in ("tokens", "seconds")]
+        if len(message.metrics) > MOST_METRICS or not all(0 <= value < math.inf for value in counted):
+            raise protocol.BadFrame(f"operation {message.op}: {len(message.metrics)} metrics, tokens/seconds {counted}")
         future = self._in_flight.get(worker, {}).get(message.op)
         if future is not None and not future.done():
             future.set_result(message)

@@ -31,6 +31,9 @@ SLOW_FACTOR = 3.0
 SLOW_SECONDS = 0.5
 """… and this much longer: short pulls are not judged."""
 
+MOST_CACHED = 100_000
+"""Adapters that a worker may report, each with a hash of 64 characters: more than fit any cache."""
+
 
 def adapter_ref(policy: PolicyRow, row: VersionRow | CheckpointRow) -> protocol.AdapterRef:
     """The reference to a stored version of ``policy``, whose rank and alpha all of its versions share."""
@@ -108,6 +111,8 @@ class AdapterResidency(FleetListener):
             self._peers.remove_worker(worker)
 
     def _on_cached(self, worker: Worker, message: protocol.AdaptersCached) -> None:
+        if len(worker.cached) + len(message.hashes) > MOST_CACHED or any(len(digest) > 64 for digest in message.hashes):
+            raise protocol.BadFrame(f"{len(message.hashes)} more adapters in its cache")
         worker.cached.update(message.hashes)
         self._peers.add(worker, message.hashes)
         for digest in message.hashes:
