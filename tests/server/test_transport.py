@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import re
 import socket
+import ssl
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from tests.support.faces import job, served
 from tests.support.tinkered import place_model, running
 
+from rookery.aio import SystemClock
 from rookery.client import Client
+from rookery.controller.weights.tickets import Tickets
 from rookery.errors import UserError
 from rookery.server.embedded import EmbeddedService
 from rookery.settings import Settings
+from rookery.storage.artifacts import Artifacts
+from rookery.storage.db import Database
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +85,45 @@ def test_no_log_and_no_process_list_has_a_key(secured: EmbeddedService) -> None:
             assert not hidden.search(process.read_bytes()), process
         except OSError:
             continue  # it has ended
+
+
+def test_keys_are_looked_up_by_their_digest(secured: EmbeddedService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The database compares digests, and how much of a digest a wrong key has right says nothing about the key's text:
+    two keys that differ in their last character have nothing in common there."""
+    asked: list[str] = []
+    valid_key = Database.valid_key
+
+    def recorded(database: Database, key_hash: str, now: float) -> Any:
+        asked.append(key_hash)
+        return valid_key(database, key_hash, now)
+
+    monkeypatch.setattr(Database, "valid_key", recorded)
+    near = secured.key[:-1] + ("a" if secured.key[-1] != "a" else "b")
+    tls = ssl.create_default_context(cafile=secured.settings.server.tls_cert)
+    with httpx.Client(base_url=secured.url, verify=tls) as http:
+        for key in (secured.key, near):
+            for headers in ({"X-API-Key": key}, {"Authorization": f"Bearer {key}"}):
+                assert http.get("/api/v1/health", headers=headers).status_code == (200 if key == secured.key else 401)
+    digests = [hashlib.sha256(key.encode()).hexdigest() for key in (secured.key, near)]
+    assert asked == [digests[0], digests[0], digests[1], digests[1]]
+
+
+def test_tickets_are_compared_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a comparison whose time does not depend on its arguments, whatever is presented."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def recorded(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return compare_digest(one, other)
+
+    compare_digest = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", recorded)
+    tickets, digest = Tickets(Artifacts(tmp_path), SystemClock(), 60.0), "0" * 64
+    good = tickets.grant(digest)
+    until, _, signature = good.partition(".")
+    given = [signature, signature[:-1] + ("0" if signature[-1] != "0" else "1"), signature[:10], ""]
+    assert [tickets.reads(f"{until}.{one}", digest) for one in given] == [True, False, False, False]
+    assert compared == [(one.encode(), signature.encode()) for one in given]
 
 
 def test_every_response_has_the_headers_that_browsers_heed(secured: EmbeddedService) -> None:
