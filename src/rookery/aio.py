@@ -8,6 +8,7 @@
   between them.
 * :class:`Signal` wakes any number of waiters. :class:`TaskGroup` cancels its tasks in the order in which they started;
   :class:`BackgroundTasks` holds tasks that nobody awaits.
+* :func:`restarting` keeps a background task running.
 * :func:`client_tls` says how a client of a service checks its certificate.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import os
 import random
 import ssl
@@ -27,6 +29,8 @@ from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from rookery.errors import UserError
+
+log = logging.getLogger("rookery.aio")
 
 T = TypeVar("T")
 
@@ -53,6 +57,16 @@ class IdGenerator(Protocol):
     def new(self, kind: str) -> str:
         """A new identifier that begins with ``kind``; never returned twice."""
         ...
+
+
+async def restarting(work: Callable[[], Coroutine[Any, Any, None]], clock: Clock, pause: float = 1.0) -> None:
+    """``work()``, which runs until it is cancelled; again after an error, such as that no memory was left."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            log.exception("%s failed and starts again", getattr(work, "__qualname__", work))
+        await clock.sleep(pause)
 
 
 class SystemClock:

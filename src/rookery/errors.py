@@ -59,9 +59,11 @@ class TooManyRequests(RookeryError):
 
 
 class Unavailable(RookeryError):
-    """The request is right, but something that it needs is not available now. Retrying later can help."""
+    """The request is right, but something that it needs is not available now. Retrying later can help, such as after
+    ``retry_after`` seconds."""
 
     status = 503
+    retry_after = 1.0
 
 
 class StorageFull(RookeryError):

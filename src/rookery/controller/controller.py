@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
-from rookery.aio import Clock, IdGenerator
+from rookery.aio import Clock, IdGenerator, restarting
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.fleet import Fleet
@@ -41,7 +41,7 @@ from rookery.controller.views import JobState, JobView
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.tickets import PeerDirectory, Tickets
-from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable
+from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable, shortage
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
@@ -139,7 +139,7 @@ class Controller:
         watch_models = partial(self._models.watch, self._models_in_use)
         for watch in (context.fleet.watch, context.rollouts.watch, context.seeding.watch, context.hosts.watch,
                       self.sessions.watch, context.usage.watch, self._watch_jobs, watch_models):  # fmt: skip
-            self._tasks.append(asyncio.create_task(watch()))
+            self._tasks.append(asyncio.create_task(restarting(watch, context.clock)))
         await self.sessions.start()
         for row in sorted(await store.all_unfinished_jobs(), key=lambda row: row.state != "running"):
             self.jobs.states[row.state] += 1
@@ -207,8 +207,7 @@ class Controller:
         await self._end(tenant, job, "cancelled")
 
     async def delete_job(self, tenant: str, job: str) -> None:
-        """Delete an ended job with its results, and the artifacts that nothing else names. Raises :class:`Conflict` for
-        a job that has not ended, :class:`NotFound`."""
+        """Delete an ended job with its results and weights. Raises :class:`Conflict`, :class:`NotFound`."""
         context = self.context
         async with self._lock(job):
             runner = self.jobs.runners.get(job)
@@ -372,7 +371,10 @@ class Controller:
                 await asyncio.shield(self._set_state(current, state, reason, error, runner.outage))
                 if runner.outage:
                     self.admission.outage(row.tenant, row.id)
-            except (StorageFull, Unavailable) as problem:
+            except Exception as failure:
+                problem = shortage(failure) or failure
+                if not isinstance(problem, StorageFull | Unavailable):
+                    raise
                 if not runner.unstored:
                     extra = {"tenant": row.tenant, "job": row.id}
                     log.error("job %s is %s (%s), not stored yet: %s", row.id, state, reason, problem, extra=extra)

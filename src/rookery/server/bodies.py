@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ from fastapi import HTTPException, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rookery.errors import shortage
+from rookery.server.responses import retry_after
 from rookery.settings import Settings
 
 T = TypeVar("T")
@@ -128,8 +130,23 @@ def limit_of(path: str, settings: Settings) -> tuple[int, str]:
 class BoundedRequest(Request):
     """A request whose :meth:`json` is bounded; FastAPI calls it for a route's body."""
 
+    async def body(self) -> bytes:
+        with refused_shortages():
+            return await super().body()
+
     async def json(self) -> Any:
         return await read_json(self)
+
+
+@contextmanager
+def refused_shortages() -> Iterator[None]:
+    """A body is read within: where memory runs out, the response is 503. FastAPI answers other errors with 400."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if (short_of := shortage(error)) is None:
+            raise
+        raise HTTPException(short_of.status, str(short_of), retry_after(short_of)) from None
 
 
 async def read_json(request: Request) -> Any:
@@ -137,15 +154,12 @@ async def read_json(request: Request) -> Any:
     context = request.app.state.context
     edge = context.settings.edge
     try:
-        body = await request.body()
-        return await off_loop(context.parsing, len(body), lambda: parse(body, edge.json_items, edge.json_depth))
+        with refused_shortages():
+            body = await request.body()
+            return await off_loop(context.parsing, len(body), lambda: parse(body, edge.json_items, edge.json_depth))
     except BodyRefused:
         context.refusals["bodies_refused"] += 1
         raise
-    except (MemoryError, RuntimeError) as error:
-        if (short_of := shortage(error)) is None:
-            raise
-        raise HTTPException(short_of.status, str(short_of)) from None  # FastAPI answers other errors with 400
 
 
 async def off_loop(turn: asyncio.Semaphore, size: int, work: Callable[[], T]) -> T:

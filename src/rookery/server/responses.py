@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
-from rookery.errors import RookeryError, TooManyRequests, shortage
+from rookery.errors import RookeryError, TooManyRequests, Unavailable, shortage
 
 log = logging.getLogger("rookery.server")
 
@@ -68,7 +68,9 @@ def error_response(
 
 def retry_after(error: Exception) -> dict[str, str]:
     """The headers of a response to ``error``: ``Retry-After`` where it has one."""
-    return {"Retry-After": str(ceil(error.retry_after))} if isinstance(error, TooManyRequests) else {}
+    if isinstance(error, TooManyRequests | Unavailable):
+        return {"Retry-After": str(ceil(error.retry_after))}
+    return {}
 
 
 def refusal(error: RookeryError) -> Response:
@@ -114,14 +116,16 @@ def add_exception_handlers(app: FastAPI) -> None:
         return await known(request, known_error)
 
     async def unexpected(request: Request, error: Exception) -> Response:
+        if (known_error := shortage(error)) is not None:  # outside of a route
+            return refusal(known_error)
         return error_response(500, f"internal error ({type(error).__name__}); the service's log has the traceback")
 
     app.add_exception_handler(RookeryError, known)
     app.add_exception_handler(ClientDisconnect, disconnected)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(OSError, scarce)
-    app.add_exception_handler(MemoryError, scarce)
+    for kind in (OSError, MemoryError, RuntimeError):  # the last: no memory for the stack of a thread
+        app.add_exception_handler(kind, scarce)
     app.add_exception_handler(Exception, unexpected)
 
 

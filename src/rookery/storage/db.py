@@ -35,7 +35,7 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.pool import StaticPool
 
-from rookery.errors import StorageFull, Unavailable, UserError, installs
+from rookery.errors import StorageFull, Unavailable, UserError, installs, shortage
 from rookery.storage import migrations
 from rookery.storage.models import Fact
 from rookery.storage.store import Transactions
@@ -283,6 +283,10 @@ def _plain_errors() -> Iterator[None]:
             raise StorageFull("the database's disk is full; free some space, nothing was half-written") from error
         if busy:
             raise Unavailable(f"the database does not answer: {str(error.orig).strip().splitlines()[0]}") from error
+        raise
+    except (MemoryError, RuntimeError) as error:
+        if (short_of := shortage(error)) is not None:
+            raise short_of from error
         raise
 
 

@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 
 from rookery.controller.rollout.completions import PreparedPrompt, PromptTooLong
 from rookery.controller.rollout.request import SamplingResult
-from rookery.errors import NotFound, RookeryError, Unauthorized, Unavailable
+from rookery.errors import NotFound, RookeryError, Unauthorized, Unavailable, shortage
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
 from rookery.server.openai_responses import ChatFormat, Choice, ResponseFormat, TextFormat
 from rookery.server.openai_schemas import (
@@ -59,6 +59,7 @@ T = TypeVar("T")
 
 def _error_body(error: Exception, path: str) -> tuple[int, dict[str, Any]]:
     """Status and body of an error in OpenAI's format. Unexpected errors and those of the server are logged."""
+    error = shortage(error) or error
     param, code = getattr(error, "param", None), getattr(error, "code", None)
     if isinstance(error, RequestValidationError):
         detail = error.errors()[0]
@@ -95,7 +96,7 @@ class OpenAIRoute(AuthenticatedRoute):
             except Exception as error:  # every error becomes a response of one format
                 status, body = _error_body(error, request.url.path)
                 response = json_response(body, status)
-                response.headers.update(getattr(error, "headers", None) or retry_after(error))
+                response.headers.update(getattr(error, "headers", None) or retry_after(shortage(error) or error))
                 if status == Unauthorized.status:
                     response.headers["WWW-Authenticate"] = "Bearer"
                 if status == RookeryError.status:
