@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from sqlalchemy import select, text
 from tests.support.faces import ScriptedWorker, job, served, tokenizer, write_model
@@ -44,13 +47,13 @@ def postgres() -> Iterator[str]:
 class Serving:
     """A ``rookery serve`` process. ``url`` is set by :meth:`until`."""
 
-    def __init__(self, root: Path, name: str, database: str) -> None:
+    def __init__(self, root: Path, name: str, database: str, **settings: str) -> None:
         self.data = root / name
         self.url = ""
         environment = {
             **os.environ, "ROOKERY_DATA": str(self.data), "ROOKERY_CACHE": str(root / "cache"), "ROOKERY_PORT": "0",
             "ROOKERY_DATABASE": database, "ROOKERY_ARTIFACTS_URL": str(root / "shared"), "ROOKERY_MODELS": "",
-            "ROOKERY_WORKERS": "0", "ROOKERY_HEARTBEAT_SECONDS": "0.2",
+            "ROOKERY_WORKERS": "0", "ROOKERY_HEARTBEAT_SECONDS": "0.2", **settings,
         }  # fmt: skip
         command = [sys.executable, "-m", "rookery.cli", "serve"]
         self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
@@ -73,8 +76,8 @@ class Serving:
 
 
 @contextmanager
-def serving(root: Path, name: str, database: str) -> Iterator[Serving]:
-    service = Serving(root, name, database)
+def serving(root: Path, name: str, database: str, **settings: str) -> Iterator[Serving]:
+    service = Serving(root, name, database, **settings)
     try:
         yield service
     finally:
@@ -109,6 +112,37 @@ def test_a_standby_takes_over_from_a_killed_service(postgres: str, tmp_path: Pat
             again.cancel()
         assert steps == list(range(1, committed + STEPS + 1))
     check_history(url)
+
+
+def test_a_standby_under_attack_takes_over_at_once(postgres: str, tmp_path: Path) -> None:
+    """Connections that read no response do not hold it until its claim lapses; nor do heads and hellos without end."""
+    url = new_database(postgres)
+    write_model(tmp_path / "cache")
+    with ExitStack() as opened:
+        first = opened.enter_context(serving(tmp_path, "one", url))
+        first.until("Rookery serves")
+        second = opened.enter_context(serving(tmp_path, "two", url, ROOKERY_STOP_SECONDS="100"))
+        second.until("standby at")
+        address = httpx.URL(second.url)
+        for _ in range(50):
+            half = opened.enter_context(socket.create_connection((address.host, address.port or 80)))
+            half.sendall(b"GET /wire/worker HTTP/1.1\r\nUpgrade: websocket\r\nX: " + bytes(1000))
+        deaf = opened.enter_context(socket.socket())
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.settimeout(2)
+        deaf.connect((address.host, address.port or 80))
+        # Each response repeats the path.
+        with suppress(TimeoutError):
+            for _ in range(1000):
+                deaf.sendall(b"GET /%0A" + b"x" * 50_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n")
+        large = httpx.post(f"{second.url}/api/v1/datasets", content=bytes(1 << 20))
+        assert large.status_code == 503 and int(large.headers["Retry-After"]) > 0
+        assert psutil.Process(second.process.pid).memory_info().rss < 300 << 20
+        began = time.monotonic()
+        first.kill()
+        second.until("Rookery serves")
+        assert time.monotonic() - began < 20
+        assert httpx.get(f"{second.url}/healthz").json()["status"] == "ok"
 
 
 def check_standby(second: Serving, token: str) -> None:

@@ -31,7 +31,7 @@ from rookery.cluster.base import Cluster
 from rookery.cluster.local import ProcessCluster
 from rookery.controller.controller import Controller
 from rookery.environments.builtins import find
-from rookery.errors import Unavailable, UserError
+from rookery.errors import Unavailable, UserError, shortage
 from rookery.server.app import build, standby
 from rookery.server.auth import REFUSALS, FailedKeys, ServiceContext
 from rookery.server.base_models import BaseModels
@@ -53,6 +53,10 @@ KEEP_ALIVE_SECONDS = 75
 
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
+
+STANDBY_STOP_SECONDS = 1
+"""Time that the responses of a standby have when it takes over: it has the database already, and a client that reads
+none must not delay it until its claim lapses."""
 
 CLAIM_SECONDS = 5.0
 """Interval at which a service renews its claim on the database."""
@@ -180,7 +184,8 @@ class Service:
             refusals=refusals,
             closing=self._closing,
         )
-        self._serving = await self._serve(opened, build(context), listening)
+        stop_seconds = max(1, round(settings.server.stop_seconds))
+        self._serving = await self._serve(opened, build(context), listening, stop_seconds)
         self._claiming = asyncio.create_task(self._renew_claim(database), name="claim")
         opened.push_async_callback(_cancel, self._claiming)
         opened.push_async_callback(cluster.stop)  # runs first, so that workers can send their results
@@ -202,14 +207,16 @@ class Service:
         await asyncio.to_thread(open_artifacts, place, folder.artifacts, database.identity)
         log.warning("standby at %s: another service has the database; this one takes over when it ends", self.url)
         async with AsyncExitStack() as waiting:
-            await self._serve(waiting, standby(connections), listening)
+            await self._serve(waiting, standby(connections), listening, STANDBY_STOP_SECONDS)
             while True:
                 try:
                     await asyncio.to_thread(database.claim)  # waits for the other service for a while
                     break
                 except DatabaseInUse:
                     continue
-                except Unavailable:
+                except Exception as error:  # a flood can leave it without descriptors or memory for a while
+                    if not isinstance(shortage(error) or error, Unavailable):
+                        raise
                     await asyncio.sleep(CLAIM_SECONDS)
         log.warning("the other service has ended: this one takes over")
 
@@ -219,11 +226,18 @@ class Service:
         not be reached from here."""
         while True:
             await asyncio.sleep(CLAIM_SECONDS)
-            with contextlib.suppress(Unavailable):  # callers of the database report it
+            try:
                 await asyncio.to_thread(database.claim)
+            except Exception as error:  # callers of the database report that it is away
+                if not isinstance(shortage(error) or error, Unavailable):
+                    raise
 
-    async def _serve(self, opened: AsyncExitStack, app: Any, listening: socket.socket) -> asyncio.Task[None]:
-        """Serve ``app`` on the listening socket, which stays open, until ``opened`` ends."""
+    @staticmethod
+    async def _serve(
+        opened: AsyncExitStack, app: Any, listening: socket.socket, stop_seconds: int
+    ) -> asyncio.Task[None]:
+        """Serve ``app`` on the listening socket, which stays open, until ``opened`` ends; requests that are open then
+        have ``stop_seconds``."""
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -235,7 +249,7 @@ class Service:
             ws_max_size=protocol.MAX_FRAME,
             ws_per_message_deflate=False,  # frames are small and frequent
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=max(1, round(self.settings.server.stop_seconds)),
+            timeout_graceful_shutdown=stop_seconds,
         )
         server = _Server(config)
         serving = asyncio.create_task(server.serve([listening.dup()]), name="http")
