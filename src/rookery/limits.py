@@ -35,9 +35,13 @@ class EdgeSettings(Section):
     """File descriptors that connections leave free for workers, running jobs and the database."""
     head_seconds: float = Field(15.0, gt=0)
     """Time that a connection has to send the head of a request."""
+    head_bytes: int = Field(64 << 10, ge=1 << 10)
+    """Largest head of a request: its address and headers. The connection is closed for a larger one."""
     hello_bytes: int = Field(1 << 20, ge=1 << 10)
     """Largest message of a worker or environment host that is not welcomed yet. A hello lists the worker's cached
     adapters, 70 bytes each."""
+    host_bytes: int = Field(8 << 20, ge=1 << 16)
+    """Largest message of a tenant's environment host: prompts, or the answer of an environment."""
     hello_sockets: int = Field(128, ge=1)
     """Most WebSockets that are not welcomed yet; the oldest is closed for one more."""
     failed_keys_per_minute: int = Field(60, ge=1)
@@ -102,6 +106,8 @@ class LimitSettings(Section):
     tenant_models: int = Field(4, ge=1)
     """Base models that one tenant uses at once, each of which a worker holds in memory. Jobs with a further one wait,
     requests get status 429."""
+    tenant_hosts: int = Field(64, ge=1)
+    """Environment hosts of one tenant that are connected at once; further ones get status 429 and try again."""
     tenant_requests_per_second: float = Field(200.0, gt=0)
     """HTTP requests of one tenant in a second, with the requests of five seconds at once after a pause; further ones
     get status 429."""

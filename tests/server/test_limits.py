@@ -9,6 +9,7 @@ import socket
 import tarfile
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -21,8 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served, tokenizer
 from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.sync.client import connect
+from websockets.sync.client import ClientConnection, connect
 
+from rookery import protocol
 from rookery.server.bodies import BodyRefused, parse
 from rookery.server.embedded import EmbeddedService
 
@@ -315,6 +317,117 @@ def test_sockets_without_a_hello_are_bounded(tmp_path: Path) -> None:
         opened.enter_context(ScriptedWorker(service.url, token, tokenizer(tmp_path)))
         while tenant_models(client) != "loaded":
             time.sleep(0.05)
+
+
+def test_head_without_end_is_not_kept(service: EmbeddedService) -> None:
+    url, before = httpx.URL(service.url), metric(service, "connections_flooding_total")
+    with socket.create_connection((url.host, url.port or 80), timeout=10) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nX: ")
+        sent = 0
+        with suppress(OSError):
+            while sent < 64 << 20:
+                sent += stranger.send(b"x" * (1 << 16))
+    assert sent < 16 << 20  # with the buffers of both ends
+    assert metric(service, "connections_flooding_total") == before + 1
+
+
+def test_flood_of_requests_on_a_connection_holds_up_nobody(service: EmbeddedService) -> None:
+    """Without waiting for responses, as no client does. A read of the socket has thousands of them."""
+    url, before = httpx.URL(service.url), metric(service, "connections_flooding_total")
+    with pauses(service) as waited, ExitStack() as opened:
+        for _ in range(4):
+            stranger = opened.enter_context(socket.create_connection((url.host, url.port or 80), timeout=10))
+            with suppress(OSError):
+                stranger.sendall((HEAD + b"\r\n") * 30_000)
+    assert max(waited) < 1, sorted(waited)[-5:]
+    assert metric(service, "connections_flooding_total") == before + 4
+
+
+def test_small_heads_after_a_large_body_are_no_flood(tenant: httpx.Client) -> None:
+    """On one connection."""
+    rows = b'{"prompt": "2+2?", "answer": "4"}\n' * 10_000
+    for _ in range(2):
+        tenant.post("/api/v1/datasets", content=rows).raise_for_status()
+        tenant.get("/api/v1/health", headers={"X-Long": "x" * 30_000}).raise_for_status()
+
+
+# --- environment hosts ------------------------------------------------------------------------------------------------
+
+
+def dialled(service: EmbeddedService, key: str, instance: str) -> tuple[ClientConnection, protocol.HostWelcome]:
+    """A welcomed host of the key's tenant."""
+    url, headers = service.url.replace("http", "ws", 1) + "/wire/host", {"Authorization": f"Bearer {key}"}
+    with warnings.catch_warnings(action="ignore"):  # some of them are left to themselves
+        host = connect(url, additional_headers=headers, max_size=None, close_timeout=2)
+    host.send(protocol.encode(protocol.HostHello(protocol=protocol.PROTOCOL, instance=instance, environments=[])))
+    welcome = protocol.decode(protocol.to_host, bytes(host.recv(timeout=10)))
+    assert isinstance(welcome, protocol.HostWelcome)
+    return host, welcome
+
+
+def keys_of(service: EmbeddedService, *names: str) -> list[str]:
+    with admin_of(service) as admin:
+        tenants = [admin.post("/api/v1/tenants", json={"name": name}).json()["id"] for name in names]
+        return [admin.post(f"/api/v1/tenants/{id}/keys", json={}).json()["key"] for id in tenants]
+
+
+def test_hosts_of_a_tenant_are_bounded(tmp_path: Path) -> None:
+    """A connected host is never closed for another connection, so a tenant could make the service unreachable."""
+    with served(tmp_path, tenant_hosts=3) as service, ExitStack() as opened:
+        greedy, other = keys_of(service, "greedy", "other")
+        mine = [opened.enter_context(dialled(service, greedy, f"host-{number}")[0]) for number in range(3)]
+        with pytest.raises(InvalidStatus) as refused:
+            dialled(service, greedy, "host-3")
+        response = refused.value.response
+        assert response.status_code == 429 and int(response.headers["Retry-After"]) > 0
+        assert b"3 environment hosts of yours are connected, allowed: at most 3" in response.body
+        assert metric(service, "refused_tenant_hosts_total") == 1
+        opened.enter_context(dialled(service, other, "host-0")[0])
+        mine[0].close()
+        while metric(service, "environment_hosts") > 4:  # the service's, two of greedy's and one
+            time.sleep(0.05)
+        opened.enter_context(dialled(service, greedy, "host-4")[0])
+
+
+def test_messages_of_a_tenants_host_are_bounded(tmp_path: Path) -> None:
+    with served(tmp_path, host_bytes=1 << 16) as service:
+        host, welcome = dialled(service, keys_of(service, "ada")[0], "host")
+        assert welcome.max_bytes == 1 << 16
+        with host, pytest.raises(ConnectionClosed) as closed:
+            host.send(bytes((1 << 16) + 1))
+            host.recv(timeout=10)
+        assert closed.value.rcvd is not None and closed.value.rcvd.code == 1009
+
+
+MASK = bytes(4)
+
+FLOODS = {
+    "fragments": b"\x02\x80" + MASK + (b"\x00\x80" + MASK) * 40_000,
+    "filled fragments": b"\x02\x80" + MASK + (b"\x00\x81" + MASK + b"x") * 40_000,
+    "pings": (b"\x89\x80" + MASK) * 40_000,
+    "messages": (b"\x82\x81" + MASK + b"\xc0") * 40_000,
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_flood_of_small_frames_holds_up_nobody(tmp_path: Path, flood: str) -> None:
+    """A read of the socket has 40,000 of them, and each takes 10 µs; fragments without end were kept."""
+    with served(tmp_path) as service:
+        [key] = keys_of(service, "ada")
+        hosts = [dialled(service, key, f"host-{number}")[0] for number in range(4)]
+        with pauses(service) as waited, ThreadPoolExecutor(len(hosts)) as senders:
+
+            def send(host: ClientConnection) -> None:
+                with suppress(OSError):
+                    for _ in range(4):
+                        host.socket.sendall(FLOODS[flood])
+
+            list(senders.map(send, hosts))
+            for host in hosts:
+                with pytest.raises(ConnectionClosed):
+                    host.recv(timeout=60)
+        assert max(waited) < 1, sorted(waited)[-5:]
+        assert metric(service, "connections_flooding_total") == (0 if flood == "messages" else len(hosts))
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

@@ -57,8 +57,8 @@ def limit(
         list[str] | None,
         typer.Argument(
             metavar="[NAME=VALUE]...",
-            help="jobs, requests, adapters, bytes, tokens_per_day, models, requests_per_second or weight; the value"
-            " default is the service's setting.",
+            help="jobs, requests, adapters, bytes, tokens_per_day, models, hosts, requests_per_second or weight; the"
+            " value default is the service's setting.",
         ),
     ] = None,
 ) -> None:

@@ -24,7 +24,7 @@ from rookery.storage.store import Store
 
 LIMITS = (
     "jobs", "waiting_jobs", "requests", "request_tokens", "queued_bytes", "adapters", "bytes", "tokens_per_day",
-    "models", "requests_per_second",
+    "models", "hosts", "requests_per_second",
 )  # fmt: skip
 """Limits of a tenant, by the name of the setting after ``tenant_``."""
 
@@ -38,7 +38,7 @@ BURST_SECONDS = 5.0
 
 RETRY_SECONDS = {
     "requests": 2.0, "request_tokens": 2.0, "queued_bytes": 2.0, "models": 30.0, "waiting_jobs": 60.0, "adapters": 60.0,
-    "bytes": 60.0,
+    "bytes": 60.0, "hosts": 30.0,
 }  # fmt: skip
 """When to try again: requests end within seconds, a base model is free when all work on it ends, and stored things
 stay until somebody deletes them."""
@@ -62,6 +62,8 @@ class Quotas:
         self._refused = refused
         self._requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
         """By tenant and base model: generations of clients that wait or run."""
+        self._hosts: Counter[str] = Counter()
+        """By tenant: connections of environment hosts."""
         self._request_tokens: Counter[str] = Counter()
         """By tenant: tokens that those hold at most."""
         self.queued: Counter[str] = Counter()
@@ -139,6 +141,16 @@ class Quotas:
         finally:
             self._requests[tenant][model] -= count
             self._request_tokens[tenant] -= tokens
+
+    @contextmanager
+    def hosting(self, tenant: str) -> Iterator[None]:
+        """An environment host of the tenant is connected within. Raises :class:`TooManyRequests`."""
+        self._check("hosts", tenant, self._hosts[tenant], 1, "environment hosts of yours are connected")
+        self._hosts[tenant] += 1
+        try:
+            yield
+        finally:
+            self._hosts[tenant] -= 1
 
     def check_queued(self, tenant: str, size: int, *, data: bool) -> None:
         """A client sends an operation of ``size`` bytes. Those without ``data``, such as the step that ends a gradient,

@@ -129,9 +129,10 @@ class Host:
         if (channel := self._channel) is None:
             return  # the controller asks again after the reconnect
         message.epoch = channel.epoch
-        size = len(protocol.encode(message))
-        if size > protocol.MAX_FRAME:  # it would end the connection, and be asked for again, without end
-            limit = f"at most {protocol.MAX_FRAME >> 20} MB can be sent; make prompts and messages shorter"
+        assert isinstance(channel.welcome, protocol.HostWelcome)
+        size, most = len(protocol.encode(message)), channel.welcome.max_bytes or protocol.MAX_FRAME
+        if size > most:  # it would end the connection, and be asked for again, without end
+            limit = f"at most {most >> 20} MB can be sent; make prompts and messages shorter"
             message = _refused(message, f"the answer has {size} bytes, {limit}")
         with contextlib.suppress(ConnectionClosed):  # the receiving task sees it too and reconnects
             await channel.send(message)

@@ -32,10 +32,12 @@ class HostHello(Message, kw_only=True):
 
 
 class HostWelcome(Message, kw_only=True):
-    """``epoch`` is valid for this connection alone."""
+    """``epoch`` is valid for this connection alone. A larger message than ``max_bytes`` ends it; 0 is the protocol's
+    limit."""
 
     epoch: int
     heartbeat_seconds: float
+    max_bytes: int = 0
 
 
 class HostHeartbeat(Message, kw_only=True):

@@ -31,9 +31,13 @@ from rookery.storage.db import Database
 from rookery.storage.models import KeyRole, KeyRow
 from rookery.telemetry.metrics import Prometheus
 
-REFUSALS = ("bodies_refused", "connections_refused", "connections_evicted", "keys_failed", "keys_limited")
-"""Counters of the metrics page: bodies above a limit, connections closed at once or for another one, requests and
-connections with a wrong key, and those that were refused because their address had sent too many of them."""
+REFUSALS = (
+    "bodies_refused", "connections_refused", "connections_evicted", "connections_flooding", "keys_failed",
+    "keys_limited",
+)  # fmt: skip
+"""Counters of the metrics page: bodies above a limit, connections closed at once, for another one, or for a head,
+requests or frames without end, requests and connections with a wrong key, and those that were refused because their
+address had sent too many of them."""
 
 MINUTE = 60.0
 

@@ -13,21 +13,38 @@ from __future__ import annotations
 import asyncio
 import resource
 import ssl
-from collections import Counter
+import sys
+from collections import Counter, deque
 from typing import Any
 
+import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.utils import get_remote_addr
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
 
+from rookery.errors import shortage
 from rookery.limits import EdgeSettings
-from rookery.protocol import MAX_FRAME
 
 DESCRIPTORS = 65536
 """Limit of open files that the service asks for; the system may allow fewer."""
 
 ACCEPTED_AT_ONCE = 64
 """Connections taken from the listening socket before the first of them is counted; far fewer than the reserve."""
+
+
+PIECE_BYTES = 8192
+"""Read from a WebSocket before others get their turn: a small frame takes 10 µs, so a larger piece full of them could
+hold up everything for half a second."""
+
+FRAGMENTS, PINGS = 8192, 64
+"""Parts of one message, and pings and pongs that may come before the next one is complete. Peers send a message whole,
+and a ping or two in a minute."""
+
+
+PIPELINED = 16
+"""Requests of one connection that may wait for the response to an earlier one. Clients wait for it before they send the
+next; a read of the socket has thousands, and each takes 200 µs."""
 
 
 class Slot:
@@ -85,6 +102,13 @@ class Connections:
         self._sockets.pop(slot, None)
         self._forget(slot)
 
+    def end_flood(self, slot: Slot) -> None:
+        """The connection brings a head or frames without end."""
+        if slot.transport is not None:
+            self._refusals["connections_flooding"] += 1
+            slot.transport.abort()
+            self.release(slot)
+
     def release(self, slot: Slot) -> None:
         """The connection has ended. It may be released twice."""
         if slot.transport is not None:
@@ -116,6 +140,8 @@ class BoundedHttp(HttpToolsProtocol):
     uvicorn's own TLS would begin a connection, and count it, only after its handshake."""
 
     slot: Slot | None = None
+    _head_bytes = 0
+    """Received of a head that is not complete."""
     _timer: asyncio.TimerHandle | None = None
     _handshake: asyncio.Task[None] | None = None
     _early = b""
@@ -158,15 +184,35 @@ class BoundedHttp(HttpToolsProtocol):
         if self.transport is None:
             self._early += data
             return
+        if self._timer is not None and (self.cycle is None or not self.cycle.more_body):  # else a body without a reader
+            self._head_bytes += len(data)
         super().data_received(data)
         if self.slot is None or not self.slot.idle or self.transport.get_protocol() is not self:
             return  # in a request, or a WebSocket now
         if self._timer is None and self.timeout_keep_alive_task is None:
             self._await_head()
+        if self._head_bytes > self._bounds.settings.head_bytes:
+            self._bounds.end_flood(self.slot)
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn could not parse a request: that it found no memory for it is no mistake of the client's."""
+        error = sys.exc_info()[1]
+        known = shortage(error.__context__) if error is not None and error.__context__ is not None else None
+        if known is None:
+            super().send_400_response(msg)
+            return
+        body = msgspec.json.encode({"error": str(known)})
+        head = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\nconnection: close\r\n"
+        head += b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+        self.transport.write(head + body)
+        self.transport.close()
 
     def on_headers_complete(self) -> None:
         self._head_arrived()
-        super().on_headers_complete()
+        if self.slot is not None and len(self.pipeline) >= PIPELINED:
+            self._bounds.end_flood(self.slot)
+        if not self.transport.is_closing():
+            super().on_headers_complete()
 
     def on_response_complete(self) -> None:
         if self.slot is not None and not self.pipeline:
@@ -190,9 +236,11 @@ class BoundedHttp(HttpToolsProtocol):
             self._bounds.release(self.slot)
 
     def _await_head(self) -> None:
+        self._head_bytes = 0
         self._timer = self.loop.call_later(self._bounds.settings.head_seconds, self.transport.abort)
 
     def _head_arrived(self) -> None:
+        self._head_bytes = 0
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -207,12 +255,66 @@ class BoundedWebSocket(WebSocketsSansIOProtocol):
         super().__init__(config, server_state, {**app_state, "connection": self})
         self._slot: Slot = app_state["slot"]
         self._bounds: Connections = config.app.state.context.connections
+        self._unread: deque[memoryview] = deque()
+        self._pings = 0
         self.conn.max_message_size = self._bounds.settings.hello_bytes
 
-    def welcomed(self) -> None:
-        """The peer's hello was accepted: messages may be large, and the connection stays."""
-        self.conn.max_message_size = MAX_FRAME
+    def welcomed(self, most: int) -> None:
+        """The peer's hello was accepted: messages may have ``most`` bytes, and the connection stays."""
+        self.conn.max_message_size = most
         self._bounds.welcome(self._slot)
+
+    def data_received(self, data: bytes) -> None:
+        idle, view = not self._unread, memoryview(data)
+        self._unread.extend(view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES))
+        if idle:
+            self._read_piece()
+        else:
+            self.transport.pause_reading()
+
+    def _read_piece(self) -> None:
+        if self.transport.is_closing() or not self._unread:
+            self._unread.clear()
+            return
+        super().data_received(self._unread[0])  # type: ignore[arg-type]
+        self._unread.popleft()
+        if self._unread:
+            self.transport.pause_reading()
+            self.loop.call_soon(self._read_piece)
+        elif not self.read_paused:
+            self.transport.resume_reading()
+
+    def handle_cont(self, event: Frame) -> None:
+        if self._is_bounded(len(self.frames) < FRAGMENTS):
+            super().handle_cont(event)
+
+    def handle_ping(self) -> None:
+        self._pings += 1
+        if self._is_bounded(self._pings <= PINGS):
+            super().handle_ping()
+
+    def handle_pong(self, event: Frame) -> None:
+        self._pings += 1
+        if self._is_bounded(self._pings <= PINGS):
+            super().handle_pong(event)
+
+    def _is_bounded(self, bounded: bool) -> bool:
+        """``bounded``; if false the connection ends."""
+        if not bounded:
+            self._bounds.end_flood(self._slot)
+        return bounded
+
+    def send_receive_event_to_app(self) -> None:
+        self._pings = 0
+        super().send_receive_event_to_app()
+
+    async def receive(self) -> Any:
+        message = await self.queue.get()
+        if self.read_paused and self.queue.empty():
+            self.read_paused = False
+            if not self._unread:
+                self.transport.resume_reading()
+        return message
 
     async def send(self, message: Any) -> None:
         await super().send(message)

@@ -283,6 +283,7 @@ class TenantLimits(RequestModel):
     bytes: Limit = None
     tokens_per_day: Limit = None
     models: Limit = None
+    hosts: Limit = None
     requests_per_second: float | None = Field(None, gt=0, le=1e6)
     weight: float | None = Field(None, ge=0.1, le=10, description="Share of engines and trainers relative to others'")
 

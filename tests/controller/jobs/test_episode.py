@@ -259,6 +259,45 @@ async def test_an_environment_without_prompts_pauses_the_job(service: Service) -
     assert view.reason == "prompts('train') gave no prompt"
 
 
+TEXT = [protocol.ChatMessage(role="user", content="x")]
+
+
+async def test_prompts_of_a_tenants_host_are_bounded(service: Service) -> None:
+    host = await service.host().join()
+    hosts, most = service.controller.context.hosts, service.settings.limits.row_bytes
+    task = EnvironmentRef("job", "alice", EnvironmentSpec(hosted="task"), {})
+    sent = [b"1"] * 5000
+    host.prompts = lambda message: protocol.Prompts(epoch=host.epoch, call=message.call, prompts=sent)  # type: ignore[method-assign]
+    assert await hosts.prompts(task, "train", 0, 3, seed=0, shuffle=False) == [b"1"] * 3
+    sent = [b"1" * (most + 1)]
+    with pytest.raises(EnvironmentFailed, match="a prompt has more than 262144 bytes"):
+        await hosts.prompts(task, "train", 0, 1, seed=0, shuffle=False)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ({"messages": [protocol.ChatMessage(role="user", content="")] * 257}, "the answer has 257 messages"),
+        ({"messages": TEXT, "metrics": {f"m{n}": 1.0 for n in range(101)}}, "and 101 metrics, allowed: 256 and 100"),
+        ({"error": "x" * 100_000}, "^x{2000}$"),
+    ],
+)
+async def test_answers_of_a_host_are_bounded(service: Service, answer: dict[str, Any], says: str) -> None:
+    await service.host(script=lambda message: answer).join()
+    hosts = service.controller.context.hosts
+    task = EnvironmentRef("job", "alice", EnvironmentSpec(hosted="task"), {})
+    with pytest.raises(EnvironmentFailed, match=says):
+        await hosts.observe(await hosts.host_for(task), task, task.reset("one", b"1", 0))
+
+
+async def test_text_far_longer_than_the_context_is_not_tokenized(service: Service) -> None:
+    await service.worker().join()
+    text = [protocol.ChatMessage(role="user", content="x" * (1 << 20))]
+    await service.host(script=lambda message: {"messages": text}).join()
+    view = await service.ends(await run(service), "paused")
+    assert "the prompt has 1048576 characters, the model's context holds at most" in view.reason
+
+
 async def test_call_too_large_for_a_frame_fails_alone(service: Service) -> None:
     peer = await service.host().join()
     hosts = service.controller.context.hosts
@@ -288,6 +327,24 @@ async def test_a_host_that_answers_with_another_message_fails_the_episode_alone(
 
 
 # --- hosts that go and come -------------------------------------------------------------------------------------------
+
+
+async def test_hosts_that_stay_away_are_forgotten_whatever_episodes_they_claim(service: Service) -> None:
+    """Else a tenant with a paused job could fill the memory, one instance after another."""
+    await service.worker().join()
+    first = await service.host().join()
+    job = await run(service)
+    await service.controller.pause("alice", job)
+    await first.leave()
+    hosts, most = service.controller.context.hosts, service.settings.limits.tenant_hosts
+    for number in range(most + 20):
+        host = service.host(instance=f"claims-{number}")
+        host.episodes = {f"{job}-g{n}-0": None for n in range(100)}  # type: ignore[assignment]
+        await host.join()
+        await host.leave()
+        service.clock.now += 1
+    assert len(hosts.hosts) == most
+    assert all(host.episodes for host in hosts.hosts.values())
 
 
 async def test_reconnected_instance_resumes_without_repeating_calls(service: Service) -> None:

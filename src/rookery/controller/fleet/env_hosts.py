@@ -25,7 +25,7 @@ import msgspec
 
 from rookery import protocol
 from rookery.aio import Clock, IdGenerator, Signal
-from rookery.errors import RookeryError, Unavailable
+from rookery.errors import RookeryError, Unavailable, short
 from rookery.protocol.connection import Connection, Outbox, RegistrationRefused, check_protocol, serve_peer
 from rookery.settings import Settings
 from rookery.spec.job import EnvironmentSpec
@@ -39,6 +39,9 @@ SERVICE = ""
 """Owner of the hosts that the service spawns."""
 
 BUILTIN = "builtin:"
+
+MOST_MESSAGES, MOST_METRICS, LONGEST_TEXT = 256, 100, 2000
+"""Messages and metrics in one answer of an environment; characters of an error or of a metric's name."""
 
 
 class EnvironmentFailed(RookeryError):
@@ -156,18 +159,19 @@ class EnvironmentHosts:
         else:
             host.hello, host.outbox, host.connected = hello, outbox, True
             host.interrupt()
-        outbox.post(protocol.HostWelcome(epoch=self._epoch, heartbeat_seconds=self._settings.worker.heartbeat_seconds))
+        seconds, most = self._settings.worker.heartbeat_seconds, self._settings.edge.host_bytes if owner else 0
+        outbox.post(protocol.HostWelcome(epoch=self._epoch, heartbeat_seconds=seconds, max_bytes=most))
         for episode in hello.episodes:
             if episode not in host.episodes:
                 self.close_episode(host, episode)
         offered = ", ".join(offer.name for offer in hello.environments)
-        log.info("environment host %s offers %s", hello.instance, offered, extra={"tenant": owner})
+        log.info("environment host %s offers %s", short(hello.instance), short(offered), extra={"tenant": owner})
         self._changed.notify()
         return host
 
     @staticmethod
     def _bad_frame(host: EnvironmentHost | None, error: protocol.BadFrame) -> None:
-        name, owner = (host.hello.instance, host.owner) if host is not None else ("?", "")
+        name, owner = (short(host.hello.instance), host.owner) if host is not None else ("?", "")
         log.warning("environment host %s sent a bad frame: %s", name, error, extra={"tenant": owner})
 
     async def _closed(self, host: EnvironmentHost, connection: Connection) -> None:
@@ -175,7 +179,11 @@ class EnvironmentHosts:
             host.connected = False
             host.left = self._clock.monotonic()
             host.interrupt()
-            log.info("environment host %s left", host.hello.instance, extra={"tenant": host.owner})
+            log.info("environment host %s left", short(host.hello.instance), extra={"tenant": host.owner})
+            away = [other for other in self.hosts.values() if other.owner == host.owner and not other.connected]
+            if host.owner and len(away) > self._settings.limits.tenant_hosts:  # whatever episodes it said it had
+                first = min(away, key=lambda other: other.left)
+                del self.hosts[first.owner, first.hello.instance]
             self._changed.notify()
 
     async def _continuing(self, owner: str, hello: protocol.HostHello) -> set[str]:
@@ -273,8 +281,11 @@ class EnvironmentHosts:
             except HostLost:
                 continue
             if answer.error:
-                raise EnvironmentFailed(f"prompts({split!r}): {answer.error}")
-            return answer.prompts
+                raise EnvironmentFailed(f"prompts({split!r}): {answer.error[:LONGEST_TEXT]}")
+            most = self._settings.limits.row_bytes
+            if host.owner and any(len(prompt) > most for prompt in answer.prompts):
+                raise EnvironmentFailed(f"prompts({split!r}): a prompt has more than {most} bytes (ROOKERY_ROW_BYTES)")
+            return answer.prompts[:count]
 
     async def observe(
         self, host: EnvironmentHost, environment: EnvironmentRef, message: protocol.Reset | protocol.StepEpisode
@@ -283,7 +294,11 @@ class EnvironmentHosts:
         host.episodes.add(message.episode)
         answer = await self._call(host, environment, message, protocol.Observation)
         if answer.error:
-            raise EnvironmentFailed(answer.error)
+            raise EnvironmentFailed(answer.error[:LONGEST_TEXT])
+        if len(answer.messages) > MOST_MESSAGES or len(answer.metrics) > MOST_METRICS:
+            given = f"{len(answer.messages)} messages and {len(answer.metrics)} metrics"
+            raise EnvironmentFailed(f"the answer has {given}, allowed: {MOST_MESSAGES} and {MOST_METRICS}")
+        answer.metrics = {name[:LONGEST_TEXT]: value for name, value in answer.metrics.items()}
         return answer
 
     def close_episode(self, host: EnvironmentHost, episode: str) -> None:

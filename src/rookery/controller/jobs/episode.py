@@ -141,6 +141,12 @@ class Episode:
         the context has no room for a reply."""
         chat, messages = self.job.chat, [msgspec.structs.asdict(message) for message in conversation]
         sequence = trajectories[-1].sequence if trajectories else []
+        letters = sum(len(message["content"]) for message in messages)
+        most = chat.context * self.job.controller.settings.edge.characters_per_token
+        if letters > most:  # far too long: tokenizing it would take seconds
+            if turn == 0:
+                raise EpisodeFailed(f"the prompt has {letters} characters, the model's context holds at most {most}")
+            return False
         try:
             tokens = None
             if turn > 0:

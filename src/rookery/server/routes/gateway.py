@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Request, Response, WebSocket
@@ -22,10 +23,9 @@ from rookery import protocol
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.errors import NotFound, RookeryError
 from rookery.protocol.connection import ConnectionClosed
-from rookery.server.auth import Caller, Service, authenticate
+from rookery.server.auth import Service, authenticate
 from rookery.server.peft_archive import stream
 from rookery.server.responses import json_response, refusal
-from rookery.storage.models import KeyRole
 
 HOP_BYTES = 1 << 20
 """Bytes passed to another thread at once: a thread switch costs more than writing one read of a socket."""
@@ -36,8 +36,10 @@ _NORMAL, _GOING_AWAY = 1000, 1001
 class WebSocketConnection:
     """A connected WebSocket as a :class:`~rookery.protocol.connection.Connection`."""
 
-    def __init__(self, socket: WebSocket) -> None:
+    def __init__(self, socket: WebSocket, most: int) -> None:
+        """``most``: bytes of a message after the hello."""
         self._socket = socket
+        self._most = most
         self._welcomed = False
 
     async def send(self, frame: bytes) -> None:
@@ -45,11 +47,12 @@ class WebSocketConnection:
             await self._socket.send_bytes(frame)
             if not self._welcomed:  # the service's first frame answers the hello; a refusal ends the connection
                 self._welcomed = True
-                self._socket.state.connection.welcomed()
+                self._socket.state.connection.welcomed(self._most)
         except (WebSocketDisconnect, RuntimeError) as error:  # RuntimeError: a send after the close
             raise ConnectionClosed(str(error) or "the peer has disconnected") from None
 
     async def receive(self) -> bytes:
+        await asyncio.sleep(0)  # a peer that sends without end leaves every other task its turn
         try:
             message = await self._socket.receive()
         except RuntimeError as error:
@@ -72,30 +75,32 @@ routes = APIRouter(prefix="/wire", include_in_schema=False)
 Ticket = Annotated[str, Header(alias="X-Rookery-Ticket")]
 
 
-async def _accept(socket: WebSocket, *roles: KeyRole) -> Caller | None:
-    """The owner of the key of an accepted socket; None if it was refused."""
-    try:
-        caller = await authenticate(socket, roles)
-    except RookeryError as error:
-        await socket.send_denial_response(refusal(error))
-        return None
-    await socket.accept()
-    return caller
-
-
 @routes.websocket("/worker")
 async def worker(socket: WebSocket, service: Service) -> None:
-    if await _accept(socket, "worker") is not None:
-        await service.controller.serve_worker(WebSocketConnection(socket))
+    try:
+        await authenticate(socket, ("worker",))
+    except RookeryError as error:
+        await socket.send_denial_response(refusal(error))
+        return
+    await socket.accept()
+    await service.controller.serve_worker(WebSocketConnection(socket, protocol.MAX_FRAME))
 
 
 @routes.websocket("/host")
 async def host(socket: WebSocket, service: Service) -> None:
-    """Keys of workers belong to the service's own hosts."""
-    caller = await _accept(socket, "worker", "host", "tenant", "admin")
-    if caller is not None:
-        owner = SERVICE if caller.role == "worker" else caller.id
-        await service.controller.serve_host(WebSocketConnection(socket), owner)
+    """Keys of workers belong to the service's own hosts, which have no limits."""
+    with ExitStack() as place:
+        try:
+            caller = await authenticate(socket, ("worker", "host", "tenant", "admin"))
+            owner, most = SERVICE, protocol.MAX_FRAME
+            if caller.role != "worker":
+                owner, most = caller.id, service.settings.edge.host_bytes
+                place.enter_context(service.controller.context.quotas.hosting(owner))
+        except RookeryError as error:
+            await socket.send_denial_response(refusal(error))
+            return
+        await socket.accept()
+        await service.controller.serve_host(WebSocketConnection(socket, most), owner)
 
 
 @routes.get("/artifacts/{digest}")
