@@ -6,7 +6,6 @@ import hashlib
 import hmac
 import re
 import socket
-import ssl
 import subprocess
 import time
 from collections.abc import Iterator
@@ -99,8 +98,7 @@ def test_keys_are_looked_up_by_their_digest(secured: EmbeddedService, monkeypatc
 
     monkeypatch.setattr(Database, "valid_key", recorded)
     near = secured.key[:-1] + ("a" if secured.key[-1] != "a" else "b")
-    tls = ssl.create_default_context(cafile=secured.settings.server.tls_cert)
-    with httpx.Client(base_url=secured.url, verify=tls) as http:
+    with httpx.Client(base_url=secured.url, verify=False) as http:  # its certificate is the test's own
         for key in (secured.key, near):
             for headers in ({"X-API-Key": key}, {"Authorization": f"Bearer {key}"}):
                 assert http.get("/api/v1/health", headers=headers).status_code == (200 if key == secured.key else 401)
