@@ -197,6 +197,7 @@ class WorkerView(BaseModel):
     kind: Literal["reserved", "preemptible"]
     price: float = Field(description="Per hour, in the operator's unit")
     address: str = Field(description="Where other workers pull adapters from it; empty where they cannot")
+    engine: str = Field(description="Its inference engine; empty while it loads")
     device: str
     host: str
     pid: int
