@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import shutil
@@ -412,13 +413,16 @@ async def test_adapter_comes_from_a_peer_and_trainer_state_from_the_service(
 
 
 class FaultyPeer:
-    """Serves like a worker up to byte ``at`` of the shard, then breaks off, sends nothing more, or sends zeros."""
+    """Serves like a worker up to byte ``at`` of the shard, then breaks off, sends nothing more, or sends zeros; or it
+    sends a manifest without end."""
 
     def __init__(
-        self, manifest: protocol.Manifest, does: Literal["breaks", "hangs", "lies", "refuses"], at: int
+        self, manifest: protocol.Manifest, does: Literal["breaks", "hangs", "lies", "refuses", "floods"], at: int
     ) -> None:
         self.manifest, self.does, self.at = manifest, does, at
         self.asked: list[str] = []
+        self.sent = 0
+        """Bytes of a manifest without end."""
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> FaultyPeer:
@@ -438,6 +442,14 @@ class FaultyPeer:
         content = FILES.get(name, msgspec.json.encode(self.manifest))
         begin = next((int(x.split("=")[1].rstrip("-")) for x in lines if x.startswith("range:")), 0)
         status = "206 Partial Content" if begin else "200 OK"
+        if self.does == "floods":
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                while self.sent < 1 << 30:
+                    writer.write(bytes(1 << 16))
+                    await writer.drain()
+                    self.sent += 1 << 16
+            return
         if self.does == "refuses":
             status, content, begin = "404 Not Found", b"", 0
         head = f"HTTP/1.1 {status}\r\nContent-Length: {len(content) - begin}\r\nConnection: close\r\n\r\n"
@@ -488,6 +500,16 @@ async def test_wrong_bytes_from_a_peer_cost_one_fetch_from_the_service(service: 
         async with here.pulled(served_by(service, manifest, liar.url)) as folder:
             assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
         assert (here.corrupt, here.bytes_from_service >= SIZE) == (1, True)
+    await here.close()
+
+
+async def test_manifest_without_end_is_not_held(service: Dialled, tmp_path: Path) -> None:
+    manifest = service.store(FILES)
+    here = transfers(service, tmp_path)
+    async with FaultyPeer(manifest, "floods", 0) as peer:
+        async with here.pulled(served_by(service, manifest, peer.url)) as folder:
+            assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
+        assert peer.asked and peer.sent < 64 << 20  # with the buffers of both ends
     await here.close()
 
 

@@ -23,6 +23,9 @@ from rookery.errors import RookeryError
 TICKET_STATUSES = {401, 403, 404, 410}
 """Statuses for a ticket that is invalid or has expired."""
 
+MANIFEST_BYTES = 1 << 20
+"""Largest manifest that is read from a peer: one names a few files, a hundred bytes each."""
+
 TRANSIENT_STATUSES = {408, 425, 429, 502, 503, 504}
 """Statuses after which the same request may succeed later."""
 
@@ -77,6 +80,18 @@ async def download(
                     raise CorruptDownload(f"GET {url}: longer than the {size} bytes that its manifest states")
                 file.write(block)
                 count(len(block))
+
+
+async def fetch_manifest(http: httpx.AsyncClient, url: str, ticket: str) -> bytes:
+    """What a peer says is a manifest, for :func:`decode_manifest`. Raises as :func:`download` does."""
+    content = b""
+    async with http.stream("GET", url, headers={"X-Rookery-Ticket": ticket}) as response:
+        raise_for_status("GET", url, response.status_code)
+        async for block in response.aiter_raw():
+            content += block
+            if len(content) > MANIFEST_BYTES:
+                raise CorruptDownload(f"GET {url}: no manifest has more than {MANIFEST_BYTES} bytes")
+    return content
 
 
 def decode_manifest(content: bytes, digest: str) -> protocol.Manifest:

@@ -48,8 +48,8 @@ from rookery.worker.transfer.http import (
     TransferFailed,
     decode_manifest,
     download,
+    fetch_manifest,
     one_line,
-    raise_for_status,
     size_of,
 )
 
@@ -220,11 +220,9 @@ class PeerClient:
         """The artifact's manifest from a peer, verified; None if no peer serves it."""
         for ticket, peer in self._available(digest):
             with self._failures_of(peer, digest):
-                headers = {"X-Rookery-Ticket": ticket}
-                response = await self._http.get(f"{peer}/artifacts/{digest}", headers=headers)
-                raise_for_status("GET", str(response.url), response.status_code)
-                decode_manifest(response.content, digest)
-                return response.content
+                content = await fetch_manifest(self._http, f"{peer}/artifacts/{digest}", ticket)
+                decode_manifest(content, digest)
+                return content
         return None
 
     async def download(self, digest: str, shard: protocol.Shard, part: Path) -> bool:
