@@ -43,7 +43,7 @@ test-ray: $(VENV)/.ray
 chaos-ray: $(VENV)/.ray
 	ROOKERY_RAY_KILLS=50 $(BIN)/python -m pytest -m heavy -s tests/cluster/test_ray.py -k random_kills
 
-# The engine's tests with kernels compiled for a processor without AVX-512: one minute.
+# The engine's tests with kernels compiled for a processor without AVX-512: four minutes.
 AVX2 := NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+sse4.2,+popcnt
 test-avx2: $(VENV)/.tests
 	@$(AVX2) $(BIN)/python -m pytest tests/worker/engine/kernels tests/worker/engine/test_golden.py tests/worker/engine/test_exactness.py
