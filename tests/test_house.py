@@ -76,6 +76,9 @@ WaitedTooLong hand_off said_before lose_head carry_out given_back handed_off ane
 """Names of the former private dialect that must not come back."""
 
 
+parsed = cache(ast.parse)
+
+
 @cache
 def sources(folder: Path) -> dict[Path, str]:
     return {path: path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.py"))}
@@ -88,7 +91,7 @@ def code_lines(source: str) -> int:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in skipped:
             lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         docstring = (
             isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         )
@@ -128,7 +131,7 @@ def test_tests_benchmarks_and_docs_stay_small() -> None:
 
 def classes() -> Iterator[tuple[str, Path]]:
     for path, text in sources(SOURCE).items():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, ast.ClassDef):
                 yield node.name, path
 
@@ -150,7 +153,7 @@ def test_files_of_different_rooms_share_a_name_only_for_the_same_role() -> None:
 
 def imported(path: Path) -> Iterator[list[str]]:
     """The parts of each module below ``rookery`` that the file imports, also where only types are meant."""
-    for node in ast.walk(ast.parse(sources(SOURCE)[path])):
+    for node in ast.walk(parsed(sources(SOURCE)[path])):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "rookery":
             parts = node.module.split(".")[1:]
             yield from [parts] if parts else [[alias.name] for alias in node.names]
@@ -183,7 +186,7 @@ def test_controller_imports_downwards() -> None:
 
 def imported_from(path: Path) -> Iterator[list[str]]:
     """Modules of ``controller`` that the file imports at run time; imports for types alone are not counted."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path.read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rookery.controller"):
             parts = (node.module or "").split(".")[2:]
@@ -197,7 +200,7 @@ def test_no_name_of_the_former_dialect(folder: str) -> None:
     for path, text in sources(ROOT / folder).items():
         if path == Path(__file__):
             continue
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             names = [getattr(node, field, None) for field in ("name", "attr", "id", "arg")]
             found |= {
                 f"{path.relative_to(ROOT)}: {name}"
@@ -213,7 +216,7 @@ def test_tests_use_exported_names() -> None:
     of_ours = set(re.findall(r"\b_[a-z]\w*", "\n".join(sources(SOURCE).values())))
     found = []
     for path, text in sources(ROOT / "tests").items():
-        tree = ast.parse(text)
+        tree = parsed(text)
         defined = {
             node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else node.attr
             for node in ast.walk(tree)

@@ -106,7 +106,7 @@ def test_any_well_formed_rows_come_back(rows: list[dict[str, Any]]) -> None:
 
 def test_rows_of_a_file_are_read_when_needed_and_hold_little_memory(tmp_path: Path) -> None:
     """Every row was held as Python objects, 24 times the file."""
-    count, path = 100_000, tmp_path / "rows.jsonl"
+    count, path = 40_000, tmp_path / "rows.jsonl"
     with path.open("w") as file:
         file.writelines(f'{{"prompt": "{number}", "answer": "1"}}\n' for number in range(count))
     tracemalloc.start()

@@ -136,4 +136,4 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=20, stateful_step_count=20)
+TestAnyOrder.settings = settings(max_examples=12, stateful_step_count=20)

@@ -6,8 +6,6 @@ import asyncio
 import os
 import random
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.support.dialled import Connection, Dialled
+from tests.support.forked import ForkedProcess
 from tests.support.small_model import save_small_model
 
 from rookery import protocol
@@ -33,15 +32,15 @@ def serving(folder: Path, model: str, cache: Path, **settings: str) -> Iterator[
     with Dialled(folder / "artifacts") as service:
         environment = {**os.environ, "ROOKERY_TOKEN": "token", "ROOKERY_CACHE": str(cache), "ROOKERY_THREADS": "1"}
         environment |= {f"ROOKERY_{name.upper()}": value for name, value in settings.items()}
-        command = [sys.executable, "-m", "rookery.worker.process", "--connect", service.url, "--model", model]
-        process = subprocess.Popen(command, env=environment)
+        code = "import sys; from rookery.worker.process import main; sys.exit(main(sys.argv[1:]))"
+        process = ForkedProcess(code, ["--connect", service.url, "--model", model], environment)
         try:
             link = service.connection(0)
             service.until(lambda: not link.hello.loading or link.of(protocol.Ready))
             yield service, link, process.pid
         finally:
             process.kill()
-            process.wait()
+            process.communicate()
 
 
 class Policy:

@@ -32,18 +32,17 @@ def job(name: str, environment: str = "fast", max_staleness: int = 0) -> dict[st
 FAST = [(f"tenant-{number}", job(f"fast-{number}")) for number in range(3)]
 
 
+SECONDS = 80.0
+
+
 @cache
-def fast_alone(turns: int, seconds: float) -> Played:
-    return play(FAST, seconds=seconds, environments=ENVIRONMENTS, turns=turns)
+def fast_alone() -> Played:
+    return play(FAST, seconds=SECONDS, environments=ENVIRONMENTS)
 
 
-@pytest.mark.parametrize(("turns", "seconds"), [(1, 80), (3, 120)])
-def test_hundred_times_slower_environment_changes_other_step_times_by_less_than_a_tenth(
-    turns: int, seconds: float
-) -> None:
-    alone = fast_alone(turns, seconds)
-    slow = [*FAST, ("tortoise", job("slow", "slow"))]
-    beside = play(slow, seconds=seconds, environments=ENVIRONMENTS, turns=turns)
+def test_hundred_times_slower_environment_changes_other_step_times_by_less_than_a_tenth() -> None:
+    alone = fast_alone()
+    beside = play([*FAST, ("tortoise", job("slow", "slow"))], seconds=SECONDS, environments=ENVIRONMENTS)
     assert len(beside.commits["slow"]) >= 3, "the slow one trains too, and its work is in the figures"
     for _, wanted in FAST:
         before, after = alone.step_seconds(wanted["name"]), beside.step_seconds(wanted["name"])
@@ -53,11 +52,10 @@ def test_hundred_times_slower_environment_changes_other_step_times_by_less_than_
 def test_slow_tenant_costs_only_its_own_compute() -> None:
     """One that keeps groups in flight waits less and computes more. That much is taken from the others, and the little
     that decoding apart from them costs."""
-    seconds = 80.0
-    alone = fast_alone(1, seconds)
+    alone = fast_alone()
     slow = [*FAST, ("tortoise", job("slow", "slow", max_staleness=2))]
-    beside = play(slow, seconds=seconds, environments=ENVIRONMENTS)
-    own = beside.computed["slow"] / seconds
+    beside = play(slow, seconds=SECONDS, environments=ENVIRONMENTS)
+    own = beside.computed["slow"] / SECONDS
     assert 0.05 < own < 0.25
     for _, wanted in FAST:
         before, after = alone.step_seconds(wanted["name"], WARM_UP), beside.step_seconds(wanted["name"], WARM_UP)

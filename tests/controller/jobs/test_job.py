@@ -430,7 +430,7 @@ async def test_losing_workers_while_generating_changes_no_result(
 
 
 @pytest.mark.parametrize("after", [True, False])
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(3))
 async def test_a_crash_at_any_moment_loses_and_repeats_nothing(
     tmp_path: Path, undisturbed: dict[int, str], part: int, after: bool
 ) -> None:

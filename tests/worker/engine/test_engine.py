@@ -200,7 +200,7 @@ def test_a_prompt_computed_along_gives_way_to_the_rows() -> None:
 
     roomy = make()
     expected = texts(roomy)
-    for places in range(4, 9):
+    for places in (4, 6, 8):
         assert texts(make(max_rows=1, kv_budget_bytes=(1 + places) * LANES * roomy.store.token_bytes)) == expected
 
 

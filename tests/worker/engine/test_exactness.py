@@ -25,6 +25,8 @@ TARGETS = ["q", "k", "v", "o", "gate", "up", "down"]
 BEST: type[KernelRunner | DenseRunner] = KernelRunner if kernels.load(None) else DenseRunner
 """What workers run here."""
 RUNNERS = list(dict.fromkeys((BEST, DenseRunner)))
+DENSE = ("llama", "llama one head", "mistral window", "qwen3", "smollm3")
+"""Families that differ in attention, checked without kernels too."""
 RANKS = {"a": 16, "b": 4, "c": 32, "d": 16}
 
 
@@ -168,13 +170,15 @@ def check_everything(
     assert lost.rows <= recorder.rows
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "runner"),
+    [*((family, BEST) for family in FAMILIES), *((family, DenseRunner) for family in DENSE if BEST is not DenseRunner)],
+)
 def test_every_family(family: str, runner: type[KernelRunner | DenseRunner]) -> None:
     check_everything(small(family), "a", 41, 20, 9, 4, 1.0, 7, runner)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     family=st.sampled_from(["llama", "mistral window", "qwen3", "llama one head"]),
     key=st.sampled_from(["", *RANKS]),
@@ -192,7 +196,7 @@ def test_any_lengths(
     check_everything(small(family), key, length, int(share * length), max_tokens, middle, temperature, company)
 
 
-@pytest.mark.parametrize(("length", "shared"), [(180, 0), (180, 180), (200, 7), (330, 190), (390, 385)])
+@pytest.mark.parametrize(("length", "shared"), [(180, 0), (330, 190), (390, 385)])
 def test_where_a_contraction_over_the_keys_is_cut(length: int, shared: int) -> None:
     """Texts and prefixes that grow past 192 and 384 keys (``worker/exact.py``)."""
     check_everything(small("llama"), "b", length, shared, 24, 11, 1.0, 2, DenseRunner)
@@ -201,7 +205,6 @@ def test_where_a_contraction_over_the_keys_is_cut(length: int, shared: int) -> N
 @pytest.mark.parametrize(
     ("threads", "length", "shared", "max_tokens", "runner"),
     [
-        (1, 1, 0, 5, BEST),
         (2, 48, 48, 12, BEST),
         (1, 60, 30, 12, DenseRunner),
         (3, 230, 5, 6, BEST),
@@ -213,7 +216,7 @@ def test_smollm2(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        check_everything(smollm2(), "c", length, shared, max_tokens, max_tokens // 2, 1.0, 7, runner)
+        check_everything(smollm2(), "c", length, shared, max_tokens, max_tokens // 2, 1.0, 4, runner)
     finally:
         torch.set_num_threads(before)
 
@@ -228,11 +231,11 @@ def test_divided_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_budget_too_small_for_all_only_delays() -> None:
     decoder = small("llama")
     text = prompt(decoder, 0, 30)
-    orders = [order(f"r{i}", "abcd"[i % 4], [*text, i], 31, seed=i, max_tokens=100) for i in range(12)]
+    orders = [order(f"r{i}", "abcd"[i % 4], [*text, i], 31, seed=i, max_tokens=60) for i in range(12)]
     engine, _ = world(decoder)
     plenty = run(engine, orders)
     token = engine.store.token_bytes
-    engine, _ = world(decoder, kv_budget_bytes=token * 700)
+    engine, _ = world(decoder, kv_budget_bytes=token * 450)
     assert run(engine, orders) == plenty
     assert engine.stats["preempted"] > 0
-    assert engine.store.tokens <= 700 and engine.store.used_tokens == 0
+    assert engine.store.tokens <= 450 and engine.store.used_tokens == 0

@@ -117,11 +117,11 @@ def check(
 def test_random_model_in_float32(runner: type[DenseRunner | KernelRunner]) -> None:
     if runner is KernelRunner and not kernels.load(None):
         pytest.skip(kernels.runtime.why_unavailable())
-    check(small("llama", torch.float32), golden("random llama", "float32"), 6, runner, exact=False)
+    check(small("llama", torch.float32), golden("random llama", "float32"), 3, runner, exact=False)
 
 
 @pytest.mark.skipif(not SAME_PROCESSOR, reason=f"recorded on {GOLDEN['processor']}, this is {PROCESSOR}")
-@pytest.mark.parametrize(("model", "alone"), [("random llama", 6), ("smollm2", 2)])
+@pytest.mark.parametrize(("model", "alone"), [("random llama", 6), ("smollm2", 0)])  # alone: test_exactness.py
 def test_bfloat16(model: str, alone: int) -> None:
     assert kernels.load(None)
     decoder = smollm2(torch.bfloat16) if model == "smollm2" else small("llama", torch.bfloat16)

@@ -126,8 +126,8 @@ class Run:
         return self.said
 
 
-@pytest.mark.parametrize("cut", [0, 1, 7, 15])
-@pytest.mark.parametrize(("length", "shared"), [(20, 12), (20, 20), (20, 0), (1, 0)])
+@pytest.mark.parametrize("cut", [0, 7, 15])
+@pytest.mark.parametrize(("length", "shared"), [(20, 12), (20, 20), (1, 0)])
 def test_recomputed_it_is_the_request_that_resumes_on_the_newer_version(length: int, shared: int, cut: int) -> None:
     decoder = small("llama")
     whole = Run(make(decoder)).submit(order(length=length, shared_prefix=shared)).end()["r"]
@@ -311,7 +311,7 @@ def test_computing_anew_takes_bounded_slices_in_its_own_place() -> None:
     assert run.end()["a"].versions == [0] * 40 + [1] * 20
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     requests=st.lists(
         st.tuples(

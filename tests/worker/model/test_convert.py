@@ -24,6 +24,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tests.support.forked import ForkedProcess
 from tests.support.processes import alive
 from tests.support.tiny import FAMILIES, reference, smollm2_folder
 from tests.worker.model.test_decoder import logits
@@ -216,31 +217,31 @@ def hub(folder: Path, cut: str = "") -> Iterator[str]:
             server.shutdown()
 
 
-def prepare_from(url: str, cache: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: the hub's library reads its variables once."""
+def prepare_from(url: str, cache: Path, **variables: str) -> tuple[int, str]:
+    """The exit code and the standard error of a separate process: the hub's library reads its variables once."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "XDG_"))}
-    return subprocess.run(
-        [sys.executable, "-m", "rookery.worker.model.convert", "--cache", str(cache), "org/model"],
-        env={**inherited, "HOME": str(cache.with_name("nobody")), "HF_ENDPOINT": url, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    given = {"HOME": str(cache.with_name("nobody")), "HF_ENDPOINT": url, **variables}
+    process = ForkedProcess(CONVERT, ["--cache", str(cache), "org/model"], inherited | given)
+    _, said = process.communicate(120)
+    return process.wait(), said.decode()
+
+
+CONVERT = "import runpy; runpy.run_module('rookery.worker.model.convert', run_name='__main__')"
 
 
 def test_what_the_hub_sends_lies_in_the_cache_until_its_model_is_prepared(tmp_path: Path) -> None:
     publish(tmp_path / "published", "llama")
     with hub(tmp_path / "published") as url:
-        done = prepare_from(url, tmp_path / "cache", HOME=str(tmp_path / "home"))
-        assert done.returncode == 0, done.stderr
+        code, said = prepare_from(url, tmp_path / "cache", HOME=str(tmp_path / "home"))
+        assert code == 0, said
         assert registry.status(tmp_path / "cache", "org/model").state == "prepared"
         assert not list(tmp_path.rglob("models--*"))
-        done = prepare_from(url, tmp_path / "other", HF_HOME=str(tmp_path / "shared"))
-        assert done.returncode == 0, done.stderr
+        code, said = prepare_from(url, tmp_path / "other", HF_HOME=str(tmp_path / "shared"))
+        assert code == 0, said
         assert (tmp_path / "shared" / "hub" / "models--org--model").is_dir()
         (tmp_path / "home" / ".cache" / "huggingface" / "hub").mkdir(parents=True)
-        done = prepare_from(url, tmp_path / "third", HOME=str(tmp_path / "home"))
-        assert done.returncode == 0, done.stderr
+        code, said = prepare_from(url, tmp_path / "third", HOME=str(tmp_path / "home"))
+        assert code == 0, said
         assert (tmp_path / "home" / ".cache" / "huggingface" / "hub" / "models--org--model").is_dir()
         assert not (tmp_path / "other" / "hub").exists() and not (tmp_path / "third" / "hub").exists()
 
@@ -248,11 +249,11 @@ def test_what_the_hub_sends_lies_in_the_cache_until_its_model_is_prepared(tmp_pa
 def test_a_download_that_breaks_in_the_middle_is_one_line_and_is_tried_again(tmp_path: Path) -> None:
     publish(tmp_path / "published", "llama")
     with hub(tmp_path / "published", cut="model.safetensors") as url:
-        done = prepare_from(url, tmp_path / "cache")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert "base_model: org/model cannot be fetched: the hub did not give org/model" in done.stderr
+        code, said = prepare_from(url, tmp_path / "cache")
+    assert code == 1 and "Traceback" not in said
+    assert "base_model: org/model cannot be fetched: the hub did not give org/model" in said
     with hub(tmp_path / "published") as url:
-        assert prepare_from(url, tmp_path / "cache").returncode == 0
+        assert prepare_from(url, tmp_path / "cache")[0] == 0
 
 
 def test_smollm2_comes_from_the_hub_or_the_package() -> None:

@@ -131,8 +131,8 @@ def orders_of(temperature: float) -> list[protocol.Generate]:
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-@pytest.mark.parametrize("gamma", [1, 4, 8])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("gamma", [1, 8])
 def test_texts_are_the_same_with_drafts(gamma: int, temperature: float, runner: type[DenseRunner]) -> None:
     orders = orders_of(temperature)
     plain_engine = make(None, runner)
@@ -146,7 +146,7 @@ def test_texts_are_the_same_with_drafts(gamma: int, temperature: float, runner: 
     assert engine.stats["decode_steps"] < plain_engine.stats["decode_steps"]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     seed=st.integers(0, 1 << 30),
     right=st.sampled_from([0.0, 0.5, 0.9, 1.0]),

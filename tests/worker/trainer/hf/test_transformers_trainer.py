@@ -76,6 +76,7 @@ def test_packed_tenants_equal_peft_alone(tmp_path: Path, family: str) -> None:
     folders = {p: write(tmp_path / p, model, rank, i) for i, (p, rank) in enumerate(RANKS.items())}
     kept = made(model, folders)
     recomputed = made(model, folders, limits=PassLimits(1, 10_000))
+    expected = [by_peft(family, folders[policy], seed) for seed, policy in enumerate(RANKS)]
     for trainer in (kept, recomputed):
         for seed, policy in enumerate(RANKS):
             batch = protocol.TrainingBatch(groups=units(seed))
@@ -84,8 +85,7 @@ def test_packed_tenants_equal_peft_alone(tmp_path: Path, family: str) -> None:
         done = {result.op: result for result in trainer.drain()}
         assert set(done) == set(RANKS)  # it was one pass
         share = 5e-4 if family.startswith("qwen3_5") else 5e-5
-        for seed, policy in enumerate(RANKS):
-            wanted, logprobs = by_peft(family, folders[policy], seed)
+        for policy, (wanted, logprobs) in zip(RANKS, expected, strict=True):
             given = torch.frombuffer(bytearray(done[policy].logprobs), dtype=torch.float32)
             assert given.tolist() == pytest.approx(logprobs, abs=5e-5)
             state = trainer.held[policy].state
