@@ -20,7 +20,7 @@ from rookery import protocol
 from rookery.settings import Settings
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.trainer.native.loss_head import PROJECTED_ROWS
-from rookery.worker.trainer.native.trainer import NativeTrainer
+from rookery.worker.trainer.packed_trainer import PackedTrainer
 
 FLOOR_TIMES = 2
 """The best counts."""
@@ -33,7 +33,7 @@ class Training:
         self.decoder = Decoder.load(ours(), pack=Settings().engine.pack_weights)
         self._kind: tuple[int, int] | None = None
         """Policies, and tokens of a slice."""
-        self._trainer: NativeTrainer | None = None
+        self._trainer: PackedTrainer | None = None
         self._taken = 0
 
     def run(self, shapes: list[list[int]]) -> dict[str, Any]:

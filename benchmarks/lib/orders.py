@@ -18,7 +18,7 @@ from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.layers import PackedLinear
-from rookery.worker.trainer.native.trainer import NativeTrainer
+from rookery.worker.trainer.native.trainer import NativeBackbone
 from rookery.worker.trainer.packed_trainer import PackedTrainer
 
 RANK, ALPHA = 16, 32.0
@@ -78,9 +78,9 @@ def generate(engine: NativeEngine, requests: Iterable[protocol.Generate]) -> Gen
     return Generated(engine.generated - generated, seconds, spent["decode_seconds"] / steps, spent["prefill_seconds"])
 
 
-def trainer_of(decoder: Decoder, policies: int, slice_tokens: int) -> NativeTrainer:
+def trainer_of(decoder: Decoder, policies: int, slice_tokens: int) -> PackedTrainer:
     """With so many fresh policies resident."""
-    trainer = NativeTrainer(decoder, max_rank=RANK, slice_tokens=slice_tokens)
+    trainer = PackedTrainer(NativeBackbone(decoder), max_rank=RANK, slice_tokens=slice_tokens)
     load_policies(trainer, policies)
     return trainer
 

@@ -11,12 +11,13 @@ from tests.support.tiny import small
 from rookery import protocol
 from rookery.errors import UserError
 from rookery.worker.model.canary import CANARY_FILE, canary_tokens, mean_difference, read_canary
-from rookery.worker.trainer.native.trainer import NativeTrainer
+from rookery.worker.trainer.native.trainer import NativeBackbone
+from rookery.worker.trainer.packed_trainer import PackedTrainer
 
 
 def test_a_committed_version_has_the_log_probabilities_of_its_canary(tmp_path: Path) -> None:
     tokens = canary_tokens(lambda text: [ord(character) for character in text])
-    trainer = NativeTrainer(small("llama"), max_rank=8, slice_tokens=256, canary=tokens)
+    trainer = PackedTrainer(NativeBackbone(small("llama")), max_rank=8, slice_tokens=256, canary=tokens)
     op = protocol.InitAdapter(op="i", policy="p", rank=4, alpha=8.0, targets=["q", "o"], seed=1)
     (first := tmp_path / "first").mkdir()
     trainer.initial_version(op, None).write(first)

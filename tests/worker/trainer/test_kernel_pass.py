@@ -24,7 +24,8 @@ from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
 from rookery.worker.trainer.native.backbone import PassLimits
 from rookery.worker.trainer.native.optim import AdapterExport
-from rookery.worker.trainer.native.trainer import NativeTrainer
+from rookery.worker.trainer.native.trainer import NativeBackbone
+from rookery.worker.trainer.packed_trainer import PackedTrainer
 
 if not kernels.load(None):
     pytest.skip(kernels.runtime.why_unavailable(), allow_module_level=True)
@@ -85,7 +86,7 @@ def train(
     compiled: bool = True,
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Log-probabilities and gradients by policy, all policies in one pass."""
-    trainer = NativeTrainer(decoder, max_rank=64, slice_tokens=4096, limits=limits, compiled=compiled)
+    trainer = PackedTrainer(NativeBackbone(decoder, limits, compiled=compiled), max_rank=64, slice_tokens=4096)
     for policy, found in groups.items():
         trainer.load(policy, 1, reference(policy), folders[policy])
         op = protocol.ForwardBackward(

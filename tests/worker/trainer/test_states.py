@@ -23,10 +23,10 @@ from rookery.errors import UserError
 from rookery.worker.memory import NoRoom
 from rookery.worker.trainer.native import states
 from rookery.worker.trainer.native.states import EXPORT_BYTES
-from rookery.worker.trainer.native.trainer import NativeTrainer
+from rookery.worker.trainer.packed_trainer import PackedTrainer
 
 
-def step(at: NativeTrainer, parent: str, seed: int, *, lease: int = 1, commit: str = "") -> None:
+def step(at: PackedTrainer, parent: str, seed: int, *, lease: int = 1, commit: str = "") -> None:
     batch = protocol.TrainingBatch(groups=units(seed))
     at.forward_backward(forward_backward(parent=ref("p", parent), lease=lease), batch)
     at.optim_step(optim(parent=ref("p", parent), lease=lease, commit=commit))

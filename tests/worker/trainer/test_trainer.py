@@ -37,7 +37,8 @@ from rookery.worker.trainer.native import trainer as native_trainer
 from rookery.worker.trainer.native.attention import AttentionFactory, ChunkedAttention, ChunkSizes, VarlenAttention
 from rookery.worker.trainer.native.backbone import PassLimits, forward
 from rookery.worker.trainer.native.optim import GRADIENT_FILE, AdapterExport
-from rookery.worker.trainer.native.trainer import NativeTrainer
+from rookery.worker.trainer.native.trainer import NativeBackbone
+from rookery.worker.trainer.packed_trainer import PackedTrainer
 
 HF = SIZES | {"tie_word_embeddings": True}
 LLAMA = transformers.LlamaConfig(**HF)
@@ -132,25 +133,34 @@ def adapter_folder(folder: Path, rank: int, seed: int, targets: tuple[str, ...] 
     return folder
 
 
-def trainer(of: Decoder, folders: dict[str, Path], **given: object) -> NativeTrainer:
-    made = NativeTrainer(of, **({"max_rank": 16, "slice_tokens": 256} | given))  # type: ignore[arg-type]
+def trainer(
+    of: Decoder,
+    folders: dict[str, Path],
+    limits: PassLimits | None = None,
+    attention: AttentionFactory | None = None,
+    *,
+    compiled: bool = True,
+    **given: object,
+) -> PackedTrainer:
+    backbone = NativeBackbone(of, limits, attention, compiled=compiled)
+    made = PackedTrainer(backbone, **({"max_rank": 16, "slice_tokens": 256} | given))  # type: ignore[arg-type]
     for policy, folder in folders.items():
         made.load(policy, 1, ref(policy), folder)
     return made
 
 
-def finish(of: NativeTrainer) -> dict[str, TrainerResult]:
+def finish(of: PackedTrainer) -> dict[str, TrainerResult]:
     while of.step():
         pass
     assert of.pending == 0
     return {finished.op: finished for finished in of.drain()}
 
 
-def gradient(of: NativeTrainer, policy: str = "p") -> Tensor:
+def gradient(of: PackedTrainer, policy: str = "p") -> Tensor:
     return of.held[policy].state.gradient.clone()
 
 
-def masters(of: NativeTrainer, policy: str = "p") -> Tensor:
+def masters(of: PackedTrainer, policy: str = "p") -> Tensor:
     return of.held[policy].state.masters.clone()
 
 
@@ -249,7 +259,7 @@ def test_packed_policies_train_as_if_alone(tmp_path: Path) -> None:
     folders = {p: adapter_folder(tmp_path / p, ranks[p], i, fused_targets()[p]) for i, p in enumerate(ranks)}
     base = decoder()
 
-    def queue(at: NativeTrainer, policy: str, seed: int) -> None:
+    def queue(at: PackedTrainer, policy: str, seed: int) -> None:
         op = forward_backward(policy, op=f"fb {policy}", loss=losses[policy], temperature=0.5 + seed / 10)
         at.forward_backward(op, protocol.TrainingBatch(groups=units(seed)))
 
@@ -518,7 +528,7 @@ def test_nan_skips_one_policy_and_changes_no_other(tmp_path: Path) -> None:
     folders = {p: adapter_folder(tmp_path / p, 4, i) for i, p in enumerate("xy")}
     base = decoder()
 
-    def run(advantage: float, weights: float) -> tuple[NativeTrainer, dict[str, TrainerResult]]:
+    def run(advantage: float, weights: float) -> tuple[PackedTrainer, dict[str, TrainerResult]]:
         at = trainer(base, folders, slice_tokens=4096)
         at.held["x"].state.sites[1, "qkv"].a.mul_(weights)
         bad = units(0)
@@ -555,7 +565,7 @@ def test_export_resumes_bit_for_bit(tmp_path: Path) -> None:
     export = finish(first)["opt"].export
     assert export is not None
 
-    def next_step(at: NativeTrainer, parent: str, steps: int) -> Tensor:
+    def next_step(at: PackedTrainer, parent: str, steps: int) -> Tensor:
         at.forward_backward(
             forward_backward(parent=ref("p", parent), steps=steps), protocol.TrainingBatch(groups=units(1))
         )
@@ -567,7 +577,7 @@ def test_export_resumes_bit_for_bit(tmp_path: Path) -> None:
     (tmp_path / "v1").mkdir()
     names = export.write(tmp_path / "v1")
     assert names == ["adapter_config.json", "adapter_model.safetensors", "trainer_state.safetensors"]
-    second = NativeTrainer(decoder(), max_rank=16, slice_tokens=256)
+    second = PackedTrainer(NativeBackbone(decoder()), max_rank=16, slice_tokens=256)
     second.load("p", 2, ref("p", "v1"), tmp_path / "v1")
     second.forward_backward(
         forward_backward(lease=2, parent=ref("p", "v1"), op="fb"), protocol.TrainingBatch(groups=units(1))

@@ -27,7 +27,8 @@ from rookery.worker.trainer.fsdp.group import GroupOptions, TrainingGroup
 from rookery.worker.trainer.fsdp.passes import plan_passes, sequences_of
 from rookery.worker.trainer.fsdp.trainer import FsdpTrainer
 from rookery.worker.trainer.native.packing import PackedGroup
-from rookery.worker.trainer.native.trainer import NativeTrainer
+from rookery.worker.trainer.native.trainer import NativeBackbone
+from rookery.worker.trainer.packed_trainer import PackedTrainer
 
 TOLERANCE = 1e-5
 ADAM = protocol.Adam(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-3, weight_decay=0.1, clip=1.0)
@@ -138,7 +139,7 @@ def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], toleran
 
 
 def test_lora_over_a_sharded_base_steps_as_the_native_trainer(pair: TrainingGroup, model: Path, tmp_path: Path) -> None:
-    native = NativeTrainer(Decoder.load(model, torch.float32), max_rank=16, slice_tokens=64)
+    native = PackedTrainer(NativeBackbone(Decoder.load(model, torch.float32)), max_rank=16, slice_tokens=64)
     results = []
     for trainer, name in ((native, "native"), (sharded(pair, tmp_path), "sharded")):
         start(trainer, tmp_path / name, 4)

@@ -26,7 +26,7 @@ from rookery.worker.model.transformers_model import TransformersModel
 from rookery.worker.trainer.hf.trainer import TransformersBackbone
 from rookery.worker.trainer.native.backbone import PassLimits
 from rookery.worker.trainer.native.optim import AdapterExport
-from rookery.worker.trainer.native.trainer import NativeTrainer
+from rookery.worker.trainer.native.trainer import NativeBackbone
 from rookery.worker.trainer.packed_trainer import PackedTrainer
 
 RANKS = {"p": 4, "r": 7}
@@ -114,7 +114,9 @@ def test_equals_the_native_trainer(tmp_path: Path, family: str) -> None:
     model = TransformersModel(small_model(family))
     folder = write(tmp_path / "p", model, 4, 1)
     config = DecoderConfig.from_hf(published.config.to_dict())
-    native = NativeTrainer(Decoder(config, fuse(config, published.state_dict())), max_rank=16, slice_tokens=4096)
+    native = PackedTrainer(
+        NativeBackbone(Decoder(config, fuse(config, published.state_dict()))), max_rank=16, slice_tokens=4096
+    )
     native.load("p", 1, ref("p"), folder)
     ours = made(model, {"p": folder})
     done = {}

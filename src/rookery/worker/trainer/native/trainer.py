@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -20,7 +19,6 @@ from rookery.worker.trainer.native.loss_head import TokenLogprobs, token_logprob
 from rookery.worker.trainer.native.packed_lora import PackedLora, PolicyRows
 from rookery.worker.trainer.native.packing import PackedBatch
 from rookery.worker.trainer.packed_pass import BackwardPass
-from rookery.worker.trainer.packed_trainer import PackedTrainer
 
 
 class NativeBackbone:
@@ -68,20 +66,3 @@ class NativeBackbone:
     ) -> TokenLogprobs:
         """See ``Backbone``."""
         return token_logprobs(self._decoder, hidden, targets, temperatures, derivatives=derivatives)
-
-
-class NativeTrainer(PackedTrainer):
-    """The trainer of :class:`~rookery.worker.model.decoder.Decoder`."""
-
-    def __init__(
-        self,
-        decoder: Decoder,
-        *,
-        limits: PassLimits | None = None,
-        attention: AttentionFactory | None = None,
-        compiled: bool = True,
-        cache: Path | None = None,
-        **given: Any,
-    ) -> None:
-        """As :class:`NativeBackbone`; ``given`` as of :class:`PackedTrainer`."""
-        super().__init__(NativeBackbone(decoder, limits, attention, compiled=compiled, cache=cache), **given)
