@@ -24,7 +24,7 @@ from tests.support.small_model import save_small_model
 
 from rookery import protocol
 from rookery.errors import EXIT_REFUSED, UserError
-from rookery.worker.compute import ComputeStatus, TimeSlice, next_slice
+from rookery.worker.compute import IDLE, TimeSlice, next_slice
 from rookery.worker.connection import progress
 from rookery.worker.model.convert import prepare
 from rookery.worker.training_ops import TrainingOps
@@ -815,9 +815,10 @@ def test_fault_of_the_compute_thread_exits_after_sampled_tokens_are_sent(service
 
 def test_pulled_bytes_are_progress_only_while_nothing_computes() -> None:
     """Adapters keep arriving while a slice is stuck."""
-    assert progress(ComputeStatus(progress=7), 100) != progress(ComputeStatus(progress=7), 200)
+    idle = msgspec.structs.replace(IDLE, progress=7)
+    assert progress(idle, 100) != progress(idle, 200)
     for busy in ({"active": 1}, {"waiting": 1}, {"training": 1}):
-        hangs = ComputeStatus(progress=7, **busy)
+        hangs = msgspec.structs.replace(idle, **busy)
         assert progress(hangs, 100) == progress(hangs, 200)
 
 

@@ -35,6 +35,7 @@ from rookery.protocol.common import (
     SharedPrefixGroup,
     Struct,
     TrainingBatch,
+    add_metrics,
     manifest_of,
 )
 from rookery.protocol.envhost import (

@@ -8,7 +8,7 @@ bytes travel over HTTP.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -132,3 +132,12 @@ class Adam(Struct, kw_only=True):
     """Decoupled (AdamW)."""
     clip: float = 0.0
     """Global gradient norm; 0 is off."""
+
+
+def add_metrics(sums: dict[str, float], metrics: Mapping[str, float]) -> None:
+    """Add a trainer's metrics to ``sums``: values, except maxima where the name ends in ``:max``."""
+    for name, value in metrics.items():
+        known = sums.get(name)
+        if known is not None:
+            value = max(known, value) if name.endswith(":max") else known + value
+        sums[name] = value

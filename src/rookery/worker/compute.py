@@ -17,53 +17,37 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from rookery import protocol
-from rookery.scheduling.slo import Curves
 from rookery.settings import Settings
 from rookery.worker.core import WorkerCore, load_core
-from rookery.worker.memory import MemoryUse
 from rookery.worker.trainer.base import TrainerResult
 
 T = TypeVar("T")
 
 
+IDLE = protocol.Heartbeat(
+    epoch=0, progress=0, active=0, waiting=0, training=0, adapters=0, generated=0, trained=0, decode_seconds=0.0,
+    train_seconds=0.0, memory_bytes=0,
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class ComputeStatus:
-    """State of the compute thread for heartbeats, consistent and taken between two slices. New work is in it before the
-    slice that computes it, so a stuck slice shows as work without progress."""
+    """State of the compute thread, consistent and taken between two slices. New work is in it before the slice that
+    computes it, so a stuck slice shows as work without progress."""
 
-    progress: int = 0
-    active: int = 0
-    waiting: int = 0
-    training: int = 0
-    generated: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    engine_gap: float = 0.0
-    trained: int = 0
-    decode_seconds: float = 0.0
-    train_seconds: float = 0.0
+    beat: protocol.Heartbeat = IDLE
+    """As far as this thread knows it."""
     adapters: frozenset[str] = frozenset()
     """Hashes of the adapters in memory."""
-    memory: Mapping[str, MemoryUse] = field(default_factory=dict)
-    """By part of the memory budget."""
-    interactive: int = 0
-    """Requests with objectives."""
-    slo_slack: float = 0.0
-    slo_met: int = 0
-    slo_ended: int = 0
-    cache_cuts: int = 0
-    free_tokens: int = 0
-    costs: Curves = field(default_factory=dict)
-    """See ``protocol.Heartbeat``."""
 
 
 class Steppable(Protocol):
@@ -205,8 +189,10 @@ class Compute:
         """Update status and outbox: after every slice, and after calls so that a stuck slice shows its work."""
         decode, train = slices
         chunks, results = core.engine.drain(), core.trainer.drain()
-        self.status = ComputeStatus(
-            progress=self.status.progress + stepped,
+        adapters = frozenset(core.engine.adapters())
+        beat = protocol.Heartbeat(
+            epoch=0,
+            progress=self.status.beat.progress + stepped,
             active=core.engine.active,
             waiting=core.engine.waiting,
             training=core.trainer.pending,
@@ -217,8 +203,9 @@ class Compute:
             trained=core.trainer.trained,
             decode_seconds=decode.seconds,
             train_seconds=train.seconds,
-            adapters=frozenset(core.engine.adapters()),
-            memory=core.memory(),
+            adapters=len(adapters),
+            memory_bytes=0,
+            memory_parts={part: (use.used, use.budget) for part, use in core.memory().items()},
             interactive=len(core.gate.tracked),
             slo_slack=core.gate.least_slack(),
             slo_met=core.gate.met,
@@ -227,6 +214,7 @@ class Compute:
             free_tokens=core.engine.free_tokens,
             costs=core.gate.costs.curves,
         )
+        self.status = ComputeStatus(beat, adapters)
         if chunks or results:
             with self._changed:
                 was_empty = not (self._chunks or self._results)

@@ -26,13 +26,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import msgspec
 import psutil
 
 from rookery import protocol
 from rookery.aio import wait_event
 from rookery.protocol.connection import Channel, ConnectionClosed, stay_connected
 from rookery.settings import Settings
-from rookery.worker.compute import Compute, ComputeStatus
+from rookery.worker.compute import Compute
 from rookery.worker.core import WorkerCore
 from rookery.worker.generation import GenerationManager
 from rookery.worker.training_ops import TrainingOps
@@ -283,33 +284,16 @@ class ServiceConnection:
             await channel.send(message)
 
     def _heartbeat(self, epoch: int) -> protocol.Heartbeat:
-        status = self._compute.status
-        return protocol.Heartbeat(
+        beat, transfers = self._compute.status.beat, self._transfers
+        return msgspec.structs.replace(
+            beat,
             epoch=epoch,
-            progress=progress(status, self._transfers.bytes_from_service + self._transfers.bytes_from_peers),
-            active=status.active,
-            waiting=status.waiting + self._generation.waiting(),
-            training=status.training,
-            adapters=len(status.adapters),
-            generated=status.generated,
-            draft_tokens=status.draft_tokens,
-            accepted_tokens=status.accepted_tokens,
-            engine_gap=status.engine_gap,
-            trained=status.trained,
-            decode_seconds=status.decode_seconds,
-            train_seconds=status.train_seconds,
+            progress=progress(beat, transfers.bytes_from_service + transfers.bytes_from_peers),
+            waiting=beat.waiting + self._generation.waiting(),
             memory_bytes=psutil.Process().memory_info().rss,
             memory_budget=self._core.budget.total if self._core is not None and self._core.budget is not None else 0,
-            memory_parts={part: (use.used, use.budget) for part, use in status.memory.items()},
-            pulled_from_peers=self._transfers.bytes_from_peers,
-            pulled_from_service=self._transfers.bytes_from_service,
-            interactive=status.interactive,
-            slo_slack=status.slo_slack,
-            slo_met=status.slo_met,
-            slo_ended=status.slo_ended,
-            cache_cuts=status.cache_cuts,
-            free_tokens=status.free_tokens,
-            costs=status.costs,
+            pulled_from_peers=transfers.bytes_from_peers,
+            pulled_from_service=transfers.bytes_from_service,
         )
 
     async def _send_result(self, op: str, **fields: Any) -> None:
@@ -332,8 +316,8 @@ class ServiceConnection:
             raise TransferFailed(f"artifact {digest[:12]}: no new ticket arrived") from None
 
 
-def progress(status: ComputeStatus, pulled_bytes: int) -> int:
+def progress(beat: protocol.Heartbeat, pulled_bytes: int) -> int:
     """The ``progress`` of a heartbeat: finished slices, and ``pulled_bytes`` while nothing computes. A worker that only
     waits for adapters makes progress with their bytes; a stuck slice must not look alive because of them."""
-    computing = status.active + status.waiting + status.training
-    return status.progress if computing else status.progress + pulled_bytes
+    computing = beat.active + beat.waiting + beat.training
+    return beat.progress if computing else beat.progress + pulled_bytes

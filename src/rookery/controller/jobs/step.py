@@ -20,7 +20,6 @@ from rookery.algorithms.advantages import step_scale as algorithm_scale
 from rookery.algorithms.schedules import rate
 from rookery.controller.jobs.trajectory import EpisodeResult
 from rookery.controller.training.policy_trainer import ForwardRequest
-from rookery.controller.training.shares import add_metrics
 from rookery.spec.job import JobSpec
 
 ANCHORED = ("dro",)
@@ -172,7 +171,7 @@ class StepAccumulator:
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add the trainer's metrics of a micro-batch."""
-        add_metrics(self._sums, metrics)
+        protocol.add_metrics(self._sums, metrics)
 
     def group_metrics(self) -> dict[str, float]:
         """Metrics of the step's groups (:func:`describe`)."""

@@ -6,7 +6,7 @@ normalisation, so the shares' gradients add up to the batch's: equal to one work
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from rookery import protocol
 from rookery.scheduling.trainers import divide
@@ -59,14 +59,5 @@ def join_metrics(answers: Iterable[protocol.OperationDone]) -> dict[str, float]:
     """Sums, and maxima where a name ends in ``:max``, as one worker would report them."""
     joined: dict[str, float] = {}
     for answer in answers:
-        add_metrics(joined, answer.metrics)
+        protocol.add_metrics(joined, answer.metrics)
     return joined
-
-
-def add_metrics(sums: dict[str, float], metrics: Mapping[str, float]) -> None:
-    """Add a trainer's metrics to ``sums``: values, except maxima where the name ends in ``:max``."""
-    for name, value in metrics.items():
-        known = sums.get(name)
-        if known is not None:
-            value = max(known, value) if name.endswith(":max") else known + value
-        sums[name] = value

@@ -49,13 +49,9 @@ class QueuedBatch:
         self.abandoned = True
 
     def add_metrics(self, metrics: dict[str, float]) -> None:
-        """Adds each value, or takes the maximum if its name ends in ``:max``; values that are not finite are counted in
-        ``nonfinite`` instead."""
+        """As :func:`protocol.add_metrics`; values that are not finite are counted in ``nonfinite`` instead."""
         for name, value in metrics.items():
-            if not math.isfinite(value):
-                name, value = "nonfinite", 1.0
-            before = self.metrics.get(name, 0.0)
-            self.metrics[name] = max(before, value) if name.endswith(":max") else before + value
+            protocol.add_metrics(self.metrics, {name: value} if math.isfinite(value) else {"nonfinite": 1.0})
 
     def add_logprobs(self, logp: Tensor) -> None:
         self._logprobs.append(logp.cpu().numpy().astype("<f4").tobytes())
