@@ -14,7 +14,7 @@ import pytest
 import typer
 import yaml
 from pydantic import BaseModel
-from tests.support.faces import MODEL, ScriptedWorker, served, tokenizer
+from tests.support.faces import MODEL, ScriptedWorker, served
 
 from rookery.cli.app import app
 from rookery.client import Client
@@ -109,16 +109,14 @@ def test_environment_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     example, replaced = re.subn(r'base_model="[^"]+"(.*?)stop=\{"steps": 40\}', rf'base_model="{MODEL}"\1{SMALL}', text,
                                 flags=re.DOTALL)  # fmt: skip
     assert replaced == 1
-    with served(tmp_path) as service:
-        token = (tmp_path / "data" / "worker.token").read_text().strip()
-        with ScriptedWorker(service.url, token, tokenizer(tmp_path)):
-            monkeypatch.setenv("ROOKERY_URL", service.url)
-            monkeypatch.setenv("ROOKERY_KEY", service.key)
-            monkeypatch.chdir(tmp_path)
-            names: dict[str, Any] = {"__name__": "example"}
-            exec(compile(example, page, "exec"), names)
-            with Client() as client:
-                assert [job.show().state for job in client.jobs()] == ["completed"]
+    with served(tmp_path) as service, ScriptedWorker.of(service):
+        monkeypatch.setenv("ROOKERY_URL", service.url)
+        monkeypatch.setenv("ROOKERY_KEY", service.key)
+        monkeypatch.chdir(tmp_path)
+        names: dict[str, Any] = {"__name__": "example"}
+        exec(compile(example, page, "exec"), names)
+        with Client() as client:
+            assert [job.show().state for job in client.jobs()] == ["completed"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -174,6 +174,8 @@ def test_rooms_import_one_way() -> None:
 
 
 def test_controller_imports_downwards() -> None:
+    packages = {folder.parent.name for folder in (SOURCE / "controller").glob("*/__init__.py")}
+    assert packages == set().union(*CONTROLLER_FLOORS)
     floor = {package: number for number, packages in enumerate(CONTROLLER_FLOORS) for package in packages}
     wrong = set()
     for path in sources(SOURCE / "controller"):

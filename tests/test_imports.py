@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
-
-import rookery
 
 HEAVY = ("torch", "transformers", "safetensors.torch", "peft")
 SERVER = ("fastapi", "uvicorn", "sqlalchemy", "rich", "typer", "httpx", "pydantic", "numpy")
@@ -72,34 +66,3 @@ def test_the_command_line_starts_without_the_server() -> None:
 def test_nothing_imports_the_service_but_what_runs_one() -> None:
     rooms = "rookery.controller.controller, rookery.client, rookery.environments.host, rookery.cluster.local"
     assert not {name for name in loaded_by(f"import {rooms}") if name.startswith("rookery.server")}
-
-
-MAY_IMPORT = {
-    "fleet": set[str](),
-    "weights": {"fleet"},
-    "rollout": {"weights", "fleet"},
-    "training": {"weights", "fleet"},
-    "offload": {"rollout", "training", "fleet"},
-    "jobs": {"rollout", "training", "weights", "fleet"},
-    "sessions": {"rollout", "training", "weights", "fleet"},
-}
-"""The sub-packages of ``controller``, and the others that each may import."""
-
-
-@pytest.mark.parametrize("room", MAY_IMPORT)
-def test_imports_between_the_rooms_of_the_controller_go_one_way(room: str) -> None:
-    controller = Path(rookery.__file__).parent / "controller"
-    for file in sorted((controller / room).glob("*.py")):
-        modules = [
-            module
-            for node in ast.walk(ast.parse(file.read_text()))
-            if isinstance(node, ast.Import | ast.ImportFrom)
-            for module in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [n.name for n in node.names])
-        ]
-        imported = {module.split(".")[2] for module in modules if module.startswith("rookery.controller.")}
-        assert imported & MAY_IMPORT.keys() <= MAY_IMPORT[room] | {room}, file.name
-
-
-def test_every_room_of_the_controller_has_its_arrows() -> None:
-    controller = Path(rookery.__file__).parent / "controller"
-    assert {folder.name for folder in controller.iterdir() if (folder / "__init__.py").exists()} == set(MAY_IMPORT)

@@ -16,7 +16,7 @@ import httpx
 import psutil
 import pytest
 import yaml
-from tests.support.faces import MODEL, ScriptedWorker, job, served, tokenizer, write_model
+from tests.support.faces import MODEL, ScriptedWorker, job, served, write_model
 
 from rookery.cli import main
 from rookery.cli.doctor import bf16_finding, kernels_finding
@@ -28,10 +28,8 @@ from rookery.server.embedded import EmbeddedService
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedService]:
     root = tmp_path_factory.mktemp("cli")
-    with served(root) as running:
-        token = (root / "data" / "worker.token").read_text().strip()
-        with ScriptedWorker(running.url, token, tokenizer(root)):
-            yield running
+    with served(root) as running, ScriptedWorker.of(running):
+        yield running
 
 
 @pytest.fixture

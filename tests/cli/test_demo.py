@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.faces import MODEL, ScriptedWorker, served, tokenizer
+from tests.support.faces import MODEL, ScriptedWorker, served
 
 from rookery.cli.demo import HELD_OUT, Task, compare
 from rookery.client import Client, Record
@@ -62,10 +62,9 @@ def test_own_task_runs_as_written(
     script.write_text(source.replace("smollm2-135m-instruct", MODEL))
     monkeypatch.chdir(tmp_path)
     with served(tmp_path) as service:
-        token = (tmp_path / "data" / "worker.token").read_text().strip()
         monkeypatch.setenv("ROOKERY_URL", service.url)
         monkeypatch.setenv("ROOKERY_KEY", service.key)
-        with ScriptedWorker(service.url, token, tokenizer(tmp_path)):
+        with ScriptedWorker.of(service):
             runpy.run_path(str(script), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:24]] == [str(step) for step in range(1, 25)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served, tokenizer
+from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served
 
 import rookery
 from rookery.client import Client, JobTimeout, Record, RequestRefused
@@ -37,10 +37,8 @@ class Adder(rookery.Environment):
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedService]:
     root = tmp_path_factory.mktemp("client")
-    with served(root) as running:
-        token = (root / "data" / "worker.token").read_text().strip()
-        with ScriptedWorker(running.url, token, tokenizer(root)):
-            yield running
+    with served(root) as running, ScriptedWorker.of(running):
+        yield running
 
 
 @pytest.fixture
@@ -233,11 +231,9 @@ def test_following_resumes_after_the_service_restarts(tmp_path: Path) -> None:
         reader = threading.Thread(target=follow)
         reader.start()
         assert begun.wait(30)
-    with served(tmp_path, port=port) as second:
-        token = (tmp_path / "data" / "worker.token").read_text().strip()
-        with ScriptedWorker(second.url, token, tokenizer(tmp_path)):
-            reader.join(60)
-            assert not reader.is_alive()
+    with served(tmp_path, port=port) as second, ScriptedWorker.of(second):
+        reader.join(60)
+        assert not reader.is_alive()
     client.close()
     assert [entry for entry in seen if entry.startswith("metrics")] == ["metrics 1", "metrics 2"]
     assert seen[-1].startswith("end")

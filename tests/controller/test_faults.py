@@ -22,7 +22,7 @@ import pytest
 from safetensors.numpy import load_file
 from sqlalchemy import create_engine, text
 from tests.support import faulty, peers
-from tests.support.faces import MODEL, ScriptedWorker, job, served, tokenizer, write_model
+from tests.support.faces import MODEL, ScriptedWorker, job, served, write_model
 from tests.support.small_model import save_small_model
 
 import rookery
@@ -56,8 +56,7 @@ def tenants(service: EmbeddedService, *names: str) -> list[str]:
 
 
 def worker(service: EmbeddedService, root: Path) -> ScriptedWorker:
-    token = (root / "data" / "worker.token").read_text().strip()
-    return ScriptedWorker(service.url, token, tokenizer(root))
+    return ScriptedWorker.of(service)
 
 
 def until(job: Job, state: str) -> Record:

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.support.faces import ScriptedWorker, job, served, tokenizer
+from tests.support.faces import ScriptedWorker, job, served
 from tests.support.storing import new_database, postgres_cluster
 
 from rookery.client import Client, Job
@@ -26,23 +26,25 @@ def next_step(of: Job, after: int) -> int:
 def test_jobs_go_on_when_postgresql_is_back(tmp_path: Path) -> None:
     with postgres_cluster() as cluster:
         settings = {"database": new_database(cluster.url), "outage_retry_seconds": 0.2}
-        with served(tmp_path, **settings) as service, Client(service.url, service.key) as client:
-            token = (tmp_path / "data" / "worker.token").read_text().strip()
-            with ScriptedWorker(service.url, token, tokenizer(tmp_path)):
-                jobs = [client.submit(job(stop={"steps": 1_000_000}, seed=seed)) for seed in range(3)]
-                for outage in range(OUTAGES):
-                    reached = [next_step(one, one.show().step) for one in jobs]
-                    cluster.stop()
-                    with pytest.raises(RookeryError, match="does not answer"):
-                        client.jobs()
-                    while (tmp_path / "data/logs/service.jsonl").read_text().count("not stored yet") <= outage:
-                        time.sleep(0.05)
-                    cluster.start()
-                    for one, step in zip(jobs, reached, strict=True):
-                        assert next_step(one, step + 2) == step + 3
-                for one in jobs:
-                    one.cancel()
-                    steps = [row.step for row in one.metrics(follow=False)]
-                    assert steps == list(range(1, len(steps) + 1))
-                    versions = [row.version for row in one.versions()]
-                    assert versions == list(range(len(versions)))
+        with (
+            served(tmp_path, **settings) as service,
+            Client(service.url, service.key) as client,
+            ScriptedWorker.of(service),
+        ):
+            jobs = [client.submit(job(stop={"steps": 1_000_000}, seed=seed)) for seed in range(3)]
+            for outage in range(OUTAGES):
+                reached = [next_step(one, one.show().step) for one in jobs]
+                cluster.stop()
+                with pytest.raises(RookeryError, match="does not answer"):
+                    client.jobs()
+                while (tmp_path / "data/logs/service.jsonl").read_text().count("not stored yet") <= outage:
+                    time.sleep(0.05)
+                cluster.start()
+                for one, step in zip(jobs, reached, strict=True):
+                    assert next_step(one, step + 2) == step + 3
+            for one in jobs:
+                one.cancel()
+                steps = [row.step for row in one.metrics(follow=False)]
+                assert steps == list(range(1, len(steps) + 1))
+                versions = [row.version for row in one.versions()]
+                assert versions == list(range(len(versions)))

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served, tokenizer
+from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served
 
 from rookery.errors import UserError
 from rookery.server import schemas
@@ -58,12 +58,11 @@ def end_of(client: httpx.Client, id: str) -> tuple[list[tuple[str, Any]], dict[s
 def faces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faces]:
     root = tmp_path_factory.mktemp("faces")
     with served(root, failed_keys_per_minute=1000) as service:
-        token = (root / "data" / "worker.token").read_text().strip()
 
         def client(key: str) -> httpx.Client:
             return httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
 
-        with client(service.key) as admin, ScriptedWorker(service.url, token, tokenizer(root)) as worker:
+        with client(service.key) as admin, ScriptedWorker.of(service) as worker:
             keys = []
             for name in ("ada", "bob"):
                 tenant = admin.post("/api/v1/tenants", json={"name": name}).json()
@@ -577,10 +576,9 @@ def test_stop_ends_streams_and_jobs_resume_at_the_next_start(tmp_path: Path) -> 
         assert opened.wait(30)
     reader.join(30)
     assert ended.is_set()
-    with served(tmp_path) as service:
-        token = (tmp_path / "data" / "worker.token").read_text().strip()
-        with (
-            httpx.Client(base_url=service.url, headers=headers) as client,
-            ScriptedWorker(service.url, token, tokenizer(tmp_path)),
-        ):
-            assert end_of(client, id)[1]["state"] == "completed"
+    with (
+        served(tmp_path) as service,
+        httpx.Client(base_url=service.url, headers=headers) as client,
+        ScriptedWorker.of(service),
+    ):
+        assert end_of(client, id)[1]["state"] == "completed"

@@ -20,7 +20,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served, tokenizer
+from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
@@ -38,10 +38,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(root: Path) -> Iterator[EmbeddedService]:
-    with served(root) as service:
-        token = (root / "data" / "worker.token").read_text().strip()
-        with ScriptedWorker(service.url, token, tokenizer(root)):
-            yield service
+    with served(root) as service, ScriptedWorker.of(service):
+        yield service
 
 
 @pytest.fixture(scope="module")
@@ -252,9 +250,8 @@ def test_half_open_connections_make_no_one_wait(tmp_path: Path) -> None:
     """More connections that never finish a request's head than the service allows: clients are answered, also from the
     same address, and a worker stays connected."""
     with served(tmp_path, connections=40, connections_per_address=30) as service, ExitStack() as opened:
-        token = (tmp_path / "data" / "worker.token").read_text().strip()
         client = opened.enter_context(admin_of(service))
-        opened.enter_context(ScriptedWorker(service.url, token, tokenizer(tmp_path)))
+        opened.enter_context(ScriptedWorker.of(service))
         while tenant_models(client) != "loaded":
             time.sleep(0.05)
         url = httpx.URL(service.url)
@@ -286,7 +283,7 @@ def test_connections_of_workers_and_hosts_outlast_the_time_for_a_head(tmp_path: 
     with (
         served(tmp_path, head_seconds=0.2) as service,
         admin_of(service) as client,
-        ScriptedWorker(service.url, token_of(service), tokenizer(tmp_path)),
+        ScriptedWorker.of(service),
     ):
         while tenant_models(client) != "loaded" or metric(service, "environment_hosts") == 0:
             time.sleep(0.05)
@@ -312,9 +309,8 @@ def test_sockets_without_a_hello_are_bounded(tmp_path: Path) -> None:
             opened.enter_context(connect(url, additional_headers={"Authorization": f"Bearer {token_of(service)}"}))
         # One more when the service's environment host says hello among them.
         assert metric(service, "connections") <= 8 and metric(service, "connections_evicted_total") in (16, 17)
-        token = (tmp_path / "data" / "worker.token").read_text().strip()
         client = opened.enter_context(admin_of(service))
-        opened.enter_context(ScriptedWorker(service.url, token, tokenizer(tmp_path)))
+        opened.enter_context(ScriptedWorker.of(service))
         while tenant_models(client) != "loaded":
             time.sleep(0.05)
 

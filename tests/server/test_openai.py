@@ -486,20 +486,19 @@ async def test_disconnecting_client_ends_its_generation(tmp_path: Path) -> None:
 
 async def test_base_model_is_waited_for_while_a_worker_may_return(tmp_path: Path) -> None:
     with served(tmp_path) as service:
-        token = (tmp_path / "data" / "worker.token").read_text().strip()
         async with AsyncOpenAI(base_url=f"{service.url}/v1", api_key=service.key, max_retries=0) as client:
             asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "seed": 0}
             with pytest.raises(openai.InternalServerError, match=f"no worker serves {MODEL} now") as refused:
                 await client.chat.completions.create(**asked)
             assert refused.value.status_code == 503 and "x-should-retry" not in refused.value.response.headers
-            with ScriptedWorker(service.url, token, tokenizer(tmp_path)):
+            with ScriptedWorker.of(service):
                 await until_served(client)
             while (await client.models.list()).data:  # it has left without a word, and may come back
                 pass
             waiting = asyncio.create_task(client.chat.completions.create(**asked))
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(waiting), 0.5)
-            with ScriptedWorker(service.url, token, tokenizer(tmp_path)):
+            with ScriptedWorker.of(service):
                 assert (await waiting).choices[0].message.content in ("4", "five")
 
 

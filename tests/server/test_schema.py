@@ -19,7 +19,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis.specs.openapi.checks import positive_data_acceptance
-from tests.support.faces import MODEL, ScriptedWorker, served, tokenizer
+from tests.support.faces import MODEL, ScriptedWorker, served
 
 from rookery.server.app import build
 from rookery.server.embedded import EmbeddedService
@@ -47,9 +47,8 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EmbeddedS
     """A service and the headers of each caller."""
     root = tmp_path_factory.mktemp("fuzzed")
     with served(root, tenant_requests_per_second=1e9, failed_keys_per_minute=10**9) as service:
-        token = (service.settings.data / "worker.token").read_text().strip()
         admin = {"Authorization": f"Bearer {service.key}"}
-        worker = ScriptedWorker(service.url, token, tokenizer(root))
+        worker = ScriptedWorker.of(service)
         with httpx.Client(base_url=service.url, headers=admin) as http, worker:
             id = http.post("/api/v1/tenants", json={"name": "ada"}).json()["id"]
             key = http.post(f"/api/v1/tenants/{id}/keys", json={}).json()["key"]

@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 import pytest
-from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served, tokenizer
+from tests.support.faces import MODEL, ScriptedWorker, adapter_files, job, served
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
@@ -149,8 +149,7 @@ def town(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Town]:
     root = tmp_path_factory.mktemp("town")
     with ExitStack() as stack:
         service = stack.enter_context(served(root))
-        token = (root / "data" / "worker.token").read_text().strip()
-        worker = stack.enter_context(Listening(service.url, token, tokenizer(root)))
+        worker = stack.enter_context(Listening.of(service))
 
         def client(key: str) -> httpx.Client:
             headers = {"Authorization": f"Bearer {key}"}

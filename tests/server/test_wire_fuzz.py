@@ -13,7 +13,7 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.faces import MODEL, ScriptedWorker, served, tokenizer
+from tests.support.faces import MODEL, ScriptedWorker, served
 from tests.support.fuzzing import EPOCH, SEEDED, Failures, frames, of_epoch, tuned
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
@@ -74,7 +74,7 @@ def peers(tmp_path_factory: pytest.TempPathFactory, failures: list[str]) -> Iter
     root = tmp_path_factory.mktemp("wire")
     with served(root, rejoin_seconds=1.0) as service:
         token = (root / "data" / "worker.token").read_text().strip()
-        with ScriptedWorker(service.url, token, tokenizer(root)):
+        with ScriptedWorker.of(service):
             peers = Peers(service, token)
             while peers.state("scripted") != "serving":
                 time.sleep(0.05)

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from tests.support.faces import ScriptedWorker, job, served, tokenizer
+from tests.support.faces import ScriptedWorker, job, served
 from tests.support.storing import everything, new_database, running_postgres, submit
 from typer.testing import CliRunner
 
@@ -38,14 +38,16 @@ def test_backups_under_load_are_whole_and_jobs_go_on_from_one(
     data, restored = tmp_path / "one" / "data", tmp_path / "two" / "data"
     endless = job(stop={"steps": 1_000_000}, checkpoints={"keep_last": 1, "keep_best": False})
     backups = []
-    with served(tmp_path / "one", database=urls[0]) as service, Client(service.url, service.key) as client:
-        token = (data / "worker.token").read_text().strip()
-        with ScriptedWorker(service.url, token, tokenizer(tmp_path / "one")):
-            submitted = client.submit(endless)
-            for _ in zip(submitted.metrics(), range(BACKUPS), strict=False):
-                backups.append(tmp_path / f"backup{len(backups)}")
-                back_up(data, urls[0], backups[-1])
-            submitted.cancel()
+    with (
+        served(tmp_path / "one", database=urls[0]) as service,
+        Client(service.url, service.key) as client,
+        ScriptedWorker.of(service),
+    ):
+        submitted = client.submit(endless)
+        for _ in zip(submitted.metrics(), range(BACKUPS), strict=False):
+            backups.append(tmp_path / f"backup{len(backups)}")
+            back_up(data, urls[0], backups[-1])
+        submitted.cancel()
     for backup in backups:
         with closing(Database(sqlite_url(backup))) as database, database.reading() as connection:
             named = live_hashes(connection)
@@ -54,12 +56,13 @@ def test_backups_under_load_are_whole_and_jobs_go_on_from_one(
 
     assert restore(backups[-1], restored, urls[1]) >= 2
     assert (restored / DATABASE_FILE).exists() == (kind == "sqlite")
+    assert (restored / "worker.token").read_text() == (data / "worker.token").read_text()
     with served(tmp_path / "two", database=urls[1]) as service, Client(service.url, service.key) as client:
         assert service.key == (data / "admin.key").read_text().strip()
         again = client.job(submitted.id)
         committed = again.show().step
         assert committed >= 1
-        with ScriptedWorker(service.url, token, tokenizer(tmp_path / "two")):
+        with ScriptedWorker.of(service):
             steps = [row.step for row, _ in zip(again.metrics(), range(committed + 2), strict=False)]
             assert steps == list(range(1, committed + 3))
             again.cancel()

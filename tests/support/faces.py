@@ -84,6 +84,12 @@ class ScriptedWorker:
         self.read: dict[str, bytes] = {}
         """Adapter files that were read with tickets, by ``hash/name``."""
 
+    @classmethod
+    def of(cls, service: EmbeddedService) -> Self:
+        """A worker of this service."""
+        settings = service.settings
+        return cls(service.url, (settings.data / "worker.token").read_text().strip(), tokenizer(settings.cache.parent))
+
     def __enter__(self) -> Self:
         self._thread.start()
         return self

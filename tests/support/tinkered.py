@@ -29,6 +29,8 @@ from rookery.worker.model.convert import prepare
 
 RANK = 4
 PATIENCE = 180.0
+TOKENS = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
+ADAM = types.AdamParams(learning_rate=0.02)
 
 
 def free_port() -> int:
@@ -152,3 +154,14 @@ class DroppingProxy:
     def url(self) -> str:
         assert self._server is not None
         return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+
+def steps(training: tinker.TrainingClient, count: int) -> list[float]:
+    """Training on one text; the losses."""
+    losses = []
+    for _ in range(count):
+        forward = training.forward_backward([datum(TOKENS, [1.0] * 11)], "cross_entropy")
+        step = training.optim_step(ADAM)
+        losses.append(forward.result(PATIENCE).metrics["loss:sum"])
+        assert step.result(PATIENCE).metrics is not None
+    return losses

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import tinker
 from tests.support.tinkered import (
+    ADAM,
     MODEL,
     PATIENCE,
+    TOKENS,
     DroppingProxy,
     client,
     datum,
@@ -24,27 +26,14 @@ from tests.support.tinkered import (
     logprobs,
     new_key,
     running,
+    steps,
     trainer,
 )
 from tinker import types
 
 from rookery.server.embedded import EmbeddedService
 
-TOKENS = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
-ADAM = types.AdamParams(learning_rate=0.02)
-
 CLIENTS, SLOTS = 8, 2
-
-
-def steps(training: tinker.TrainingClient, count: int) -> list[float]:
-    """Training on one text; the losses."""
-    losses = []
-    for _ in range(count):
-        forward = training.forward_backward([datum(TOKENS, [1.0] * 11)], "cross_entropy")
-        step = training.optim_step(ADAM)
-        losses.append(forward.result(PATIENCE).metrics["loss:sum"])
-        assert step.result(PATIENCE).metrics is not None
-    return losses
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import pytest
 from fastapi.routing import APIRoute
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.support.faces import MODEL, ScriptedWorker, served, tokenizer
+from tests.support.faces import MODEL, ScriptedWorker, served
 from tests.support.fuzzing import SEEDED, Failures, mangled, of_schema
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
@@ -104,10 +104,9 @@ def failures() -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, failures: list[str]) -> Iterator[EmbeddedService]:
     root = tmp_path_factory.mktemp("fuzz")
-    with served(root, session_poll_seconds=0.02, session_seq_gap_seconds=0.1, heartbeat_seconds=0.1) as service:
-        token = (root / "data" / "worker.token").read_text().strip()
-        with ScriptedWorker(service.url, token, tokenizer(root)):
-            yield service
+    patience = {"session_poll_seconds": 0.02, "session_seq_gap_seconds": 0.1, "heartbeat_seconds": 0.1}
+    with served(root, **patience) as service, ScriptedWorker.of(service):
+        yield service
 
 
 @pytest.fixture(scope="module", params=["administrator", "tenant"])

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 import tinker
-from tests.support.tinkered import MODEL, PATIENCE, client, datum, logprobs, trainer
+from tests.support.tinkered import MODEL, PATIENCE, TOKENS, client, datum, logprobs, steps, trainer
 from tinker import types
 
 from rookery.controller.sessions.futures import Futures
@@ -19,24 +19,12 @@ from rookery.errors import StorageFull
 from rookery.server.embedded import EmbeddedService
 from rookery.server.peft_archive import ADAPTER_FILES
 
-TOKENS = [72, 101, 108, 108, 111, 44, 32, 119, 111, 114, 108, 100]
 PROMPT = types.ModelInput.from_ints(TOKENS)
-ADAM = types.AdamParams(learning_rate=0.02)
 
 
 @pytest.fixture
 def rest(service: EmbeddedService) -> tinker.RestClient:
     return tinker.RestClient(base_url=f"{service.url}/tinker", api_key=service.key)
-
-
-def steps(training: tinker.TrainingClient, count: int) -> list[float]:
-    losses = []
-    for _ in range(count):
-        forward = training.forward_backward([datum(TOKENS, [1.0] * 11)], "cross_entropy")
-        step = training.optim_step(ADAM)
-        losses.append(forward.result(PATIENCE).metrics["loss:sum"])
-        step.result(PATIENCE)
-    return losses
 
 
 def test_state_with_and_without_the_optimizer(visitor: tinker.ServiceClient) -> None:
