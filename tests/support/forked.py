@@ -62,9 +62,6 @@ class ForkedProcess:
         if self.returncode is None:
             os.kill(self.pid, number)
 
-    def terminate(self) -> None:
-        self._process.terminate()
-
     def kill(self) -> None:
         self._process.kill()
 

@@ -94,32 +94,19 @@ def ref(policy: str, parent: str = "v0") -> protocol.AdapterRef:
     return protocol.AdapterRef(policy=policy, version=0, hash=parent, rank=1, alpha=1.0)
 
 
+def about(policy: str, op: str) -> dict[str, object]:
+    return {
+        "op": op, "policy": policy, "lease": 1, "parent": ref(policy), "steps": 0, "tenant": f"tenant of {policy}",
+    }  # fmt: skip
+
+
 def forward_backward(policy: str = "p", *, op: str = "fb", **given: object) -> protocol.ForwardBackward:
-    fields: dict[str, object] = {
-        "op": op,
-        "policy": policy,
-        "lease": 1,
-        "parent": ref(policy),
-        "steps": 0,
-        "batch_ticket": "",
-        "loss": AIPO,
-        "temperature": 0.7,
-        "tenant": f"tenant of {policy}",
-    }
+    fields = about(policy, op) | {"batch_ticket": "", "loss": AIPO, "temperature": 0.7}
     return protocol.ForwardBackward(**(fields | given))  # type: ignore[arg-type]
 
 
 def optim(policy: str = "p", *, op: str = "opt", **given: object) -> protocol.OptimStep:
-    fields: dict[str, object] = {
-        "op": op,
-        "policy": policy,
-        "lease": 1,
-        "parent": ref(policy),
-        "steps": 0,
-        "adam": ADAM,
-        "tenant": f"tenant of {policy}",
-    }
-    return protocol.OptimStep(**(fields | given))  # type: ignore[arg-type]
+    return protocol.OptimStep(**(about(policy, op) | {"adam": ADAM} | given))  # type: ignore[arg-type]
 
 
 def adapter_folder(folder: Path, rank: int, seed: int, targets: tuple[str, ...] = PARTS) -> Path:
