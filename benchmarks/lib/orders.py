@@ -18,6 +18,7 @@ from rookery.worker.model.adapter import PARTS, Adapter, init_adapter
 from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.layers import PackedLinear
+from rookery.worker.trainer.base import Trainer
 from rookery.worker.trainer.native.trainer import NativeBackbone
 from rookery.worker.trainer.packed_trainer import PackedTrainer
 
@@ -26,9 +27,9 @@ B_DEVIATION = 0.01
 """Of an adapter's second factor, so that it changes the output: a fresh one's is zero, and could be skipped."""
 
 
-def ref(i: int, version: int = 0) -> protocol.AdapterRef:
+def ref(i: int, version: int = 0, rank: int = RANK) -> protocol.AdapterRef:
     """Policy ``i``'s."""
-    return protocol.AdapterRef(policy=str(i), version=version, hash=str(i), rank=RANK, alpha=ALPHA)
+    return protocol.AdapterRef(policy=str(i), version=version, hash=str(i), rank=rank, alpha=ALPHA)
 
 
 def trained_adapter(config: DecoderConfig, seed: int, deviation: float = B_DEVIATION) -> Adapter:
@@ -85,27 +86,28 @@ def trainer_of(decoder: Decoder, policies: int, slice_tokens: int) -> PackedTrai
     return trainer
 
 
-def load_policies(trainer: PackedTrainer, policies: int) -> None:
-    """So many fresh ones."""
+def load_policies(trainer: Trainer, policies: int, rank: int = RANK) -> None:
+    """So many fresh ones; of rank 0 all parameters are trained."""
     with tempfile.TemporaryDirectory() as folder:
         for i in range(policies):
             where = Path(folder) / str(i)
             where.mkdir()
             op = protocol.InitAdapter(
-                op="", policy=str(i), rank=RANK, alpha=ALPHA, targets=list(PARTS), seed=i, commit=""
+                op="", policy=str(i), rank=rank, alpha=ALPHA, targets=list(PARTS), seed=i, commit=""
             )
             trainer.initial_version(op, None).write(where)
-            trainer.load(str(i), 1, ref(i), where)
+            trainer.load(str(i), 1, ref(i, rank=rank), where)
 
 
 def optimizer_steps(
-    trainer: PackedTrainer, batches: Sequence[protocol.TrainingBatch], loss: protocol.Loss, taken: int = 0
+    trainer: Trainer, batches: Sequence[protocol.TrainingBatch], loss: protocol.Loss, taken: int = 0, rank: int = RANK
 ) -> float:
     """One step of each policy on its batch, packed, after so many ``taken`` before: seconds, a GPU's work included.
     Raises ``RuntimeError`` for an operation that fails."""
     began = time.perf_counter()
     for i, batch in enumerate(batches):
-        where: dict[str, Any] = {"policy": str(i), "lease": 1, "parent": ref(i), "steps": taken, "tenant": str(i)}
+        parent = ref(i, rank=rank)
+        where: dict[str, Any] = {"policy": str(i), "lease": 1, "parent": parent, "steps": taken, "tenant": str(i)}
         forward = protocol.ForwardBackward(
             op=f"f{i}", batch_ticket="", loss=loss, temperature=1.0, zero_grad=True, **where
         )
