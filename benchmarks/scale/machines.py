@@ -96,7 +96,7 @@ def fsdp(result: Result, times: int) -> None:
         result.notes.append(f"{what}: two processes take {ratio(rows[2], rows[1]):.2f} of the time of one.")
     result.notes.append(
         "One process has a thread per core; of two the first has as many, the second half of them. On two cores"
-        " sharding only costs."
+        " sharding only costs at this size."
     )
 
 
