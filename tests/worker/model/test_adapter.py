@@ -77,14 +77,14 @@ def test_peft_folders_are_read(tmp_path: Path) -> None:
 def test_reading_adapters_keeps_no_memory(tmp_path: Path) -> None:
     model = small("llama").config
     write_adapter(tmp_path, init_adapter(model, 4, 8.0, PARTS, 0), "small")
-    before, reads = 0, 20
+    before, reads, tensors = 0, 100, 2 * len(PARTS) * model.layers
     for read in range(2 * reads):
         if read == reads:
             gc.collect()
             before = sys.getallocatedblocks()
         read_adapter(tmp_path, model)
     gc.collect()
-    assert sys.getallocatedblocks() - before < reads  # not even one for each adapter
+    assert sys.getallocatedblocks() - before < reads * tensors / 4  # a leak has two for each tensor; threads have some
 
 
 def test_version_zero_is_the_base_and_depends_on_its_seed() -> None:
