@@ -149,16 +149,18 @@ def _agentic(data: dict[str, Any]) -> Figure | None:
     points = data["points"]
     if not points:
         return None
-    figure, (saved, busy, bars) = _new(4.2, 3)
+    arms = data.get("ablations", [])
+    figure, (saved, busy, *rest) = _new(4.2, 3 if arms else 2)
     _by_tenants(points, saved, busy)
-    for place, (arm, _, ratio) in enumerate(data.get("ablations", [])):
-        bars.bar(place, ratio, color="#c46a1b")
-        name = arm.replace(" per", "\nper")
-        bars.text(place, ratio / 2, f"{ratio:.2f}\n{name}", ha="center", fontsize=7, color="white")
-    bars.axhline(1, color=GREY, linewidth=1)
-    bars.set_xticks([])
-    bars.set_ylabel(f"makespan without it, {TENANTS[-1]} tenants, tool {agentic_figures.TOOL_SECONDS:g} s")
-    _plain(saved, busy, bars)
+    for bars in rest:
+        for place, (arm, _, ratio) in enumerate(arms):
+            bars.bar(place, ratio, color="#c46a1b")
+            name = arm.replace(" per", "\nper")
+            bars.text(place, ratio / 2, f"{ratio:.2f}\n{name}", ha="center", fontsize=7, color="white")
+        bars.axhline(1, color=GREY, linewidth=1)
+        bars.set_xticks([])
+        bars.set_ylabel(f"makespan without it, {TENANTS[-1]} tenants, tool {agentic_figures.TOOL_SECONDS:g} s")
+    _plain(saved, busy, *rest)
     return figure
 
 
