@@ -105,11 +105,11 @@ def shortage(error: BaseException, disk: str = "a disk of the service") -> Stora
 
 
 @contextmanager
-def disk_errors(disk: str) -> Iterator[None]:
+def shortages(disk: str = "a disk of the service") -> Iterator[None]:
     """Raises the error of :func:`shortage`; ``disk`` names what was written to."""
     try:
         yield
-    except OSError as error:
+    except (OSError, MemoryError, RuntimeError) as error:
         if (short_of := shortage(error, disk)) is not None:
             raise short_of from error
         raise

@@ -41,7 +41,7 @@ from rookery.controller.views import JobState, JobView
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.controller.weights.tickets import PeerDirectory, Tickets
-from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable, shortage
+from rookery.errors import Conflict, RookeryError, StorageFull, Unavailable, shortages
 from rookery.settings import Settings
 from rookery.storage.artifacts import Artifacts
 from rookery.storage.models import FINAL_JOB_STATES, JobRow, TenantRow
@@ -367,14 +367,12 @@ class Controller:
         row, error = runner.row, reason if state == "failed" else ""
         while True:
             try:
-                current = await self.context.store.get_job(row.tenant, row.id)
-                await asyncio.shield(self._set_state(current, state, reason, error, runner.outage))
+                with shortages():
+                    current = await self.context.store.get_job(row.tenant, row.id)
+                    await asyncio.shield(self._set_state(current, state, reason, error, runner.outage))
                 if runner.outage:
                     self.admission.outage(row.tenant, row.id)
-            except Exception as failure:
-                problem = shortage(failure) or failure
-                if not isinstance(problem, StorageFull | Unavailable):
-                    raise
+            except (StorageFull, Unavailable) as problem:
                 if not runner.unstored:
                     extra = {"tenant": row.tenant, "job": row.id}
                     log.error("job %s is %s (%s), not stored yet: %s", row.id, state, reason, problem, extra=extra)

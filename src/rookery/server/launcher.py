@@ -31,7 +31,7 @@ from rookery.cluster.base import Cluster
 from rookery.cluster.local import ProcessCluster
 from rookery.controller.controller import Controller
 from rookery.environments.builtins import find
-from rookery.errors import Unavailable, UserError, shortage
+from rookery.errors import Unavailable, UserError, shortages
 from rookery.server.app import build, standby
 from rookery.server.auth import REFUSALS, FailedKeys, ServiceContext
 from rookery.server.base_models import BaseModels
@@ -210,13 +210,12 @@ class Service:
             await self._serve(waiting, standby(connections), listening, STANDBY_STOP_SECONDS)
             while True:
                 try:
-                    await asyncio.to_thread(database.claim)  # waits for the other service for a while
+                    with shortages():  # a flood can leave it without descriptors or memory for a while
+                        await asyncio.to_thread(database.claim)  # waits for the other service for a while
                     break
                 except DatabaseInUse:
                     continue
-                except Exception as error:  # a flood can leave it without descriptors or memory for a while
-                    if not isinstance(shortage(error) or error, Unavailable):
-                        raise
+                except Unavailable:
                     await asyncio.sleep(CLAIM_SECONDS)
         log.warning("the other service has ended: this one takes over")
 
@@ -226,11 +225,8 @@ class Service:
         not be reached from here."""
         while True:
             await asyncio.sleep(CLAIM_SECONDS)
-            try:
+            with contextlib.suppress(Unavailable), shortages():  # callers of the database report it
                 await asyncio.to_thread(database.claim)
-            except Exception as error:  # callers of the database report that it is away
-                if not isinstance(shortage(error) or error, Unavailable):
-                    raise
 
     @staticmethod
     async def _serve(

@@ -41,9 +41,9 @@ Temperature = Annotated[float, Field(ge=0), AfterValidator(_usable)]
 
 
 class EnvironmentSpec(SpecModel):
-    """Where episodes come from. Give exactly one of ``id`` and ``hosted``. With ``id``, every other
-    field is an option of that [built-in environment](#built-in-environments). With ``hosted``, the environment is an
-    object in your own process and takes no options."""
+    """Where episodes come from. Give exactly one of ``id`` and ``hosted``. With ``id``, every other field is an
+    option of that [built-in environment](#built-in-environments). With ``hosted``, the environment is an object in your
+    own process and takes no options."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -29,7 +29,7 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from rookery.errors import Conflict, CorruptArtifact, NotFound, StorageFull, Unavailable, UserError, disk_errors
+from rookery.errors import Conflict, CorruptArtifact, NotFound, StorageFull, Unavailable, UserError, shortages
 from rookery.protocol import Manifest, Shard, manifest_of
 
 MANIFEST = "manifest.json"
@@ -57,12 +57,12 @@ class Artifacts:
         self.root = root
         self._staging = root / ".staging"
         self._max_bytes = max_bytes
-        with disk_errors(_DISK):
+        with shortages(_DISK):
             self._staging.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def begin(self) -> Staging:
         """A place to write a new artifact."""
-        with disk_errors(_DISK):
+        with shortages(_DISK):
             return Staging(Path(tempfile.mkdtemp(dir=self._staging)), self, self._max_bytes)
 
     def open(self, hash: str) -> Manifest:
@@ -127,7 +127,7 @@ class Artifacts:
         """Give the artifact's files a second name in the new ``folder``: hard links, or copies where the disk has none.
         Raises :class:`NotFound`, :class:`CorruptArtifact`."""
         shards = self.open(hash).shards
-        with disk_errors(_DISK):
+        with shortages(_DISK):
             folder.mkdir(mode=0o700)
             try:
                 for name in (MANIFEST, *(shard.name for shard in shards)):
@@ -139,7 +139,7 @@ class Artifacts:
     @contextmanager
     def scratch(self) -> Iterator[Path]:
         """A folder on the artifacts' disk within; :meth:`sweep` removes it after a crash."""
-        with disk_errors(_DISK):
+        with shortages(_DISK):
             folder = Path(tempfile.mkdtemp(dir=self._staging))
         try:
             yield folder
@@ -207,7 +207,7 @@ class Staging:
         if not _NAME.fullmatch(name) or name.lower() == MANIFEST:
             raise UserError(f"shard {name[:200]!r}: a name is letters, digits, dot, dash, underscore, not {MANIFEST}")
         others = sum(shard.size for shard in self._shards.values() if shard.name != name)
-        with disk_errors(_DISK), _known_upload():
+        with shortages(_DISK), _known_upload():
             return ShardWriter(self._folder, name, self._max_bytes - others, self._shards)
 
     def write(self, name: str, chunks: Iterable[bytes]) -> Shard:
@@ -237,7 +237,7 @@ class Staging:
         """Makes the artifact visible; it is durable when this returns. Raises :class:`Conflict` if nothing was written,
         :class:`StorageFull`."""
         manifest = self.manifest()
-        with disk_errors(_DISK), _known_upload():
+        with shortages(_DISK), _known_upload():
             with (self._folder / MANIFEST).open("wb") as file:
                 file.write(msgspec.json.encode(manifest))
                 file.flush()
@@ -277,12 +277,12 @@ class ShardWriter:
         if self._size > self._room:
             raise UserError(f"shard {self._target.name}: the artifact would exceed its limit of bytes")
         self._digest.update(chunk)
-        with disk_errors(_DISK):
+        with shortages(_DISK):
             self._file.write(chunk)
 
     def finish(self) -> Shard:
         """The file is whole and durable. Raises :class:`StorageFull`, or :class:`Conflict` if the staging ended."""
-        with disk_errors(_DISK), _known_upload():
+        with shortages(_DISK), _known_upload():
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, TypeDecorator, column, delete, func, insert, select, table
 
-from rookery.errors import NO_ROOM, NotFound, UserError, disk_errors
+from rookery.errors import NO_ROOM, NotFound, UserError, shortages
 from rookery.protocol import Manifest
 from rookery.storage import migrations
 from rookery.storage.artifacts import DATA_FOLDER, Artifacts, Place, open_artifacts
@@ -161,7 +161,7 @@ def _move(source: Artifacts, target: Artifacts, manifest: Manifest) -> None:
 
 @contextmanager
 def _one_line(action: str) -> Iterator[None]:
-    with disk_errors("the disk"):
+    with shortages("the disk"):
         try:
             yield
         except (OSError, shutil.Error) as error:

@@ -35,7 +35,7 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.pool import StaticPool
 
-from rookery.errors import StorageFull, Unavailable, UserError, installs, shortage
+from rookery.errors import StorageFull, Unavailable, UserError, installs, shortages
 from rookery.storage import migrations
 from rookery.storage.models import Fact
 from rookery.storage.store import Transactions
@@ -271,7 +271,8 @@ class Database(Transactions):
 @contextmanager
 def _plain_errors() -> Iterator[None]:
     try:
-        yield
+        with shortages():
+            yield
     except DBAPIError as error:
         if isinstance(error.orig, sqlite3.Error):
             code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF  # the other bits say where it happened
@@ -283,10 +284,6 @@ def _plain_errors() -> Iterator[None]:
             raise StorageFull("the database's disk is full; free some space, nothing was half-written") from error
         if busy:
             raise Unavailable(f"the database does not answer: {str(error.orig).strip().splitlines()[0]}") from error
-        raise
-    except (MemoryError, RuntimeError) as error:
-        if (short_of := shortage(error)) is not None:
-            raise short_of from error
         raise
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from rookery.errors import CorruptArtifact, NotFound, Unavailable, UserError, disk_errors, installs
+from rookery.errors import CorruptArtifact, NotFound, Unavailable, UserError, installs, shortages
 from rookery.protocol import Manifest, Shard
 from rookery.storage.artifacts import MANIFEST, READ_BYTES, Artifacts, check_hash, decode_manifest
 
@@ -142,7 +142,7 @@ class ObjectArtifacts(Artifacts):
     def link(self, hash: str, folder: Path) -> None:
         """Copy the artifact's files to the new ``folder``."""
         manifest = self.open(hash)
-        with disk_errors("the disk"):
+        with shortages("the disk"):
             folder.mkdir(mode=0o700)
             try:
                 for shard in manifest.shards:

@@ -165,8 +165,9 @@ class InflightRequest:
 
     def retries(self, chunk: protocol.TokenChunk) -> bool:
         """Whether the :meth:`problem` of a chunk is its worker's, and another worker is to continue the request."""
-        self.faults += self._is_absurd(chunk)
-        return self._is_absurd(chunk) and self.faults < FAULTS
+        absurd = self._is_absurd(chunk)
+        self.faults += absurd
+        return absurd and self.faults < FAULTS
 
     def _is_absurd(self, chunk: protocol.TokenChunk) -> bool:
         """No engine that works sends this."""
