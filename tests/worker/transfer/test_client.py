@@ -64,6 +64,11 @@ def transfers(
     )
 
 
+async def pulled_weights(here: TransferClient, ref: protocol.AdapterRef) -> bytes:
+    async with here.pulled(ref) as folder:
+        return (folder / "adapter_model.safetensors").read_bytes()
+
+
 async def test_pull_fetches_each_needed_shard_once(service: Dialled, tmp_path: Path) -> None:
     here, ref = transfers(service, tmp_path), service.ref(service.store(FILES), 1)
     async with here.pulled(ref) as folder, here.pulled(ref) as again:
@@ -80,8 +85,7 @@ async def test_pull_fetches_each_needed_shard_once(service: Dialled, tmp_path: P
 async def test_broken_transfer_resumes_at_the_last_byte(service: Dialled, tmp_path: Path) -> None:
     here, ref = transfers(service, tmp_path), service.ref(service.store(FILES), 1)
     service.cut = 40 << 10
-    async with here.pulled(ref) as folder:
-        assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
+    assert await pulled_weights(here, ref) == FILES["adapter_model.safetensors"]
     ranges = [asked for path, asked in service.requests if path.endswith("adapter_model.safetensors")]
     assert ranges[0] == ""
     assert len(ranges) > 1
@@ -115,8 +119,7 @@ async def test_shard_damaged_on_disk_is_fetched_again(service: Dialled, tmp_path
     (folder / "adapter_model.safetensors").write_bytes(b"x" * (64 << 10))
     (folder / "manifest.json").write_bytes(b"{")
     second = transfers(service, tmp_path)
-    async with second.pulled(ref) as folder:
-        assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
+    assert await pulled_weights(second, ref) == FILES["adapter_model.safetensors"]
     assert second.corrupt == 2
     await second.close()
 
@@ -402,8 +405,7 @@ async def test_adapter_comes_from_a_peer_and_trainer_state_from_the_service(
     await peer.pull(ref)
     peer.server.serve(ref.hash, ref.ticket, 60)
     service.requests.clear()
-    async with here.pulled(ref) as folder:
-        assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
+    assert await pulled_weights(here, ref) == FILES["adapter_model.safetensors"]
     assert service.requests == []
     assert events.take(1) == [protocol.AdaptersCached(epoch=1, hashes=[ref.hash])]
     assert (here.bytes_from_peers, here.bytes_from_service) == (SIZE + len(FILES["adapter_config.json"]), 0)
@@ -473,8 +475,8 @@ async def test_next_peer_and_then_the_service_resume_where_a_peer_stopped(
     manifest = service.store(FILES)
     here = transfers(service, tmp_path, peer_seconds=1.0 if does == "hangs" else 10.0)
     async with FaultyPeer(manifest, does, 20_000) as one, FaultyPeer(manifest, does, 50_000) as two:
-        async with here.pulled(served_by(service, manifest, "http://127.0.0.1:1", one.url, two.url)) as folder:
-            assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
+        ref = served_by(service, manifest, "http://127.0.0.1:1", one.url, two.url)
+        assert await pulled_weights(here, ref) == FILES["adapter_model.safetensors"]
         ranges = dict(service.requests)
         shard = f"{manifest.hash}/adapter_model.safetensors"
         if does == "refuses":
@@ -497,8 +499,7 @@ async def test_wrong_bytes_from_a_peer_cost_one_fetch_from_the_service(service: 
     manifest = service.store(FILES)
     here = transfers(service, tmp_path)
     async with FaultyPeer(manifest, "lies", 30_000) as liar:
-        async with here.pulled(served_by(service, manifest, liar.url)) as folder:
-            assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
+        assert await pulled_weights(here, served_by(service, manifest, liar.url)) == FILES["adapter_model.safetensors"]
         assert (here.corrupt, here.bytes_from_service >= SIZE) == (1, True)
     await here.close()
 
@@ -507,8 +508,7 @@ async def test_manifest_without_end_is_not_held(service: Dialled, tmp_path: Path
     manifest = service.store(FILES)
     here = transfers(service, tmp_path)
     async with FaultyPeer(manifest, "floods", 0) as peer:
-        async with here.pulled(served_by(service, manifest, peer.url)) as folder:
-            assert (folder / "adapter_model.safetensors").read_bytes() == FILES["adapter_model.safetensors"]
+        assert await pulled_weights(here, served_by(service, manifest, peer.url)) == FILES["adapter_model.safetensors"]
         assert peer.asked and peer.sent < 64 << 20  # with the buffers of both ends
     await here.close()
 
