@@ -1,5 +1,5 @@
 """How long threads that wait for each other should spin before they sleep (``rookery.worker``): decoding with each
-setting, on a quiet machine and beside processes that want its cores.
+setting, on a quiet machine and next to processes that want its cores.
 
 A thread that sleeps is woken late where a virtual machine's host has others for its core; one that spins holds up the
 thread that it waits for, where both want one core. All settings take turns within one run."""
@@ -30,14 +30,14 @@ while True:
 """A controller's share of a busy service: a fifth of a core, in pieces of 2 ms."""
 NEIGHBOURS = {
     "alone": [],
-    "beside bursts": [BURSTS],
-    "beside one that wants a core": ["while True: pass"],
-    "beside two that want a core each": ["while True: pass"] * 2,
+    "next to bursts": [BURSTS],
+    "next to one that wants a core": ["while True: pass"],
+    "next to two that want a core each": ["while True: pass"] * 2,
 }
 
 
 @contextmanager
-def beside(programs: list[str]) -> Iterator[None]:
+def neighbours(programs: list[str]) -> Iterator[None]:
     """While these run."""
     started = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
     try:
@@ -58,7 +58,7 @@ def main() -> None:
     prompts = chat_ids(questions(ROWS))
     for where, programs in NEIGHBOURS.items():
         steps: dict[int, list[float]] = {turns: [] for turns in TURNS}
-        with beside(programs):
+        with neighbours(programs):
             for turn in range(times + 1):  # the first does not count
                 for turns, engine in engines.items():
                     answer = engine.run(prompts=prompts, tokens=NEW_TOKENS if turn else 2, adapters=4)

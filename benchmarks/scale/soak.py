@@ -66,7 +66,7 @@ FEWEST_JOBS = 10
 """Finished jobs below which no slope is computed."""
 FIGURES = (("memory", "MB", 1e-6), ("descriptors", "", 1), ("threads", "", 1))
 BEYOND_SHARE = 1.15
-"""A step beside a third tenant may take so many times its fair share of 3/2."""
+"""A step next to a third tenant may take so many times its fair share of 3/2."""
 
 PHASES = ("alone", "attacked", "attacked, with kills")
 
@@ -307,12 +307,12 @@ def report(soak: Soak, seconds: float) -> Result:
         row = result.add(f"API call, {phase}", soak.calls[phase] or [0.0], "s", f"{len(soak.calls[phase])} calls")
         slowest = sorted(row.values)[int(0.99 * (len(row.values) - 1))]
         if phase == PHASES[1]:
-            judge("99% of API calls beside it < 100 ms", f"{slowest * 1e3:.0f} ms", slowest < API_SECONDS, crowded)
-    alone, beside = (statistics.median(soak.steps[phase] or [math.nan]) for phase in PHASES[:2])
-    share = beside / alone * TENANTS / (TENANTS + 1)
-    judge("a step beside it < 1.15 x its fair share", f"{share:.2f} x", share < BEYOND_SHARE, crowded)
+            judge("99% of API calls next to it < 100 ms", f"{slowest * 1e3:.0f} ms", slowest < API_SECONDS, crowded)
+    alone, crowded_step = (statistics.median(soak.steps[phase] or [math.nan]) for phase in PHASES[:2])
+    share = crowded_step / alone * TENANTS / (TENANTS + 1)
+    judge("a step next to it < 1.15 x its fair share", f"{share:.2f} x", share < BEYOND_SHARE, crowded)
     failed = sum(": train:" in text for text in soak.wrong)
-    result.judge("no job of another tenant fails", f"{failed} beside {soak.jobs}", failed == 0)
+    result.judge("no job of another tenant fails", f"{failed}, and {soak.jobs} completed", failed == 0)
     judge("no call of another tenant fails", f"{len(soak.wrong) - failed}", len(soak.wrong) == failed)
     answers = ", ".join(f"{count:,} x {what}" for what, count in sorted(soak.answers.items()))
     result.notes = [f"{soak.jobs} jobs of {STEPS} steps of the two tenants. What the hostile one got: {answers}."]
