@@ -1,8 +1,10 @@
-"""More machines: a worker's start by Ray and by hand, and a training step on two processes and on one.
+"""More machines: jobs on 1, 2 and 4 workers of equal speed, a worker's start by Ray and by hand, and a training step on
+two processes and on one.
 
     python -m benchmarks.scale.machines [--only PART ...]       (the part ``ray`` in an environment with rookery[ray])
 
-Both parts use the real model.
+All parts use the real model. The part ``workers`` gives each worker a share of a core with the kernel's CPU quota, so
+that more workers are more compute on the same two cores; it runs as root with cgroup v1.
 """
 
 from __future__ import annotations
@@ -12,19 +14,89 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.contender import Contender
 from benchmarks.lib.harness import MODEL, Result, command, options, ratio, versions
 from benchmarks.lib.model import ours
-from benchmarks.lib.service import service, until_served
+from benchmarks.lib.service import Liked, completed, job, service, until_served
+from benchmarks.lib.workload import stories
 from tests.chaos.driver import wait_until
 
 from rookery.settings import TOKEN_VARIABLE
 
 SEQUENCES, LENGTH = 4, 96
+CGROUPS = Path("/sys/fs/cgroup/cpu")
+WORKERS, JOBS, STEPS, GROUPS = (1, 2, 4), 4, 3, 2
+QUOTA = 0.4
+"""Cores for each worker: four leave 0.4 of two cores to the service."""
+
+
+@contextmanager
+def cpu_quotas(count: int) -> Iterator[list[Path]]:
+    """Control groups whose processes together get ``QUOTA`` cores each. Raises ``OSError``."""
+    folders = [CGROUPS / f"rookery-bench-{at}" for at in range(count)]
+    with ExitStack() as stack:
+        for folder in folders:
+            folder.mkdir()
+            stack.callback(folder.rmdir)
+            period = int((folder / "cpu.cfs_period_us").read_text())
+            (folder / "cpu.cfs_quota_us").write_text(str(round(period * QUOTA)))
+        yield folders
+
+
+def workers(result: Result, times: int) -> None:
+    """``JOBS`` jobs at once, on new workers each time. Time counts from the submission to the last job's end."""
+    rates: dict[int, list[float]] = {count: [] for count in WORKERS}
+    costs: dict[int, list[float]] = {count: [] for count in WORKERS}
+    for _ in range(times):
+        for count in WORKERS:
+            tokens, seconds, used = jobs_on_workers(count)
+            rates[count].append(tokens / seconds)
+            costs[count].append(1e6 * used / tokens)
+    rows = {
+        count: result.add(f"{count} workers: {JOBS} jobs", rates[count], "tokens/s", f"{QUOTA} cores each")
+        for count in WORKERS
+    }
+    for count in WORKERS:
+        what = f"{count} workers: the service's CPU time per token"
+        result.add(what, costs[count], "µs", "environments and client included")
+    for count in WORKERS[1:]:
+        share = ratio(rows[count], rows[1]) / count
+        result.notes.append(f"{count} workers: {share:.0%} of {count} times the tokens per second of one.")
+
+
+def jobs_on_workers(count: int) -> tuple[float, float, float]:
+    """Tokens sampled and trained on, wall seconds, and the service's CPU seconds."""
+    with ExitStack() as stack:
+        bench = stack.enter_context(service(workers=0))
+        token = {TOKEN_VARIABLE: (bench.data / "worker.token").read_text().strip(), "ROOKERY_THREADS": "1"}
+        for folder in stack.enter_context(cpu_quotas(count)):
+            worker = worker_by_hand(bench.url, token, folder)
+            stack.callback(worker.wait)
+            stack.callback(worker.terminate)
+        until_served(bench.client, count)
+        client = bench.client
+        completed(client.train(environment=Liked(stories(GROUPS)), **job("warm", 1, groups_per_step=GROUPS)))
+        used, began = time.process_time(), time.monotonic()
+        jobs = [
+            client.train(
+                environment=Liked(stories(GROUPS * STEPS)),
+                **job(f"job-{at}", STEPS, groups_per_step=GROUPS, staleness=1, seed=at),
+            )
+            for at in range(JOBS)
+        ]  # fmt: skip
+        rows = [row for each in jobs for row in completed_metrics(each)]
+        seconds, used = time.monotonic() - began, time.process_time() - used
+    return sum(row.length_mean * row.episodes for row in rows), seconds, used
+
+
+def completed_metrics(submitted: Any) -> list[Any]:
+    completed(submitted)
+    return list(submitted.metrics(follow=False))
 
 
 def ray_start(result: Result, times: int) -> None:
@@ -73,9 +145,14 @@ def ray_start(result: Result, times: int) -> None:
     result.notes.append(f"A start by Ray takes {ratio(placed, hand):.2f} of the time of one by hand.")
 
 
-def worker_by_hand(url: str, token: dict[str, str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "rookery.cli", "worker", "--connect", url, "--model", MODEL, "--roles", "rollout"]
-    return subprocess.Popen(command, env={**os.environ, **token}, stderr=subprocess.DEVNULL)
+def worker_by_hand(url: str, variables: dict[str, str], cgroup: Path | None = None) -> subprocess.Popen[bytes]:
+    """A worker that generates, or in ``cgroup`` one that also trains."""
+    command = [sys.executable, "-m", "rookery.cli", "worker", "--connect", url, "--model", MODEL]
+    if cgroup is None:
+        command += ["--roles", "rollout"]
+    else:
+        command = ["sh", "-c", f'echo $$ > {cgroup}/cgroup.procs; exec "$@"', "sh", *command]
+    return subprocess.Popen(command, env={**os.environ, **variables}, stderr=subprocess.DEVNULL)
 
 
 # --- a training group of one process and of two -----------------------------------------------------------------------
@@ -129,6 +206,7 @@ def child(processes: int, rank: int) -> None:
 
 
 PARTS: dict[str, tuple[str, Callable[[Result, int], None]]] = {
+    "workers": ("The same jobs on 1, 2 and 4 workers", workers),
     "ray": ("A worker starts, by Ray and by hand", ray_start),
     "fsdp": ("A training step on one process and on two", fsdp),
 }

@@ -221,7 +221,7 @@ def test_an_episode_that_outgrows_the_context_ends_there_with_what_it_has(troubl
 def test_metrics_that_are_no_numbers_stop_nothing(troubled: Troubled) -> None:
     assert (troubled.views["odd-metrics"].state, troubled.views["odd-metrics"].step) == ("completed", 4)
     for row in troubled.jobs["odd-metrics"].metrics(follow=False):
-        assert row["reward"] == 1.0 and row["reward/share"] is None and row["groups_no_variance_share"] == 1.0
+        assert row["reward"] == 1.0 and row["reward/share"] is None and row["zero_variance_share"] == 1.0
 
 
 def test_groups_that_failed_are_replaced(troubled: Troubled) -> None:
@@ -418,7 +418,7 @@ def test_a_skipped_step_leaves_other_jobs_steps_untouched(real: dict[str, Learne
 def test_equal_rewards_are_counted_and_have_no_gradient(real: dict[str, Learned]) -> None:
     even = real["even"]
     assert (even.view.state, even.view.step, even.view.counters["zero_variance_groups"]) == ("completed", 2, 4)
-    assert [row["groups_no_variance_share"] for row in even.rows] == [1.0, 1.0]
+    assert [row["zero_variance_share"] for row in even.rows] == [1.0, 1.0]
     for version in even.versions[1:]:
         assert all(np.array_equal(version[name], weight) for name, weight in even.versions[0].items())
 

@@ -33,7 +33,7 @@ class MetricsRow(BaseModel):
     reward_std: float | None
     episodes: float
     groups: float
-    groups_no_variance_share: float
+    zero_variance_share: float
     length_mean: float
     length_max: float
     turns_mean: float

@@ -153,7 +153,7 @@ async def test_zero_variance_groups_are_counted_and_not_trained_on(service: Serv
     assert view.counters["zero_variance_groups"] == 4
     assert all(not batch.groups for batch in worker.batches.values())
     metrics = await service.controller.queries.metrics("alice", job)
-    assert all(row["groups_no_variance_share"] == 1 for row in metrics)
+    assert all(row["zero_variance_share"] == 1 for row in metrics)
 
 
 async def test_a_skipped_step_is_counted(service: Service) -> None:

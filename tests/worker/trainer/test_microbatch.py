@@ -325,9 +325,7 @@ async def test_groups_without_variance_and_failed_members(service: Service) -> N
     assert shown.counters["episodes_failed"] == 8
     assert all(not batch.groups for batch in worker.batches.values())
     assert {op.scale for op in worker.operations if isinstance(op, protocol.OptimStep)} == {1 / 8}
-    assert all(
-        row["groups_no_variance_share"] == 1 for row in await service.controller.queries.metrics("alice", view.id)
-    )
+    assert all(row["zero_variance_share"] == 1 for row in await service.controller.queries.metrics("alice", view.id))
 
 
 @pytest.mark.parametrize(

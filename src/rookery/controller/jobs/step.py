@@ -98,7 +98,7 @@ def describe(groups: Sequence[CompleteGroup], step: int) -> dict[str, float]:
         "reward_std": statistics.pstdev(rewards),
         "episodes": float(len(episodes)),
         "groups": float(len(groups)),
-        "groups_no_variance_share": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
+        "zero_variance_share": sum(len(set(group.rewards)) == 1 for group in groups) / len(groups),
         "length_mean": statistics.fmean(lengths),
         "length_max": float(max(lengths)),
         "turns_mean": statistics.fmean(len(episode.replies) for episode in episodes),

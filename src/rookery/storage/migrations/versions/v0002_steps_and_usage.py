@@ -19,7 +19,11 @@ down_revision = None
 EARLIER = "earlier_steps"
 """The key under which a version's metrics had the rows of the steps before its last."""
 
-COUNTERS = {"groups_no_variance": "zero_variance_groups", "splits": "trajectory_splits"}
+COUNTERS = {
+    "groups_no_variance": "zero_variance_groups",
+    "groups_no_variance_share": "zero_variance_share",
+    "splits": "trajectory_splits",
+}
 
 
 def upgrade() -> None:
