@@ -1,28 +1,22 @@
 """What a GPU computes otherwise than a CPU, by the plain products that stand in for its kernels here: attention over
-sequences and over ranges, LoRA as one product, sampling, what a backward pass keeps.
+sequences and over ranges, LoRA as one product, what a backward pass keeps.
 
 References are float64. float32 results agree within 1e-5 of their largest entry, bfloat16 ones within 2%.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from inspect import signature
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tests.support.tiny import FAMILIES, small
 from tests.worker.engine.test_exactness import RANKS, adapter
 from torch import Tensor
 
 from rookery.errors import UserError
 from rookery.worker import device
-from rookery.worker.engine.native.cuda.sampler import sample_on_device
-from rookery.worker.engine.native.sampler import SamplingKey, sample
 from rookery.worker.model.config import SITES
 from rookery.worker.model.lora import GroupedMatmul, LoraManager, batched_matmul, best_grouped_matmul, grouped_matmul
 from rookery.worker.model.varlen_attention import (
@@ -179,45 +173,6 @@ def test_lora_as_one_product(product: GroupedMatmul, dtype: torch.dtype) -> None
 
 def test_the_product_is_chosen_by_device_and_type() -> None:
     assert best_grouped_matmul(torch.device("cpu"), torch.bfloat16) is batched_matmul
-
-
-@settings(max_examples=40)
-@given(
-    seed=st.integers(0, 1 << 63),
-    spread=st.sampled_from([0.3, 2.0, 8.0]),
-    temperatures=st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=1, max_size=6),
-    padding=st.integers(0, 3),
-)
-def test_the_device_draws_the_same_tokens(seed: int, spread: float, temperatures: list[float], padding: int) -> None:
-    generator = torch.Generator().manual_seed(seed % (1 << 60))
-    logits = (torch.randn(len(temperatures) + padding, 640, generator=generator) * spread).bfloat16()
-    draws = [SamplingKey(seed + i, i, temperature) for i, temperature in enumerate(temperatures)]
-    here, there = sample(logits, draws), sample_on_device(logits, draws)
-    assert there.tokens == here.tokens
-    assert there.logprobs == pytest.approx(here.logprobs, rel=1e-9, abs=1e-9)
-
-
-def test_draws_among_the_unlikely_too() -> None:
-    """Nearly all probability on one token, a little on many: the pseudo-token wins now and then."""
-    logits = torch.full((1, 4096), -9.0)
-    logits[0, 7] = 0.0
-    far = 0
-    for seed in range(300):
-        draws = [SamplingKey(seed, 3, 1.0)]
-        here, there = sample(logits, draws), sample_on_device(logits, draws)
-        assert here.tokens == there.tokens and there.logprobs == pytest.approx(here.logprobs, rel=1e-9)
-        far += here.tokens != [7]
-    assert 50 < far < 200
-
-
-def test_rows_that_are_no_numbers_say_so() -> None:
-    logits = torch.randn(3, 64)
-    logits[1, 5] = torch.nan
-    drawn = sample_on_device(logits, [SamplingKey(1, 0, 1.0)] * 3)
-    assert math.isnan(drawn.logprobs[1]) and np.isfinite([drawn.logprobs[0], drawn.logprobs[2]]).all()
-    assert all(
-        math.isnan(x) for x in sample_on_device(torch.full((2, 64), torch.nan), [SamplingKey(1, 0, 1.0)] * 2).logprobs
-    )
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "llama biased"])

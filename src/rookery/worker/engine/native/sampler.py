@@ -51,50 +51,44 @@ class SampledTokens:
 
 
 def sample(logits: Tensor, keys: Sequence[SamplingKey]) -> SampledTokens:
-    """One token for each key from ``logits`` [rows, vocab]; rows beyond the keys are padding."""
-    temperatures = [key.temperature or 1.0 for key in keys] + [1.0] * (len(logits) - len(keys))
-    if any(t != 1.0 for t in temperatures):
-        logits = logits / torch.tensor(temperatures, device=logits.device).unsqueeze(1)  # float32
-    p = torch.softmax(logits, -1, dtype=torch.float32)
-    at, near = _near(p)
-    rows, tokens = at.cpu().numpy().T
-    p[at[:, 0], at[:, 1]] = 0.0
-    likely, rests = near.double().log().cpu().numpy(), p.sum(-1).double().cpu().numpy()
-    bounds = np.searchsorted(rows, np.arange(len(keys) + 1))
-    noise_keys = row_keys(keys)
-    noise = gumbel(noise_keys[np.minimum(rows, len(keys) - 1)], tokens)
-    chosen, logprobs = [], []
-    for i, key in enumerate(keys):
-        begin, end = bounds[i], bounds[i + 1]
-        if begin == end:  # NaN: no token is near the maximum
-            chosen.append(0)
-            logprobs.append(math.nan)
-            continue
-        candidates = likely[begin:end] + (noise[begin:end] if key.temperature else 0.0)
-        best = int(candidates.argmax())
-        token, logprob = int(tokens[begin + best]), float(likely[begin + best])
-        if key.temperature and rests[i] > 0:
-            pseudo = math.log(rests[i]) + gumbel(noise_keys[i : i + 1], np.array([-1]))[0]
-            if pseudo > candidates[best]:
-                token, logprob = _sample_rest(p[i], noise_keys[i])
-        chosen.append(token)
-        logprobs.append(logprob)
-    return SampledTokens(chosen, logprobs)
+    """One token for each key from ``logits`` [rows, vocab], computed where they are: one token, log-probability and
+    flag per row come from the device. Rows beyond the keys are padding."""
+    count, device = len(keys), logits.device
+    logits = logits[: max(2, count)]  # the vocabulary of a lone row would be summed in another order
+    temperatures = [key.temperature for key in keys] + [0.0] * (len(logits) - count)
+    host = np.stack([np.array(temperatures).view(np.int64), np.resize(row_keys(keys).view(np.int64), len(logits))])
+    sent = torch.from_numpy(host).to(device)
+    temperature, noise_keys = sent[0].view(torch.float64), sent[1, :count]
+    random = temperature[:count] > 0
+    p = torch.softmax(logits / torch.where(temperature > 0, temperature, 1.0).float()[:, None], -1)  # float32
+    rows, tokens = (p >= p.amax(-1, keepdim=True) * math.exp(-NEAR_NATS))[:count].nonzero().T
+    likely = p[rows, tokens].double().log()
+    p[rows, tokens] = 0.0
+    scores = likely + torch.where(random[rows], _gumbel(noise_keys[rows], tokens), 0.0)
+    best, winner = _best(scores, rows, count)
+    # where the logits are NaN no token is near the maximum: token 0, NaN
+    chosen = torch.cat((tokens, tokens.new_zeros(1)))[winner]
+    logprob = torch.cat((likely, likely.new_full((1,), torch.nan)))[winner]
+    pseudo = p.sum(-1)[:count].double().log() + _gumbel(noise_keys, torch.full_like(noise_keys, -1))
+    from_rest = random & (pseudo > best) & ~logprob.isnan()
+    answer = torch.stack((chosen.double(), logprob, from_rest.double())).cpu()  # tokens are exact in float64
+    sampled = SampledTokens([int(x) for x in answer[0].tolist()], answer[1].tolist())
+    if rest_rows := answer[2].nonzero()[:, 0].tolist():
+        index = torch.tensor(rest_rows, device=device)
+        rest = p[index].double().log()
+        every = torch.arange(rest.shape[1], device=device).expand_as(rest)
+        token = (rest + _gumbel((noise_keys[index] ^ _signed(REST_KEY))[:, None], every)).argmax(-1)
+        back = torch.stack((token.double(), rest.gather(1, token[:, None])[:, 0])).cpu().tolist()
+        for row, at, value in zip(rest_rows, *back, strict=True):
+            sampled.tokens[row], sampled.logprobs[row] = int(at), value
+    return sampled
 
 
-def _near(p: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the likely tokens are ([n, 2], in order of rows) and their probabilities [n]."""
-    at = (p >= p.amax(-1, keepdim=True) * math.exp(-NEAR_NATS)).nonzero()
-    return at, p[at[:, 0], at[:, 1]]
-
-
-def _sample_rest(rest: Tensor, key: np.uint64) -> tuple[int, float]:
-    """A draw among the unlikely tokens: token and log-probability. ``rest`` [vocab] is 0 for the likely ones."""
-    p = rest.double().cpu().numpy()
-    far = np.nonzero(p)[0]
-    logp = np.log(p[far])
-    best = int((logp + gumbel(np.array([key ^ REST_KEY]), far)).argmax())
-    return int(far[best]), float(logp[best])
+def _best(scores: Tensor, rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Per row its largest score [count] and that one's index in ``scores`` [n]; −inf and n for a row without scores."""
+    best = scores.new_full((count,), -torch.inf).scatter_reduce_(0, rows, scores, "amax")
+    at = torch.where(scores == best[rows], torch.arange(len(rows), device=rows.device), len(rows))
+    return best, torch.full_like(best, len(rows), dtype=torch.int64).scatter_reduce_(0, rows, at, "amin")
 
 
 def row_keys(keys: Sequence[SamplingKey]) -> np.ndarray:
@@ -104,16 +98,28 @@ def row_keys(keys: Sequence[SamplingKey]) -> np.ndarray:
     return _mix(_mix(seeds + STEP) + positions * STEP)
 
 
-def gumbel(keys: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Standard Gumbel noise of (key, token): the token-th output of SplitMix64 (Steele et al., OOPSLA 2014) started at
-    the key, as a uniform in (0, 1) of 53 bits."""
-    bits = _mix(keys + (tokens.astype(np.uint64) + np.uint64(2)) * STEP)
-    uniform = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    return -np.log(-np.log(uniform))
-
-
 def _mix(x: np.ndarray) -> np.ndarray:
     """SplitMix64's finaliser: every input bit changes every output bit."""
     x = (x ^ (x >> np.uint64(30))) * MIX[0]
     x = (x ^ (x >> np.uint64(27))) * MIX[1]
     return x ^ (x >> np.uint64(31))
+
+
+def _gumbel(keys: Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise of (key, token): the token-th output of SplitMix64 (Steele et al., OOPSLA 2014) started at
+    the key, as a uniform in (0, 1) of 53 bits. Integers are int64, whose arithmetic wraps as that of uint64."""
+    bits = keys + (tokens + 2) * _signed(STEP)
+    bits = (bits ^ _shifted(bits, 30)) * _signed(MIX[0])
+    bits = (bits ^ _shifted(bits, 27)) * _signed(MIX[1])
+    uniform = (_shifted(bits ^ _shifted(bits, 31), 11).double() + 0.5) * 2.0**-53
+    return -torch.log(-torch.log(uniform))
+
+
+def _shifted(x: Tensor, by: int) -> Tensor:
+    """x >> by with zeros from the left."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(number: np.uint64) -> int:
+    """The int64 of the same bits."""
+    return int(number.astype(np.int64))

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.cuda.buckets import Bucket, bucket
-from rookery.worker.engine.native.cuda.sampler import sample_on_device
 from rookery.worker.engine.native.kv_cache import SCRATCH, KVCache
 from rookery.worker.engine.native.sampler import SampledTokens, SamplingKey, sample
 from rookery.worker.model.config import DecoderConfig
@@ -112,7 +111,7 @@ class CudaGraphRunner:
 
     def sample(self, logits: Tensor, keys: Sequence[SamplingKey]) -> SampledTokens:
         """See ``Runner``."""
-        return sample_on_device(logits, keys) if logits.is_cuda else sample(logits, keys)
+        return sample(logits, keys)
 
     def _new_graph(self, shape: Bucket, inputs: np.ndarray) -> DecodeGraph:
         graph = DecodeGraph(self._decoder, self._bank, self.store, shape, self._product)

@@ -56,7 +56,7 @@ def _mixed(x: np.uint64) -> np.uint64:
 
 @device_function
 def _uniform(key: np.uint64, token: int) -> float:
-    """The number in (0, 1) that ``sampler.gumbel`` makes noise of."""
+    """The number in (0, 1) that ``sampler._gumbel`` makes noise of."""
     bits = _mixed(key + (np.uint64(token) + np.uint64(2)) * STEP)
     return (np.float64(bits >> np.uint64(11)) + 0.5) * 2.0**-53
 
