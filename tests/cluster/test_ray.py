@@ -10,7 +10,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import psutil
@@ -199,12 +201,18 @@ def test_workers_return_with_the_head(tmp_path: Path, model: str) -> None:
             second.shutdown()
 
 
-def test_address_without_a_cluster_is_refused_in_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "rookery.cli", "serve", "--cluster", "ray", "--address", "127.0.0.1:1"]
-    environment = {**os.environ, "ROOKERY_DATA": str(tmp_path), "ROOKERY_PORT": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("listens", [False, True])
+def test_address_without_a_cluster_is_refused_in_one_line(tmp_path: Path, listens: bool) -> None:
+    """Also one where another program listens: a real HTTP server."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"127.0.0.1:{server.server_port if listens else 1}"
+        command = [sys.executable, "-m", "rookery.cli", "serve", "--cluster", "ray", "--address", address]
+        environment = {**os.environ, "ROOKERY_DATA": str(tmp_path), "ROOKERY_PORT": "0"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        server.shutdown()
     assert done.returncode == 2
-    assert "ray_address 127.0.0.1:1: no Ray cluster answers" in done.stderr and "ray start --head" in done.stderr
+    assert f"ray_address {address}: no Ray cluster answers" in done.stderr and "ray start --head" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -46,7 +46,11 @@ DRAIN_LOOK_SECONDS = 1.0
 HEAD_PORT = 6379
 """Default address of a head."""
 CONNECT_SECONDS = 5.0
-"""Longest wait for the head to accept a connection. Ray itself would try for minutes."""
+"""Longest wait for the head to accept a connection and for its answer. Ray itself would try for minutes."""
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5)
+"""Begins a gRPC connection: HTTP/2's preface and an empty SETTINGS frame (RFC 9113, section 3.4)."""
+SETTINGS_FRAME = b"\4"
+"""Type of the first frame that a gRPC server sends."""
 
 
 class ProcessActor:
@@ -231,14 +235,18 @@ def draining_nodes() -> set[str]:
 
 
 def check(address: str) -> None:
-    """Raises UserError if Ray is not installed, or no head answers at ``address``."""
+    """Raises UserError if Ray is not installed, or no gRPC server, as a head is one, answers at ``address``."""
     if importlib.util.find_spec("ray") is None:
         raise UserError(f"cluster ray: Ray is not installed; {installs('ray')}")
     if address == "auto":
         return
     given = urlsplit(f"//{address}")
     try:
-        socket.create_connection((given.hostname, given.port or HEAD_PORT), CONNECT_SECONDS).close()
+        with socket.create_connection((given.hostname, given.port or HEAD_PORT), CONNECT_SECONDS) as connection:
+            if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):  # else the certificates tell
+                connection.sendall(GREETING)
+                if connection.makefile("rb").read(4)[3:] != SETTINGS_FRAME:
+                    raise ValueError("another program listens there")
     except (OSError, ValueError) as error:
         raise _no_cluster(address, error) from None
 
