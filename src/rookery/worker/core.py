@@ -23,7 +23,6 @@ from rookery.worker.engine.native.runner import EngineModel, Runner, best_runner
 from rookery.worker.engine.native.slo_gate import SloGate, measure_costs
 from rookery.worker.engine.vllm.loading import cache_alone, load_vllm
 from rookery.worker.memory import MemoryBudget, MemoryUse
-from rookery.worker.model.adapter_bank import AdapterBank
 from rookery.worker.model.batch_invariance import disable_amx_if_unsafe
 from rookery.worker.model.canary import canary_tokens
 from rookery.worker.model.config import SITES, DecoderConfig
@@ -168,7 +167,7 @@ def load_core(folder: Path, settings: Settings, name: str, *, trains: bool = Tru
 
 
 def _engine(
-    place: _Place, model: EngineModel, bank: AdapterBank[Any], runner: Runner, speculator: Speculator | None = None
+    place: _Place, model: EngineModel, bank: LoraManager, runner: Runner, speculator: Speculator | None = None
 ) -> NativeEngine:
     settings = place.settings.engine
     engine = NativeEngine(
@@ -265,10 +264,10 @@ def _transformers_model(folder: Path, settings: Settings, where: torch.device) -
 
 
 def _transformers_engine(place: _Place, model: TransformersModel) -> Engine:
-    from rookery.worker.engine.hf.adapters import TransformersAdapters
     from rookery.worker.engine.hf.runner import transformers_runner
 
-    bank = TransformersAdapters(model, place.settings.engine.max_rank, place.budget.adapters)
+    max_rank, budget = place.settings.engine.max_rank, place.budget.adapters
+    bank = LoraManager(model.projections, model.dtype, model.device, max_rank, budget)
     return _engine(place, model, bank, transformers_runner(model, bank, place.budget.kv_cache))
 
 

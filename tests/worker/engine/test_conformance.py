@@ -29,7 +29,6 @@ from rookery.errors import Unavailable, UserError
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
 from rookery.worker.engine.base import Engine
-from rookery.worker.engine.hf.adapters import TransformersAdapters
 from rookery.worker.engine.hf.runner import transformers_runner
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.vllm.loading import load_vllm
@@ -96,7 +95,7 @@ def native(folder: Path, _: Settings) -> Engine:
 
 def by_transformers(folder: Path, _: Settings) -> Engine:
     model = TransformersModel.load(folder, torch.float32)
-    bank = TransformersAdapters(model, RANK, 1 << 28)
+    bank = LoraManager(model.projections, model.dtype, model.device, RANK, 1 << 28)
     runner = transformers_runner(model, bank, CACHE_BYTES)
     decode = Chat.load(folder).decode
     return NativeEngine(model, bank, decode, max_rows=ROWS, kv_budget_bytes=CACHE_BYTES, runner=runner)

@@ -211,9 +211,9 @@ def test_prefill_leaves_adapters_where_recorded_steps_know_them() -> None:
     runner.prepare_adapters(["a", "c", "b"])  # the one of the largest rank between
     turns = [[order(f"{key}{turn}", key, [5, 6, 7 + turn], 0) for key in "ab"] for turn in range(2)]
     texts = run(engine, turns[0])
-    kept, state = dict(runner.graphs), engine.bank.layout_version
+    kept, state = dict(runner.graphs), engine.bank.slots.layout_version
     texts |= run(engine, turns[1])
-    assert kept and engine.bank.layout_version == state
+    assert kept and engine.bank.slots.layout_version == state
     assert all(runner.graphs[of] is step for of, step in kept.items())
     same(texts, run(dense(decoder), [*turns[0], *turns[1]]))
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rookery.worker.model.adapter import Adapter
+from rookery.worker.model.adapter import Adapter, Projections
 from rookery.worker.model.config import SITES, DecoderConfig
 from rookery.worker.model.decoder import Decoder, output_slices
 
@@ -44,19 +45,24 @@ def padded_rank(rank: int) -> int:
 
 @dataclass
 class ResidentAdapter:
-    """One adapter, fused and in the base's dtype: ``a[site]`` [layers, parts, rank, in] and ``b[site]``
-    [layers, out, rank], where every output row meets its own part's ranks; B includes the scale."""
+    """One adapter, fused and in the base's dtype: ``a[layer, site]`` [parts · rank, in] and ``b[layer, site]``
+    [out, rank], where every output row meets its own part's ranks; B includes the scale."""
 
     rank: int
-    a: dict[str, Tensor]
-    b: dict[str, Tensor]
+    a: dict[tuple[int, str], Tensor]
+    b: dict[tuple[int, str], Tensor]
     pins: int = 0
     """Requests that use it."""
     evict_pending: bool = False
     packed: KernelAdapter | None = None
-    """In the kernels' layout; then ``a`` and ``b`` are empty until a plain product needs them."""
+    """In the kernels' layout, instead of ``a`` and ``b``."""
     decoder: Decoder | None = None
     """With all weights of a full-parameter version, which has no LoRA."""
+
+    @cached_property
+    def sites(self) -> set[str]:
+        """Those that it has in any layer."""
+        return {site for _, site in self.a}
 
     @property
     def bytes(self) -> int:
@@ -66,19 +72,22 @@ class ResidentAdapter:
 
     @classmethod
     def load(
-        cls, adapter: Adapter, config: DecoderConfig, dtype: torch.dtype, device: torch.device | str
+        cls, adapter: Adapter, model: Projections, dtype: torch.dtype, device: torch.device | str, rank: int
     ) -> ResidentAdapter:
-        a, b, rank = {}, {}, padded_rank(adapter.rank)
-        for site, parts in SITES.items():
-            outputs = output_slices(config, site)
-            down = torch.zeros(config.layers, len(parts), rank, config.site_shape(parts[0])[0])
-            up = torch.zeros(config.layers, outputs[parts[-1]].stop, rank)
-            for (layer, part), (adapter_a, adapter_b) in adapter.weights.items():
-                if part in parts:
-                    down[layer, parts.index(part), : adapter.rank] = adapter_a
-                    up[layer, outputs[part], : adapter.rank] = adapter_b * adapter.scale
-            if any(part in parts for _, part in adapter.weights):
-                a[site], b[site] = down.to(device, dtype), up.to(device, dtype)
+        """``rank``: at least the adapter's, zeros fill the others."""
+        a, b = {}, {}
+        site_of = {part: site for site, parts in model.sites.items() for part in parts}
+        for layer, site in dict.fromkeys((layer, site_of[part]) for layer, part in adapter.weights):
+            outputs = output_slices(model, site, layer)
+            first, last = model.sites[site][0], model.sites[site][-1]
+            down = torch.zeros(len(outputs), rank, model.shapes[layer, first][0])
+            up = torch.zeros(outputs[last].stop, rank)
+            for i, (part, rows) in enumerate(outputs.items()):
+                if (layer, part) in adapter.weights:
+                    adapter_a, adapter_b = adapter.weights[layer, part]
+                    down[i, : adapter.rank] = adapter_a
+                    up[rows, : adapter.rank] = adapter_b * adapter.scale
+            a[layer, site], b[layer, site] = down.flatten(0, 1).to(device, dtype), up.to(device, dtype)
         return cls(rank, a, b)
 
 
@@ -135,7 +144,7 @@ class AdapterSlots:
     def assign(self, wanted: dict[str, ResidentAdapter]) -> None:
         """Gives the adapters of one batch slots. Tensors and slots stay where they are if the adapters fit in."""
         self._batch += 1
-        fits = all(adapter.rank <= self.rank and adapter.a.keys() <= self.sites for adapter in wanted.values())
+        fits = all(adapter.rank <= self.rank and adapter.sites <= self.sites for adapter in wanted.values())
         wanted_slots = {self._slot_of[key] for key in wanted if key in self._slot_of}
         idle = [slot for slot, used in enumerate(self._last_used) if self._batch - used > _IDLE_BATCHES]
         free, used = [slot for slot in idle if slot not in wanted_slots], len(self._last_used)
@@ -152,7 +161,7 @@ class AdapterSlots:
     def _reset(self, wanted: dict[str, ResidentAdapter]) -> None:
         """Frees all slots; the tensors stay if they are large enough, unless they are too large for the budget."""
         rank = max(adapter.rank for adapter in wanted.values())
-        sites = set().union(*(adapter.a for adapter in wanted.values()))
+        sites = set().union(*(adapter.sites for adapter in wanted.values()))
         larger = max(rank, self.rank), sites | self.sites
         if self.bytes_for(len(wanted) + 1, *larger) <= self.max_bytes:
             rank, sites = larger
@@ -169,10 +178,10 @@ class AdapterSlots:
             a, b = (x[site][:, slot].view(layers, len(parts), self.rank, -1) for x in (self.a, self.b))
             a.zero_()
             b.zero_()
-            if site in adapter.a:
-                a[:, :, : adapter.rank] = adapter.a[site]
+            for layer in [layer for layer, found in adapter.a if found == site]:
+                a[layer, :, : adapter.rank] = adapter.a[layer, site].view(len(parts), adapter.rank, -1)
                 for i, rows in enumerate(outputs.values()):
-                    b[:, i, : adapter.rank, rows] = adapter.b[site][:, rows].transpose(1, 2)
+                    b[layer, i, : adapter.rank, rows] = adapter.b[layer, site][rows].t()
         if slot == len(self._last_used):
             self._last_used.append(self._batch)
         else:

@@ -23,16 +23,18 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from rookery.worker.model.config import SITES, DecoderConfig
+from rookery.worker.model.adapter import Projections
+from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.layers import PackedLinear, rms_norm, rotate, swiglu
 
 WEIGHTS = "model.safetensors"
 
 
-def output_slices(config: DecoderConfig, site: str) -> dict[str, slice]:
+def output_slices(model: Projections, site: str, layer: int = 0) -> dict[str, slice]:
     """Which rows of a fused projection's output are which part's, in order."""
-    edges = accumulate((config.site_shape(part)[1] for part in SITES[site]), initial=0)
-    return {part: slice(*both) for part, both in zip(SITES[site], pairwise(edges), strict=True)}
+    parts = model.sites[site]
+    edges = accumulate((model.shapes[layer, part][1] for part in parts), initial=0)
+    return {part: slice(*both) for part, both in zip(parts, pairwise(edges), strict=True)}
 
 
 _FIRST_TABLE = 1024

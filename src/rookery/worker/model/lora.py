@@ -5,7 +5,9 @@ Promises:
 * A token gets its own adapter's delta and nothing of another's: a NaN in one adapter stays in its own rows.
 * A row's result does not depend, bit for bit on CPU, on the other rows, on the other adapters, or on their ranks (see
   ``batch_invariance``).
-* All adapters and their slots stay within ``budget_bytes`` (``adapter_bank``).
+* An adapter in use is not dropped under a running request: eviction waits for the last pin.
+* All adapters and their slots stay within ``budget_bytes``: the least recently used ones that no request uses are
+  dropped, and ``make_room`` refuses more than fit.
 
 Two classes implement ``LoraProduct`` for generation (the trainer has one with gradients): ``BatchLora`` multiplies each
 adapter's rows by themselves; ``GroupedLora`` has shapes that do not depend on the batch and never waits for the device,
@@ -23,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rookery.errors import UserError
 from rookery.worker.memory import NoRoom, require
-from rookery.worker.model.adapter import Adapter
-from rookery.worker.model.adapter_bank import AdapterBank
+from rookery.worker.model.adapter import PARTS, Adapter, Projections, adapter_numbers
 from rookery.worker.model.adapter_slots import AdapterSlots, ResidentAdapter, padded_rank
 from rookery.worker.model.batch_invariance import chunked_matmul, contraction_chunks, exact_rows, pad_rows
-from rookery.worker.model.config import SITES, DecoderConfig
+from rookery.worker.model.config import DecoderConfig
 from rookery.worker.model.decoder import Decoder, output_slices
 
 if TYPE_CHECKING:
@@ -42,55 +44,89 @@ _SLOT_SHARE = 0.35
 """Share of the budget for the slots of one batch's adapters. Half is for the adapters themselves; the rest for the copy
 of a tensor of slots while it grows."""
 
+_IDLE_ADAPTERS = 64
+"""Adapters that no request uses are dropped above this number even where there is room: with each one go the caches of
+its prompts, which only a request for it could use."""
+
 _GROUPED_KERNELS = ((9, 0), (10, 0))
 """CUDA capabilities with a grouped product in PyTorch that reads ``ends`` on the device; on others a loop reads them on
 the host."""
 
 
-class LoraManager(AdapterBank[ResidentAdapter]):
-    """The native engine's ``AdapterBank``, and the ``LoraProduct`` of each batch."""
+class LoraManager:
+    """Resident adapters by key, the manifest hash, and the ``LoraProduct`` of each batch."""
 
     def __init__(
         self,
-        config: DecoderConfig,
+        model: Projections,
         dtype: torch.dtype,
         device: torch.device | str,
         max_rank: int,
         budget_bytes: int = sys.maxsize,
     ) -> None:
-        super().__init__(max_rank, budget_bytes)
-        self.config = config
-        self.dtype = dtype
-        self.device = device
-        self._slots = AdapterSlots(config, dtype, device, int(_SLOT_SHARE * budget_bytes))
+        """``model``: the native decoder's configuration, for whose adapters slots have room within the budget; or the
+        projections of another model, of which only ``batch_product`` is used."""
+        self.max_rank = max_rank
+        self.budget_bytes = budget_bytes
+        self.dropped: list[str] = []
+        """Adapters that left memory; the engine drops their caches and clears the list."""
+        self.residents: dict[str, ResidentAdapter] = {}
+        """The least recently used first."""
+        self._model, self._dtype, self._device = model, dtype, device
+        self._slots: AdapterSlots | None = None
+        if isinstance(model, DecoderConfig):
+            self._slots = AdapterSlots(model, dtype, device, int(_SLOT_SHARE * budget_bytes))
+
+    # --- residents --------------------------------------------------------------------------------------------------
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.residents and not self.residents[key].evict_pending
+
+    def __len__(self) -> int:
+        return len(self.residents)
 
     @property
     def bytes(self) -> int:
-        """See ``AdapterBank``."""
-        return super().bytes + self._slots.bytes
+        slots = self._slots.bytes if self._slots is not None else 0
+        return slots + sum(resident.bytes for resident in self.residents.values())
+
+    def keys(self) -> list[str]:
+        """Adapters that new requests may use."""
+        return [key for key, resident in self.residents.items() if not resident.evict_pending]
 
     def make_room(self, rank: int) -> None:
-        """See ``AdapterBank``."""
+        """Drops unused adapters until another one of ``rank`` fits. Raises :class:`~rookery.worker.memory.NoRoom` while
+        those in use leave no room, ``UserError`` if there can never be room for one of this rank."""
         used = [resident for resident in self.residents.values() if resident.pins]
-        slot_rank = max(padded_rank(rank), *(resident.rank for resident in used), 0)
-        size, slots = self._slots.bytes_for(1, padded_rank(rank)), self._slots.bytes_for(len(used) + 2, slot_rank)
-        most = self.budget_bytes // 2
+        size, most = adapter_numbers(self._model, rank, PARTS) * self._dtype.itemsize, self.budget_bytes
+        least, crowded = size, False
+        if self._slots is not None:
+            slot_rank, most = max(padded_rank(rank), *(resident.rank for resident in used), 0), most // 2
+            size, slots = self._slots.bytes_for(1, padded_rank(rank)), self._slots.bytes_for(len(used) + 2, slot_rank)
+            least, crowded = max(size, int(slots / 2 / _SLOT_SHARE)), slots > self._slots.max_bytes
         if not used:
-            require(f"an adapter of rank {rank}", max(size, int(slots / 2 / _SLOT_SHARE)), most)
-        if slots > self._slots.max_bytes or sum(resident.bytes for resident in used) + size > most:
+            require(f"an adapter of rank {rank}", least, most)
+        if crowded or sum(resident.bytes for resident in used) + size > most:
             raise NoRoom
-        self.drop_idle(most - size)
+        self._drop_idle(most - size)
 
-    def load(self, adapter: Adapter) -> ResidentAdapter:
-        """See ``AdapterBank``."""
-        return ResidentAdapter.load(adapter, self.config, self.dtype, self.device)
-
-    def on_dropped(self, key: str) -> None:
-        """See ``AdapterBank``."""
-        self._slots.remove(key)
+    def add(self, key: str, adapter: Adapter) -> None:
+        """Makes ``adapter`` resident. Raises ``UserError`` when its rank is above ``max_rank``, and as
+        :meth:`make_room`."""
+        if adapter.rank > self.max_rank:
+            raise UserError(f"rank {adapter.rank} is over this worker's max_rank {self.max_rank}")
+        if key in self.residents:
+            self.residents[key].evict_pending = False
+        else:
+            self.make_room(adapter.rank)
+            rank = padded_rank(adapter.rank) if self._slots is not None else adapter.rank
+            self.residents[key] = ResidentAdapter.load(adapter, self._model, self._dtype, self._device, rank)
 
     def add_full(self, key: str, size: int, load: Callable[[], Decoder]) -> None:
-        """See ``AdapterBank``."""
+        """Makes a full-parameter version of ``size`` bytes resident; ``load`` is called once there is room. Raises as
+        :meth:`make_room`, and ``UserError`` where there are LoRA only."""
+        if self._slots is None:
+            raise UserError("this engine serves LoRA only; full-parameter versions need a family of the native engine")
         if key in self.residents:
             self.residents[key].evict_pending = False
             return
@@ -98,13 +134,55 @@ class LoraManager(AdapterBank[ResidentAdapter]):
         require("two full-parameter versions", 2 * size, self.budget_bytes)  # the present one and the next
         if used + size > self.budget_bytes:
             raise NoRoom
-        self.drop_idle(self.budget_bytes - size)
+        self._drop_idle(self.budget_bytes - size)
         self.residents[key] = ResidentAdapter(0, {}, {}, decoder=load())
 
     def decoder(self, key: str) -> Decoder | None:
-        """See ``AdapterBank``."""
+        """That of a full-parameter version; None for a LoRA and for the base model."""
         resident = self.residents.get(key)
         return resident.decoder if resident is not None else None
+
+    def lora_key(self, key: str) -> str:
+        """The key under which products know an adapter: a full-parameter version has no LoRA."""
+        return "" if self.decoder(key) is not None else key
+
+    def evict(self, key: str) -> None:
+        """Drops an adapter, at once or when its last request ends. Unknown keys are ignored."""
+        resident = self.residents.get(key)
+        if resident is not None:
+            resident.evict_pending = True
+            self._drop_if_unused(key, resident)
+
+    def pin(self, key: str) -> None:
+        """A request starts to use ``key``; raises ``KeyError`` when it is not resident."""
+        resident = self.residents[key] = self.residents.pop(key)
+        resident.pins += 1
+
+    def unpin(self, key: str) -> None:
+        resident = self.residents[key]
+        resident.pins -= 1
+        self._drop_if_unused(key, resident)
+
+    def _drop_idle(self, most_bytes: int) -> None:
+        """Drops unused adapters, the least recently used first, above ``most_bytes`` in all or ``_IDLE_ADAPTERS``."""
+        idle = [(key, resident) for key, resident in self.residents.items() if not resident.pins]
+        total = sum(resident.bytes for resident in self.residents.values())
+        while idle and (total > most_bytes or len(idle) >= _IDLE_ADAPTERS):
+            key, resident = idle.pop(0)
+            total -= resident.bytes
+            self._drop(key)
+
+    def _drop_if_unused(self, key: str, resident: ResidentAdapter) -> None:
+        if resident.evict_pending and resident.pins == 0:
+            self._drop(key)
+
+    def _drop(self, key: str) -> None:
+        del self.residents[key]
+        if self._slots is not None:
+            self._slots.remove(key)
+        self.dropped.append(key)
+
+    # --- products ---------------------------------------------------------------------------------------------------
 
     def packed(self, key: str, layout: Callable[[ResidentAdapter], KernelAdapter]) -> KernelAdapter:
         """An adapter in the layout of the kernels; made once, it replaces the tensors that the products below read."""
@@ -114,63 +192,56 @@ class LoraManager(AdapterBank[ResidentAdapter]):
             resident.a, resident.b = {}, {}
         return resident.packed
 
-    def _wanted(self, keys: Iterable[str]) -> dict[str, ResidentAdapter]:
-        wanted = {key: self.residents[key] for key in keys if key}
-        for resident in wanted.values():
-            if resident.packed is not None:  # a runner with kernels was here before
-                (resident.a, resident.b), resident.packed = resident.packed.unpack(), None
-        return wanted
-
-    # --- products ---------------------------------------------------------------------------------------------------
-
-    def slot_order(self, key: str) -> int:
-        """See ``AdapterBank``: the adapter's slot, the base model last."""
-        return self._slots.slot(key)
-
     def batch_product(self, keys: Sequence[str], counts: Sequence[int]) -> BatchLora | None:
         """The ``LoraProduct`` of a stream whose first ``counts[0]`` tokens belong to ``keys[0]`` and so on; the empty
         key is the base model. None when all tokens belong to the base model."""
-        wanted = self._wanted(keys)
-        return BatchLora(self.config, [wanted.get(key) for key in keys], counts) if wanted else None
+        return (
+            BatchLora(self._model, [self.residents[key] if key else None for key in keys], counts)
+            if any(keys)
+            else None
+        )
 
     @property
-    def layout_version(self) -> int:
-        """Changes whenever the tensors that ``grouped_product`` reads are replaced."""
-        return self._slots.layout_version
+    def slots(self) -> AdapterSlots:
+        """What ``grouped_product`` reads."""
+        assert self._slots is not None
+        return self._slots
+
+    def slot_order(self, key: str) -> int:
+        """Sort key of a batch's rows: the adapter's slot, the base model last."""
+        return self._slots.slot(key) if self._slots is not None else 0
 
     def assign_slots(self, keys: Iterable[str]) -> int:
         """Assigns slots to ``keys``, for batches sorted by ``slot_order``; tensors stay where they are if the adapters
         fit in. Returns the number of slots, of which the last one is zero; 0 when all keys are the base model."""
-        wanted = self._wanted(keys)
+        wanted = {key: self.residents[key] for key in keys if key}
         if not wanted:
             return 0
-        self._slots.assign(wanted)
-        return self._slots.slots
+        self.slots.assign(wanted)
+        return self.slots.slots
 
     def slot_ends(self, keys: Sequence[str], counts: Sequence[int], rows: int) -> list[int]:
         """For each slot, the end of its rows in a stream of ``rows`` rows. The first ``counts[0]`` belong to
         ``keys[0]`` and so on (with slots assigned, in ``slot_order``), the remaining ones to none."""
-        held = [0] * self._slots.slots
+        held = [0] * self.slots.slots
         for key, count in zip(keys, counts, strict=True):
             held[self.slot_order(key) if key else -1] += count
         held[-1] += rows - sum(counts)
         return list(accumulate(held))
 
     def grouped_product(self, ends: Tensor, product: GroupedMatmul) -> GroupedLora:
-        """The ``LoraProduct`` of batches that ``ends`` [slots] int32 describes, valid until ``layout_version``
-        changes."""
-        return GroupedLora(self._slots, ends, product)
+        """The ``LoraProduct`` of batches that ``ends`` [slots] int32 describes, valid until the slots'
+        ``layout_version`` changes."""
+        return GroupedLora(self.slots, ends, product)
 
 
 class BatchLora:
     """``LoraProduct`` of one stream sorted by adapter. It changes ``y`` in place and has no backward pass."""
 
-    def __init__(
-        self, config: DecoderConfig, adapters: Sequence[ResidentAdapter | None], counts: Sequence[int]
-    ) -> None:
+    def __init__(self, model: Projections, adapters: Sequence[ResidentAdapter | None], counts: Sequence[int]) -> None:
         """``counts`` of consecutive rows for each of ``adapters``; None is the base model."""
         ends = list(accumulate(counts))
-        self._outputs = {site: output_slices(config, site) for site in SITES}
+        self._model = model
         self._groups = [
             (slice(end - count, end), adapter)
             for adapter, count, end in zip(adapters, counts, ends, strict=True)
@@ -179,19 +250,23 @@ class BatchLora:
 
     def __call__(self, layer: int, site: str, x: Tensor, y: Tensor) -> Tensor:
         """See ``LoraProduct``."""
-        outputs = self._outputs[site]
-        narrowest = min(part.stop - part.start for part in outputs.values())
+        outputs = output_slices(self._model, site, layer).values()
+        narrowest = min(part.stop - part.start for part in outputs)
         for rows, adapter in self._groups:
-            if site not in adapter.a:
+            if (layer, site) not in adapter.a:
                 continue
-            rank, a = adapter.rank, adapter.a[site][layer].flatten(0, 1).t()
+            rank, a, count = adapter.rank, adapter.a[layer, site].t(), rows.stop - rows.start
             pieces = a.split(contraction_chunks(len(a), x.dtype, x.device))
-            count = rows.stop - rows.start
-            padded = exact_rows(x.dtype, count, (len(pieces[-1]), a.shape[1]), (rank, narrowest))
+            padded = count
+            if not x.is_cuda:
+                padded = exact_rows(x.dtype, count, (len(pieces[-1]), a.shape[1]), (rank, narrowest))
             inner = chunked_matmul(pad_rows(x[rows], padded), pieces)
-            for i, part in enumerate(outputs.values()):
-                middle, b = inner[:, i * rank : (i + 1) * rank], adapter.b[site][layer, part]
-                y[rows, part] = torch.addmm(pad_rows(y[rows, part], padded), middle, b.t())[:count]
+            for i, part in enumerate(outputs):
+                middle, b, out = inner[:, i * rank : (i + 1) * rank], adapter.b[layer, site][part].t(), y[rows, part]
+                if x.is_cuda:
+                    out.addmm_(middle, b)
+                else:
+                    out.copy_(torch.addmm(pad_rows(out, padded), middle, b)[:count])
         return y
 
 

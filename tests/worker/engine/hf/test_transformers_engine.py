@@ -21,8 +21,7 @@ from tests.worker.trainer.test_trainer import ref as trainer_ref
 
 from rookery import protocol
 from rookery.errors import UserError
-from rookery.worker.engine.hf.adapters import TransformersAdapters
-from rookery.worker.engine.hf.runner import SequenceRunner, StreamRunner, TransformersRunner, transformers_runner
+from rookery.worker.engine.hf.runner import SequenceRunner, StreamRunner, transformers_runner
 from rookery.worker.engine.native.engine import NativeEngine
 from rookery.worker.engine.native.runner import best_runner
 from rookery.worker.memory import NoRoom
@@ -49,7 +48,7 @@ def make(
     **options: int,
 ) -> NativeEngine:
     """With two adapters of two policies."""
-    bank = TransformersAdapters(model, 16, adapters)
+    bank = LoraManager(model.projections, model.dtype, model.device, 16, adapters)
     made = (runner or transformers_runner)(model, bank, budget)
     engine = NativeEngine(model, bank, text, runner=made, **{"max_rows": 9, "kv_budget_bytes": budget, **options})
     for seed, (name, rank) in enumerate(RANKS.items()):
@@ -189,4 +188,4 @@ def test_adapters_beyond_the_budget_wait_and_full_versions_are_refused(tmp_path:
     assert engine.adapters() == ["c"] and not engine.has_adapter("a")
     with pytest.raises(UserError, match="serves LoRA only"):
         engine.add_adapter(replace(ref("full"), rank=0), tmp_path)
-    assert isinstance(engine.runner, TransformersRunner)
+    assert isinstance(engine.runner, StreamRunner | SequenceRunner)

@@ -11,8 +11,7 @@ With a seed, a text is the same up to the order of sums: products depend on the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,11 +19,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from rookery.worker.engine.hf.adapters import TransformersAdapters
 from rookery.worker.engine.native.attention import SegmentPlan, SequenceChunk, TokenStream
 from rookery.worker.engine.native.kv_cache import KVCache, KVSlot, SegmentStore
-from rookery.worker.engine.native.runner import Runner, logits_at
-from rookery.worker.engine.native.sampler import SampledTokens, SamplingKey, sample
+from rookery.worker.engine.native.runner import BaseRunner, Runner, adapter_groups
+from rookery.worker.model.lora import LoraManager
 from rookery.worker.model.transformers_model import Attend, TransformersModel
 
 
@@ -50,48 +48,20 @@ def seen(gap: Tensor, window: int) -> Tensor:
     return (gap >= 0) & (gap < window) if window else gap >= 0
 
 
-class TransformersRunner:
-    """What both runners share of ``Runner``: they multiply no other weights, and adapters need no preparation."""
-
-    def __init__(self, model: TransformersModel, bank: TransformersAdapters) -> None:
-        self._model = model
-        self._bank = bank
-
-    def use(self, decoder: object) -> None:
-        """There is one set of weights: ``AdapterBank.add_full`` refuses others."""
-
-    def prepare_adapters(self, keys: Iterable[str]) -> None:
-        """Nothing to do: ``SegmentLora`` takes rows in any order."""
-
-    def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
-        """See ``Runner``."""
-        raise NotImplementedError
-
-    def decode(self, streams: Sequence[SequenceChunk]) -> Tensor:
-        """See ``Runner``."""
-        hidden, last = self.prefill(streams)
-        return logits_at(self._model, hidden, last)
-
-    def sample(self, logits: Tensor, keys: Sequence[SamplingKey]) -> SampledTokens:
-        """See ``Runner``."""
-        return sample(logits, keys)
-
-
-class StreamRunner(TransformersRunner):
+class StreamRunner(BaseRunner):
     """See the module."""
 
-    def __init__(self, model: TransformersModel, bank: TransformersAdapters, kv_budget_bytes: int) -> None:
-        super().__init__(model, bank)
+    def __init__(self, model: TransformersModel, bank: LoraManager, kv_budget_bytes: int) -> None:
         assert model.cache_shape is not None
-        self.store = KVCache(model.cache_shape, model.dtype, model.device, kv_budget_bytes)
+        self._cache = KVCache(model.cache_shape, model.dtype, model.device, kv_budget_bytes)
+        super().__init__(model, bank, self._cache)
 
     def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
         """See ``Runner``."""
-        attend = StreamAttention(self.store, TokenStream(streams, double=False))
-        groups = [(key, sum(len(s.tokens) for s in group)) for key, group in groupby(streams, key=lambda s: s.key)]
-        lora = self._bank.product([key for key, _ in groups], [count for _, count in groups])
-        with self._model.adapted(lora, len(attend.tokens), attend):
-            hidden = self._model.hidden(attend.tokens[None], attend.positions[None])[0]
+        attend = StreamAttention(self._cache, TokenStream(streams, double=False))
+        lora = self._bank.batch_product(*zip(*adapter_groups(streams), strict=True))
+        with self._decoder.adapted(lora, len(attend.tokens), attend):
+            hidden = self._decoder.hidden(attend.tokens[None], attend.positions[None])[0]
         return hidden, attend.last
 
 
@@ -135,38 +105,38 @@ def _attend_causally(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, a
     return attend(q, k, v, seen(gap, window)[None, None])
 
 
-class SequenceRunner(TransformersRunner):
+class SequenceRunner(BaseRunner):
     """See the module."""
 
-    def __init__(self, model: TransformersModel, bank: TransformersAdapters, kv_budget_bytes: int) -> None:
-        super().__init__(model, bank)
-        self.store = SequenceStore(model, kv_budget_bytes)
+    def __init__(self, model: TransformersModel, bank: LoraManager, kv_budget_bytes: int) -> None:
+        store = SequenceStore(model, kv_budget_bytes)
+        self._caches = store.caches
+        super().__init__(model, bank, store)
 
     def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
         """See ``Runner``."""
         hidden, counts = [], [len(chunk.tokens) for chunk in streams]
         for chunk, count in zip(streams, counts, strict=True):
             first = chunk.prefix_length + chunk.start
-            device = self._model.device
+            device = self._decoder.device
             tokens = torch.tensor(chunk.tokens, device=device)[None]
             positions = torch.arange(first, first + count, device=device)[None]
-            lora = self._bank.product([chunk.key], [count])
-            with self._model.adapted(lora, count, _attend_causally):
-                hidden.append(self._model.hidden(tokens, positions, cache=self._cache(chunk))[0])
-        return torch.cat(hidden), torch.tensor(counts, device=self._model.device).cumsum(0) - 1
+            lora = self._bank.batch_product([chunk.key], [count])
+            with self._decoder.adapted(lora, count, _attend_causally):
+                hidden.append(self._decoder.hidden(tokens, positions, cache=self._cache(chunk))[0])
+        return torch.cat(hidden), torch.tensor(counts, device=self._decoder.device).cumsum(0) - 1
 
     def _cache(self, chunk: SequenceChunk) -> DynamicCache:
         """Of the tokens before the chunk."""
-        caches = self.store.caches
         if chunk.start == 0:
             shared = chunk.prefix_slot
-            caches[chunk.slot] = (
-                DynamicCache(config=self._model.config) if shared is None else copy.deepcopy(caches[shared])
+            self._caches[chunk.slot] = (
+                DynamicCache(config=self._decoder.config) if shared is None else copy.deepcopy(self._caches[shared])
             )
-        return caches[chunk.slot]
+        return self._caches[chunk.slot]
 
 
-def transformers_runner(model: TransformersModel, bank: TransformersAdapters, kv_budget_bytes: int) -> Runner:
+def transformers_runner(model: TransformersModel, bank: LoraManager, kv_budget_bytes: int) -> Runner:
     """The faster one of those that can compute ``model``."""
     runner = StreamRunner if model.cache_shape is not None else SequenceRunner
     return runner(model, bank, kv_budget_bytes)

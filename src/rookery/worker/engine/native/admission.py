@@ -25,7 +25,7 @@ from rookery.scheduling.slo import CacheBudget
 from rookery.worker.engine.native.attention import SequenceChunk
 from rookery.worker.engine.native.kv_cache import KVSlot, SegmentStore
 from rookery.worker.engine.native.request import EngineRequest, SharedPrefix
-from rookery.worker.model.adapter_bank import AdapterBank
+from rookery.worker.model.lora import LoraManager
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Admission:
     def __init__(
         self,
         store: SegmentStore,
-        bank: AdapterBank[Any],
+        bank: LoraManager,
         max_rows: int,
         stats: defaultdict[str, float],
         budget: CacheBudget | None = None,

@@ -29,7 +29,6 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from math import isnan
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +46,7 @@ from rookery.worker.engine.native.sampler import SamplingKey
 from rookery.worker.engine.native.slo_gate import SloGate
 from rookery.worker.engine.native.weights import WeightSets
 from rookery.worker.memory import MemoryUse
-from rookery.worker.model.adapter_bank import AdapterBank
+from rookery.worker.model.lora import LoraManager
 
 log = logging.getLogger("rookery.engine")
 
@@ -77,7 +76,7 @@ class NativeEngine:
     def __init__(
         self,
         decoder: EngineModel,
-        bank: AdapterBank[Any],
+        bank: LoraManager,
         decode: Callable[[list[int]], str],
         *,
         max_rows: int,

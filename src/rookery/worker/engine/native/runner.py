@@ -8,6 +8,7 @@ Both multiply in the shapes that make a token's result independent of the batch 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,7 +23,6 @@ from rookery.worker.engine.native.cuda.graph_runner import CudaGraphRunner
 from rookery.worker.engine.native.kv_cache import KVCache, SegmentStore
 from rookery.worker.engine.native.sampler import SampledTokens, SamplingKey, sample
 from rookery.worker.model.adapter import Projections
-from rookery.worker.model.adapter_bank import AdapterBank
 from rookery.worker.model.decoder import Decoder
 from rookery.worker.model.lora import LoraManager
 
@@ -85,27 +85,25 @@ class Runner(Protocol):
         ...
 
 
-class DenseRunner:
-    """See the module."""
+class BaseRunner:
+    """What all runners but a GPU's share: adapters need no preparation, and a decode step is a prefill of one token of
+    each sequence."""
 
-    def __init__(self, decoder: Decoder, bank: LoraManager, kv_budget_bytes: int) -> None:
-        self.store = KVCache(decoder.config, decoder.dtype, decoder.device, kv_budget_bytes)
+    def __init__(self, decoder: Any, bank: Any, store: SegmentStore) -> None:
+        self.store = store
         self._decoder = decoder
         self._bank = bank
 
-    def use(self, decoder: Decoder) -> None:
+    def use(self, decoder: Any) -> None:
         """See ``Runner``."""
         self._decoder = decoder
 
     def prepare_adapters(self, keys: Iterable[str]) -> None:
-        """Nothing to do: ``BatchLora`` takes rows in any order."""
+        """Nothing to do: products take rows in any order."""
 
     def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
         """See ``Runner``."""
-        attend = SegmentAttention(self._decoder.config, self.store, TokenStream(streams))
-        groups = _adapter_groups(streams)
-        lora = self._bank.batch_product([key for key, _ in groups], [count for _, count in groups])
-        return self._decoder.forward(attend.tokens, attend.positions, attend, lora), attend.last
+        raise NotImplementedError
 
     def decode(self, streams: Sequence[SequenceChunk]) -> Tensor:
         """See ``Runner``."""
@@ -117,50 +115,55 @@ class DenseRunner:
         return sample(logits, keys)
 
 
-class KernelRunner:
-    """A CPU's with compiled kernels (``kernels.load`` comes first)."""
+class DenseRunner(BaseRunner):
+    """See the module."""
 
     def __init__(self, decoder: Decoder, bank: LoraManager, kv_budget_bytes: int) -> None:
-        from rookery.worker.engine.native.kernels import attention, layer_pass, lora, sampler
-
-        self.store = KVCache(decoder.config, decoder.dtype, decoder.device, kv_budget_bytes)
-        self._decoder = decoder
-        self._bank = bank
-        self._attention, self._lora, self._pass, self._sampler = attention, lora, layer_pass, sampler
-
-    def use(self, decoder: Decoder) -> None:
-        """See ``Runner``."""
-        self._decoder = decoder
-
-    def prepare_adapters(self, keys: Iterable[str]) -> None:
-        """Nothing to do: blocks take rows in any order."""
+        self._cache = KVCache(decoder.config, decoder.dtype, decoder.device, kv_budget_bytes)
+        super().__init__(decoder, bank, self._cache)
 
     def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
         """See ``Runner``."""
-        attend = self._attention.KernelAttention(self._decoder, self.store, TokenStream(streams))
-        pack = self._lora.KernelAdapter.pack
-        groups = [(self._bank.packed(key, pack) if key else None, count) for key, count in _adapter_groups(streams)]
-        return self._pass.forward(self._decoder, attend.tokens, groups, attend), attend.last
+        attend = SegmentAttention(self._decoder.config, self._cache, TokenStream(streams))
+        lora = self._bank.batch_product(*zip(*_doubled_groups(streams), strict=True))
+        return self._decoder.forward(attend.tokens, attend.positions, attend, lora), attend.last
 
-    def decode(self, streams: Sequence[SequenceChunk]) -> Tensor:
+
+class KernelRunner(DenseRunner):
+    """A CPU's with compiled kernels (``kernels.load`` comes first)."""
+
+    def prefill(self, streams: Sequence[SequenceChunk]) -> tuple[Tensor, Tensor]:
         """See ``Runner``."""
-        hidden, last = self.prefill(streams)
-        return logits_at(self._decoder, hidden, last)
+        from rookery.worker.engine.native.kernels.attention import KernelAttention
+        from rookery.worker.engine.native.kernels.layer_pass import forward
+        from rookery.worker.engine.native.kernels.lora import KernelAdapter
+
+        attend = KernelAttention(self._decoder, self._cache, TokenStream(streams))
+        pack = partial(KernelAdapter.pack, layers=len(self._decoder.layers))
+        groups = [(self._bank.packed(key, pack) if key else None, count) for key, count in _doubled_groups(streams)]
+        return forward(self._decoder, attend.tokens, groups, attend), attend.last
 
     def sample(self, logits: Tensor, keys: Sequence[SamplingKey]) -> SampledTokens:
         """See ``Runner``."""
-        return self._sampler.sample(logits, keys)
+        from rookery.worker.engine.native.kernels import sampler
+
+        return sampler.sample(logits, keys)
 
 
-def _adapter_groups(streams: Sequence[SequenceChunk]) -> list[tuple[str, int]]:
-    """Adapters and their consecutive tokens; a lone token is doubled (``batch_invariance``)."""
-    groups = [(key, sum(len(s.tokens) for s in group)) for key, group in groupby(streams, key=lambda s: s.key)]
+def adapter_groups(streams: Sequence[SequenceChunk]) -> list[tuple[str, int]]:
+    """Adapters and the numbers of their consecutive tokens."""
+    return [(key, sum(len(s.tokens) for s in group)) for key, group in groupby(streams, key=lambda s: s.key)]
+
+
+def _doubled_groups(streams: Sequence[SequenceChunk]) -> list[tuple[str, int]]:
+    """The same with a lone token doubled (``batch_invariance``)."""
+    groups = adapter_groups(streams)
     return groups if sum(count for _, count in groups) > 1 else [(groups[0][0], 2)]
 
 
 def best_runner(
     decoder: EngineModel,
-    bank: AdapterBank[Any],
+    bank: LoraManager,
     kv_budget_bytes: int,
     *,
     compiled: bool = True,
@@ -169,7 +172,7 @@ def best_runner(
     """The runner of the decoder's device. The pool needs the fused kernels: without them, every row's keys are gathered
     at the length of the longest. On a CPU, ``compiled`` allows those of ``kernels``, whose code is cached
     under ``cache``."""
-    assert isinstance(decoder, Decoder) and isinstance(bank, LoraManager), "other models need a runner of their own"
+    assert isinstance(decoder, Decoder), "other models need a runner of their own"
     if device.fuses(decoder.device, decoder.dtype):
         return CudaGraphRunner(decoder, bank, kv_budget_bytes)
     runner = KernelRunner if compiled and kernels.usable(decoder, cache) else DenseRunner

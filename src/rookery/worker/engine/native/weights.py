@@ -8,14 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from rookery import protocol
 from rookery.worker.engine.native.runner import EngineModel, Runner
 from rookery.worker.model.adapter import read_adapter
-from rookery.worker.model.adapter_bank import AdapterBank
 from rookery.worker.model.convert import read_full_version
 from rookery.worker.model.decoder import Decoder
+from rookery.worker.model.lora import LoraManager
 
 WEIGHTS_SECONDS = 0.5
 """Time after which another set that has rows is used. The exchange costs nothing on a CPU, and on a GPU the capture of
@@ -26,7 +25,7 @@ class WeightSets:
     """Chooses the set that the runner computes with. A set is named by the hash of its version, the base model's by an
     empty string."""
 
-    def __init__(self, base: EngineModel, bank: AdapterBank[Any], runner: Runner) -> None:
+    def __init__(self, base: EngineModel, bank: LoraManager, runner: Runner) -> None:
         self._base = base
         self._bank = bank
         self._runner = runner

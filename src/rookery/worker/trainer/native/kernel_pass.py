@@ -124,17 +124,16 @@ def _groups(decoder: Decoder, policies: Sequence[PolicyRows], tokens: int) -> Gr
 
 def _packed(decoder: Decoder, policy: PolicyState) -> KernelAdapter:
     config, rank, a, b = decoder.config, padded_rank(policy.rank), {}, {}
-    for site, parts in SITES.items():
-        layers = {i: policy.sites[i, site] for i in range(config.layers) if (i, site) in policy.sites}
-        if layers:
-            outputs = output_slices(config, site)[parts[-1]].stop
-            a[site] = torch.zeros(config.layers, len(parts), rank, config.site_shape(parts[0])[0], dtype=decoder.dtype)
-            b[site] = torch.zeros(config.layers, outputs, rank, dtype=decoder.dtype)
-            for i, found in layers.items():
-                for part in found.parts:
-                    a[site][i, part.number, : policy.rank] = found.a[part.ranks]
-                    b[site][i, part.outputs, : policy.rank] = part.b
-    return KernelAdapter.pack(ResidentAdapter(rank, a, b))
+    for (layer, site), found in policy.sites.items():
+        parts = SITES[site]
+        outputs = output_slices(config, site)[parts[-1]].stop
+        down = torch.zeros(len(parts), rank, config.site_shape(parts[0])[0], dtype=decoder.dtype)
+        b[layer, site] = torch.zeros(outputs, rank, dtype=decoder.dtype)
+        for part in found.parts:
+            down[part.number, : policy.rank] = found.a[part.ranks]
+            b[layer, site][part.outputs, : policy.rank] = part.b
+        a[layer, site] = down.flatten(0, 1)
+    return KernelAdapter.pack(ResidentAdapter(rank, a, b), config.layers)
 
 
 def _attention(decoder: Decoder, batch: PackedBatch) -> KernelAttention:

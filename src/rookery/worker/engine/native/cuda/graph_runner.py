@@ -57,7 +57,7 @@ class CudaGraphRunner:
         self._bank = bank
         self._product = product or best_grouped_matmul(decoder.device, decoder.dtype)
         self._windows = sorted(set(decoder.config.windows))
-        self._slots, self._layout_version = 0, bank.layout_version
+        self._slots, self._layout_version = 0, bank.slots.layout_version
         on_gpu = decoder.device.type == "cuda"
         self._memory = torch.cuda.graph_pool_handle() if on_gpu else None
         """Graphs share their working memory: one runs at a time."""
@@ -74,8 +74,8 @@ class CudaGraphRunner:
     def prepare_adapters(self, keys: Iterable[str]) -> None:
         """See ``Runner``."""
         self._slots = self._bank.assign_slots(dict.fromkeys(keys))
-        if self._bank.layout_version != self._layout_version:
-            self._layout_version = self._bank.layout_version
+        if self._bank.slots.layout_version != self._layout_version:
+            self._layout_version = self._bank.slots.layout_version
             for key in [key for key in self.graphs if key.adapters > 0]:
                 del self.graphs[key]
             if self._memory is not None and not self.graphs:  # a pool that no graph uses cannot be captured into again

@@ -59,39 +59,26 @@ the norm, LoRA's middle [rows, ``_STRIDE``] float32 to expand and to write, outp
 
 @dataclass(frozen=True)
 class KernelAdapter:
-    """One adapter as the kernel reads it: per site A [layers, parts · rank / 16, in, 16] and B [layers, out / 16, rank,
-    16], and ``table`` [layers, sites, 2] of their addresses in each layer, A first; 0 where the adapter has no such
-    site."""
+    """One adapter as the kernel reads it: for each layer and site A [parts · rank / 16, in, 16] and B [out / 16, rank,
+    16], and ``table`` [layers, sites, 2] of their addresses, A first; 0 where the adapter has no such site."""
 
     rank: int
     table: Tensor
-    factors: dict[str, tuple[Tensor, Tensor]]
+    factors: list[Tensor]
 
     @property
     def bytes(self) -> int:
-        return sum(factor.nbytes for pair in self.factors.values() for factor in pair)
+        return sum(factor.nbytes for factor in self.factors)
 
     @classmethod
-    def pack(cls, adapter: ResidentAdapter) -> KernelAdapter:
+    def pack(cls, adapter: ResidentAdapter, layers: int) -> KernelAdapter:
         """Copies the factors into the kernel's layout."""
-        layers = len(next(iter(adapter.a.values())))
-        table, factors = torch.zeros(layers, len(SITES), 2, dtype=torch.int64), {}
-        for i, site in enumerate(SITES):
-            if site in adapter.a:
-                a = adapter.a[site].reshape(layers, -1, LANES, adapter.a[site].shape[-1]).transpose(2, 3).contiguous()
-                b = adapter.b[site].reshape(layers, -1, LANES, adapter.rank).transpose(2, 3).contiguous()
-                factors[site] = a, b
-                for j, factor in enumerate((a, b)):
-                    table[:, i, j] = factor.data_ptr() + torch.arange(layers) * factor[0].nbytes
+        table, factors = torch.zeros(layers, len(SITES), 2, dtype=torch.int64), []
+        for (layer, site), a in adapter.a.items():
+            for i, factor in enumerate((a, adapter.b[layer, site])):
+                factors.append(factor.view(-1, LANES, factor.shape[1]).transpose(1, 2).contiguous())
+                table[layer, list(SITES).index(site), i] = factors[-1].data_ptr()
         return cls(adapter.rank, table, factors)
-
-    def unpack(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """``a`` and ``b`` of a ``ResidentAdapter``."""
-        a, b, layers = {}, {}, len(self.table)
-        for site, (down, up) in self.factors.items():
-            a[site] = down.transpose(2, 3).reshape(layers, len(SITES[site]), self.rank, down.shape[2])
-            b[site] = up.transpose(2, 3).reshape(layers, -1, self.rank)
-        return a, b
 
 
 @device_function
