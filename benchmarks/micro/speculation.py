@@ -166,7 +166,7 @@ def budgets(times: Cell) -> list[list[Any]]:
             seconds = np.interp(sum(lengths) / rows, GAMMAS, [curve[rows, gamma] for gamma in GAMMAS])
             speeds.append((rows + sum(sum(along[:length]) for length in lengths)) / seconds)
         for line, speed in zip(least, speeds, strict=True):
-            line[number] = min(line[number], speed / max(speeds[1:]))
+            line[number] = float(min(line[number], speed / max(speeds[1:])))
     return least
 
 
