@@ -8,6 +8,8 @@
   between them.
 * :class:`Signal` wakes any number of waiters. :class:`TaskGroup` cancels its tasks in the order in which they started;
   :class:`BackgroundTasks` holds tasks that nobody awaits.
+* :func:`cancel_all` ends tasks; :func:`first_of` and :func:`unless` run several until one of them ends.
+* :class:`LoopThread` runs a service or an environment in a thread of another program.
 * :func:`restarting` keeps a background task running.
 * :func:`client_tls` says how a client of a service checks its certificate.
 """
@@ -24,7 +26,7 @@ import ssl
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -101,6 +103,30 @@ async def wait_event(event: asyncio.Event, seconds: float) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+async def cancel_all(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel the tasks; returns when they have ended, however they end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def first_of(*work: Awaitable[Any]) -> AsyncIterator[list[asyncio.Future[Any]]]:
+    """Run all of ``work`` at the same time; within, one of them has ended. At the end the others are cancelled."""
+    tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        yield tasks
+    finally:
+        await cancel_all(*tasks)
+
+
+async def unless(end: Awaitable[object], work: Awaitable[T]) -> T | None:
+    """The result of ``work``; None, and it is cancelled, if ``end`` comes before."""
+    async with first_of(work, end) as (working, _):
+        return working.result() if working.done() else None
 
 
 class Signal:
@@ -189,10 +215,30 @@ class BackgroundTasks:
 
     async def cancel(self) -> None:
         """Cancel the present tasks and wait for their ends."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*self._tasks)
+
+
+class LoopThread:
+    """A thread with its own event loop, which runs ``work(stopping)`` until that returns; ``stopping`` is set by
+    :meth:`stop`. As a ``daemon`` it does not delay the end of the process."""
+
+    def __init__(self, name: str, work: Callable[[asyncio.Event], Coroutine[Any, Any, None]], *, daemon: bool) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name=name, daemon=daemon)
+        self._thread.start()
+
+    def stop(self, seconds: float | None = None) -> None:
+        """Returns when the thread has ended, or after ``seconds``. May be called twice, and from the thread itself."""
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            with contextlib.suppress(RuntimeError):  # the loop has just closed
+                self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(seconds)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._work(self._stopping))
 
 
 def is_loopback(address: str) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import logging
 import tarfile
 import tempfile
 import uuid
@@ -12,18 +14,44 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
 
+from rookery.aio import LoopThread, first_of
 from rookery.client.connection import HttpConnection, Record
-from rookery.client.environment_server import EnvironmentServer
 from rookery.client.job import Job, sample, stream
 from rookery.environments.base import Environment
+from rookery.environments.host import Host
 from rookery.errors import Conflict, NotFound, Unauthorized, Unavailable, UserError
 from rookery.settings import Settings
 from rookery.storage.data_dir import ADMIN_KEY_FILE, read_secret
+
+log = logging.getLogger("rookery.client")
+
+STOP_SECONDS = 5.0
+"""Time that a hosted environment has to close its episodes; one that blocks longer ends with the process."""
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 _DATASETS = {"path": "dataset", "eval_path": "eval_dataset"}
 """Options of a ``jsonl`` environment that name a local file, with the option that names its upload."""
+
+
+class EnvironmentServer:
+    """Offers ``environment`` to the service at ``url`` as ``name``, in a thread of the user's process, until
+    :meth:`stop` or the end of the process, which the thread does not delay."""
+
+    def __init__(self, url: str, key: str, name: str, environment: Environment, ca_file: str = "") -> None:
+        self.name = name
+        self._host = Host(url, key, {name: environment}, f"{name}-{uuid.uuid4().hex[:12]}", ca_file)
+        self._thread = LoopThread(f"environment {name}", self._serve, daemon=True)
+
+    def stop(self) -> None:
+        """May be called twice, and from the environment's own thread."""
+        self._thread.stop(STOP_SECONDS)
+
+    async def _serve(self, stopping: asyncio.Event) -> None:
+        async with first_of(self._host.run(), stopping.wait()) as (hosted, _):
+            pass
+        if not hosted.cancelled() and (error := hosted.exception()) is not None:
+            log.error("environment %s is no longer hosted: %s", self.name, error, exc_info=error)
 
 
 class Client:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
-from rookery.aio import Clock, IdGenerator, restarting
+from rookery.aio import Clock, IdGenerator, cancel_all, restarting
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.fleet import Fleet
@@ -158,10 +158,8 @@ class Controller:
         """Stop everything; jobs stay as they are and are resumed at the next start."""
         self._stopping = True
         tasks = [runner.task for runner in self.jobs.runners.values()] + self._tasks
-        for task in tasks:
-            task.cancel()
         running = list(self.jobs.runners)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*tasks)
         with suppress(Exception):  # the shutdown must go on; each then counts as a crash while it was starting
             await self.context.store.clear_starts(running)
         await self.sessions.stop()
@@ -293,8 +291,7 @@ class Controller:
             runner, waiting = self.jobs.runners.get(job), self.jobs.waiting.pop(job, None)
             if runner is not None:
                 runner.wanted = state
-                runner.task.cancel()
-                await asyncio.gather(runner.task, return_exceptions=True)
+                await cancel_all(runner.task)
                 row = await self.context.store.get_job(tenant, job)
                 if row.state in FINAL_JOB_STATES:
                     return

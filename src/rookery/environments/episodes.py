@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rookery import protocol
+from rookery.aio import cancel_all
 from rookery.environments.base import Environment, Message, Reply, Step
 from rookery.errors import UserError
 
@@ -109,10 +110,7 @@ class Episodes:
             self.close(name)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
-        unfinished = list(self._tasks)
-        for task in unfinished:
-            task.cancel()
-        await asyncio.gather(*unfinished, return_exceptions=True)
+        await cancel_all(*self._tasks)
 
     def _keep(self, task: asyncio.Task[Any]) -> None:
         self._tasks.add(task)

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 
 from rookery import protocol
+from rookery.aio import cancel_all
 from rookery.environments.base import Environment
 from rookery.environments.builtins import Builtin
 from rookery.environments.datasets import PromptDataset
@@ -207,10 +208,7 @@ class Host:
 
     async def _end(self) -> None:
         await self._episodes.close_all()
-        left = [*self._tasks, *self._prototypes.values()]
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await cancel_all(*self._tasks, *self._prototypes.values())
         self._calls.close()
 
 

@@ -26,7 +26,7 @@ import websockets
 from msgspec.msgpack import Decoder
 from websockets.asyncio.client import ClientConnection, connect
 
-from rookery.aio import Clock, client_tls, is_loopback
+from rookery.aio import Clock, cancel_all, client_tls, first_of, is_loopback
 from rookery.errors import UserError
 from rookery.protocol.codec import MAX_FRAME, BadFrame, decode, encode
 from rookery.protocol.common import PROTOCOL, HelloRejected, Message
@@ -165,8 +165,7 @@ async def serve_peer(
         if peer is not None:
             await closed(peer, connection)
         if writer is not None:
-            writer.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
+            await cancel_all(writer)
         await connection.close("bye")
 
 
@@ -224,16 +223,10 @@ class Channel(Generic[M]):
     ) -> None:
         """Handle messages in the order in which they arrive, send a heartbeat at once and at each interval, and run
         ``work``, until one of these ends; the others are cancelled and its exception propagates."""
-        parts = (self._receive(handle), self._beat(heartbeat), *work)
-        tasks = [asyncio.create_task(part) for part in parts]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async with first_of(self._receive(handle), self._beat(heartbeat), *work) as parts:
+            for part in parts:
+                if part.done():
+                    part.result()
 
     async def _receive(self, handle: Callable[[M], None]) -> None:
         while True:

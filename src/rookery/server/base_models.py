@@ -8,6 +8,7 @@ import contextlib
 import logging
 import sys
 
+from rookery.aio import cancel_all
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.settings import Settings
 from rookery.tokenization.chat import Chat
@@ -35,9 +36,7 @@ class BaseModels:
 
     async def close(self) -> None:
         """Stop preparing models."""
-        for loading in self._loading.values():
-            loading.cancel()
-        await asyncio.gather(*self._loading.values(), return_exceptions=True)
+        await cancel_all(*self._loading.values())
 
     async def _load(self, model: str) -> Chat:
         folder = model_folder(self._cache, model)

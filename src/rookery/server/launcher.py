@@ -26,7 +26,7 @@ from typing import Any, Self
 import uvicorn
 
 from rookery import protocol
-from rookery.aio import RandomIds, SystemClock
+from rookery.aio import RandomIds, SystemClock, cancel_all
 from rookery.cluster.base import Cluster
 from rookery.cluster.local import ProcessCluster
 from rookery.controller.controller import Controller
@@ -187,7 +187,7 @@ class Service:
         stop_seconds = max(1, round(settings.server.stop_seconds))
         self._serving = await self._serve(opened, build(context), listening, stop_seconds)
         self._claiming = asyncio.create_task(self._renew_claim(database), name="claim")
-        opened.push_async_callback(_cancel, self._claiming)
+        opened.push_async_callback(cancel_all, self._claiming)
         opened.push_async_callback(cluster.stop)  # runs first, so that workers can send their results
         await cluster.start()
 
@@ -263,11 +263,6 @@ class Service:
             raise RuntimeError("the HTTP server did not start")
         listening.listen(BACKLOG)  # uvicorn has set both, this and how many connections it accepts at once
         return serving
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
 
 
 async def serve(settings: Settings) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from rookery.aio import cancel_all
 from rookery.controller.jobs.trajectory import episode_result_decoder
 from rookery.controller.offload.seeding import Seeding
 from rookery.controller.rollout.request import InflightRequest
@@ -211,8 +212,7 @@ async def _play(scenario: Scenario, mode: Mode, folder: Path) -> ReplayResult:
         for row in await controller.queries.metrics(tenant, job):
             waits: dict[str, Any] = {name: row.get(f"seconds/{name}") for name in WAITS}
             steps.append(ReplayedStep(job, row["time"] - EPOCH, int(row["tokens"]), **waits))
-    renting.cancel()
-    await asyncio.gather(renting, return_exceptions=True)
+    await cancel_all(renting)
     digest, events = site.log.digest(), site.log.frames
     rollouts = controller.context.rollouts
     outcome = ReplayResult(
@@ -246,8 +246,7 @@ async def _until_over(site: SimulatedService, jobs: dict[str, str], renting: asy
     everybody = asyncio.gather(*(site.controller.queries.wait(tenant, job) for job, tenant in jobs.items()))
     either: list[asyncio.Future[Any]] = [renting, everybody]
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-    everybody.cancel()
-    await asyncio.gather(everybody, return_exceptions=True)
+    await cancel_all(everybody)
     if renting.done():
         renting.result()
 

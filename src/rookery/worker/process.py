@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from rookery.aio import die_with_parent
+from rookery.aio import cancel_all, die_with_parent
 from rookery.errors import EXIT_REFUSED, Unavailable, UserError
 from rookery.protocol.connection import RegistrationRefused
 from rookery.settings import Settings, token_of
@@ -105,9 +105,7 @@ async def run(options: WorkerOptions, settings: Settings, listening: socket.sock
         log.exception("the worker ends after a fault")
         code = FAILED
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*tasks)
         await connection.close()
         if peer_server is not None:
             await peer_server.stop()

@@ -18,15 +18,13 @@ and train.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from rookery import protocol
-from rookery.aio import Clock, Signal
+from rookery.aio import Clock, Signal, first_of
 from rookery.controller.fleet.fleet import Fleet, FleetListener
 from rookery.controller.fleet.worker import Worker
 from rookery.controller.offload.pool import RemotePool, UsageTotals
@@ -282,18 +280,9 @@ class Seeding(FleetListener):
                         self._set_closed(trainer.worker, False)
                     else:
                         self._train(trainer, cycle)
-            await self._wait(change, min(left, default=None))
-
-    async def _wait(self, change: asyncio.Event, seconds: float | None) -> None:
-        """Return when ``change`` is set, or after ``seconds``."""
-        waiting: list[asyncio.Future[Any]] = [asyncio.ensure_future(change.wait())]
-        if seconds is not None:
-            waiting.append(asyncio.ensure_future(self._clock.sleep(seconds)))
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for one in waiting:
-                one.cancel()
+            timers = [self._clock.sleep(min(left))] if left else []
+            async with first_of(change.wait(), *timers):
+                pass
 
     def _train(self, trainer: _Trainer, cycle: CycleTimer) -> None:
         """End the seed phase."""

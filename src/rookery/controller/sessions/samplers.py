@@ -13,10 +13,9 @@ import hashlib
 import logging
 from dataclasses import dataclass
 from math import nan
-from typing import Any
 
 from rookery import protocol
-from rookery.aio import TaskGroup
+from rookery.aio import TaskGroup, cancel_all
 from rookery.controller.context import ControllerContext
 from rookery.controller.rollout.request import SamplingRequest, SamplingResult
 from rookery.controller.sessions.futures import CLIENT_AWAY, Future, FutureExpired, Futures, QueueStatus, failure
@@ -92,12 +91,7 @@ class Samplers:
         """By suspended session: set when it resumes."""
 
     async def stop(self) -> None:
-        tasks: list[asyncio.Task[Any]] = []
-        for sample in self._running.values():
-            tasks += [sample.task, sample.work]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(*(task for sample in self._running.values() for task in (sample.task, sample.work)))
 
     async def create(
         self, tenant: str, session: str, id: str, *, base_model: str | None, asked_model: str | None, path: str | None

@@ -20,6 +20,7 @@ from math import prod
 import msgspec
 
 from rookery import protocol
+from rookery.aio import cancel_all
 from rookery.controller.context import ControllerContext
 from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import CLIENT_AWAY, Future, Futures, QueueStatus, failure
@@ -117,8 +118,7 @@ class TrainingRun:
 
     async def stop(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel_all(self._task)
 
     def release_slot(self) -> None:
         """Release the trainer slot if no operation runs or is about to."""

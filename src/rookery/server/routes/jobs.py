@@ -18,6 +18,7 @@ import msgspec
 from fastapi import APIRouter, Body, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
+from rookery.aio import cancel_all
 from rookery.controller.views import NUMBER, Completion, JobView
 from rookery.environments.jsonl import count_rows
 from rookery.errors import NotFound
@@ -250,9 +251,7 @@ async def _follow_job(service: ServiceContext, tenant: str, job: str, after: int
                 upcoming = asyncio.ensure_future(next_row())
                 await asyncio.sleep(0)
     finally:
-        for task in (upcoming, closing):
-            task.cancel()
-        await asyncio.gather(upcoming, closing, return_exceptions=True)
+        await cancel_all(upcoming, closing)
 
 
 def _refuse_paths(data: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import random
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -24,6 +24,7 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from rookery.aio import cancel_all, unless
 from rookery.controller.rollout.completions import PreparedPrompt, PromptTooLong
 from rookery.controller.rollout.request import SamplingResult
 from rookery.errors import NotFound, RookeryError, Unauthorized, Unavailable, shortage
@@ -50,8 +51,6 @@ MAX_CHOICES = 1024
 
 CLIENT_GONE = 499
 """Status of a request whose client has disconnected, as proxies log it."""
-
-T = TypeVar("T")
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------
@@ -202,7 +201,7 @@ async def _respond(
     if options.stream:
         events = _events(form, choices, growth, request.url.path)
         return ClosingStream(events, media_type="text/event-stream", headers={**headers, "Cache-Control": "no-store"})
-    if not await _unless_disconnected(request, _exhaust(growth)):
+    if not await unless(_disconnected(request), _exhaust(growth)):
         return Response(status_code=CLIENT_GONE)
     response = json_response(form.body(choices, _usage(choices)))
     response.headers.update(headers)
@@ -281,9 +280,7 @@ async def _generate(
                 except TimeoutError:
                     yield None
     finally:
-        for task in (*tasks.values(), closing):
-            task.cancel()
-        await asyncio.gather(*tasks.values(), closing, return_exceptions=True)
+        await cancel_all(*tasks.values(), closing)
 
 
 async def _exhaust(growth: AsyncGenerator[Any]) -> bool:
@@ -330,18 +327,7 @@ class ClosingStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
 
-async def _unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of ``work``; None, and it is cancelled, if the client disconnects before."""
-
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.create_task(work), asyncio.create_task(disconnected())
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+async def _disconnected(request: Request) -> None:
+    """Returns when the client disconnects."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from google.protobuf.message import DecodeError
 from msgspec.structs import asdict
 
+from rookery.aio import unless
 from rookery.controller.sessions import operations
 from rookery.controller.sessions.futures import QueueStatus
 from rookery.errors import RookeryError, UserError
@@ -37,8 +38,6 @@ TYPES: dict[type, str] = {
     operations.StateLoaded: "load_weights",
 }
 """The ``type`` field of JSON results that have one."""
-
-T = TypeVar("T")
 
 # --- models -----------------------------------------------------------------------------------------------------------
 
@@ -206,7 +205,8 @@ async def retrieve_future(service: Service, owner: Owner, request: Request) -> R
     as the result."""
     body = await schemas.RetrieveFuture.read(request)
     try:
-        result = await _unless_closing(service, service.controller.sessions.futures.wait(owner.id, body.request_id))
+        waiting = service.controller.sessions.futures.wait(owner.id, body.request_id)
+        result = await unless(service.closing.wait(), waiting)
         if result is None:
             result = QueueStatus(reason="the service stops; it resumes at its next start")
         return await _result(body.request_id, result)
@@ -238,15 +238,3 @@ async def _result(request: str, result: operations.AnyResult | QueueStatus) -> R
             kind = TYPES.get(type(result))
             content = asdict(result) if kind is None else {"type": kind, **asdict(result)}
     return json_response(content)
-
-
-async def _unless_closing(service: Service, waiting: Coroutine[Any, Any, T]) -> T | None:
-    """The result of ``waiting``; None if the service stops before."""
-    task = asyncio.ensure_future(waiting)
-    closing = asyncio.ensure_future(service.closing.wait())
-    try:
-        await asyncio.wait({task, closing}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        task.cancel()
-        closing.cancel()
