@@ -16,7 +16,7 @@ import pytest
 import typer
 import yaml
 
-from rookery.cli.app import app
+from rookery.cli import app
 from rookery.errors import EXIT_REFUSED
 from rookery.settings import TOKEN_VARIABLE, Settings
 

@@ -16,7 +16,7 @@ import yaml
 from pydantic import BaseModel
 from tests.support.faces import MODEL, ScriptedWorker, served
 
-from rookery.cli.app import app
+from rookery.cli import app
 from rookery.client import Client
 from rookery.environments.builtins import BUILTINS, find
 from rookery.environments.reasoning_gym import REPLIES_ARE_CODE

@@ -41,7 +41,7 @@ def test_an_environment_needs_no_more_than_its_own_room() -> None:
 
 
 LIGHT = (
-    "algorithms.advantages", "algorithms.schedules", "cli.app", "client", "cluster.local", "controller.controller",
+    "algorithms.advantages", "algorithms.schedules", "cli", "client", "cluster.local", "controller.controller",
     "environments.process", "scheduling.balancing", "server.launcher", "simulation.replay", "spec.job", "storage.db",
     "telemetry.metrics", "tokenization.chat", "protocol",
 )  # fmt: skip
@@ -59,7 +59,7 @@ def test_a_worker_starts_without_the_compiler() -> None:
 
 
 def test_the_command_line_starts_without_the_server() -> None:
-    loaded = loaded_by("from rookery.cli.app import main\ntry: main(['--help'])\nexcept SystemExit: pass")
+    loaded = loaded_by("from rookery.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass")
     assert not loaded & {*HEAVY, "fastapi", "uvicorn", "sqlalchemy"}
 
 

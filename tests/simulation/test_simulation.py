@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rookery import protocol
-from rookery.cli.app import main
+from rookery.cli import main
 from rookery.controller.offload.seeding import Seeding
 from rookery.errors import UserError
 from rookery.scheduling.offload import Cycle

@@ -11,7 +11,7 @@ from tests.support.faces import ScriptedWorker, job, served
 from tests.support.storing import everything, new_database, running_postgres, submit
 from typer.testing import CliRunner
 
-from rookery.cli.app import app
+from rookery.cli import app
 from rookery.client import Client
 from rookery.errors import CorruptArtifact, UserError
 from rookery.storage.artifacts import Artifacts, Place

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from rookery.cli.app import app
+from rookery.cli import app
 from rookery.client import Client
 from rookery.errors import Unavailable, UserError
 from rookery.storage.db import Database

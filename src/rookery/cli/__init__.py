@@ -1,7 +1,69 @@
-"""The command line, ``rookery``. It never imports torch; a worker is a separate process."""
+"""The command line, ``rookery``: its sub-commands, and the conversion of every error into one line and an exit code. It
+never imports torch; a worker is a separate process."""
 
 from __future__ import annotations
 
-from rookery.cli.app import main
+import sys
+from typing import Annotated
 
-__all__ = ["main"]
+import typer
+
+from rookery.cli import admin, demo, doctor, jobs, models, run, serve, simulate
+from rookery.cli.options import EXIT_CODES, FAILED, INTERRUPTED, REFUSED
+from rookery.errors import RookeryError
+
+app = typer.Typer(
+    help="Many LoRA policies learn by reinforcement at once, on one resident base model.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.command("demo")(demo.demo)
+app.command("serve")(serve.serve)
+app.command("run", epilog=EXIT_CODES)(run.run)
+app.add_typer(jobs.app, name="jobs")
+app.add_typer(jobs.uploads, name="uploads")
+app.command("chat")(models.chat)
+app.command("models")(models.models)
+app.command("worker")(serve.worker)
+app.command("workers")(admin.workers)
+app.add_typer(admin.app, name="tenants")
+app.command("simulate")(simulate.simulate)
+app.command("costs")(admin.costs)
+app.command("backup")(admin.backup)
+app.command("restore")(admin.restore)
+app.command("doctor")(doctor.doctor)
+
+DEBUG = "--debug"
+
+
+@app.callback()
+def root(debug: Annotated[bool, typer.Option(DEBUG, help="Show tracebacks; may stand anywhere.")] = False) -> None:
+    """Many LoRA policies learn by reinforcement at once, on one resident base model."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs one command and exits with its code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    debug = DEBUG in given
+    try:
+        app([argument for argument in given if argument != DEBUG], prog_name="rookery")
+    except RookeryError as error:
+        if debug:
+            raise
+        problems = getattr(error, "problems", None) or [str(error)]
+        for line in problems:
+            print(f"rookery: {line}", file=sys.stderr)
+        sys.exit(REFUSED if error.status < RookeryError.status else FAILED)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:  # the reader of the output has exited
+        sys.stderr.close()
+        sys.exit(FAILED)
+    except Exception as error:
+        if debug:
+            raise
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        print(f"rookery: internal error: {line} ({DEBUG} shows where)", file=sys.stderr)
+        sys.exit(FAILED)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from rookery.cli.app import main
+from rookery.cli import main
 
 main()

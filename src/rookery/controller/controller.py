@@ -27,7 +27,6 @@ from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentHosts
 from rookery.controller.fleet.fleet import Fleet
 from rookery.controller.jobs.runner import JobAdmission, JobRegistry, JobRunner
-from rookery.controller.model_use import ModelUse
 from rookery.controller.offload.seeding import Seeding
 from rookery.controller.queries import JobQueries
 from rookery.controller.quotas import Quotas
@@ -35,7 +34,7 @@ from rookery.controller.rollout.completions import Completions
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.sessions.sessions import Sessions
 from rookery.controller.training.dispatcher import TrainingDispatcher
-from rookery.controller.usage import UsageMeter
+from rookery.controller.usage import ModelUse, UsageMeter
 from rookery.controller.validation import JobValidator
 from rookery.controller.views import JobState, JobView
 from rookery.controller.weights.distribution import AdapterResidency

@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 from rookery import protocol
-from rookery.controller import budgets
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import BUILTIN, SERVICE
 from rookery.controller.jobs.job_context import SHOWN_REWARDS
@@ -257,7 +256,7 @@ class JobQueries:
                 "failed_pulls": context.residency.failed_pulls,
                 "frames_ignored": fleet.ignored_frames,
                 "frames_bad": fleet.bad_frames,
-                **{f"refused_{limit}": context.refused[limit] for limit in (*budgets.COUNTED, *REFUSED)},
+                **{f"refused_{limit}": context.refused[limit] for limit in REFUSED},
                 **context.usage.totals(),
                 **{name: counted[name] for name in COUNTED},
             },

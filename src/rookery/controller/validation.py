@@ -16,9 +16,9 @@ from typing import Any
 import msgspec
 
 from rookery import protocol
-from rookery.controller import budgets
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import SERVICE, EnvironmentRef
+from rookery.controller.quotas import ROWS, as_jsonl, job_problems
 from rookery.controller.sessions.samplers import SCHEME, find_checkpoint
 from rookery.controller.views import NUMBER
 from rookery.controller.weights.distribution import adapter_ref
@@ -83,7 +83,7 @@ class JobValidator:
                 f"policies.{name}.trainers: given {policy.trainers}, allowed: 1 where a worker trains with a group of"
                 " processes (the service's ROOKERY_TRAINER_PROCESSES)"
             )
-        problems += budgets.job_problems(spec, context.settings.limits, context.refused)
+        problems += job_problems(spec, context.settings.limits, context.refused)
         try:
             options = await self.options(tenant, spec)
             if spec.environment.id is not None:
@@ -127,14 +127,14 @@ class JobValidator:
     async def store_rows(self, tenant: str, spec: JobSpec) -> JobSpec:
         """The job with its inline rows as stored datasets: the options travel with every episode."""
         environment = spec.environment
-        inline = {name: rows for name in budgets.ROWS if (rows := environment.options.get(name)) is not None}
+        inline = {name: rows for name in ROWS if (rows := environment.options.get(name)) is not None}
         if environment.id != "jsonl" or not inline:
             return spec
-        fields = environment.model_dump(exclude=set(budgets.ROWS))
+        fields = environment.model_dump(exclude=set(ROWS))
         for name, rows in inline.items():
-            content = await asyncio.to_thread(budgets.as_jsonl, rows)
+            content = await asyncio.to_thread(as_jsonl, rows)
             async with self._received(DATASET, _whole(content)) as staging:
-                fields[budgets.ROWS[name]] = await self._keep(tenant, "dataset", staging)
+                fields[ROWS[name]] = await self._keep(tenant, "dataset", staging)
         return spec.model_copy(update={"environment": EnvironmentSpec.model_validate(fields)})
 
     async def environment(self, tenant: str, job: str, spec: JobSpec) -> EnvironmentRef:

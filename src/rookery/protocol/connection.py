@@ -6,7 +6,7 @@ Both ends see a :class:`Connection`: whole binary frames in order, until it is c
   wait in the :class:`Outbox` of that connection, so a peer that does not read delays only itself.
 * A worker or host runs :func:`stay_connected`: dial with its key, hello, welcome, converse, dial again with backoff. A
   :class:`Channel` sends its heartbeats and handles the service's messages.
-* A frame that does not decode, or that is larger than :data:`~rookery.protocol.codec.MAX_FRAME`, ends the connection.
+* A frame that does not decode, or that is larger than :data:`~rookery.protocol.MAX_FRAME`, ends the connection.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from rookery.aio import Clock, cancel_all, client_tls, first_of, is_loopback
 from rookery.errors import UserError
-from rookery.protocol.codec import MAX_FRAME, BadFrame, decode, encode
+from rookery.protocol import MAX_FRAME, BadFrame, decode, encode
 from rookery.protocol.common import PROTOCOL, HelloRejected, Message
 from rookery.protocol.envhost import HostWelcome
 from rookery.protocol.worker import Welcome

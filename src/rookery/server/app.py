@@ -72,7 +72,7 @@ def standby(connections: Connections) -> FastAPI:
 def _mount_tinker(app: FastAPI, context: ServiceContext) -> None:
     """Mounts the Tinker-compatible API if the package that publishes its schema is installed."""
     try:
-        from rookery.server.tinker.app import build as build_tinker
+        from rookery.server.tinker import build as build_tinker
 
         app.mount("/tinker", build_tinker(context))
     except ImportError as error:

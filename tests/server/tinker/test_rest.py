@@ -298,7 +298,7 @@ def test_unknown_fields_and_models_are_refused(service: EmbeddedService, visitor
 def test_every_route_asks_for_a_key(service: EmbeddedService) -> None:
     from fastapi.routing import APIRoute
 
-    from rookery.server.tinker.app import build
+    from rookery.server.tinker import build
 
     open_to_all = {"/api/v1/healthz", "/api/v1/external/{ticket}/{digest}/{file}", "/{path:path}"}
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from rookery import protocol
 from rookery.aio import Signal, TaskGroup
-from rookery.controller import budgets
 from rookery.controller.jobs.evaluation import evaluate
 from rookery.controller.jobs.groups import Groups
 from rookery.controller.jobs.job_context import JobContext, per_token
 from rookery.controller.jobs.step import CompleteGroup, StepAccumulator, adam, forward_backward
+from rookery.controller.quotas import groups_at_once
 from rookery.controller.training.policy_trainer import PolicyTrainer
 from rookery.scheduling.job_rules import admission_budget
 
@@ -124,7 +124,7 @@ class TrainingJob:
     async def _keep_in_flight(self, tasks: TaskGroup) -> None:
         """Keep groups in flight up to the staleness bound, starting with the groups of an earlier run."""
         algorithm, groups = self.spec.algorithm, self.groups
-        at_once = budgets.groups_at_once(self.spec, self._controller.settings.limits)
+        at_once = groups_at_once(self.spec, self._controller.settings.limits)
         await groups.resume(tasks)
         while True:
             change = self._changed.next

@@ -14,13 +14,12 @@ from weakref import WeakValueDictionary
 
 from rookery import protocol
 from rookery.aio import Clock, Signal
-from rookery.controller import budgets
 from rookery.controller.context import ControllerContext
 from rookery.controller.fleet.env_hosts import EnvironmentFailed
 from rookery.controller.jobs.groups import JobPaused
 from rookery.controller.jobs.job import TrainingJob
 from rookery.controller.jobs.job_context import JobContext, Progress
-from rookery.controller.quotas import Quotas
+from rookery.controller.quotas import Quotas, tokens_in_memory
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.controller.validation import JobValidator
 from rookery.controller.views import JobState
@@ -252,13 +251,13 @@ class JobAdmission:
                 del self._jobs.waiting[row.id]
                 admitted.append(row)
                 models.add(row.spec["base_model"])
-                running.append(budgets.tokens_in_memory(row.spec))
+                running.append(tokens_in_memory(row.spec))
         return admitted
 
     def _running(self, tenant: str) -> list[int]:
         """The tokens that each of the tenant's running jobs may hold."""
         rows = [runner.row for runner in self._jobs.runners.values()]
-        return [budgets.tokens_in_memory(row.spec) for row in rows if row.tenant == tenant]
+        return [tokens_in_memory(row.spec) for row in rows if row.tenant == tenant]
 
     def waits_for(self, row: JobRow) -> str:
         """Why a waiting job may not start, and its place."""
@@ -274,7 +273,7 @@ class JobAdmission:
         if len(running) >= quotas.limit(tenant, "jobs"):
             return f"one of the tenant's {quotas.limit(tenant, 'jobs'):g} running jobs to end"
         tokens, most = sum(running), 2 * self._limits.job_tokens
-        if running and tokens + budgets.tokens_in_memory(row.spec) > most:
+        if running and tokens + tokens_in_memory(row.spec) > most:
             return f"running jobs of the tenant to end, which may hold {tokens} tokens in memory, of {most}"
         if row.spec["base_model"] not in models and len(models) >= quotas.limit(tenant, "models"):
             return f"one of the tenant's {quotas.limit(tenant, 'models'):g} base models in use to be free"

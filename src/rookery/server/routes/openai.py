@@ -29,12 +29,15 @@ from rookery.controller.rollout.completions import PreparedPrompt, PromptTooLong
 from rookery.controller.rollout.request import SamplingResult
 from rookery.errors import NotFound, RookeryError, Unauthorized, Unavailable, shortage
 from rookery.server.auth import AuthenticatedRoute, Owner, Service, ServiceContext
-from rookery.server.openai_responses import ChatFormat, Choice, ResponseFormat, TextFormat
-from rookery.server.openai_schemas import (
+from rookery.server.openai import (
+    ChatFormat,
     ChatRequest,
+    Choice,
     CompletionOptions,
     CompletionRequest,
     OpenAIErrorResponse,
+    ResponseFormat,
+    TextFormat,
     UnsupportedField,
     refuse_unsupported,
 )
