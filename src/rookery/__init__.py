@@ -9,39 +9,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rookery.client import Client, Job, JobTimeout, Record, RequestRefused
-    from rookery.environments.base import Environment, Reply, Step
-    from rookery.errors import RookeryError
-    from rookery.settings import Settings
-    from rookery.spec.job import JobSpec
+    from rookery.client import Client as Client
+    from rookery.client import Job as Job
+    from rookery.client import JobTimeout as JobTimeout
+    from rookery.client import Record as Record
+    from rookery.client import RequestRefused as RequestRefused
+    from rookery.environments.base import Environment as Environment
+    from rookery.environments.base import Reply as Reply
+    from rookery.environments.base import Step as Step
+    from rookery.errors import RookeryError as RookeryError
+    from rookery.settings import Settings as Settings
+    from rookery.spec.job import JobSpec as JobSpec
 
-_ROOMS = {
-    "Client": "rookery.client",
-    "Environment": "rookery.environments.base",
-    "Job": "rookery.client",
-    "JobSpec": "rookery.spec.job",
-    "Record": "rookery.client",
-    "RequestRefused": "rookery.client",
-    "Reply": "rookery.environments.base",
-    "RookeryError": "rookery.errors",
-    "Settings": "rookery.settings",
-    "Step": "rookery.environments.base",
-    "JobTimeout": "rookery.client",
+_NAMES = {
+    "client": ("Client", "Job", "JobTimeout", "Record", "RequestRefused"),
+    "environments.base": ("Environment", "Reply", "Step"),
+    "errors": ("RookeryError",),
+    "settings": ("Settings",),
+    "spec.job": ("JobSpec",),
 }
+_ROOMS = {name: f"rookery.{room}" for room, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "Client",
-    "Environment",
-    "Job",
-    "JobSpec",
-    "JobTimeout",
-    "Record",
-    "Reply",
-    "RequestRefused",
-    "RookeryError",
-    "Settings",
-    "Step",
-]
+__all__ = sorted(_ROOMS)
 
 
 def __getattr__(name: str) -> Any:
@@ -52,4 +41,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

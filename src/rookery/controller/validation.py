@@ -22,7 +22,7 @@ from rookery.controller.quotas import ROWS, as_jsonl, job_problems
 from rookery.controller.sessions.samplers import SCHEME, find_checkpoint
 from rookery.controller.views import NUMBER
 from rookery.controller.weights.distribution import adapter_ref
-from rookery.errors import NotFound, Unavailable, UserError
+from rookery.errors import NotFound, Unavailable, UserError, short
 from rookery.spec.job import EnvironmentSpec, JobSpec
 from rookery.spec.parsing import SpecError, parse_job
 from rookery.spec.policy import TARGETS
@@ -82,6 +82,12 @@ class JobValidator:
             problems.append(
                 f"policies.{name}.trainers: given {policy.trainers}, allowed: 1 where a worker trains with a group of"
                 " processes (the service's ROOKERY_TRAINER_PROCESSES)"
+            )
+        if policy.warm_start is not None and policy.warm_start.peft is not None:
+            problems.append(
+                f"policies.{name}.warm_start.peft: the service reads no files of yours; upload the folder"
+                f" {short(repr(policy.warm_start.peft))} (POST /api/v1/adapters; the Python client and rookery run do"
+                " it) and give warm_start.upload"
             )
         problems += job_problems(spec, context.settings.limits, context.refused)
         try:
@@ -150,7 +156,10 @@ class JobValidator:
             return options
         for field, path in (("dataset", "path"), ("eval_dataset", "eval_path")):
             if path in options:
-                raise UserError(f"{path}: the service reads no files of yours; upload it and give {field}")
+                raise UserError(
+                    f"environment.{path}: the service reads no files of yours; upload {short(repr(options[path]))}"
+                    f" (POST /api/v1/datasets; the Python client and rookery run do it) and give environment.{field}"
+                )
             if field in options:
                 digest = str(options.pop(field))
                 try:
@@ -168,8 +177,6 @@ class JobValidator:
         if start is None:
             return None
         where = f"policies.{name}.warm_start"
-        if start.peft is not None:
-            raise SpecError([f"{where}.peft: the service reads no files of yours; upload the folder and give upload"])
         try:
             if start.upload is not None:
                 digest = (await context.store.get_upload(tenant, "adapter", start.upload)).hash

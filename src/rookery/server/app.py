@@ -93,7 +93,7 @@ async def prometheus(service: Service) -> Response:
         totals={**health["totals"], **service.refusals},
         gauges={**health["gauges"], "connections": len(service.connections)},
     )
-    return Response(service.prometheus.render(metrics), media_type=CONTENT_TYPE)
+    return Response(metrics.render(), media_type=CONTENT_TYPE)
 
 
 def _document_jobs(app: FastAPI) -> None:

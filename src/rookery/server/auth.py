@@ -29,7 +29,6 @@ from rookery.storage.artifacts import Artifacts
 from rookery.storage.data_dir import hash_key
 from rookery.storage.db import Database
 from rookery.storage.models import KeyRole, KeyRow
-from rookery.telemetry.metrics import Prometheus
 
 REFUSALS = (
     "bodies_refused", "connections_refused", "connections_evicted", "connections_flooding", "keys_failed",
@@ -77,7 +76,6 @@ class ServiceContext:
     settings: Settings
     clock: Clock
     ids: IdGenerator
-    prometheus: Prometheus
     connections: Connections
     failed_keys: FailedKeys
     refusals: Counter[str]

@@ -43,7 +43,7 @@ from rookery.storage.db import Database, DatabaseInUse
 from rookery.storage.models import KeyRole
 from rookery.storage.store import StorageWriter, Store
 from rookery.telemetry.log import file_handler, logging_to, terminal_handler
-from rookery.telemetry.metrics import Prometheus, check_sinks
+from rookery.telemetry.metrics import check_sinks
 from rookery.tokenization.registry import resolve, usable
 
 log = logging.getLogger("rookery.server")
@@ -178,7 +178,6 @@ class Service:
             settings=settings,
             clock=clock,
             ids=ids,
-            prometheus=Prometheus(),
             connections=connections,
             failed_keys=FailedKeys(settings.edge.failed_keys_per_minute, map(hash_key, (self.admin_key, worker_token))),
             refusals=refusals,

@@ -1,7 +1,7 @@
 """Metrics for other programs: Prometheus' text format, TensorBoard and Weights & Biases by setting, strict JSON.
 
 * The controller counts, and the database holds a job's metrics; nothing is stored here.
-* :meth:`Prometheus.render` formats a service's current values together with the memory and CPU time of the process.
+* :meth:`ServiceMetrics.render` formats a service's current values together with the memory and CPU time of the process.
   Labels are states, never a tenant, a job or a text, so a scrape reveals nothing about any tenant.
 * Sinks (TensorBoard, Weights & Biases) need an optional extra each; one whose package is missing is refused before the
   service starts, with the command that installs it. A sink that fails is logged and removed, and its job continues.
@@ -33,7 +33,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServiceMetrics:
+class ServiceMetrics(Collector):
     """The values of one scrape. Totals never decrease while the service runs."""
 
     jobs: Mapping[str, int] = field(default_factory=dict)
@@ -45,36 +45,23 @@ class ServiceMetrics:
     gauges: Mapping[str, int | float] = field(default_factory=dict)
     """By name: requests_waiting, requests_running, environment_hosts, …"""
 
-
-class _ServiceCollector(Collector):
-    def __init__(self) -> None:
-        self.metrics = ServiceMetrics()
-
     def collect(self) -> Iterator[Metric]:
-        for name, states in (("jobs", self.metrics.jobs), ("workers", self.metrics.workers)):
+        for name, states in (("jobs", self.jobs), ("workers", self.workers)):
             family = GaugeMetricFamily(f"rookery_{name}", f"{name.capitalize()} by state", labels=["state"])
             for state, count in states.items():
                 family.add_metric([state], count)
             yield family
-        for name, value in self.metrics.totals.items():
+        for name, value in self.totals.items():
             yield CounterMetricFamily(f"rookery_{name}", f"{_readable(name)} since the service started", value=value)
-        for name, value in self.metrics.gauges.items():
+        for name, value in self.gauges.items():
             yield GaugeMetricFamily(f"rookery_{name}", f"{_readable(name)} now", value=value)
 
-
-class Prometheus:
-    """One service's registry."""
-
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self._collector = _ServiceCollector()
-        self._registry.register(self._collector)
-        ProcessCollector(registry=self._registry)
-
-    def render(self, metrics: ServiceMetrics) -> bytes:
-        """The response to a scrape of ``/metrics``, of type :data:`CONTENT_TYPE`."""
-        self._collector.metrics = metrics
-        return generate_latest(self._registry)
+    def render(self) -> bytes:
+        """The response to a scrape of ``/metrics``, of type :data:`CONTENT_TYPE`: the values, and this process's."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        ProcessCollector(registry=registry)
+        return generate_latest(registry)
 
 
 def _readable(name: str) -> str:

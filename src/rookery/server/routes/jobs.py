@@ -9,7 +9,6 @@ sent per heartbeat, so a reader can tell a quiet job from a dead connection. A r
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -39,7 +38,6 @@ from rookery.server.schemas import (
     UploadView,
     VersionView,
 )
-from rookery.spec.parsing import SpecError
 from rookery.storage.models import FINAL_JOB_STATES
 
 routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=ERRORS)
@@ -56,7 +54,6 @@ async def submit(
     service: Service, owner: Owner, data: JobData, response: Response, key: IdempotencyKey = None
 ) -> JobView:
     """Submit a job. A second request with the same ``Idempotency-Key`` returns the existing job with status 200."""
-    _refuse_paths(data)
     view, created = await service.controller.submit(owner.id, data, key)
     response.status_code = 201 if created else 200
     return view
@@ -65,7 +62,6 @@ async def submit(
 @routes.post("/jobs/dry-run", response_model=DryRun, tags=["jobs"])
 async def dry_run(service: Service, owner: Owner, data: JobData) -> Any:
     """Validate a job, fill in its defaults and render three of its prompts. Nothing is created."""
-    _refuse_paths(data)
     return await service.controller.dry_run(owner.id, data)
 
 
@@ -252,27 +248,3 @@ async def _follow_job(service: ServiceContext, tenant: str, job: str, after: int
                 await asyncio.sleep(0)
     finally:
         await cancel_all(upcoming, closing)
-
-
-def _refuse_paths(data: dict[str, Any]) -> None:
-    """A path names a file on the client's machine, which the service cannot read. Raises :class:`SpecError`."""
-    problems = []
-    environment = data.get("environment")
-    for given, instead in (("path", "dataset"), ("eval_path", "eval_dataset")):
-        if isinstance(environment, dict) and environment.get("id") == "jsonl" and given in environment:
-            problems.append(
-                f"environment.{given}: given {json.dumps(environment[given])}, but the service reads no files of yours:"
-                " upload it (POST /api/v1/datasets; the Python client and rookery run do it) and give"
-                f" environment.{instead}"
-            )
-    policies = data.get("policies")
-    for name, policy in policies.items() if isinstance(policies, dict) else ():
-        start = policy.get("warm_start") if isinstance(policy, dict) else None
-        if isinstance(start, dict) and "peft" in start:
-            problems.append(
-                f"policies.{name}.warm_start.peft: given {json.dumps(start['peft'])}, but the service reads no files of"
-                " yours: upload the folder (POST /api/v1/adapters; the Python client and rookery run do it) and give"
-                " warm_start.upload"
-            )
-    if problems:
-        raise SpecError(problems)
