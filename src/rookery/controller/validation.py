@@ -22,7 +22,7 @@ from rookery.controller.quotas import ROWS, as_jsonl, job_problems
 from rookery.controller.sessions.samplers import SCHEME, find_checkpoint
 from rookery.controller.views import NUMBER
 from rookery.controller.weights.distribution import adapter_ref
-from rookery.errors import NotFound, Unavailable, UserError, short
+from rookery.errors import NotFound, Unavailable, UserError
 from rookery.spec.job import EnvironmentSpec, JobSpec
 from rookery.spec.parsing import SpecError, parse_job
 from rookery.spec.policy import TARGETS
@@ -86,7 +86,7 @@ class JobValidator:
         if policy.warm_start is not None and policy.warm_start.peft is not None:
             problems.append(
                 f"policies.{name}.warm_start.peft: the service reads no files of yours; upload the folder"
-                f" {short(repr(policy.warm_start.peft))} (POST /api/v1/adapters; the Python client and rookery run do"
+                f" {policy.warm_start.peft!r} (POST /api/v1/adapters; the Python client and rookery run do"
                 " it) and give warm_start.upload"
             )
         problems += job_problems(spec, context.settings.limits, context.refused)
@@ -157,7 +157,7 @@ class JobValidator:
         for field, path in (("dataset", "path"), ("eval_dataset", "eval_path")):
             if path in options:
                 raise UserError(
-                    f"environment.{path}: the service reads no files of yours; upload {short(repr(options[path]))}"
+                    f"environment.{path}: the service reads no files of yours; upload {options[path]!r}"
                     f" (POST /api/v1/datasets; the Python client and rookery run do it) and give environment.{field}"
                 )
             if field in options:
