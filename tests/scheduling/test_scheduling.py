@@ -176,8 +176,8 @@ def test_the_version_that_earned_the_best_reward_stays_until_a_better_one(means:
     for newest in range(len(means)):
         kept.append(newest)
         rewards = job_rules.training_rewards([(None, None), *((v - 1, means[v - 1]) for v in range(1, newest + 1))])
-        candidates = [job_rules.RetentionCandidate(version, rewards.get(version)) for version in kept]
-        going = job_rules.versions_to_delete(candidates, keep_last=keep_last, keep_best=True)
+        scores = {version: rewards.get(version) for version in kept}
+        going = job_rules.versions_to_delete(scores, keep_last=keep_last, keep_best=True)
         kept = [version for version in kept if version not in going]
         if newest:
             assert max(means[version] for version in kept if version < newest) == max(means[:newest])
@@ -201,8 +201,7 @@ def test_a_version_is_judged_by_what_it_sampled_also_after_a_lost_one() -> None:
 def test_the_head_the_last_the_best_and_the_used_stay(
     versions: dict[int, float | None], keep_last: int, keep_best: bool, in_use: set[int]
 ) -> None:
-    candidates = [job_rules.RetentionCandidate(version, score) for version, score in versions.items()]
-    going = job_rules.versions_to_delete(candidates, keep_last=keep_last, keep_best=keep_best, in_use=in_use)
+    going = job_rules.versions_to_delete(versions, keep_last=keep_last, keep_best=keep_best, in_use=in_use)
     assert going == sorted(going)
     stay = set(versions) - set(going)
     newest = sorted(versions)[-keep_last:]

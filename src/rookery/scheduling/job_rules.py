@@ -14,7 +14,7 @@ compared, as they are measured on different prompts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -51,16 +51,6 @@ def select_batch(
     return (batch if suffices else []), stale
 
 
-@dataclass(frozen=True)
-class RetentionCandidate:
-    """A version whose artifact exists."""
-
-    version: int
-    """Its number; a higher one is newer."""
-    score: float | None
-    """Mean reward, of all candidates in evaluations or of all in training; None where it has none of that kind."""
-
-
 def training_rewards(versions: Iterable[tuple[int | None, float | None]]) -> dict[int, float]:
     """Each version's reward in training, from ``(parent, mean reward of the episodes trained on)`` of every version,
     oldest first. The parent, or an earlier version, sampled those episodes; so a version's reward is known with the
@@ -69,16 +59,17 @@ def training_rewards(versions: Iterable[tuple[int | None, float | None]]) -> dic
 
 
 def versions_to_delete(
-    versions: Sequence[RetentionCandidate], *, keep_last: int, keep_best: bool, in_use: Collection[int] = ()
+    scores: Mapping[int, float | None], *, keep_last: int, keep_best: bool, in_use: Collection[int] = ()
 ) -> list[int]:
-    """Versions whose artifacts may be deleted, oldest first. The newest is always kept; of equally good ones the
-    newest."""
-    ordered = sorted(versions, key=lambda candidate: candidate.version)
-    keep = {candidate.version for candidate in ordered[-max(1, keep_last) :]} | set(in_use)
-    scored = [(candidate.score, candidate.version) for candidate in ordered if candidate.score is not None]
+    """Of the versions whose artifacts exist, those that may be deleted, oldest first. The newest is always kept; of
+    equally good ones the newest. ``scores``: by version, a higher one being newer, its mean reward, of all in
+    evaluations or of all in training; None where it has none of that kind."""
+    ordered = sorted(scores)
+    keep = {*ordered[-max(1, keep_last) :], *in_use}
+    scored = [(score, version) for version, score in scores.items() if score is not None]
     if keep_best and scored:
         keep.add(max(scored)[1])
-    return [candidate.version for candidate in ordered if candidate.version not in keep]
+    return [version for version in ordered if version not in keep]
 
 
 class FailureRateMonitor:

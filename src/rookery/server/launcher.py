@@ -26,7 +26,7 @@ from typing import Any, Self
 import uvicorn
 
 from rookery import protocol
-from rookery.aio import RandomIds, SystemClock, cancel_all
+from rookery.aio import RandomIds, SystemClock, cancel_all, unless
 from rookery.cluster.base import Cluster
 from rookery.cluster.local import ProcessCluster
 from rookery.controller.controller import Controller
@@ -266,30 +266,17 @@ class Service:
 
 async def serve(settings: Settings) -> None:
     """Run a service until SIGINT or SIGTERM and log to the terminal. Raises the errors of :meth:`Service.start`."""
-    task = asyncio.current_task()
-    assert task is not None
-    loop = asyncio.get_running_loop()
-    interrupted = False
-
-    def end() -> None:
-        nonlocal interrupted
-        interrupted = True
-        task.cancel()
-
+    interrupted = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end)
-    try:
+        asyncio.get_running_loop().add_signal_handler(number, interrupted.set)
+
+    async def run() -> None:
         async with Service(settings, [terminal_handler()]) as service:
             for line in _greeting(service):
                 print(line, file=sys.stderr, flush=True)
             await service.serving()
-    except asyncio.CancelledError:
-        if not interrupted:
-            raise
-        task.uncancel()
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+
+    await unless(interrupted.wait(), run())
 
 
 def _greeting(service: Service) -> list[str]:

@@ -19,7 +19,7 @@ from rookery import protocol
 from rookery.controller.context import ControllerContext
 from rookery.controller.weights.distribution import adapter_ref
 from rookery.errors import Conflict, CorruptArtifact, NotFound, UserError
-from rookery.scheduling.job_rules import RetentionCandidate, training_rewards, versions_to_delete
+from rookery.scheduling.job_rules import training_rewards, versions_to_delete
 from rookery.spec.job import CheckpointSpec
 from rookery.storage.models import PolicyRow, VersionRow
 
@@ -173,7 +173,7 @@ class PolicyVersions:
             scores |= training_rewards((row.parent, row.reward) for row in self._versions.values())
         in_use = [version for version, users in self._pinned.items() if users]
         going = versions_to_delete(
-            [RetentionCandidate(row.version, scores[row.version]) for row in kept],
+            {row.version: scores[row.version] for row in kept},
             keep_last=checkpoints.keep_last if checkpoints is not None else 1,
             keep_best=checkpoints is not None and checkpoints.keep_best,
             in_use=in_use if self._inflight is None else [*in_use, self._inflight],

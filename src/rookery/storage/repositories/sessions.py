@@ -13,7 +13,7 @@ from sqlalchemy import Connection, bindparam, delete, exists, not_, or_, select,
 
 from rookery.errors import Conflict, NotFound
 from rookery.protocol import Manifest
-from rookery.storage.columns import add, add_new, add_or_find, fetch_all, find, get, rows
+from rookery.storage.columns import add, add_new, add_or_find, find, get, rows
 from rookery.storage.models import (
     CheckpointRow,
     FutureRow,
@@ -80,10 +80,8 @@ def get_model(connection: Connection, tenant: str, id: str) -> tuple[ModelRow, P
 
 def list_models(connection: Connection, tenant: str, session: str | None = None) -> list[ModelRow]:
     """Newest first; those of one session where it is given."""
-    query = select(ModelRow).filter_by(tenant=tenant).order_by(ModelRow.created.desc(), ModelRow.id)
-    if session is not None:
-        query = query.filter_by(session=session)
-    return fetch_all(connection, ModelRow, query)
+    key = {"tenant": tenant} | ({} if session is None else {"session": session})
+    return rows(connection, ModelRow, order_by=(ModelRow.created.desc(), ModelRow.id), **key)
 
 
 def publish_inflight(connection: Connection, model: str, version: int) -> None:
@@ -211,11 +209,9 @@ def get_checkpoint(connection: Connection, tenant: str, model: str, kind: str, n
 
 def list_checkpoints(connection: Connection, tenant: str, model: str | None = None) -> list[CheckpointRow]:
     """Newest first; those of one model where it is given."""
-    table = CheckpointRow
-    query = select(table).filter_by(tenant=tenant).order_by(table.created.desc(), table.model, table.name)
-    if model is not None:
-        query = query.filter_by(model=model)
-    return fetch_all(connection, CheckpointRow, query)
+    key = {"tenant": tenant} | ({} if model is None else {"model": model})
+    order = (CheckpointRow.created.desc(), CheckpointRow.model, CheckpointRow.name)
+    return rows(connection, CheckpointRow, order_by=order, **key)
 
 
 def expire_checkpoint(
