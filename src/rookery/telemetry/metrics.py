@@ -32,7 +32,7 @@ log = logging.getLogger("rookery.telemetry")
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ServiceMetrics(Collector):
     """The values of one scrape. Totals never decrease while the service runs."""
 
