@@ -704,17 +704,6 @@ def test_a_database_that_cannot_be_opened_is_refused_in_one_line(bad: str) -> No
     assert "\n" not in str(refused.value) and "secret" not in str(refused.value)
 
 
-def test_a_lost_server_is_unavailable() -> None:
-    with running_postgres() as server:
-        database = Database(server.replace("NAME", "postgres"))
-        database.create()
-        database.create_tenant("alice", "", 0.0)
-    with pytest.raises(Unavailable) as refused:
-        database.get_tenant("alice")
-    assert "\n" not in str(refused.value)
-    database.close()
-
-
 # --- kill -9 ----------------------------------------------------------------------------------------------------------
 
 _TRAIN_FOREVER = """

@@ -59,29 +59,9 @@ class RaisesInPrompts(Good):
         raise RuntimeError("no prompts")
 
 
-class Flaky(Good):
-    """Raises for every prompt whose number is a multiple of ``every``."""
-
-    def __init__(self, every: int = 2, prompts: int = 8) -> None:
-        super().__init__(prompts)
-        self.every = every
-
-    def step(self, reply: base.Reply) -> Any:
-        if self.prompt["number"] % self.every == 0:
-            raise RuntimeError("flaky")
-        return super().step(reply)
-
-
 class NotANumber(Good):
     def step(self, reply: base.Reply) -> Any:
         return base.Step(reward=float("nan"), done=True, metrics={"share": float("nan")})
-
-
-class NeverEnds(Good):
-    """Asks again for ever."""
-
-    def step(self, reply: base.Reply) -> Any:
-        return base.Step(messages=[{"role": "user", "content": "Again."}], reward=0.125)
 
 
 class Together(Good):

@@ -30,7 +30,7 @@ from rookery import protocol
 from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.jobs.job_context import RATE_SECONDS
 from rookery.controller.training.policy_versions import PolicyVersions
-from rookery.errors import Conflict, NotFound, RookeryError, StorageFull, Unavailable, UserError
+from rookery.errors import Conflict, NotFound, RookeryError, StorageFull, Unavailable
 from rookery.spec.parsing import SpecError
 from rookery.storage import models
 from rookery.storage.artifacts import Staging
@@ -139,38 +139,6 @@ async def test_jobs_with_equal_adapters_keep_their_artifacts(service: Service) -
         await service.ends(job)
         kept = [version for version in service.check_history(job) if version.kept]
         assert len(kept) == 1
-
-
-async def test_zero_variance_groups_are_counted_and_not_trained_on(service: Service) -> None:
-    worker = await service.worker().join()
-
-    def script(message: Any) -> Any:
-        return {"reward": 1.0, "done": True} if isinstance(message, protocol.StepEpisode) else None
-
-    await service.host(script=script).join()
-    job = await run(service)
-    view = await service.ends(job)
-    assert view.counters["zero_variance_groups"] == 4
-    assert all(not batch.groups for batch in worker.batches.values())
-    metrics = await service.controller.queries.metrics("alice", job)
-    assert all(row["zero_variance_share"] == 1 for row in metrics)
-
-
-async def test_a_skipped_step_is_counted(service: Service) -> None:
-    worker = await service.worker().join()
-
-    async def nan(op: Any) -> protocol.OperationDone | None:
-        if isinstance(op, protocol.OptimStep) and op.parent.version == 0:
-            done = worker.operate(op)
-            done.metrics["skipped"] = 1.0
-            return done
-        return None
-
-    worker.answer = nan
-    await service.host().join()
-    view = await service.ends(await run(service))
-    assert view.counters["steps_skipped"] == 1
-    assert service.controller.queries.health()["totals"]["steps_skipped"] == 1
 
 
 # --- stopping ---------------------------------------------------------------------------------------------------------
@@ -807,19 +775,6 @@ async def test_a_job_cancelled_around_its_commit_leaves_no_artifact_behind(
 # --- in and out -------------------------------------------------------------------------------------------------------
 
 
-async def test_same_idempotency_key_returns_the_same_job(service: Service) -> None:
-    first, created = await service.controller.submit("alice", job_of(), "key")
-    again = await asyncio.gather(*(service.controller.submit("alice", job_of(), "key") for _ in range(5)))
-    assert created
-    assert {(view.id, made) for view, made in again} == {(first.id, False)}
-    other, created = await service.controller.submit("bob", job_of(), "key")
-    assert created
-    assert other.id != first.id
-    with pytest.raises(Conflict, match="the key 'key' was used for another job"):
-        await service.controller.submit("alice", job_of(stop__steps=9), "key")
-    assert len(await service.controller.queries.list("alice")) == 1
-
-
 async def test_a_stored_state_change_without_reply_takes_effect(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -965,38 +920,6 @@ async def test_warm_start_source_is_kept_until_it_is_read(service: Service) -> N
     assert not world.collector.pins and not world.collector.deferred
 
 
-async def test_another_tenants_objects_answer_not_found(service: Service) -> None:
-    await service.join()
-    job = await run(service)
-    await service.ends(job)
-    controller = service.controller
-    attempts = [
-        lambda t, j: controller.queries.show(t, j),
-        lambda t, j: controller.pause(t, j),
-        lambda t, j: controller.resume(t, j),
-        lambda t, j: controller.cancel(t, j),
-        lambda t, j: controller.queries.wait(t, j),
-        lambda t, j: controller.queries.metrics(t, j),
-        lambda t, j: controller.queries.follow(t, j).__anext__(),
-        lambda t, j: controller.queries.events(t, j),
-        lambda t, j: controller.queries.trajectories(t, j, 10),
-        lambda t, j: controller.queries.versions(t, j, "main"),
-        lambda t, j: controller.queries.evaluations(t, j),
-        lambda t, j: controller.queries.adapter(t, j, "main", None),
-        lambda t, j: controller.queries.adapter(t, j, "main", 1),
-        lambda t, j: controller.completions.sample(t, j, [{"role": "user", "content": "?"}], SAMPLING),
-        lambda t, j: controller.completions.sample(t, f"{j}@1", [{"role": "user", "content": "?"}], SAMPLING),
-    ]
-    for attempt in attempts:
-        with pytest.raises(NotFound) as theirs:
-            await attempt("bob", job)
-        with pytest.raises(NotFound) as nobodys:
-            await attempt("bob", "job-of-nobody")
-        assert str(theirs.value).replace(job, "X") == str(nobodys.value).replace("job-of-nobody", "X")
-    assert await controller.queries.list("bob") == []
-    assert (await controller.queries.show("alice", job)).state == "completed"
-
-
 async def test_a_host_serves_its_owner_only(service: Service) -> None:
     await service.join(owner="bob", instance="bobs")
     job = await run(service, environment__return_timeout=0.05)
@@ -1007,50 +930,6 @@ async def test_a_host_serves_its_owner_only(service: Service) -> None:
     await service.host(owner=SERVICE, environments={"builtin:jsonl": True}, instance="real").join()
     assert service.controller.queries.offers("jsonl")
     del service.peers[1:-1]
-
-
-SAMPLING = {"max_tokens": 8, "temperature": 1.0, "seed": 5, "stop": []}
-
-
-async def test_chatting_with_a_version_and_with_the_base_model(service: Service) -> None:
-    worker, _ = await service.join()
-    job = await run(service)
-    await service.ends(job)
-    messages = [{"role": "user", "content": "hello"}]
-    for target, version in ((job, 2), (f"{job}@1", 1), (f"{job}@latest", 2), (MODEL, 0)):
-        reply = await service.controller.completions.sample("alice", target, messages, SAMPLING)
-        assert reply.version == version
-        assert len(reply.tokens) == len(reply.logprobs) <= 8
-        used = worker.generates[-1].adapter
-        assert (used.version if used else 0) == version
-    with pytest.raises(NotFound, match="no version 9"):
-        await service.controller.completions.sample("alice", f"{job}@9", messages, SAMPLING)
-    with pytest.raises(UserError, match="after the @ comes a version's number"):
-        await service.controller.completions.sample("alice", f"{job}@x", messages, SAMPLING)
-    with pytest.raises(UserError, match=r"the prompt has .* tokens, the model's context is 512"):
-        await service.controller.completions.sample("alice", job, [{"role": "user", "content": "x" * 600}], SAMPLING)
-    with pytest.raises(RookeryError):
-        await service.controller.completions.sample("alice", "nothing", messages, SAMPLING)
-
-
-async def test_following_metrics_until_the_end(service: Service) -> None:
-    await service.worker().join()
-    job = await run(service, stop__steps=3)
-    rows: list[int] = []
-
-    async def follow() -> None:
-        async for row in service.controller.queries.follow("alice", job):
-            rows.append(row["step"])
-
-    following = asyncio.create_task(follow())
-    await settle()
-    assert not following.done()
-    view = await service.controller.queries.show("alice", job)
-    assert view.waits_for in ("trainer", "") or view.waits_for.startswith(("engine", "environment", "base model"))
-    await service.host().join()
-    await following
-    assert rows == [1, 2, 3]
-    assert (await service.controller.queries.wait("alice", job)).state == "completed"
 
 
 async def test_waits_for_names_the_bottleneck(service: Service) -> None:

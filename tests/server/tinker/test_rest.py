@@ -176,27 +176,6 @@ def test_listings_ttl_deletion_and_information(
     assert [(m.model_name, m.max_context_length) for m in models if m.model_name == MODEL] == [(MODEL, 512)]
 
 
-def test_old_weights_are_deleted_and_kept_ones_stay(visitor: tinker.ServiceClient, service: EmbeddedService) -> None:
-    folder = service.settings.data / "artifacts"
-
-    def artifacts() -> set[str]:
-        return {entry.name for entry in folder.iterdir() if len(entry.name) == 64}
-
-    training = trainer(visitor)
-    steps(training, 1)
-    before = artifacts()
-    steps(training, 4)
-    assert len(artifacts() - before) <= 2  # the head, and perhaps one on its way out
-    training.save_state("kept").result(PATIENCE)
-    kept = artifacts()
-    steps(training, 3)
-    deadline = time.monotonic() + 5
-    while len(artifacts() - before) > 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(artifacts() - before) == 2
-    assert len(artifacts() & kept - before) == 1
-
-
 def test_finished_session_accepts_no_more_operations(service: EmbeddedService) -> None:
     visitor = client(service)
     training = trainer(visitor)
