@@ -18,6 +18,7 @@ from rookery import protocol
 from rookery.controller.controller import Controller
 from rookery.controller.fleet.env_hosts import BUILTIN
 from rookery.controller.jobs.trajectory import derive_seed
+from rookery.protocol.connection import RegistrationRefused
 from rookery.simulation.fakes.connection import Faults, Phase
 from rookery.simulation.fakes.engine import Row
 from rookery.simulation.fakes.host import EpisodeCall, FakeHost, user_message
@@ -200,7 +201,7 @@ class SpotMachine:
     def _ended(self, worker: FakeWorker, life: asyncio.Task[None]) -> None:
         events = self._world.events
         if not life.cancelled() and (error := life.exception()) is not None:
-            invariant = "jobs" if isinstance(error, PermissionError) else "raises"
+            invariant = "jobs" if isinstance(error, RegistrationRefused) else "raises"
             events.fail(invariant, f"{self.name} ended with {error!r}", self.name)
         if self.process is worker:
             self.process = None

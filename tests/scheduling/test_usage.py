@@ -22,6 +22,7 @@ from rookery.controller.rollout.request import SamplingRequest
 from rookery.controller.training.policy_trainer import ForwardRequest, PolicyTrainer
 from rookery.controller.views import JobView
 from rookery.errors import Unavailable
+from rookery.protocol.connection import RegistrationRefused
 from rookery.scheduling.usage import (
     PENDING_SECONDS,
     Interval,
@@ -359,7 +360,7 @@ async def test_an_unavailable_database_delays_only_the_counters(
 
 async def test_an_invalid_price_is_refused(service: Service) -> None:
     for price in (-1.0, float("nan"), float("inf")):
-        with pytest.raises(PermissionError, match="price"):
+        with pytest.raises(RegistrationRefused, match="price"):
             await Busy(service, "worker", price).worker.join()
 
 

@@ -30,9 +30,9 @@ from rookery.controller.rollout.request import REASSIGNED
 from rookery.controller.views import JobView
 from rookery.controller.weights.tickets import Tickets
 from rookery.errors import UserError
-from rookery.protocol.connection import Connection, ConnectionClosed
+from rookery.protocol.connection import Connection, ConnectionClosed, introduce
 from rookery.settings import Settings
-from rookery.simulation.fakes.connection import MemoryConnection, connection_pair, greet
+from rookery.simulation.fakes.connection import MemoryConnection, connection_pair
 from rookery.simulation.fakes.host import FakeHost, user_message
 from rookery.simulation.fakes.text import TEMPLATE, byte_tokenizer, draw
 from rookery.simulation.fakes.trainer import ADAPTER, CONFIG, GRADIENT, FakeTrainer, peft_config
@@ -193,7 +193,7 @@ class ScriptedWorker(Peer):
             model_hash="m", roles=self.roles, max_rows=self.max_rows, max_context=512, max_rank=64, device="cpu",
             dtype="float32", adapters=sorted(self.adapters), running=list(running),
         )  # fmt: skip
-        welcome = await greet(self.link, msgspec.structs.replace(hello, **self.hello), protocol.to_worker)
+        welcome = await introduce(self.link, msgspec.structs.replace(hello, **self.hello), protocol.to_worker)
         self.epoch, self.name = welcome.epoch, welcome.name
         self._tasks += [asyncio.create_task(self._read()), asyncio.create_task(self._generate())]
         return self

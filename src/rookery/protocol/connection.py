@@ -243,6 +243,19 @@ class Channel(Generic[M]):
             await asyncio.sleep(self.heartbeat_seconds)
 
 
+async def introduce(connection: Connection, hello: Message, decoder: Decoder[Any]) -> Any:
+    """Send the first frame of this process; returns the welcome. Raises :class:`RegistrationRefused`,
+    :class:`BadFrame`, :class:`ConnectionClosed`, ``TimeoutError``."""
+    await connection.send(encode(hello))
+    async with asyncio.timeout(OPEN_SECONDS):
+        answer = decode(decoder, await connection.receive())
+    if isinstance(answer, HelloRejected):
+        raise RegistrationRefused(answer.reason)
+    if not isinstance(answer, Welcome | HostWelcome):
+        raise BadFrame(f"{type(answer).__name__} arrived before the welcome")
+    return answer
+
+
 async def stay_connected(
     base: str,
     path: str,
@@ -279,15 +292,9 @@ async def stay_connected(
                 ping_timeout=ping_timeout,
             ) as socket:
                 connection = DialledConnection(socket)
-                await connection.send(encode(hello()))
-                async with asyncio.timeout(OPEN_SECONDS):
-                    answer = decode(decoder, await connection.receive())
-                if isinstance(answer, HelloRejected):
-                    raise RegistrationRefused(answer.reason)
-                if not isinstance(answer, Welcome | HostWelcome):
-                    raise BadFrame(f"{type(answer).__name__} arrived before the welcome")
+                welcome = await introduce(connection, hello(), decoder)
                 welcomed = time.monotonic()
-                await converse(Channel(connection, decoder, answer, address))
+                await converse(Channel(connection, decoder, welcome, address))
         except (OSError, TimeoutError, websockets.WebSocketException, ConnectionClosed, BadFrame) as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             if isinstance(error, websockets.InvalidStatus):

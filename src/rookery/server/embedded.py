@@ -20,16 +20,9 @@ class EmbeddedService:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.url = self.key = ""
         self._service = Service(settings)
         self._started: Future[None] = Future()
-
-    @property
-    def url(self) -> str:
-        return self._service.url
-
-    @property
-    def key(self) -> str:
-        return self._service.admin_key
 
     def __enter__(self) -> Self:
         self._thread = LoopThread("service", self._serve, daemon=False)
@@ -38,6 +31,7 @@ class EmbeddedService:
         except BaseException:
             self._thread.stop()
             raise
+        self.url, self.key = self._service.url, self._service.admin_key
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

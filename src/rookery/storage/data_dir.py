@@ -69,6 +69,7 @@ class DataFolder:
 
         Raises :class:`UserError` if it is not a folder that can be written, or another service runs on it."""
         self.root = root
+        self.artifacts, self.jobs, self.logs = (root / name for name in ("artifacts", "jobs", "logs"))
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(root / _LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o600)
@@ -95,18 +96,6 @@ class DataFolder:
         except OSError as error:
             os.close(self._lock)
             raise UserError(f"data folder {root} cannot be written ({error.strerror})") from None
-
-    @property
-    def artifacts(self) -> Path:
-        return self.root / "artifacts"
-
-    @property
-    def jobs(self) -> Path:
-        return self.root / "jobs"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
 
     @property
     def database_url(self) -> str:

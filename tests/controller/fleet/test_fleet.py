@@ -12,7 +12,7 @@ from tests.support.virtual import machine
 
 from rookery import protocol
 from rookery.controller.fleet.fleet import Fleet
-from rookery.protocol.connection import ConnectionClosed
+from rookery.protocol.connection import ConnectionClosed, RegistrationRefused
 from rookery.simulation.fakes.worker import worker_hello
 
 
@@ -58,7 +58,9 @@ async def test_second_connection_of_a_process_ends_the_first(room: Room) -> None
 
 
 async def test_a_worker_for_lower_ranks_than_the_jobs_is_refused(room: Room) -> None:
-    with pytest.raises(PermissionError, match="at most rank 32, jobs here up to 64: start it with ROOKERY_MAX_RANK=64"):
+    with pytest.raises(
+        RegistrationRefused, match="at most rank 32, jobs here up to 64: start it with ROOKERY_MAX_RANK=64"
+    ):
         await room.worker(max_rank=32).join()
     assert room.states() == {}
 
@@ -186,7 +188,7 @@ async def test_worker_that_does_not_read_delays_no_other(room: Room) -> None:
 
 @pytest.mark.parametrize("rows", [-1, 1 << 40])
 async def test_worker_with_absurd_rows_is_refused(room: Room, rows: int) -> None:
-    with pytest.raises(PermissionError, match="must be 0 to 65536"):
+    with pytest.raises(RegistrationRefused, match="must be 0 to 65536"):
         await room.worker(max_rows=rows).join()
     assert room.states() == {}
 

@@ -31,6 +31,7 @@ from rookery.controller.fleet.env_hosts import SERVICE
 from rookery.controller.jobs.job_context import RATE_SECONDS
 from rookery.controller.training.policy_versions import PolicyVersions
 from rookery.errors import Conflict, NotFound, RookeryError, StorageFull, Unavailable
+from rookery.protocol.connection import RegistrationRefused
 from rookery.spec.parsing import SpecError
 from rookery.storage import models
 from rookery.storage.artifacts import Staging
@@ -925,7 +926,7 @@ async def test_a_host_serves_its_owner_only(service: Service) -> None:
     job = await run(service, environment__return_timeout=0.05)
     view = await service.ends(job, "paused")
     assert view.reason == "no environment host offers 'task': waited 0 s for one"
-    with pytest.raises(PermissionError, match="names that begin with builtin: belong to the service"):
+    with pytest.raises(RegistrationRefused, match="names that begin with builtin: belong to the service"):
         await service.host(environments={"builtin:jsonl": True}, instance="fake").join()
     await service.host(owner=SERVICE, environments={"builtin:jsonl": True}, instance="real").join()
     assert service.controller.queries.offers("jsonl")

@@ -5,21 +5,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
-import msgspec
-
-from rookery import protocol
 from rookery.protocol.connection import ConnectionClosed
 from rookery.simulation.fakes.engine import Row
 from rookery.storage.artifacts import Artifacts, Staging
 
 if TYPE_CHECKING:
     from rookery.simulation.fakes.worker import FakeWorker
-
-
-WELCOME_SECONDS = 30.0
-"""A connection without a welcome is closed after this long."""
 
 
 class MemoryConnection:
@@ -76,21 +69,6 @@ class MemoryConnection:
             self._inbox.put_nowait(frame)
             if frame is None:
                 self._ended.set()
-
-
-async def greet(connection: MemoryConnection, hello: protocol.Message, replies: msgspec.msgpack.Decoder[Any]) -> Any:
-    """Send the first frame and return the welcome. Raises ``PermissionError`` when the process is rejected,
-    ``ConnectionClosed`` without a reply."""
-    await connection.send(protocol.encode(hello))
-    try:
-        async with asyncio.timeout(WELCOME_SECONDS):
-            welcome = protocol.decode(replies, await connection.receive())
-    except TimeoutError:
-        connection.cut()
-        raise ConnectionClosed("no welcome") from None
-    if isinstance(welcome, protocol.HelloRejected):
-        raise PermissionError(welcome.reason)
-    return welcome
 
 
 def connection_pair() -> tuple[MemoryConnection, MemoryConnection]:

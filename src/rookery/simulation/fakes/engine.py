@@ -123,10 +123,6 @@ class FakeEngine:
         """Every request that is here, reported ones included."""
         return list(self._requests.values())
 
-    def running(self) -> list[str]:
-        """Requests that have not ended."""
-        return [name for name, row in self._requests.items() if not row.finish]
-
     def submit(self, request: protocol.Generate) -> Row:
         """Queue a request whose adapter is here. One that is held resumes where the claim stands, if it can."""
         row = self._requests.get(request.request)

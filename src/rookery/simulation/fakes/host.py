@@ -12,8 +12,8 @@ import msgspec
 
 from rookery import protocol
 from rookery.aio import BackgroundTasks
-from rookery.protocol.connection import ConnectionClosed
-from rookery.simulation.fakes.connection import MemoryConnection, greet
+from rookery.protocol.connection import ConnectionClosed, introduce
+from rookery.simulation.fakes.connection import MemoryConnection
 from rookery.simulation.fakes.text import draw
 
 EpisodeCall = protocol.Reset | protocol.StepEpisode
@@ -70,14 +70,14 @@ class FakeHost:
         self._tasks = BackgroundTasks()
 
     async def join(self) -> FakeHost:
-        """Dial in; returns when the host is welcome. Raises ``PermissionError`` when it is rejected."""
+        """Dial in; returns when the host is welcome. Raises :class:`RegistrationRefused`."""
         self.connection = connection = self.dial()
         hello = protocol.HostHello(
             protocol=protocol.PROTOCOL, instance=self.instance,
             episodes=list(self.episodes) if self._keeps_episodes else [],
             environments=[protocol.HostedEnvironment(name=n, deterministic=d) for n, d in self.environments.items()],
         )  # fmt: skip
-        welcome = await greet(connection, hello, protocol.to_host)
+        welcome = await introduce(connection, hello, protocol.to_host)
         self.epoch = welcome.epoch
         self._tasks.start(self._heartbeat(connection, welcome.heartbeat_seconds))
         self._tasks.start(self._read(connection))
@@ -86,10 +86,12 @@ class FakeHost:
     async def run(self, redial_seconds: Callable[[], float]) -> None:
         """Join, and join again after each end of the connection, until cancelled."""
         while True:
-            with suppress(ConnectionClosed):
+            with suppress(ConnectionClosed, TimeoutError):
                 await self.join()
                 assert self.connection is not None
                 await self.connection.wait_closed()
+            if self.connection is not None:
+                self.connection.cut()
             await asyncio.sleep(redial_seconds())
 
     async def leave(self) -> None:

@@ -20,9 +20,9 @@ import msgspec
 
 from rookery import protocol
 from rookery.aio import BackgroundTasks
-from rookery.protocol.connection import ConnectionClosed
+from rookery.protocol.connection import ConnectionClosed, introduce
 from rookery.simulation.fakes.compute import FakeCompute
-from rookery.simulation.fakes.connection import Faults, MemoryConnection, TicketRoutes, greet
+from rookery.simulation.fakes.connection import Faults, MemoryConnection, TicketRoutes
 from rookery.simulation.fakes.text import Length
 from rookery.simulation.fakes.trainer import FakeTrainer, FakeTrainingOps
 from rookery.simulation.profiles import Machine
@@ -179,7 +179,7 @@ class FakeWorker:
             hello = msgspec.structs.replace(
                 self.hello, name=self.name, loading=not self._loaded, adapters=self.cached_adapters, running=held
             )
-            welcome = await greet(connection, hello, protocol.to_worker)
+            welcome = await introduce(connection, hello, protocol.to_worker)
             previous, self.epoch, self.name = self.epoch, welcome.epoch, welcome.name
             self.connection = connection
             self.compute.flush_seconds = welcome.flush_seconds
@@ -191,7 +191,7 @@ class FakeWorker:
                 message = protocol.decode(protocol.to_worker, await connection.receive())
                 await self._thawed.wait()
                 self._handle(message)
-        except ConnectionClosed:
+        except (ConnectionClosed, TimeoutError):
             await self._thawed.wait()
         finally:
             self.connection = None
