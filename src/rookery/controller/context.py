@@ -14,7 +14,7 @@ from rookery.controller.offload.seeding import Seeding
 from rookery.controller.quotas import Quotas
 from rookery.controller.rollout.scheduler import RolloutScheduler
 from rookery.controller.training.dispatcher import TrainingDispatcher
-from rookery.controller.usage import UsageMeter
+from rookery.controller.usage import ModelUse, UsageMeter
 from rookery.controller.weights.distribution import AdapterResidency
 from rookery.controller.weights.gc import ArtifactCollector
 from rookery.settings import Settings
@@ -37,6 +37,7 @@ class ControllerContext:
     seeding: Seeding
     hosts: EnvironmentHosts
     usage: UsageMeter
+    models: ModelUse
     quotas: Quotas
     collector: ArtifactCollector
     chat: Callable[[str], Awaitable[Chat]]

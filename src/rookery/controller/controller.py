@@ -80,7 +80,6 @@ class Controller:
         an experiment may replace the ``scheduler`` and ``seeding`` classes;
         ``random_bytes(n)`` is the source of tickets and must be unpredictable."""
         self.jobs = JobRegistry()
-        self._models = ModelUse(settings, clock, provide, release)
         self._jobs_folder = jobs_folder
         self.tickets = Tickets(artifacts, clock, settings.server.ticket_seconds, random_bytes)
         fleet = Fleet(settings, clock)
@@ -108,6 +107,7 @@ class Controller:
             seeding=seeding(fleet, rollouts, training, settings, clock),
             hosts=EnvironmentHosts(settings, clock, ids, store.unfinished_job_ids),
             usage=UsageMeter(fleet, settings, clock, store, quotas),
+            models=ModelUse(settings, clock, provide, release),
             quotas=quotas,
             collector=collector,
             chat=chat,
@@ -120,8 +120,8 @@ class Controller:
         self.queries = JobQueries(self.context, self.jobs, self.admission)
         self._validator = JobValidator(self.context)
         self.add_dataset, self.add_adapter = self._validator.add_dataset, self._validator.add_adapter
-        self.completions = Completions(self.context, self._validator, self.jobs.pinned, self._models.provide)
-        self.sessions = Sessions(self.context, self._validator, self._models.provide)
+        self.completions = Completions(self.context, self._validator, self.jobs.pinned)
+        self.sessions = Sessions(self.context, self._validator)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -135,7 +135,7 @@ class Controller:
         await context.collector.collect_all()
         await context.usage.start()
         await context.quotas.start()
-        watch_models = partial(self._models.watch, self._models_in_use)
+        watch_models = partial(self.context.models.watch, self._models_in_use)
         for watch in (context.fleet.watch, context.rollouts.watch, context.seeding.watch, context.hosts.watch,
                       self.sessions.watch, context.usage.watch, self._watch_jobs, watch_models):  # fmt: skip
             self._tasks.append(asyncio.create_task(restarting(watch, context.clock)))
@@ -331,7 +331,7 @@ class Controller:
             self._launch(row)
 
     def _launch(self, row: JobRow) -> None:
-        runner = JobRunner(self.context, self._validator, self._models.provide, row, self._jobs_folder / row.id)
+        runner = JobRunner(self.context, self._validator, row, self._jobs_folder / row.id)
         self.jobs.runners[row.id] = runner
         runner.task = asyncio.create_task(self._run(runner), name=f"job {row.id}")
 

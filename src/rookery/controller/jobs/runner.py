@@ -46,15 +46,8 @@ class JobRunner:
     task: asyncio.Task[None]
     """Set by the controller."""
 
-    def __init__(
-        self,
-        context: ControllerContext,
-        validator: JobValidator,
-        provide: Callable[[str], None],
-        row: JobRow,
-        folder: Path,
-    ) -> None:
-        """``provide(model)`` asks for a worker with that model; ``folder`` is the job's, for its metrics."""
+    def __init__(self, context: ControllerContext, validator: JobValidator, row: JobRow, folder: Path) -> None:
+        """``folder`` is the job's, for its metrics."""
         self.row = row
         self.job: TrainingJob | None = None
         """None until its model and its environment's data are there."""
@@ -66,7 +59,6 @@ class JobRunner:
         """It is paused by an outage: retrying later can help."""
         self._context = context
         self._validator = validator
-        self._provide = provide
         self._folder = folder
         self._halted = ""
         """The reason for its pause by :meth:`halt`."""
@@ -120,7 +112,7 @@ class JobRunner:
     async def _assemble(self) -> TrainingJob:
         context, row = self._context, self.row
         spec = await self._validator.store_rows(row.tenant, JobSpec.model_validate(row.spec))
-        self._provide(spec.base_model)
+        context.models.provide(spec.base_model)
         policies = await context.store.policies(row.tenant, row.id)
         await context.usage.open(row.tenant, row.id, [policy.id for policy in policies])
         self._sinks = Sinks(context.settings, self._folder, row.id, row.name)

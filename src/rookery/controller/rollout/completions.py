@@ -48,10 +48,8 @@ class Completions:
         context: ControllerContext,
         validator: JobValidator,
         pinned: Callable[[protocol.AdapterRef | None], AbstractContextManager[object]],
-        provide: Callable[[str], None],
     ) -> None:
-        """Within ``pinned(ref)`` retention keeps the version; ``provide(model)`` asks for a worker with that model."""
-        self._provide = provide
+        """Within ``pinned(ref)`` retention keeps the version."""
         self._context = context
         self._validator = validator
         self._pinned = pinned
@@ -128,7 +126,7 @@ class Completions:
         )
         tokens = len(generate.prompt) + generate.max_tokens
         context.quotas.check_generation(tenant, target.model, tokens)
-        self._provide(target.model)
+        self._context.models.provide(target.model)
         async with context.collector.pin(target.adapter):
             with self._pinned(target.adapter), context.quotas.generating(tenant, target.model, tokens):
                 return await context.rollouts.sample(SamplingRequest(tenant, name, target.model, generate), on_tokens)

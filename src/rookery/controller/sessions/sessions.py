@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -53,11 +52,9 @@ ATTENTION = ("q", "k", "v", "o")
 class Sessions:
     """Clients' sessions, with their training runs, ``samplers`` and ``futures``."""
 
-    def __init__(self, context: ControllerContext, validator: JobValidator, provide: Callable[[str], None]) -> None:
-        """``provide(base_model)`` asks for a local worker with that model if none is expected."""
+    def __init__(self, context: ControllerContext, validator: JobValidator) -> None:
         self._context = context
         self._validator = validator
-        self._provide = provide
         self.futures = Futures(context)
         self.samplers = Samplers(context, self.futures)
         self._slots = TrainerSlots(context.fleet, context.settings, context.clock, context.quotas.weights)
@@ -79,13 +76,13 @@ class Sessions:
         for row in await store.open_futures():
             if row.model is not None:
                 run = await self.run(row.tenant, row.model)
-                self._provide(run.row.base_model)
+                self._context.models.provide(run.row.base_model)
             else:
                 future, operation = self.futures.reopen(row)
                 assert isinstance(operation, Sample)
                 sampler = await store.get_sampler(row.tenant, operation.sampler)
                 await self._row(row.tenant, sampler.session)
-                self._provide(sampler.base_model)
+                self._context.models.provide(sampler.base_model)
                 self._context.rollouts.expect_resumptions()
                 self.samplers.start(future, operation, sampler)
 
@@ -277,7 +274,7 @@ class Sessions:
         except NotFound:
             new = PolicyRow(id=policy, tenant=tenant, name=id, rank=rank, alpha=alpha, targets=targets)
             await context.store.add_model(row, new)
-        self._provide(name)
+        self._context.models.provide(name)
         return await self.submit(tenant, id, 0, operation)
 
     def models_in_use(self, tenant: str | None = None) -> set[str]:
@@ -314,7 +311,7 @@ class Sessions:
             self._context.quotas.check_tokens(tenant)
         elif isinstance(operation, SaveState | SaveSampler):
             await self._context.quotas.check_stored(tenant)
-        self._provide(run.row.base_model)
+        self._context.models.provide(run.row.base_model)
         number = run.last_seq + 1 if seq is None else seq
         name, size, quotas = f"{id}/{number}", operation.size, self._context.quotas
         if self.futures.find(tenant, name) is None:
@@ -339,7 +336,7 @@ class Sessions:
         name = await self._validator.model(tenant, base_model) if base_model is not None else None
         id = f"{session}:sample:{number}"
         row = await self.samplers.create(tenant, session, id, base_model=name, asked_model=base_model, path=path)
-        self._provide(row.base_model)
+        self._context.models.provide(row.base_model)
         return row
 
     async def sample(self, tenant: str, number: int, operation: Sample) -> str:
@@ -347,7 +344,7 @@ class Sessions:
         row = await self._context.store.get_sampler(tenant, operation.sampler)
         await self._require_open(tenant, row.session)
         self._context.quotas.check_generation(tenant, row.base_model, operation.tokens, operation.count)
-        self._provide(row.base_model)
+        self._context.models.provide(row.base_model)
         future, created = await self.futures.open(tenant, f"{row.id}/{number}", operation, seq=number)
         if created:
             self.samplers.start(future, operation, row)
