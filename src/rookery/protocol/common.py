@@ -20,6 +20,12 @@ class Message(msgspec.Struct, tag=True, omit_defaults=True):
     """Base class of every message: one frame of a connection."""
 
 
+class EpochMessage(Message, kw_only=True):
+    """Base class of the messages that a worker or host sends after its welcome, which gave it ``epoch``."""
+
+    epoch: int
+
+
 class Struct(msgspec.Struct, omit_defaults=True):
     """Base class of the parts of messages."""
 

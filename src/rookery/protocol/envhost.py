@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from rookery.protocol.common import HelloRejected, Message, Struct
+from rookery.protocol.common import EpochMessage, HelloRejected, Message, Struct
 
 
 class HostedEnvironment(Struct, kw_only=True):
@@ -40,10 +40,9 @@ class HostWelcome(Message, kw_only=True):
     max_bytes: int = 0
 
 
-class HostHeartbeat(Message, kw_only=True):
+class HostHeartbeat(EpochMessage, kw_only=True):
     """``active`` counts the episodes in the process."""
 
-    epoch: int
     active: int
 
 
@@ -69,11 +68,10 @@ class GetPrompts(Message, kw_only=True):
     shuffle: bool
 
 
-class Prompts(Message, kw_only=True):
+class Prompts(EpochMessage, kw_only=True):
     """Answer to :class:`GetPrompts`. ``size`` is the split's length where it is finite, else -1. Fewer prompts than
     asked: only on error or in eval."""
 
-    epoch: int
     call: str
     prompts: list[bytes] = msgspec.field(default_factory=list)
     """Each the JSON of one prompt."""
@@ -104,10 +102,9 @@ class StepEpisode(Message, kw_only=True):
     messages: list[ChatMessage]
 
 
-class Observation(Message, kw_only=True):
+class Observation(EpochMessage, kw_only=True):
     """Result of ``reset`` or ``step``. A raised exception arrives as ``error`` (one line, with its type)."""
 
-    epoch: int
     call: str
     episode: str
     messages: list[ChatMessage] = msgspec.field(default_factory=list)

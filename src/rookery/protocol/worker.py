@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from rookery.protocol.common import Adam, AdapterRef, HelloRejected, Loss, Manifest, Message, Struct
+from rookery.protocol.common import Adam, AdapterRef, EpochMessage, HelloRejected, Loss, Manifest, Message, Struct
 
 # --- worker → controller --------------------------------------------------------------------------------------------
 
@@ -48,10 +48,9 @@ class Hello(Message, kw_only=True):
     running: list[str] = msgspec.field(default_factory=list)
 
 
-class Ready(Message, kw_only=True):
+class Ready(EpochMessage, kw_only=True):
     """The base model is loaded: the worker accepts work."""
 
-    epoch: int
     model_hash: str
     max_context: int
     engine: str = ""
@@ -59,27 +58,24 @@ class Ready(Message, kw_only=True):
     dtype: str
 
 
-class AdaptersCached(Message, kw_only=True):
+class AdaptersCached(EpochMessage, kw_only=True):
     """These adapters are complete in the worker's cache, in addition to those reported before."""
 
-    epoch: int
     hashes: list[str]
 
 
-class PullFailed(Message, kw_only=True):
+class PullFailed(EpochMessage, kw_only=True):
     """An adapter that work named could not be pulled, neither from a peer nor from the service."""
 
-    epoch: int
     hash: str
     error: str
 
 
-class Heartbeat(Message, kw_only=True):
+class Heartbeat(EpochMessage, kw_only=True):
     """Sent at a fixed interval. ``progress`` counts finished compute slices, and bytes of adapters while nothing
     computes: a worker whose progress stands still while ``active``, ``waiting`` or ``training`` is not zero is stuck
     rather than dead."""
 
-    epoch: int
     progress: int
     active: int
     waiting: int
@@ -147,26 +143,23 @@ class TokenChunk(Struct, kw_only=True):
     """With the last chunk: of the prompt's last tokens, as many as were requested."""
 
 
-class Output(Message, kw_only=True):
+class Output(EpochMessage, kw_only=True):
     """One flush: new tokens of any number of requests."""
 
-    epoch: int
     chunks: list[TokenChunk]
 
 
-class TicketRequest(Message, kw_only=True):
+class TicketRequest(EpochMessage, kw_only=True):
     """Asks for a new ticket for an artifact that a request or an operation named."""
 
-    epoch: int
     hash: str
 
 
-class OperationDone(Message, kw_only=True):
+class OperationDone(EpochMessage, kw_only=True):
     """Answer to :class:`ForwardBackward`, :class:`OptimStep` or :class:`InitAdapter`. ``error`` is empty on success;
     ``category`` says whether a retry can help: ``stale`` (parent or lease does not match: send again with state),
     ``failed`` (this operation cannot succeed), ``lost`` (the worker had to drop it; any worker may retry)."""
 
-    epoch: int
     op: str
     error: str = ""
     category: Literal["", "stale", "failed", "lost"] = ""
@@ -178,10 +171,8 @@ class OperationDone(Message, kw_only=True):
     """With an upload ticket: the uploaded artifact."""
 
 
-class Draining(Message, kw_only=True):
+class Draining(EpochMessage, kw_only=True):
     """The worker drains: it accepts nothing new and its unfinished requests move to other workers."""
-
-    epoch: int
 
 
 # --- controller → worker --------------------------------------------------------------------------------------------
@@ -282,8 +273,8 @@ class TicketGrant(Message, kw_only=True):
     peers: list[str] = msgspec.field(default_factory=list)
 
 
-class ForwardBackward(Message, kw_only=True):
-    """Adds the gradient of Σ weight·term over the batch to the policy's accumulated gradient.
+class StepOperation(Message, kw_only=True):
+    """Base class of the operations of an optimizer step.
 
     ``parent`` names the committed state from which the policy's current step began, ``steps`` the optimizer steps
     since then on this lease: the worker answers ``stale`` unless it holds (policy, lease, parent, steps) or steps is 0
@@ -294,6 +285,18 @@ class ForwardBackward(Message, kw_only=True):
     lease: int
     parent: AdapterRef
     steps: int
+    commit: str = ""
+    """An upload ticket for what the operation makes, or empty."""
+    tenant: str = ""
+    weight: float = 1.0
+    """The tenant's share of the trainer, relative to those of the others."""
+
+
+class ForwardBackward(StepOperation, kw_only=True):
+    """Adds the gradient of Σ weight·term over the batch to the policy's accumulated gradient. With ``commit`` the
+    gradient of this batch alone is uploaded as float32, and the worker keeps no state of the policy: the batch is a
+    share of one that the policy's worker divides with others."""
+
     batch_ticket: str
     """``GET {base}/wire/offers/{ticket}`` answers an encoded :class:`~rookery.protocol.TrainingBatch`."""
     loss: Loss
@@ -306,33 +309,18 @@ class ForwardBackward(Message, kw_only=True):
     """Return ``OperationDone.logprobs`` also where a gradient is computed."""
     gradients: list[AdapterRef] = msgspec.field(default_factory=list)
     """Artifacts with gradients of other workers on the same parent, added in this order after the batch's own."""
-    commit: str = ""
-    """An upload ticket: the gradient of this batch alone is uploaded under it as float32, and the worker keeps no state
-    of the policy. The batch is a share of one that the policy's worker divides with others."""
-    tenant: str = ""
-    weight: float = 1.0
-    """The tenant's share of the trainer, relative to those of the others."""
 
 
-class OptimStep(Message, kw_only=True):
+class OptimStep(StepOperation, kw_only=True):
     """One AdamW step of one policy on its accumulated gradient. With a NaN or infinity in gradient or loss nothing is
     applied, the state stays as it was, and ``OperationDone.metrics['skipped']`` is 1. With ``commit`` the worker then
     writes adapter and trainer state as artifact files, ``PUT {base}/wire/uploads/{commit}/{shard}``, and answers with
     the manifest. Without ``adam`` it only commits: no step is taken and the gradient stays as it is."""
 
-    op: str
-    policy: str
-    lease: int
-    parent: AdapterRef
-    steps: int
     adam: Adam | None
     scale: float = 1.0
     """Multiplies the accumulated gradient before it is clipped: a normalisation that is only known after the last
     ``ForwardBackward``."""
-    commit: str = ""
-    """An upload ticket, or empty for no commit after this step."""
-    tenant: str = ""
-    weight: float = 1.0
 
 
 class VersionCommitted(Message, kw_only=True):
