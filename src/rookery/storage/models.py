@@ -67,13 +67,20 @@ class TenantRow(Base):
     """Limits that are not the service's settings, and the weight (:mod:`rookery.controller.quotas`)."""
 
 
-class KeyRow(Base):
+class OwnedRow(Base):
+    """Base of the rows that belong to a tenant."""
+
+    __abstract__ = True
+
+    tenant: Mapped[Owner]
+
+
+class KeyRow(OwnedRow):
     """An API key; only the SHA-256 of its text is stored."""
 
     __tablename__ = "keys"
 
     hash: Mapped[Id]
-    tenant: Mapped[Owner]
     label: Mapped[str]
     created: Mapped[float]
     revoked: Mapped[float | None] = mapped_column(default=None)
@@ -83,12 +90,11 @@ class KeyRow(Base):
     """Not valid from then on; None is never."""
 
 
-class JobRow(Base, kw_only=True):
+class JobRow(OwnedRow, kw_only=True):
     __tablename__ = "jobs"
     __table_args__ = (UniqueConstraint("tenant", "idempotency_key"),)
 
     id: Mapped[Id]
-    tenant: Mapped[Owner]
     name: Mapped[str]
     spec: Mapped[dict[str, Any]]
     idempotency_key: Mapped[str | None] = mapped_column(default=None)
@@ -113,12 +119,11 @@ class JobRow(Base, kw_only=True):
     """It was paused by an outage and resumes by itself."""
 
 
-class PolicyRow(Base, kw_only=True):
+class PolicyRow(OwnedRow, kw_only=True):
     __tablename__ = "policies"
     __table_args__ = (UniqueConstraint("job", "name"),)
 
     id: Mapped[Id]
-    tenant: Mapped[Owner]
     job: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"), default=None)
     """None for a policy that a client drives: a row of ``models`` names it."""
     name: Mapped[str]
@@ -131,13 +136,12 @@ class PolicyRow(Base, kw_only=True):
     """The epoch under which training operations may commit; 0 is never issued."""
 
 
-class VersionRow(Base):
+class VersionRow(OwnedRow):
     __tablename__ = "versions"
     __table_args__ = (Index("versions_by_hash", "hash"),)
 
     policy: Mapped[OfPolicy]
     version: Mapped[Number]
-    tenant: Mapped[Owner]
     parent: Mapped[int | None]
     manifest: Mapped[Manifest]
     hash: Mapped[str]
@@ -153,14 +157,13 @@ class VersionRow(Base):
     """Mean reward on held-out prompts."""
 
 
-class StepRow(Base):
+class StepRow(OwnedRow):
     """The metrics of one committed optimizer step of a job."""
 
     __tablename__ = "steps"
 
     job: Mapped[str] = mapped_column(ForeignKey("jobs.id"), primary_key=True)
     step: Mapped[Number]
-    tenant: Mapped[Owner]
     version: Mapped[int]
     """The first version of the job's policy that contains the step."""
     reward: Mapped[float | None]
@@ -168,12 +171,11 @@ class StepRow(Base):
     metrics: Mapped[dict[str, Any]]
 
 
-class EpisodeRow(Base, kw_only=True):
+class EpisodeRow(OwnedRow, kw_only=True):
     __tablename__ = "episodes"
     __table_args__ = (UniqueConstraint("group_id", "member"), Index("episodes_by_time", "job", "finished"))
 
     id: Mapped[Id]
-    tenant: Mapped[Owner]
     job: Mapped[OfJob]
     group_id: Mapped[str] = mapped_column(ForeignKey("groups.id"))
     member: Mapped[Small]
@@ -193,12 +195,11 @@ class EpisodeRow(Base, kw_only=True):
     finished: Mapped[float | None] = mapped_column(default=None)
 
 
-class GroupRow(Base, kw_only=True):
+class GroupRow(OwnedRow, kw_only=True):
     __tablename__ = "groups"
     __table_args__ = (UniqueConstraint("job", "split", "ordinal"), Index("groups_by_state", "job", "state"))
 
     id: Mapped[Id]
-    tenant: Mapped[Owner]
     job: Mapped[OfJob]
     ordinal: Mapped[int]
     split: Mapped[str] = mapped_column(default="train")
@@ -217,12 +218,11 @@ class GroupRow(Base, kw_only=True):
     """By member; empty where a method does not say that it loads them. Not a column."""
 
 
-class EvaluationRow(Base):
+class EvaluationRow(OwnedRow):
     __tablename__ = "evaluations"
 
     policy: Mapped[OfPolicy]
     version: Mapped[Number]
-    tenant: Mapped[Owner]
     job: Mapped[OfJob]
     prompts: Mapped[Small]
     mean: Mapped[float]
@@ -243,14 +243,13 @@ class UploadRow(Base):
     created: Mapped[float]
 
 
-class SessionRow(Base, kw_only=True):
+class SessionRow(OwnedRow, kw_only=True):
     """A client's session; the things that it creates belong to it."""
 
     __tablename__ = "sessions"
     __table_args__ = (UniqueConstraint("tenant", "idempotency_key"),)
 
     id: Mapped[Id]
-    tenant: Mapped[Owner]
     idempotency_key: Mapped[str | None]
     created: Mapped[float]
     seen: Mapped[float]
@@ -264,14 +263,13 @@ class SessionRow(Base, kw_only=True):
     """The client's tags and metadata."""
 
 
-class ModelRow(Base):
+class ModelRow(OwnedRow):
     """A policy that a client drives call by call."""
 
     __tablename__ = "models"
     __table_args__ = (Index("models_by_session", "session"),)
 
     id: Mapped[Id]
-    tenant: Mapped[Owner]
     session: Mapped[OfSession]
     base_model: Mapped[str]
     asked_model: Mapped[str]
@@ -287,7 +285,7 @@ class ModelRow(Base):
     """The version that its in-flight samplers follow."""
 
 
-class SamplerRow(Base, kw_only=True):
+class SamplerRow(OwnedRow, kw_only=True):
     """Weights that a client samples from: the base model (``hash`` empty), a version, or (``inflight``) the newest one
     that its model published."""
 
@@ -295,7 +293,6 @@ class SamplerRow(Base, kw_only=True):
     __table_args__ = (Index("samplers_by_hash", "hash"), Index("samplers_by_session", "session"))
 
     id: Mapped[Id]
-    tenant: Mapped[Owner]
     session: Mapped[OfSession]
     base_model: Mapped[str]
     asked_model: Mapped[str]
@@ -314,7 +311,7 @@ class SamplerRow(Base, kw_only=True):
     """False: its weights may be gone."""
 
 
-class CheckpointRow(Base):
+class CheckpointRow(OwnedRow):
     """A version under a name that its owner chose."""
 
     __tablename__ = "checkpoints"
@@ -323,7 +320,6 @@ class CheckpointRow(Base):
     model: Mapped[str] = mapped_column(ForeignKey("models.id"), primary_key=True)
     kind: Mapped[CheckpointKind] = mapped_column(Words, primary_key=True)
     name: Mapped[Id]
-    tenant: Mapped[Owner]
     policy: Mapped[str]
     version: Mapped[int]
     manifest: Mapped[Manifest]
@@ -338,14 +334,13 @@ class CheckpointRow(Base):
         return f"tinker://{self.model}/{self.kind}/{self.name}"
 
 
-class FutureRow(Base, kw_only=True):
+class FutureRow(OwnedRow, kw_only=True):
     """A client's call and, once it has one, its outcome; both in the controller's encoding."""
 
     __tablename__ = "futures"
     __table_args__ = (Index("futures_by_model", "model", "seq"), Index("futures_by_time", "finished"))
 
     id: Mapped[Id]
-    tenant: Mapped[Owner]
     model: Mapped[str | None] = mapped_column(ForeignKey("models.id"))
     seq: Mapped[int]
     digest: Mapped[str]
@@ -357,14 +352,13 @@ class FutureRow(Base, kw_only=True):
     finished: Mapped[float | None] = mapped_column(default=None)
 
 
-class EventRow(Base):
+class EventRow(OwnedRow):
     """A line in the log of a job or a tenant."""
 
     __tablename__ = "events"
     __table_args__ = (Index("events_by_job", "job", "id"),)
 
     id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True)
-    tenant: Mapped[Owner]
     job: Mapped[str | None] = mapped_column(ForeignKey("jobs.id"))
     time: Mapped[float]
     kind: Mapped[str]
