@@ -26,7 +26,7 @@ import ssl
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -168,23 +168,14 @@ class BusyTime:
         return self._before + (self._clock.monotonic() - self._since if self.count else 0.0)
 
 
-class _OrderedTasks:
+class _OrderedTasks(dict[asyncio.Future[Any], None]):
     """The part of a set's interface that a task group uses, in insertion order."""
 
-    def __init__(self) -> None:
-        self._tasks: dict[asyncio.Task[object], None] = {}
+    def add(self, task: asyncio.Future[Any]) -> None:
+        self[task] = None
 
-    def add(self, task: asyncio.Task[object]) -> None:
-        self._tasks[task] = None
-
-    def discard(self, task: asyncio.Task[object]) -> None:
-        self._tasks.pop(task, None)
-
-    def __iter__(self) -> Iterator[asyncio.Task[object]]:
-        return iter(self._tasks)
-
-    def __len__(self) -> int:
-        return len(self._tasks)
+    def discard(self, task: asyncio.Future[Any]) -> None:
+        self.pop(task, None)
 
 
 class TaskGroup(asyncio.TaskGroup):
@@ -200,13 +191,13 @@ class BackgroundTasks:
     """Tasks that nobody awaits, kept until they end, in the order in which they started."""
 
     def __init__(self) -> None:
-        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self._tasks = _OrderedTasks()
 
     def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start a task."""
         task = asyncio.create_task(work)
-        self._tasks[task] = None
-        task.add_done_callback(lambda done: self._tasks.pop(done, None))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
 
     async def wait(self) -> None:

@@ -17,7 +17,6 @@ import msgspec
 
 from rookery import protocol
 from rookery.controller.context import ControllerContext
-from rookery.controller.fleet.env_hosts import BUILTIN, SERVICE
 from rookery.controller.jobs.job_context import SHOWN_REWARDS
 from rookery.controller.jobs.runner import COUNTED, JobAdmission, JobRegistry
 from rookery.controller.jobs.trajectory import episode_result_decoder
@@ -287,10 +286,6 @@ class JobQueries:
                 **context.seeding.gauges(),
             },
         }
-
-    def offers(self, environment: str) -> bool:
-        """Whether the service's own hosts offer a built-in now."""
-        return self._context.hosts.offers(SERVICE, BUILTIN + environment)
 
 
 def _policy_view(row: PolicyRow) -> PolicyView:

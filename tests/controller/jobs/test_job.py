@@ -929,7 +929,8 @@ async def test_a_host_serves_its_owner_only(service: Service) -> None:
     with pytest.raises(RegistrationRefused, match="names that begin with builtin: belong to the service"):
         await service.host(environments={"builtin:jsonl": True}, instance="fake").join()
     await service.host(owner=SERVICE, environments={"builtin:jsonl": True}, instance="real").join()
-    assert service.controller.queries.offers("jsonl")
+    hosts = service.controller.context.hosts.hosts.values()
+    assert any(host.offers(SERVICE, "builtin:jsonl") for host in hosts)
     del service.peers[1:-1]
 
 

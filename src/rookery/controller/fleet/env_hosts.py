@@ -224,10 +224,6 @@ class EnvironmentHosts:
                 elif not host.episodes and now - host.left > limits.rejoin_seconds:
                     del self.hosts[host.owner, host.hello.instance]
 
-    def offers(self, owner: str, environment: str) -> bool:
-        """Whether a host offers the environment to the tenant now."""
-        return any(host.offers(owner, environment) for host in self.hosts.values())
-
     def count(self) -> int:
         return sum(host.connected for host in self.hosts.values())
 

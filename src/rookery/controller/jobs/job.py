@@ -21,7 +21,7 @@ from rookery.aio import Signal, TaskGroup
 from rookery.controller.jobs.evaluation import evaluate
 from rookery.controller.jobs.groups import Groups
 from rookery.controller.jobs.job_context import JobContext, per_token
-from rookery.controller.jobs.step import CompleteGroup, StepAccumulator, adam, forward_backward
+from rookery.controller.jobs.step import CompleteGroup, StepAccumulator, adam, describe, forward_backward
 from rookery.controller.quotas import groups_at_once
 from rookery.controller.training.policy_trainer import PolicyTrainer
 from rookery.scheduling.job_rules import admission_budget
@@ -175,7 +175,7 @@ class TrainingJob:
     async def _optim_step(self) -> protocol.Manifest | None:
         """Take the step; returns the artifact of the trained state when a commit is due."""
         step, optimizer = self._next, adam(self.spec, self.step)
-        metrics = step.group_metrics()
+        metrics = describe(step.groups, step.number)
         due = len(self._uncommitted) + 1 >= self.spec.checkpoints.commit_every
         due = due or self._stop_reason(after=metrics["reward"]) is not None
         done = await self._timed(self._trainer.optim_step(self._parent, optimizer, commit=due, scale=step.scale))

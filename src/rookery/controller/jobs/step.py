@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rookery import protocol
-from rookery.algorithms.advantages import advantages, token_weights
-from rookery.algorithms.advantages import step_scale as algorithm_scale
+from rookery.algorithms.advantages import advantages, step_scale, token_weights
 from rookery.algorithms.schedules import rate
 from rookery.controller.jobs.trajectory import EpisodeResult
 from rookery.controller.training.policy_trainer import ForwardRequest
@@ -48,7 +47,7 @@ class CompleteGroup:
 
 
 def make_batch(spec: JobSpec, groups: Sequence[CompleteGroup]) -> protocol.TrainingBatch:
-    """The training batch of some groups of a step, weighted up to the step's :func:`step_scale`. A group whose rewards
+    """The training batch of some groups of a step, weighted up to the step's scale. A group whose rewards
     are all equal has no advantage: it counts in the normalisation, and is differentiated only where a KL penalty or the
     loss itself gives it a gradient."""
     algorithm = spec.algorithm
@@ -76,12 +75,6 @@ def make_batch(spec: JobSpec, groups: Sequence[CompleteGroup]) -> protocol.Train
                     )
         units += [protocol.SharedPrefixGroup(prompt=list(prompt), members=tails) for prompt, tails in members.items()]
     return protocol.TrainingBatch(groups=units)
-
-
-def step_scale(spec: JobSpec, groups: Sequence[CompleteGroup]) -> float:
-    """The factor of the summed gradient of a step on ``groups``."""
-    lengths = [t.num_action_tokens for group in groups for episode in group.episodes for t in episode.trajectories]
-    return algorithm_scale(spec.algorithm.name, lengths)
 
 
 def describe(groups: Sequence[CompleteGroup], step: int) -> dict[str, float]:
@@ -116,7 +109,7 @@ def describe(groups: Sequence[CompleteGroup], step: int) -> dict[str, float]:
 
 
 def forward_backward(spec: JobSpec, groups: Sequence[CompleteGroup]) -> ForwardRequest:
-    """The operation that adds the gradient of ``groups``, before :func:`step_scale`."""
+    """The operation that adds the gradient of ``groups``, before :attr:`StepAccumulator.scale`."""
     algorithm = spec.algorithm
     return ForwardRequest(
         batch=protocol.encode(make_batch(spec, groups)),
@@ -167,15 +160,13 @@ class StepAccumulator:
     @property
     def scale(self) -> float:
         """The factor of the summed gradient, once nothing is missing."""
-        return step_scale(self.spec, self.groups)
+        episodes = [episode for group in self.groups for episode in group.episodes]
+        lengths = [t.num_action_tokens for episode in episodes for t in episode.trajectories]
+        return step_scale(self.spec.algorithm.name, lengths)
 
     def add(self, metrics: Mapping[str, float]) -> None:
         """Add the trainer's metrics of a micro-batch."""
         protocol.add_metrics(self._sums, metrics)
-
-    def group_metrics(self) -> dict[str, float]:
-        """Metrics of the step's groups (:func:`describe`)."""
-        return describe(self.groups, self.number)
 
     def trainer_metrics(self) -> dict[str, float]:
         """The trainer's metrics of the whole step, with the loss scaled as the gradient is."""
