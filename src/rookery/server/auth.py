@@ -19,15 +19,12 @@ from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.requests import HTTPConnection
 
-from rookery.aio import Clock, IdGenerator
+from rookery.controller.context import ControllerContext
 from rookery.controller.controller import Controller
 from rookery.errors import Forbidden, TooManyRequests, Unauthorized
 from rookery.server.bodies import BoundedRequest
 from rookery.server.connections import Connections
-from rookery.settings import Settings
-from rookery.storage.artifacts import Artifacts
 from rookery.storage.data_dir import hash_key
-from rookery.storage.db import Database
 from rookery.storage.models import KeyRole, KeyRow
 
 REFUSALS = (
@@ -71,11 +68,6 @@ class ServiceContext:
     """The parts of a running service that routes use."""
 
     controller: Controller
-    database: Database
-    artifacts: Artifacts
-    settings: Settings
-    clock: Clock
-    ids: IdGenerator
     connections: Connections
     failed_keys: FailedKeys
     refusals: Counter[str]
@@ -86,6 +78,11 @@ class ServiceContext:
     """Bytes of request bodies in memory, by tenant."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the service begins to stop, so that streams end and do not delay it."""
+
+    @property
+    def context(self) -> ControllerContext:
+        """The services of the controller."""
+        return self.controller.context
 
 
 @dataclass(frozen=True)
@@ -108,20 +105,21 @@ async def authenticate(connection: HTTPConnection, roles: tuple[KeyRole, ...] = 
     :class:`TooManyRequests`."""
     caller: Caller | None = getattr(connection.state, "caller", None)
     if caller is None and (key := _key_hash(connection)):
-        context = await service_context(connection)
+        service = await service_context(connection)
         address = connection.client.host if connection.client is not None else ""
         try:
-            context.failed_keys.check(address, key)
+            service.failed_keys.check(address, key)
         except TooManyRequests:
-            context.refusals["keys_limited"] += 1
+            service.refusals["keys_limited"] += 1
             raise
-        row: KeyRow | None = await asyncio.to_thread(context.database.valid_key, key, context.clock.time())
-        context.failed_keys.record(address, key, valid=row is not None)
-        context.refusals["keys_failed"] += row is None
+        database, now = service.context.store.database, service.context.clock.time()
+        row: KeyRow | None = await asyncio.to_thread(database.valid_key, key, now)
+        service.failed_keys.record(address, key, valid=row is not None)
+        service.refusals["keys_failed"] += row is None
         if row is not None:
             caller = connection.state.caller = Caller(row.tenant, row.role, key)
             if row.role in API:
-                context.controller.context.quotas.count_request(row.tenant)
+                service.context.quotas.count_request(row.tenant)
     if caller is None:
         raise Unauthorized("no valid API key; send 'Authorization: Bearer tml-…' or 'X-API-Key: tml-…'")
     if caller.role not in roles:

@@ -69,9 +69,9 @@ class BodyLimit:
         if scope["type"] != "http" or scope["path"].startswith("/wire/"):
             await self._app(scope, receive, send)
             return
-        context, received, owner = scope["app"].state.context, 0, ""
-        limit, reason = limit_of(scope["path"], context.settings)
-        most: int = context.settings.edge.tenant_body_bytes
+        service, received, owner = scope["app"].state.context, 0, ""
+        limit, reason = limit_of(scope["path"], service.context.settings)
+        most: int = service.context.settings.edge.tenant_body_bytes
 
         async def counted() -> Message:
             nonlocal received, owner
@@ -79,13 +79,13 @@ class BodyLimit:
             size = len(message.get("body", b""))
             received += size
             if received > limit:
-                context.refusals["bodies_refused"] += 1
+                service.refusals["bodies_refused"] += 1
                 raise BodyRefused(413, f"the body has more than {limit} bytes; {reason}")
             if scope["path"] != DATASETS and size and (caller := scope["state"].get("caller")) is not None:
                 owner = caller.id
-                context.held_bytes[owner] += size
-                if context.held_bytes[owner] > max(most, received):
-                    context.refusals["bodies_refused"] += 1
+                service.held_bytes[owner] += size
+                if service.held_bytes[owner] > max(most, received):
+                    service.refusals["bodies_refused"] += 1
                     line = f"bodies of this tenant's other requests are read; {most} bytes are read at once"
                     raise BodyRefused(429, f"{line} (ROOKERY_TENANT_BODY_BYTES)", {"Retry-After": "1"})
             return message
@@ -94,9 +94,9 @@ class BodyLimit:
             await self._app(scope, counted, send)
         finally:
             if owner:
-                context.held_bytes[owner] -= received
-                if not context.held_bytes[owner]:
-                    del context.held_bytes[owner]
+                service.held_bytes[owner] -= received
+                if not service.held_bytes[owner]:
+                    del service.held_bytes[owner]
 
 
 class SecurityHeaders:
@@ -151,14 +151,14 @@ def refused_shortages() -> Iterator[None]:
 
 async def read_json(request: Request) -> Any:
     """The value of a JSON body. Raises :class:`BodyRefused`, and :class:`json.JSONDecodeError` for other text."""
-    context = request.app.state.context
-    edge = context.settings.edge
+    service = request.app.state.context
+    edge = service.context.settings.edge
     try:
         with refused_shortages():
             body = await request.body()
-            return await off_loop(context.parsing, len(body), lambda: parse(body, edge.json_items, edge.json_depth))
+            return await off_loop(service.parsing, len(body), lambda: parse(body, edge.json_items, edge.json_depth))
     except BodyRefused:
-        context.refusals["bodies_refused"] += 1
+        service.refusals["bodies_refused"] += 1
         raise
 
 

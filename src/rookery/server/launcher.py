@@ -173,11 +173,6 @@ class Service:
 
         context = ServiceContext(
             controller=controller,
-            database=database,
-            artifacts=artifacts,
-            settings=settings,
-            clock=clock,
-            ids=ids,
             connections=connections,
             failed_keys=FailedKeys(settings.edge.failed_keys_per_minute, map(hash_key, (self.admin_key, worker_token))),
             refusals=refusals,

@@ -226,8 +226,8 @@ class ResponseFormat:
 
     def __init__(self, service: ServiceContext, options: CompletionOptions, model: str, *, logprobs: bool) -> None:
         self.options = options
-        self.id = service.ids.new(self.id_prefix)
-        self._head = {"id": self.id, "created": int(service.clock.time()), "model": model}
+        self.id = service.context.ids.new(self.id_prefix)
+        self._head = {"id": self.id, "created": int(service.context.clock.time()), "model": model}
         self._logprobs = logprobs
 
     @property

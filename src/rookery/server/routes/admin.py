@@ -6,7 +6,6 @@ its hash, which authorizes nothing.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import APIRouter
@@ -25,7 +24,7 @@ routes = APIRouter(prefix="/api/v1", route_class=AuthenticatedRoute, responses=E
 
 
 def _tenant_view(service: ServiceContext, row: TenantRow) -> TenantView:
-    quotas = service.controller.context.quotas
+    quotas = service.context.quotas
     return TenantView(id=row.id, name=row.name, created=row.created, **quotas.view(row.id))
 
 
@@ -42,13 +41,13 @@ async def workers(service: Service, owner: Administrator) -> Any:
 
 @routes.get("/tenants")
 async def tenants(service: Service, owner: Administrator) -> list[TenantView]:
-    return [_tenant_view(service, row) for row in await asyncio.to_thread(service.database.list_tenants)]
+    return [_tenant_view(service, row) for row in await service.context.store.list_tenants()]
 
 
 @routes.post("/tenants", status_code=201)
 async def new_tenant(service: Service, owner: Administrator, request: NewTenant) -> TenantView:
-    id, now = service.ids.new("tenant"), service.clock.time()
-    return _tenant_view(service, await asyncio.to_thread(service.database.create_tenant, id, request.name, now))
+    id, now = service.context.ids.new("tenant"), service.context.clock.time()
+    return _tenant_view(service, await service.context.store.create_tenant(id, request.name, now))
 
 
 @routes.put("/tenants/{tenant}/limits")
@@ -61,36 +60,36 @@ async def limit_tenant(service: Service, owner: Administrator, tenant: str, requ
 async def new_tenant_key(service: Service, owner: Administrator, tenant: str, request: NewKey) -> CreatedKey:
     """Create an API key of a tenant. Keep it: it is never shown again. Only the administrator's tenant has keys of the
     roles ``admin`` and ``worker``."""
-    row = await asyncio.to_thread(service.database.get_tenant, tenant)
+    row = await service.context.store.get_tenant(tenant)
     role = request.role or ("admin" if row.admin else "tenant")
     if role in ("admin", "worker") and not row.admin:
         raise UserError(f"role: a key of the role {role} can only belong to the administrator's tenant")
-    key, now = new_key(), service.clock.time()
+    key, now = new_key(), service.context.clock.time()
     expires = None if request.lifetime_seconds is None else now + request.lifetime_seconds
-    await asyncio.to_thread(service.database.add_key, hash_key(key), row.id, request.label, now, role, expires)
+    await service.context.store.add_key(hash_key(key), row.id, request.label, now, role, expires)
     return CreatedKey(key=key, tenant=row.id, label=request.label, role=role, expires=expires)
 
 
 @routes.get("/tenants/{tenant}/keys")
 async def keys(service: Service, owner: Administrator, tenant: str) -> list[KeyView]:
     """A tenant's keys, oldest first, revoked ones included."""
-    row = await asyncio.to_thread(service.database.get_tenant, tenant)
-    return [_key_view(key, key.revoked) for key in await asyncio.to_thread(service.database.keys, row.id)]
+    row = await service.context.store.get_tenant(tenant)
+    return [_key_view(key, key.revoked) for key in await service.context.store.keys(row.id)]
 
 
 @routes.delete("/tenants/{tenant}/keys/{key}")
 async def revoke_key(service: Service, owner: Administrator, tenant: str, key: str) -> KeyView:
     """Revoke a key; its tenant's data stays. The key of this request cannot revoke itself."""
-    row = await asyncio.to_thread(service.database.get_tenant, tenant)
-    found = next((k for k in await asyncio.to_thread(service.database.keys, row.id) if k.hash[:KEY_ID] == key), None)
+    row = await service.context.store.get_tenant(tenant)
+    found = next((k for k in await service.context.store.keys(row.id) if k.hash[:KEY_ID] == key), None)
     if found is None:
         raise NotFound(f"tenant {row.id} has no key {key}")
     if found.hash == owner.key:
         raise Conflict("this request was made with that key; revoke it with another key of the administrator")
     if found.revoked is not None:
         raise Conflict(f"key {key} is already revoked")
-    now = service.clock.time()
-    await asyncio.to_thread(service.database.revoke_key, row.id, found.hash, now)
+    now = service.context.clock.time()
+    await service.context.store.revoke_key(row.id, found.hash, now)
     return _key_view(found, now)
 
 

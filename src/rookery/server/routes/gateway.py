@@ -94,8 +94,8 @@ async def host(socket: WebSocket, service: Service) -> None:
             caller = await authenticate(socket, ("worker", "host", "tenant", "admin"))
             owner, most = SERVICE, protocol.MAX_FRAME
             if caller.role != "worker":
-                owner, most = caller.id, service.settings.edge.host_bytes
-                place.enter_context(service.controller.context.quotas.hosting(owner))
+                owner, most = caller.id, service.context.settings.edge.host_bytes
+                place.enter_context(service.context.quotas.hosting(owner))
         except RookeryError as error:
             await socket.send_denial_response(refusal(error))
             return
@@ -107,7 +107,7 @@ async def host(socket: WebSocket, service: Service) -> None:
 async def manifest(service: Service, digest: str, ticket: Ticket = "") -> Response:
     if not service.controller.tickets.reads(ticket, digest):
         raise NotFound("no such artifact, or the ticket has expired")
-    return json_response(await asyncio.to_thread(service.artifacts.open, digest))
+    return json_response(await asyncio.to_thread(service.context.artifacts.open, digest))
 
 
 @routes.get("/artifacts/{digest}/{name}")
@@ -116,7 +116,7 @@ async def shard(
 ) -> Response:
     if not service.controller.tickets.reads(ticket, digest):
         raise NotFound("no such artifact, or the ticket has expired")
-    return await asyncio.to_thread(stream, service.artifacts, digest, name, range)
+    return await asyncio.to_thread(stream, service.context.artifacts, digest, name, range)
 
 
 @routes.get("/offers/{ticket}")

@@ -149,7 +149,7 @@ async def adapter(service: Service, owner: Owner, job: str, policy: str, version
         raise NotFound(f"no version {version!r}; give a number or latest")
     number = None if version == "latest" else int(version)
     manifest = await service.controller.queries.adapter(owner.id, job, policy, number)
-    size, chunks = await asyncio.to_thread(pack, service.artifacts, manifest, service.clock.time())
+    size, chunks = await asyncio.to_thread(pack, service.context.artifacts, manifest, service.context.clock.time())
     name = f"{job}-{policy}-{version}.tar"
     headers = {"Content-Length": str(size), "Content-Disposition": f'attachment; filename="{name}"'}
     return StreamingResponse(chunks, media_type="application/x-tar", headers=headers)
@@ -172,7 +172,7 @@ def _upload(media_type: str, **schema: str) -> dict[str, Any]:
 @routes.post("/datasets", status_code=201, openapi_extra=_upload("application/jsonl"), tags=["uploads"])
 async def add_dataset(service: Service, owner: Owner, request: Request) -> UploadedDataset:
     """Upload the rows of a ``jsonl`` environment: one JSON object per line."""
-    limits = service.settings.limits
+    limits = service.context.settings.limits
     count = partial(count_rows, row_bytes=limits.row_bytes, rows=limits.dataset_rows)
     dataset, rows = await service.controller.add_dataset(owner.id, request.stream(), count)
     return UploadedDataset(dataset=dataset, rows=rows)
@@ -189,7 +189,7 @@ async def add_adapter(service: Service, owner: Owner, request: Request) -> Uploa
 @routes.get("/uploads", tags=["uploads"])
 async def uploads(service: Service, owner: Owner) -> list[UploadView]:
     """The datasets (inline rows of jobs too) and adapters that this tenant stores, oldest first."""
-    found = await asyncio.to_thread(service.database.uploads, owner.id)
+    found = await asyncio.to_thread(service.context.store.database.uploads, owner.id)
     return [UploadView(hash=row.hash, kind=row.kind, size=row.size, created=row.created) for row in found]
 
 
@@ -234,7 +234,7 @@ async def _follow_job(service: ServiceContext, tenant: str, job: str, after: int
                 yield _event("job", view.model_dump_json().encode())
             else:
                 yield b": heartbeat\n\n"
-            interval = service.settings.worker.heartbeat_seconds
+            interval = service.context.settings.worker.heartbeat_seconds
             await asyncio.wait({upcoming, closing}, timeout=interval, return_when=asyncio.FIRST_COMPLETED)
             while upcoming.done():
                 row = upcoming.result()

@@ -278,7 +278,7 @@ async def _generate(
                     yield choice, text, choice.reply.finish if last else None
             if left:
                 try:
-                    async with asyncio.timeout(service.settings.worker.heartbeat_seconds):
+                    async with asyncio.timeout(service.context.settings.worker.heartbeat_seconds):
                         await changed.wait()
                 except TimeoutError:
                     yield None

@@ -78,12 +78,12 @@ async def load_weights(service: Service, owner: Owner, request: Request) -> Resp
 @routes.post("/get_info")
 async def get_info(service: Service, owner: Owner, request: Request) -> Response:
     body = await schemas.GetInfo.read(request)
-    row, policy = await service.controller.context.store.get_model(owner.id, body.model_id)
+    row, policy = await service.context.store.get_model(owner.id, body.model_id)
     model = resolve(row.base_model)
     if model.kind in ("catalogue", "hub") and (request.client is None or request.client.host not in LOCAL):
         tokenizer = model.sources[0].where
     else:  # a client on this machine can read the prepared folder
-        tokenizer = str(model_folder(service.settings.cache, row.base_model))
+        tokenizer = str(model_folder(service.context.settings.cache, row.base_model))
     return json_response({
         "type": "get_info",
         "model_data": {"arch": "lora", "model_name": row.asked_model, "tokenizer_id": tokenizer},
@@ -174,7 +174,7 @@ async def create_sampler(service: Service, owner: Owner, request: Request) -> Re
 
 @routes.get("/samplers/{sampler}")
 async def sampler(service: Service, owner: Owner, sampler: str) -> Response:
-    row = await service.controller.context.store.get_sampler(owner.id, sampler)
+    row = await service.context.store.get_sampler(owner.id, sampler)
     return json_response({"sampler_id": row.id, "base_model": row.asked_model, "model_path": row.path or None})
 
 
@@ -214,7 +214,7 @@ async def retrieve_future(service: Service, owner: Owner, request: Request) -> R
         if error.status < 500:
             raise
         log.warning("result of %s: %s", body.request_id, error)
-        await service.clock.sleep(service.settings.worker.heartbeat_seconds)
+        await service.context.clock.sleep(service.context.settings.worker.heartbeat_seconds)
         return await _result(body.request_id, QueueStatus(reason=str(error)))
     except Exception as error:
         log.exception("result of %s", body.request_id)

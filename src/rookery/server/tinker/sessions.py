@@ -88,7 +88,7 @@ async def capabilities(service: Service, owner: Owner) -> Response:
 
 
 def _capabilities(service: Service, model: str) -> dict[str, object] | None:
-    prepared = status(service.settings.cache, model)
+    prepared = status(service.context.settings.cache, model)
     if prepared.folder is None or prepared.state != "prepared":
         return None
     context = inspect(prepared.folder).context
@@ -106,13 +106,13 @@ async def telemetry(owner: Owner) -> Response:
 
 @routes.get("/sessions")
 async def sessions(service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> Response:
-    rows = await service.controller.context.store.list_sessions(owner.id)
+    rows = await service.context.store.list_sessions(owner.id)
     return json_response({"sessions": [row.id for row in rows[offset : offset + limit]]})
 
 
 @routes.get("/sessions/{session}")
 async def session(service: Service, owner: Owner, session: str) -> Response:
-    row, store = await service.controller.sessions.get(owner.id, session), service.controller.context.store
+    row, store = await service.controller.sessions.get(owner.id, session), service.context.store
     return json_response({
         "training_run_ids": [run.id for run in await store.list_models(owner.id, session)],
         "sampler_ids": [sampler.id for sampler in await store.list_samplers(owner.id, session)],
@@ -123,20 +123,20 @@ async def session(service: Service, owner: Owner, session: str) -> Response:
 
 @routes.get("/training_runs")
 async def training_runs(service: Service, owner: Owner, limit: Limit = 20, offset: Offset = 0) -> Response:
-    rows = await service.controller.context.store.list_models(owner.id)
+    rows = await service.context.store.list_models(owner.id)
     shown = [await _run(service, owner, row) for row in rows[offset : offset + limit]]
     return json_response({"training_runs": shown, "cursor": _cursor(offset, limit, len(rows))})
 
 
 @routes.get("/training_runs/{run}")
 async def training_run(service: Service, owner: Owner, run: str) -> Response:
-    row, _ = await service.controller.context.store.get_model(owner.id, run)
+    row, _ = await service.context.store.get_model(owner.id, run)
     return json_response(await _run(service, owner, row))
 
 
 @routes.get("/training_runs/{run}/checkpoints")
 async def checkpoints_of(service: Service, owner: Owner, run: str) -> Response:
-    store = service.controller.context.store
+    store = service.context.store
     await store.get_model(owner.id, run)  # an unknown run is not an empty one
     rows = await store.list_checkpoints(owner.id, run)
     return json_response({"checkpoints": [_checkpoint(row) for row in rows]})
@@ -144,7 +144,7 @@ async def checkpoints_of(service: Service, owner: Owner, run: str) -> Response:
 
 @routes.get("/checkpoints")
 async def checkpoints(service: Service, owner: Owner, limit: Limit = 100, offset: Offset = 0) -> Response:
-    rows = await service.controller.context.store.list_checkpoints(owner.id)
+    rows = await service.context.store.list_checkpoints(owner.id)
     shown = [_checkpoint(row) for row in rows[offset : offset + limit]]
     return json_response({"checkpoints": shown, "cursor": _cursor(offset, limit, len(rows))})
 
@@ -158,15 +158,15 @@ async def delete_checkpoint(service: Service, owner: Owner, run: str, kind: str,
 @routes.put("/training_runs/{run}/checkpoints/{kind}/{name}/ttl", status_code=204)
 async def set_ttl(service: Service, owner: Owner, run: str, kind: str, name: str, request: Request) -> Response:
     ttl = schemas.check_ttl((await schemas.CheckpointTtl.read(request)).ttl_seconds)
-    expires = None if ttl is None else service.clock.time() + ttl
-    await service.controller.context.store.expire_checkpoint(owner.id, run, kind, name, expires)
+    expires = None if ttl is None else service.context.clock.time() + ttl
+    await service.context.store.expire_checkpoint(owner.id, run, kind, name, expires)
     return Response(status_code=204)
 
 
 @routes.post("/weights_info")
 async def weights_info(service: Service, owner: Owner, request: Request) -> Response:
     body = await schemas.WeightsInfo.read(request)
-    _, run, policy = await find_checkpoint(service.controller.context, owner.id, body.tinker_path)
+    _, run, policy = await find_checkpoint(service.context, owner.id, body.tinker_path)
     trained = {name: run.lora.get(name) for name in ("train_unembed", "train_mlp", "train_attn")}
     return json_response({"base_model": run.asked_model, "is_lora": True, "lora_rank": policy.rank, **trained})
 
@@ -189,10 +189,10 @@ async def archive_url(service: Service, owner: Owner, run: str, kind: str, name:
 
 async def _grant(service: Service, owner: Owner, path: str, request: Request) -> tuple[str, str]:
     """The base address of a checkpoint's files, and when it expires."""
-    row, _, _ = await find_checkpoint(service.controller.context, owner.id, path)
+    row, _, _ = await find_checkpoint(service.context, owner.id, path)
     ticket = service.controller.tickets.grant(row.hash)
     base = f"{str(request.url).partition('/training_runs/')[0]}/external/{ticket}/{row.hash}"
-    return base, _time(service.clock.time() + service.settings.server.ticket_seconds)
+    return base, _time(service.context.clock.time() + service.context.settings.server.ticket_seconds)
 
 
 @routes.get("/external/{ticket}/{digest}/{file}")
@@ -202,9 +202,9 @@ async def external(
     if file not in (*ADAPTER_FILES, ARCHIVE) or not service.controller.tickets.reads(ticket, digest):
         raise NotFound("no such file, or its address has expired")
     if file != ARCHIVE:
-        return await asyncio.to_thread(stream, service.artifacts, digest, file, range)
-    manifest = await asyncio.to_thread(service.artifacts.open, digest)
-    size, pieces = await asyncio.to_thread(pack, service.artifacts, manifest, service.clock.time())
+        return await asyncio.to_thread(stream, service.context.artifacts, digest, file, range)
+    manifest = await asyncio.to_thread(service.context.artifacts.open, digest)
+    size, pieces = await asyncio.to_thread(pack, service.context.artifacts, manifest, service.context.clock.time())
     return StreamingResponse(pieces, media_type="application/x-tar", headers={"Content-Length": str(size)})
 
 
@@ -222,7 +222,7 @@ def _checkpoint(row: CheckpointRow) -> dict[str, Any]:
 
 
 async def _run(service: Service, owner: Owner, row: ModelRow) -> dict[str, Any]:
-    found = await service.controller.context.store.list_checkpoints(owner.id, row.id)
+    found = await service.context.store.list_checkpoints(owner.id, row.id)
     newest = {kind: next((_checkpoint(c) for c in found if c.kind == kind), None) for kind in KINDS}
     return {
         "training_run_id": row.id,
